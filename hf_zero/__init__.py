@@ -1,0 +1,45 @@
+"""ZeRO for Hugging Face training: replace `deepspeed=` by `zero=`, keep the JSON."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Loaded at first use, so that the command line and the offline tools start without torch.
+_EXPORTS = {
+    "CheckpointError": "hf_zero.errors",
+    "ConfigError": "hf_zero.errors",
+    "DivergenceError": "hf_zero.errors",
+    "NativeError": "hf_zero.errors",
+    "StateError": "hf_zero.errors",
+    "ZeroConfig": "hf_zero.config",
+    "ZeroEngine": "hf_zero.engine",
+    "engine_of": "hf_zero.engine",
+    "initialize": "hf_zero.initializer",
+    "full_param": "hf_zero.access",
+    "gathered_params": "hf_zero.access",
+    "Seq2SeqTrainer": "hf_zero.hf",
+    "Seq2SeqTrainingArguments": "hf_zero.hf",
+    "Trainer": "hf_zero.hf",
+    "TrainingArguments": "hf_zero.hf",
+    "ZeroPlugin": "hf_zero.hf",
+    "ZeroTrainerMixin": "hf_zero.hf",
+    "disable": "hf_zero.hf",
+    "enable": "hf_zero.hf",
+    "zero_arguments": "hf_zero.hf",
+}
+__all__ = sorted([*_EXPORTS, "__version__"])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'hf_zero' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

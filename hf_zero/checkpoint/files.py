@@ -1,0 +1,89 @@
+"""Low-level work on files: writes that appear whole or not at all, checksums.
+
+Owns no knowledge of what is in the files. An OSError becomes a CheckpointError that names the file.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hf_zero.errors import CheckpointError
+
+Progress = Callable[[int], None]  # called with the number of bytes done since the last call
+
+TEMPORARY_SUFFIX = ".partial"
+CHUNK_BYTES = 16 << 20
+
+
+class ChecksumWriter:
+    """A binary file that appears under its name only when it is complete; counts and checksums what is written."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.size = 0
+        self.crc32 = 0
+
+    def write(self, data: memoryview | bytes) -> None:
+        view = memoryview(data)  # of bytes: format "B"
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.size += view.nbytes
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+
+@contextmanager
+def written_atomically(path: Path) -> Iterator[ChecksumWriter]:
+    """Write `path`: on a clean exit it is on the disk and named, on an exception nothing of it is left.
+
+    Raises:
+        CheckpointError: The operating system refused (disk full, no permission, ...).
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    done = False
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            yield ChecksumWriter(descriptor)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+        done = True
+        sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        if not done:
+            temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut. Without effect on file systems that cannot do it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        # Some network file systems refuse fsync on a folder; they order renames themselves.
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def file_crc32(path: Path, progress: Progress | None = None) -> int:
+    """zlib.crc32 of the content: it is there to find damage, not forgery, so speed decides."""
+    crc = 0
+    buffer = bytearray(CHUNK_BYTES)
+    view = memoryview(buffer)
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                crc = zlib.crc32(view[:count], crc)
+                if progress is not None:
+                    progress(count)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    return crc

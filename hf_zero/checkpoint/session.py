@@ -1,0 +1,304 @@
+"""Saves and loads the state of a running engine. All ranks call; files are written and read by save.py and load.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hf_zero.checkpoint.load import CheckpointReader, open_checkpoint
+from hf_zero.checkpoint.manifest import SaveInfo, TensorInfo
+from hf_zero.checkpoint.save import (
+    build_manifest,
+    check_info,
+    commit,
+    discard,
+    dtype_name,
+    prepare_folder,
+    write_rank_file,
+)
+from hf_zero.checkpoint.state import RunState, Scalar
+from hf_zero.comm import Comm
+from hf_zero.errors import CheckpointError
+from hf_zero.optim.sharded import OwnedRun, ShardedOptimizer
+from hf_zero.shard.buffer import FlatBuffer
+from hf_zero.shard.partition import clean_name, tied_names
+from hf_zero.shard.unit import ShardUnit
+
+# Optimizer state that is a Python number, not a tensor of one element, keeps its kind through a file by this suffix.
+_PYTHON_NUMBER = "@python"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Session:
+    """What of an engine goes into a checkpoint."""
+
+    model: nn.Module
+    units: list[ShardUnit]
+    comm: Comm
+    optimizer: ShardedOptimizer | None
+    lr_scheduler: Any
+    stage: int
+    global_step: int
+
+    @property
+    def buffers(self) -> list[FlatBuffer]:
+        return [buffer for unit in self.units for buffer in unit.buffers]
+
+    @property
+    def num_writers(self) -> int:
+        """Ranks that hold a part each; 1 where every rank holds everything."""
+        return max((buffer.layout.world_size for buffer in self.buffers), default=1)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    global_step: int
+    client_state: Any
+
+
+def tagged(folder: Path, tag: str | None) -> Path:
+    return folder / tag if tag else folder
+
+
+# -------------------------------------------------------------------- save
+def save(session: Session, folder: Path, client_state: Any) -> Path:
+    """Write a checkpoint into `folder`. All ranks must call. See [Note: Commit order] in save.py.
+
+    Raises CheckpointError on every rank if any rank could not write its part; the folder's old checkpoint, if it held
+    one, is then still whole.
+    """
+    comm = session.comm
+    info = _info(session, client_state)
+    _together(comm, "checkpoint contents", lambda: check_info(info))
+    save_id = _together(comm, "checkpoint folder", lambda: prepare_folder(folder) if comm.rank == 0 else "")[0]
+    writes = comm.rank < session.num_writers
+    try:
+        records = _together(
+            comm,
+            "checkpoint files",
+            lambda: (
+                write_rank_file(
+                    folder, comm.rank, _run_states(session), _model_buffers(session), save_id=save_id
+                )
+                if writes
+                else None
+            ),
+        )
+    except CheckpointError:
+        if comm.rank == 0:
+            discard(folder)
+        raise
+    written = [record for record in records if record is not None]
+    _together(comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)) if comm.rank == 0 else None)
+    return folder
+
+
+def _together(comm: Comm, what: str, work: Callable[[], _T]) -> list[_T]:
+    """Run `work` on every rank; return what each gave, or raise on every rank what went wrong on any."""
+    error: str | None = None
+    result: Any = None
+    try:
+        result = work()
+    except (CheckpointError, OSError) as problem:
+        error = str(problem)
+    outcomes = comm.all_gather_object((error, result), what)
+    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]
+    if failed:
+        raise CheckpointError("\n".join(failed))
+    return [value for _, value in outcomes]
+
+
+def _info(session: Session, client_state: Any) -> SaveInfo:
+    layouts = tuple(buffer.layout for buffer in session.buffers)
+    dtypes = {slot.name: layout.dtype for layout in layouts for slot in layout.slots}
+    aliases = tied_names(session.model)
+    params = []
+    for path, param in session.model.named_parameters():
+        name = clean_name(path)
+        if name in dtypes:
+            params.append(TensorInfo(name, tuple(param.shape), dtypes[name]))
+    extra: dict[str, Any] = {"processes": session.comm.world_size}
+    if session.lr_scheduler is not None:
+        extra["lr_scheduler"] = _plain(session.lr_scheduler.state_dict())
+    if session.optimizer is not None:
+        extra["optimizer"] = type(session.optimizer.optimizer).__name__
+    return SaveInfo(
+        world_size=session.num_writers,
+        stage=session.stage,
+        layouts=layouts,
+        params=tuple(params),
+        tied=aliases,
+        param_groups=_hyperparameters(session.optimizer),
+        global_step=session.global_step,
+        client_state=client_state,
+        extra=extra,
+    )
+
+
+def _hyperparameters(optimizer: ShardedOptimizer | None) -> list[dict[str, Any]]:
+    if optimizer is None:
+        return []
+    return [
+        {key: _plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """JSON for what optimizers and schedulers keep; other objects (lambdas of a scheduler) are left out as None."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value.item()
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else None
+
+
+def _model_buffers(session: Session) -> dict[str, torch.Tensor]:
+    """Persistent buffers; rank 0 saves them for all."""
+    if session.comm.rank != 0:
+        return {}
+    found = {}
+    for path, module in session.model.named_modules():
+        for name, value in module._buffers.items():
+            if value is not None and name not in module._non_persistent_buffers_set:
+                found[clean_name(f"{path}.{name}" if path else name)] = value
+    return found
+
+
+def _run_states(session: Session) -> Iterator[RunState]:
+    """Everything this rank owns."""
+    owned = _owned_by_name(session.optimizer)
+    for buffer in session.buffers:
+        for run in buffer.layout.runs(buffer.rank):
+            if buffer.master is None:
+                yield RunState(buffer.layout.name, run, {"param": buffer.shard.read_run(run)})
+                continue
+            tensors, scalars = {"master": buffer.master.read_run(run)}, {}
+            if run.name in owned and session.optimizer is not None:
+                states = [session.optimizer.state.get(master, {}) for master in owned[run.name].masters]
+                more, scalars = _collect(states, owned[run.name])
+                tensors.update(more)
+            yield RunState(buffer.layout.name, run, tensors, scalars)
+
+
+def _owned_by_name(optimizer: ShardedOptimizer | None) -> dict[str, OwnedRun]:
+    return {} if optimizer is None else {owned.run.name: owned for owned in optimizer.owned_runs()}
+
+
+def _collect(states: list[dict[str, Any]], owned: OwnedRun) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
+    """The optimizer state of one run: its tensors joined, its scalars once."""
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, Scalar] = {}
+    for key, first in states[0].items():
+        values = [state[key] for state in states]
+        if isinstance(first, torch.Tensor) and first.shape == owned.masters[0].shape and first.dim():
+            flat = [value.reshape(-1) for value in values]
+            tensors[key] = flat[0] if len(flat) == 1 else torch.cat(flat)
+        elif isinstance(first, torch.Tensor) and first.numel() == 1:
+            scalars[key] = first.item()
+        elif isinstance(first, bool | int | float):
+            scalars[key + _PYTHON_NUMBER] = first
+        elif first is not None:
+            raise CheckpointError(
+                f"optimizer state {key!r} of {owned.run.name} is a {type(first).__name__}, which a checkpoint cannot cut "
+                "to another world size; use an optimizer whose state is elementwise"
+            )
+    return tensors, scalars
+
+
+# -------------------------------------------------------------------- load
+def load(session: Session, folder: Path, *, load_optimizer: bool) -> Loaded:
+    """Restore from `folder`, written at any world size and stage. All ranks must call.
+
+    Raises CheckpointError on every rank: no manifest, files missing or damaged, parameters that do not fit.
+    """
+    comm = session.comm
+    with _open_together(session, folder) as reader:
+        with torch.no_grad():
+            _together(comm, "weights", lambda: _load_weights(session, reader))
+            if load_optimizer and session.optimizer is not None:
+                _together(comm, "optimizer state", lambda: _load_optimizer(session, reader))
+        manifest = reader.manifest
+    if session.lr_scheduler is not None and "lr_scheduler" in manifest.extra and load_optimizer:
+        state = {key: value for key, value in manifest.extra["lr_scheduler"].items() if value is not None}
+        session.lr_scheduler.load_state_dict({**session.lr_scheduler.state_dict(), **state})
+    return Loaded(manifest.global_step, manifest.client_state)
+
+
+def _open_together(session: Session, folder: Path) -> CheckpointReader:
+    comm = session.comm
+    readers: list[CheckpointReader] = []
+
+    def work() -> None:
+        reader = open_checkpoint(folder)
+        readers.append(reader)
+        reader.check_against([buffer.layout for buffer in session.buffers])
+        reader.verify(comm.rank, comm.world_size)
+
+    _together(comm, "checkpoint", work)
+    return readers[0]
+
+
+def _load_weights(session: Session, reader: CheckpointReader) -> None:
+    for buffer in session.buffers:
+        for run in buffer.layout.runs(buffer.rank):
+            target = buffer.shard if buffer.master is None else buffer.master
+            target.write_run(run, reader.read_weights(run.name, run, target.memory.dtype))
+        buffer.refresh()
+    for buffer in session.buffers:
+        if not buffer.on_demand and buffer.layout.world_size > 1:
+            buffer.gather_start()
+            buffer.gather_finish()
+    stored = {info.name for info in reader.manifest.buffers}
+    for path, module in session.model.named_modules():
+        for name, value in module._buffers.items():
+            full_name = clean_name(f"{path}.{name}" if path else name)
+            if value is not None and full_name in stored:
+                value.copy_(reader.read_buffer(full_name).view(value.shape))
+
+
+def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
+    optimizer = session.optimizer
+    assert optimizer is not None
+    saved_class = reader.manifest.extra.get("optimizer")
+    mine = type(optimizer.optimizer).__name__
+    if saved_class is not None and saved_class != mine:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {saved_class}, this run uses {mine}: use the same optimizer, or load with "
+            "load_optimizer=False"
+        )
+    optimizer.state.clear()
+    for owned in optimizer.owned_runs():
+        for master, state in zip(owned.masters, _state_of(owned, reader), strict=True):
+            if state:
+                optimizer.state[master] = state
+    for group, saved in zip(optimizer.param_groups, reader.manifest.param_groups, strict=False):
+        for key, value in saved.items():
+            if key in group and value is not None:
+                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def _state_of(owned: OwnedRun, reader: CheckpointReader) -> list[dict[str, Any]]:
+    """The saved optimizer state for each tensor of a run."""
+    states: list[dict[str, Any]] = [{} for _ in owned.masters]
+    sizes = [master.numel() for master in owned.masters]
+    device = owned.masters[0].device
+    for kind in reader.kinds(owned.run.name):
+        if kind not in ("master", "param"):
+            chunks = torch.split(reader.read(owned.run.name, kind, owned.run), sizes)
+            for state, master, chunk in zip(states, owned.masters, chunks, strict=True):
+                state[kind] = chunk.clone().view(master.shape).to(device)
+    for key, value in reader.scalars(owned.run.name).items():
+        for state in states:
+            if key.endswith(_PYTHON_NUMBER):
+                state[key.removesuffix(_PYTHON_NUMBER)] = value
+            else:
+                state[key] = torch.tensor(value, dtype=torch.float32)
+    return states

@@ -1,0 +1,22 @@
+"""What a rank hands over to be saved: the tensors of every run it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_zero.layout import Run
+
+Scalar = float | int | bool
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The part of one parameter, and of its optimizer state, that lies in one rank's shard."""
+
+    unit: str  # UnitLayout.name
+    run: Run
+    tensors: Mapping[str, torch.Tensor]  # 1-D [run.numel] each: "master" or "param", "exp_avg", "exp_avg_sq", ...
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)  # such as "step": the same on every owner

@@ -1,0 +1,304 @@
+"""The only module that calls collectives.
+
+Owns the process group of an engine, the choice of primitive per backend, the counters that tests and reports read, and
+the record of the last operations that turns a hang into a sentence. All calls come from one thread, in the same order
+on every rank: collectives are matched by order, so another order anywhere is a deadlock or a wrong result.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from hf_zero.errors import DivergenceError, StateError
+
+# Elements per collective on gloo: larger single calls fall out of the cache (scripts/bench_comm.py measures it).
+GLOO_BUCKET_NUMEL = 1 << 20
+# Seconds that a call which needs every rank waits for the others before it says who is missing.
+PRESENCE_TIMEOUT_S = 12.0
+_RING_SIZE = 16
+
+
+class Pending(Protocol):
+    """A collective under way; `wait` returns when its result may be used on the current stream."""
+
+    def wait(self) -> None: ...
+
+
+@dataclasses.dataclass
+class CommCount:
+    calls: int = 0
+    numel: int = 0  # elements of the full (unsharded) side
+    nbytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One line of the record of last operations."""
+
+    op: str
+    what: str
+    numel: int
+    dtype: str
+    at: float
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.what} ({self.numel} x {self.dtype})"
+
+
+class Comm:
+    """Collectives of one engine over one process group.
+
+    Args:
+        group: Ranks that share the model; None means all of them. A group of its own is made from it, so that the
+            engine's collectives never mix with those of a data loader or of accelerate.
+        timeout_s: Seconds after which a collective that has not completed raises DivergenceError.
+    All ranks must construct it.
+    """
+
+    def __init__(self, device: torch.device, *, group: Any = None, timeout_s: float = 600.0) -> None:
+        self.device = device
+        self.timeout_s = timeout_s
+        self.counts: dict[str, CommCount] = collections.defaultdict(CommCount)
+        self._ring: collections.deque[Operation] = collections.deque(maxlen=_RING_SIZE)
+        self._presence: dict[str, int] = collections.Counter()
+        self._scratch: list[torch.Tensor] = []
+        self._group: Any = None
+        if not dist.is_initialized():
+            self.rank, self.world_size, self.backend = 0, 1, "none"
+            return
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.world_size = len(ranks)
+        self.backend = _backend_for(device)
+        if self.world_size > 1:
+            timeout = datetime.timedelta(seconds=timeout_s)
+            self._group = dist.new_group(ranks, backend=self.backend, timeout=timeout)
+        self.rank = dist.get_rank(self._group) if self._group is not None else 0
+
+    # ---------------------------------------------------------------- what the runtime needs
+    @property
+    def max_bucket_numel(self) -> int | None:
+        """Elements per collective beyond which this backend gets slower; None if it does not."""
+        return GLOO_BUCKET_NUMEL if self.backend == "gloo" else None
+
+    def all_gather(self, full: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
+        """Start filling `full` (1-D) with the `part` of every rank, in rank order. `part` may lie inside `full`."""
+        self._record("all_gather", what, full)
+        if self._group is None:
+            if full.data_ptr() != part.data_ptr():
+                full.copy_(part)
+            return _Done()
+        with record_function(f"hf_zero::gather ({what})"):
+            work = self._start(lambda: dist.all_gather_single(full, part, group=self._group, async_op=True), what)
+        return _Work(self, work, f"all-gather of {what}")
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None
+    ) -> Pending:
+        """Start summing `full` (1-D) over ranks, rank r keeping the r-th part in `out`, which may lie inside `full`.
+
+        `wire_dtype` is the type that travels; the sum is taken in `out`'s type on gloo, in the wire type on NCCL.
+        `full` must not change before `wait` returns.
+        """
+        self._record("reduce_scatter", what, full)
+        if self._group is None:
+            if full.data_ptr() != out.data_ptr():
+                out.copy_(full)
+            return _Done()
+        wire = full if wire_dtype is None or wire_dtype == full.dtype else full.to(wire_dtype)
+        with record_function(f"hf_zero::reduce ({what})"):
+            if self.backend == "gloo":
+                return self._exchange_and_sum(out, wire, what)
+            result = out if wire.dtype == out.dtype else torch.empty_like(out, dtype=wire.dtype)
+            work = self._start(lambda: dist.reduce_scatter_single(result, wire, group=self._group, async_op=True), what)
+        return _Work(self, work, f"reduce-scatter of {what}", lambda: None if result is out else out.copy_(result))
+
+    def all_reduce(self, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None) -> Pending:
+        """Start summing `full` over ranks in place."""
+        self._record("all_reduce", what, full)
+        if self._group is None:
+            return _Done()
+        wire = full if wire_dtype is None or wire_dtype == full.dtype else full.to(wire_dtype)
+        with record_function(f"hf_zero::all_reduce ({what})"):
+            work = self._start(lambda: dist.all_reduce(wire, group=self._group, async_op=True), what)
+        return _Work(self, work, f"all-reduce of {what}", lambda: None if wire is full else full.copy_(wire))
+
+    def vote(self, values: torch.Tensor, what: str) -> list[float]:
+        """Sum `values` (1-D float64, any device) over ranks and bring the sums to the host."""
+        self._record("vote", what, values)
+        if self._group is not None:
+            values = values.to(self.device)
+            work = self._start(lambda: dist.all_reduce(values, group=self._group, async_op=True), what)
+            _Work(self, work, f"vote on {what}").wait()
+        return [float(value) for value in values.tolist()]
+
+    def broadcast(self, tensor: torch.Tensor, what: str, *, src: int = 0) -> None:
+        """Copy `tensor` of group rank `src` to all ranks, in place."""
+        self._record("broadcast", what, tensor)
+        if self._group is not None:
+            work = self._start(lambda: dist.broadcast(tensor, group=self._group, group_src=src, async_op=True), what)
+            _Work(self, work, f"broadcast of {what}").wait()
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        """`value` of every rank, in rank order. For small control data."""
+        if self._group is None:
+            return [value]
+        out: list[Any] = [None] * self.world_size
+        self._start(lambda: dist.all_gather_object(out, value, group=self._group), what)
+        return out
+
+    def barrier(self, what: str) -> None:
+        self.all_gather_object(None, what)
+
+    def require_all_ranks(self, name: str, timeout_s: float | None = None) -> None:
+        """Return once every rank has called this with the same `name`; raise StateError if some do not come.
+
+        Goes through the key-value store, not through a collective, so a rank that is alone can say so.
+        """
+        if self._group is None:
+            return
+        timeout_s = timeout_s or float(os.environ.get("HF_ZERO_PRESENCE_TIMEOUT", PRESENCE_TIMEOUT_S))
+        store = dist.distributed_c10d._get_default_store()
+        group = self._group.group_name
+        keys = [f"hf_zero/{group}/{name}/{self._presence[name]}/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], b"1")
+        deadline = time.monotonic() + timeout_s
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                store.delete_key(keys[self.rank])
+                raise StateError(
+                    f"rank {self.rank} called {name}, but rank(s) {missing} did not within {timeout_s:.0f} s: it needs "
+                    f"all {self.world_size} ranks, because each holds a part of the model.\n"
+                    f"Call {name} on every rank (outside `if rank == 0`); it writes on one rank by itself.\n"
+                    f"Called from: {_call_site()}"
+                )
+            time.sleep(0.01)
+        self._presence[name] += 1
+
+    def reset_counts(self) -> None:
+        self.counts.clear()
+
+    def last_operations(self) -> list[str]:
+        """The last operations this rank started, oldest first."""
+        return [str(operation) for operation in self._ring]
+
+    # ---------------------------------------------------------------- inside
+    def _record(self, op: str, what: str, full: torch.Tensor) -> None:
+        count = self.counts[op]
+        count.calls += 1
+        count.numel += full.numel()
+        count.nbytes += full.numel() * full.element_size()
+        self._ring.append(Operation(op, what, full.numel(), str(full.dtype)[6:], time.time()))
+
+    def _start(self, call: Any, what: str) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self.failure(what, error) from error
+
+    def failure(self, what: str, error: BaseException) -> DivergenceError:
+        last = "\n".join(f"  {line}" for line in self.last_operations()[-6:])
+        return DivergenceError(
+            f"rank {self.rank} of {self.world_size}: {what} did not complete: {str(error).splitlines()[0][:200]}\n"
+            f"Another rank has stopped, or runs other code than this one (desync_timeout is {self.timeout_s:.0f} s). "
+            f"The last operations of this rank, to compare with the other ranks' message:\n{last}"
+        )
+
+    def _exchange_and_sum(self, out: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
+        """Reduce-scatter by all-to-all and a local sum in rank order.
+
+        gloo's own reduce-scatter takes two to four times as long and rounds in the wire type at every hop.
+        """
+        received = self._take_scratch(wire)
+        work = self._start(lambda: dist.all_to_all_single(received, wire, group=self._group, async_op=True), what)
+
+        def finish() -> None:
+            parts = received.view(self.world_size, -1)
+            if self.world_size == 2 and received.dtype == out.dtype:
+                torch.add(parts[0], parts[1], out=out)
+            else:
+                torch.sum(parts, 0, dtype=out.dtype, out=out)
+            self._scratch.append(received)
+
+        return _Work(self, work, f"reduce-scatter of {what}", finish)
+
+    def _take_scratch(self, like: torch.Tensor) -> torch.Tensor:
+        # Fresh memory costs page faults; a few receive buffers are reused for the whole run.
+        for i, free in enumerate(self._scratch):
+            if free.numel() == like.numel() and free.dtype == like.dtype:
+                return self._scratch.pop(i)
+        if len(self._scratch) > 8:
+            self._scratch.pop(0)
+        return torch.empty_like(like)
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class _Work:
+    """A torch Work, what it is for, and what is left to do once it is over. `wait` may be called again."""
+
+    def __init__(self, comm: Comm, work: Any, what: str, finish: Any = None) -> None:
+        self._comm = comm
+        self._work = work
+        self._what = what
+        self._finish = finish
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._comm.failure(self._what, error) from error
+        self._work = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+def wait_all(pending: Sequence[Pending]) -> None:
+    for item in pending:
+        item.wait()
+
+
+def ensure_process_group(device: torch.device) -> None:
+    """Join the process group that a launcher described in the environment, if there is one and none is joined yet."""
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return
+    dist.init_process_group(_backend_for(device))
+
+
+def default_device() -> torch.device:
+    """The accelerator of this process if there is one, else the CPU."""
+    if torch.accelerator.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes"):
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+    return torch.device("cpu")
+
+
+def _backend_for(device: torch.device) -> str:
+    return "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device.type)
+
+
+def _call_site() -> str:
+    """File and line of the innermost frame outside hf_zero."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(here):
+            return f"{frame.filename}:{frame.lineno} ({frame.name})"
+    return "hf_zero"

@@ -1,0 +1,141 @@
+"""The `optimizer` and `scheduler` blocks: which types there are, their parameters, and torch's form of an optimizer.
+
+The names are data, so that reading a configuration does not import torch; a test compares them with torch.optim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_zero.config.schema import Block, Entry, Key, choice, count, flag, floats, real
+
+_COMMON = "lr weight_decay foreach maximize capturable differentiable"
+_ADAM = f"{_COMMON} betas eps amsgrad fused"
+# Names DeepSpeed adds to Adam and AdamW.
+_DEEPSPEED_ADAM = "torch_adam adam_w_mode bias_correction fp32_optimizer_states"
+
+# torch.optim classes whose update of an element depends on that element only: exact on any shard.
+TORCH_OPTIMIZERS: dict[str, frozenset[str]] = {
+    name: frozenset(params.split())
+    for name, params in {
+        "Adam": f"{_ADAM} decoupled_weight_decay",
+        "AdamW": _ADAM,
+        "SGD": "lr weight_decay foreach maximize differentiable fused momentum dampening nesterov",
+        "Adadelta": f"{_COMMON} rho eps",
+        "Adagrad": "lr weight_decay foreach maximize differentiable fused lr_decay initial_accumulator_value eps",
+        "Adamax": f"{_COMMON} betas eps",
+        "ASGD": f"{_COMMON} lambd alpha t0",
+        "NAdam": f"{_COMMON} betas eps momentum_decay decoupled_weight_decay",
+        "RAdam": f"{_COMMON} betas eps decoupled_weight_decay",
+        "RMSprop": f"{_COMMON} alpha eps momentum centered",
+        "Rprop": "lr foreach maximize capturable differentiable etas step_sizes",
+    }.items()
+}
+
+# Types that a shard of the elements is not enough for, or that are not in torch: refused by name (status.py).
+OTHER_OPTIMIZERS = (
+    "Lamb",
+    "OneBitAdam",
+    "OneBitLamb",
+    "ZeroOneAdam",
+    "Lion",
+    "Muon",
+    "MuAdam",
+    "MuAdamW",
+    "MuSGD",
+    "Adafactor",
+    "LBFGS",
+    "SparseAdam",
+)
+
+OPTIMIZERS = (*TORCH_OPTIMIZERS, *OTHER_OPTIMIZERS)
+
+# Every parameter of every type with its range. Only the four that TrainingArguments know may be "auto".
+OPTIMIZER_PARAMS: dict[str, Entry] = {
+    "lr": real(auto=True),
+    "betas": floats(size=2, low=0, below=1, auto=True),
+    "eps": real(auto=True),
+    "weight_decay": real(auto=True),
+    **{name: real() for name in "momentum dampening rho lr_decay initial_accumulator_value alpha lambd t0".split()},
+    "momentum_decay": real(),
+    "etas": floats(size=2),
+    "step_sizes": floats(size=2),
+    **{name: flag(None) for name in "amsgrad fused foreach maximize capturable differentiable nesterov".split()},
+    **{name: flag(None) for name in f"centered decoupled_weight_decay {_DEEPSPEED_ADAM}".split()},
+}
+
+_WARMUP = "warmup_num_steps warmup_type"
+SCHEDULER_TYPES: dict[str, frozenset[str]] = {
+    name: frozenset(params.split())
+    for name, params in {
+        "WarmupLR": f"warmup_min_lr warmup_max_lr {_WARMUP}",
+        "WarmupDecayLR": f"warmup_min_lr warmup_max_lr {_WARMUP} total_num_steps",
+        "WarmupCosineLR": f"warmup_min_ratio cos_min_ratio {_WARMUP} total_num_steps",
+        "OneCycle": (
+            "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
+            "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom "
+            "cycle_max_mom decay_mom_rate"
+        ),
+        "LRRangeTest": (
+            "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase"
+        ),
+    }.items()
+}
+SCHEDULERS = tuple(SCHEDULER_TYPES)
+
+SCHEDULER_PARAMS: dict[str, Entry] = {
+    "warmup_min_lr": floats(low=0, auto=True),
+    "warmup_max_lr": floats(low=0, auto=True),
+    "warmup_num_steps": count(low=1, auto=True),
+    "total_num_steps": count(low=1, auto=True),
+    "warmup_type": choice(None, "log", "linear"),
+    "warmup_min_ratio": real(high=1),
+    "cos_min_ratio": real(high=1),
+    **{name: floats(low=0) for name in "cycle_min_lr cycle_max_lr lr_range_test_min_lr".split()},
+    **{name: floats(low=0) for name in "cycle_min_mom cycle_max_mom".split()},
+    **{name: real() for name in "decay_lr_rate decay_mom_rate lr_range_test_step_rate".split()},
+    **{name: count() for name in "cycle_first_step_size cycle_second_step_size decay_step_size".split()},
+    **{name: count() for name in "cycle_first_stair_count cycle_second_stair_count".split()},
+    "lr_range_test_step_size": count(low=1),
+    "cycle_momentum": flag(None),
+    "lr_range_test_staircase": flag(None),
+}
+
+_TYPE = {"optimizer": Key(kind="choice", choices=OPTIMIZERS), "scheduler": Key(kind="choice", choices=SCHEDULERS)}
+
+
+def params_of(block: str, data: Mapping[str, Any]) -> Block:
+    """The rows for `params` in an optimizer or scheduler block, narrowed to the type that stands beside them.
+
+    Parameters of an optimizer that is refused by its name are not checked: the name is the mistake to mend.
+    """
+    rows = OPTIMIZER_PARAMS if block == "optimizer" else SCHEDULER_PARAMS
+    given = data.get("type")
+    kind = {name.lower(): name for name in _TYPE[block].choices}.get(given.lower()) if isinstance(given, str) else None
+    if kind in OTHER_OPTIMIZERS:
+        return Block(keys=rows, free=True)
+    names = TORCH_OPTIMIZERS.get(kind or "") or SCHEDULER_TYPES.get(kind or "")
+    if names is None:
+        return Block(keys=rows)
+    if kind in ("Adam", "AdamW"):
+        names = names.union(_DEEPSPEED_ADAM.split())
+    return Block(keys={name: row for name, row in rows.items() if name in names})
+
+
+def torch_form(block: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer block as `{"type": a class of torch.optim, "params": its arguments}`.
+
+    DeepSpeed's rules hold: "Adam" means AdamW unless adam_w_mode is false, and Adam's and AdamW's weight decay is 0
+    where none is given (torch's own default for AdamW is 0.01, which DeepSpeed takes only with torch_adam).
+    """
+    kind = block["type"]
+    params = dict(block.get("params", {}))
+    extras = {name: params.pop(name) for name in _DEEPSPEED_ADAM.split() if name in params}
+    if kind in ("Adam", "AdamW"):
+        if not extras.get("torch_adam"):
+            params.setdefault("weight_decay", 0.0)
+        if kind == "Adam" and extras.get("adam_w_mode", True):
+            kind = "AdamW"
+            params.pop("decoupled_weight_decay", None)  # what AdamW does anyway
+    return {"type": kind, "params": params}

@@ -1,0 +1,265 @@
+"""Reads a configuration from a file, a JSON string or a dict and checks every key at every depth against its row.
+
+Nothing is decided here that needs the model, the training arguments or the number of ranks: "auto" is kept, and keys
+that this release does not obey pass (`resolve.py` refuses them).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_zero.config import jsonc
+from hf_zero.config.keys import ROOT
+from hf_zero.config.optimizers import params_of
+from hf_zero.config.problems import Problem, Problems, nearest, show
+from hf_zero.config.schema import AUTO, Alias, BadValue, Block, Entry, Key, find
+from hf_zero.config.suggest import advice
+from hf_zero.errors import ConfigError
+
+# Members of this name are comments, at any depth.
+COMMENTS = ("_comment", "$schema", "//", "#")
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A configuration that was read: `values` has canonical names and types, and "auto" where it was written."""
+
+    source: str  # for messages: the file's path, "a dict" or "a JSON string"
+    raw: dict[str, Any]  # as the user gave it
+    values: dict[str, Any]  # nested as in the file; keys with problems are left out
+    lines: Mapping[str, int] = field(default_factory=dict)  # dotted path -> line
+    problems: tuple[Problem, ...] = ()
+    notices: tuple[str, ...] = ()  # deprecated names that were used
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value at a dotted path, or `default`."""
+        return look_up(self.values, path, default)
+
+
+def look_up(values: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a dotted path of nested mappings, or `default`."""
+    node: Any = values
+    for name in path.split("."):
+        if not isinstance(node, Mapping) or name not in node:
+            return default
+        node = node[name]
+    return node
+
+
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a dotted path, making the blocks on the way."""
+    *blocks, last = path.split(".")
+    for name in blocks:
+        values = values.setdefault(name, {})
+    values[last] = value
+
+
+def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
+    """Read and check a configuration; mistakes in keys and values are in `.problems`.
+
+    Raises:
+        ConfigError: There is no such file, or it is not JSON: then there are no keys to check.
+    """
+    if isinstance(source, Mapping):
+        raw = copy.deepcopy(dict(source))
+        return _check(raw, jsonc.Document(raw), "a dict")
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"A ZeRO configuration of type {type(source).__name__} was given.\n"
+            "Give the path of a JSON file, a JSON string, or a dict."
+        )
+    text, name = _text_of(source)
+    try:
+        document = jsonc.loads(text)
+    except jsonc.JsonError as error:
+        raise ConfigError(f"The ZeRO configuration ({name}) is not JSON: {error}.\nCorrect it there.") from None
+    except RecursionError:
+        raise ConfigError(f"The ZeRO configuration ({name}) is nested too deeply to be one.") from None
+    if not isinstance(document.value, dict):
+        raise ConfigError(
+            f"The ZeRO configuration ({name}) is {show(document.value)}, not an object.\n"
+            'Write the keys between braces, such as {"zero_optimization": {"stage": 3}}.'
+        )
+    return _check(document.value, document, name)
+
+
+def _text_of(source: str | os.PathLike[str]) -> tuple[str, str]:
+    """The JSON text of a path, a JSON string or a base64 string, and what to call it."""
+    if isinstance(source, str):
+        start = jsonc.skip_blank(source)
+        if source[start : start + 1] in ("{", "["):
+            return source, "a JSON string"
+    path = Path(source)
+    try:
+        return path.read_text(encoding="utf-8-sig"), str(path)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"The ZeRO configuration ({path}) is not text in UTF-8: {error.reason} at byte {error.start}.\n"
+            "Save it as UTF-8."
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        decoded = _from_base64(os.fspath(source))
+        if decoded is not None:
+            return decoded, "a base64 string"
+        raise ConfigError(_unreadable(path, error)) from None
+
+
+def _from_base64(text: str) -> str | None:
+    """accelerate passes configurations on as URL-safe base64 of JSON."""
+    try:
+        decoded = base64.urlsafe_b64decode(text.encode()).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    message = f"The ZeRO configuration {show(str(path))} cannot be read: {reason}."
+    try:
+        beside = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix == ".json")
+    except OSError:
+        beside = []
+    other = nearest(path.name, beside)
+    if other is not None and other != path.name:
+        message += f" The folder has {other}."
+    return f"{message}\nGive the path of a JSON file, a JSON string, or a dict."
+
+
+def _check(raw: dict[str, Any], document: jsonc.Document, name: str) -> Parsed:
+    checker = _Checker(name, document.lines)
+    for path, line in document.duplicates:
+        checker.problems.add_text(
+            path,
+            f"{path} stands twice, at line {document.lines[path]} and at line {line}: expected once.",
+            "Remove one of them.",
+        )
+    checker.block(ROOT, raw, "")
+    return Parsed(
+        source=name,
+        raw=raw,
+        values=checker.values,
+        lines=document.lines,
+        problems=tuple(checker.problems.found),
+        notices=tuple(checker.notices),
+    )
+
+
+class _Checker:
+    """Goes through the user's blocks, fills `values` with what is right and `problems` with what is not."""
+
+    def __init__(self, source: str, lines: Mapping[str, int]) -> None:
+        self.problems = Problems(source, lines)
+        self.values: dict[str, Any] = {}
+        self.notices: list[str] = []
+        self._given: dict[str, str] = {}  # canonical path -> the path it was given under
+
+    def block(self, rows: Block, data: Mapping[str, Any], path: str, written: str | None = None) -> None:
+        """Check a block that is canonically at `path` and was written at `written`."""
+        written = path if written is None else written
+        for name, value in data.items():
+            here = f"{path}.{name}" if path else str(name)
+            where = f"{written}.{name}" if written else str(name)
+            if isinstance(name, str) and name.startswith(COMMENTS):
+                continue
+            if rows.free:
+                put(self.values, here, copy.deepcopy(value))
+            elif name not in rows.keys:
+                self._unknown(rows, name, value, here, where)
+            elif value is not None:
+                entry = rows.keys[name]
+                if name == "params" and path in ("optimizer", "scheduler"):
+                    entry = params_of(path, data)
+                self._entry(entry, value, here, where)
+
+    def _entry(self, entry: Entry, value: Any, path: str, written: str) -> None:
+        if isinstance(entry, Alias):
+            self._alias(entry, value, written)
+        elif isinstance(entry, Key):
+            self._value(entry, value, path, written)
+        else:
+            self._object(entry, value, path, written)
+
+    def _object(self, rows: Block, value: Any, path: str, written: str) -> None:
+        if path == "zero_optimization" and isinstance(value, bool):
+            self.notices.append(f'{written} = {show(value)} is the old form of {{"stage": {int(value)}}}')
+            value = {"stage": int(value)}
+        if not isinstance(value, Mapping):
+            example = next(iter(rows.keys), "enabled")
+            self.problems.add(
+                written, value, "expected a block between braces", f'Write it as {{"{example}": ...}}, or remove it.'
+            )
+        elif self._first(path, written, value):
+            if look_up(self.values, path) is None:  # another name may have put a value inside already
+                put(self.values, path, {})
+            self.block(rows, value, path, written)
+
+    def _alias(self, alias: Alias, value: Any, written: str) -> None:
+        target = find(ROOT, alias.target)
+        if target is None:
+            raise AssertionError(f"the alias {written} leads nowhere: {alias.target}")
+        if alias.convert is not None:
+            try:
+                value = alias.convert[Key(kind=alias.kind).check(value)]
+            except BadValue as error:
+                self.problems.add(written, value, f"expected {error}", f"Correct it, or write {alias.target} instead.")
+                return
+            if value is None:
+                return
+        self.notices.append(f"{written} is another name of {alias.target}")
+        self._entry(target, value, alias.target, written)
+
+    def _value(self, row: Key, value: Any, path: str, written: str) -> None:
+        if not self._first(path, written, value):
+            return
+        if row.auto and isinstance(value, str) and value.lower() == AUTO:
+            put(self.values, path, AUTO)
+            return
+        try:
+            put(self.values, path, row.check(value))
+        except BadValue as error:
+            self.problems.add(written, value, f"expected {error}", _remedy(row, value))
+
+    def _first(self, path: str, written: str, value: Any) -> bool:
+        """Whether the key was not given before under another name; else that is the problem."""
+        before = self._given.setdefault(path, written)
+        if before == written:
+            return True
+        self.problems.add(written, value, f"it is the same key as {before}, which is given too", "Remove one of them.")
+        return False
+
+    def _unknown(self, rows: Block, name: Any, value: Any, path: str, written: str) -> None:
+        if not isinstance(name, str):
+            self.problems.add(written, value, "expected keys that are texts", "Write the key as a text.")
+            return
+        wrong, remedy, near = advice(rows, name, path)
+        self.problems.add(written, value, wrong, remedy)
+        inner = rows.keys.get(near) if near is not None else None
+        if isinstance(inner, Block) and isinstance(value, Mapping):
+            # What is wrong inside a misspelt block is said now, not after the block's name has been mended.
+            nested = _Checker(self.problems.source, {})
+            nested.problems = self.problems
+            nested.block(inner, value, f"{path.rpartition('.')[0]}.{near}".lstrip("."), written)
+
+
+def _remedy(row: Key, value: Any) -> str:
+    """What to write instead of a value that does not fit."""
+    if row.kind == "choice" and isinstance(value, str):
+        near = nearest(value, row.choices)
+        if near is not None:
+            remove = f", or remove the key{_default(row)}" if row.default is not None else ""
+            return f'The nearest known value is "{near}": write that{remove}.'
+    if row.kind == "bool" and isinstance(value, str) and value.lower() in ("true", "false"):
+        return f"Write {value.lower()} without quotes."
+    return f"Correct the value, or remove the key{_default(row)}."
+
+
+def _default(row: Key) -> str:
+    return "" if row.default is None else f" for the default, {show(row.default)}"

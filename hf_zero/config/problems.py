@@ -1,0 +1,95 @@
+"""What a wrong configuration says: one `Problem` each, gathered, and raised together as one ConfigError.
+
+Owns the wording common to all problems and the search for the nearest known key. It does not decide what is wrong.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_zero.errors import ConfigError
+
+# Below this likeness (difflib ratio) a suggestion is more likely to mislead than to help.
+LIKENESS = 0.6
+# A key of another block is suggested only when it is much nearer than chance: there are 400 of them.
+LIKENESS_ELSEWHERE = 0.8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: `text` says what is wrong with `key` and what was expected, `remedy` what to do."""
+
+    key: str  # dotted path in the configuration
+    text: str
+    remedy: str
+    line: int | None = None  # in the file or JSON string
+
+    def __str__(self) -> str:
+        return f"{self.text}\n   {self.remedy}"
+
+
+class Problems:
+    """Collects problems in the order they were found, which is the order of the message."""
+
+    def __init__(self, source: str, lines: Mapping[str, int], found: Iterable[Problem] = ()) -> None:
+        self.source = source
+        self._lines = lines
+        self.found: list[Problem] = list(found)
+
+    def add(self, key: str, value: Any, wrong: str, remedy: str, shown: tuple[str, Any] | None = None) -> None:
+        """`KEY = VALUE (line N): WRONG`, and the remedy on a line of its own.
+
+        `shown` is the key and value to write there when they are not the problem's own.
+        """
+        path, given = shown if shown is not None else (key, value)
+        line = self._lines.get(path, self._lines.get(key))
+        where = f" (line {line})" if line is not None else ""
+        self.found.append(Problem(key, f"{path} = {show(given)}{where}: {wrong}.", remedy, line))
+
+    def add_text(self, key: str, text: str, remedy: str) -> None:
+        """A problem whose text is given whole, such as a difference to TrainingArguments."""
+        line = self._lines.get(key)
+        self.found.append(Problem(key, text, remedy, line))
+
+    def without_details_of(self, blocks: Iterable[str]) -> list[Problem]:
+        """The problems, less those inside `blocks`: what is refused as a whole needs no list of its faults."""
+        prefixes = tuple(f"{block}." for block in blocks)
+        return [problem for problem in self.found if not problem.key.startswith(prefixes)]
+
+
+def raise_all(source: str, problems: Sequence[Problem]) -> None:
+    """Raise one ConfigError that lists every problem; return if there are none."""
+    if not problems:
+        return
+    noun = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, start=1))
+    raise ConfigError(f"{noun} in the ZeRO configuration ({source}):\n{listed}")
+
+
+def show(value: Any) -> str:
+    """A value as it stands in JSON, cut to a length that keeps the message readable."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = LIKENESS) -> str | None:
+    """The known name most like `name`, whatever its case, or None if none is like it."""
+    by_lower: dict[str, str] = {}
+    for key in known:
+        by_lower.setdefault(key.lower(), key)
+    match = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[match[0]] if match else None
+
+
+def either(choices: Sequence[str]) -> str:
+    """`a, b or c`."""
+    if len(choices) < 2:
+        return "".join(choices)
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"

@@ -1,0 +1,299 @@
+"""Turns what was read into a ResolvedConfig: "auto" and defaults filled in, conflicts and refusals collected.
+
+Every problem is found before anything is raised, so that one message has them all. The order of work is the order of
+the methods of `_Resolver.run`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_zero.config import batch
+from hf_zero.config.autofill import (
+    NEEDS_ARGUMENTS,
+    RULES,
+    Arguments,
+    Rule,
+    bucket_sizes,
+    equal,
+    hidden_size,
+    is_absent,
+    is_auto,
+)
+from hf_zero.config.checks import cross_problems, notices, refusals
+from hf_zero.config.keys import ROOT
+from hf_zero.config.optimizers import torch_form
+from hf_zero.config.parse import Parsed, look_up, put
+from hf_zero.config.problems import Problem, Problems, show
+from hf_zero.config.resolved import (
+    ARGUMENTS,
+    AUTO_DEFAULT,
+    AUTO_FILLED,
+    AUTO_PARAMETERS,
+    DEFAULT,
+    FILE,
+    INFERRED,
+    ResolvedConfig,
+    zero_section,
+)
+from hf_zero.config.schema import BadValue, Block, Key, find, walk
+
+STAGE = "zero_optimization.stage"
+CLIPPING = "gradient_clipping"
+BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.ACCUMULATION)
+# What accelerate puts for "auto" where there are no TrainingArguments.
+CLIPPING_WITHOUT_ARGUMENTS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a configuration is resolved against."""
+
+    args: Any = None
+    model: Any = None
+    world_size: int = 1
+    num_training_steps: int | None = None
+    default_clipping: float | None = None  # for a missing gradient_clipping without arguments; None: off
+    client_optimizer: bool = False  # the caller brings the optimizer, so an optimizer block is not built
+    file_only: bool = False  # look at the file alone: no batch numbers, nothing that arguments would give
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The problems, and the configuration that stands if there are none."""
+
+    problems: tuple[Problem, ...]
+    config: ResolvedConfig | None
+
+
+def resolve(parsed: Parsed, around: Surroundings) -> Outcome:
+    """Resolve what was read against its surroundings. Nothing given is changed."""
+    return _Resolver(parsed, around).run()
+
+
+class _Resolver:
+    def __init__(self, parsed: Parsed, around: Surroundings) -> None:
+        self.parsed = parsed
+        self.around = around
+        self.arguments = Arguments(around.args, around.world_size, around.num_training_steps)
+        self.problems = Problems(parsed.source, parsed.lines, parsed.problems)
+        self.values: dict[str, Any] = copy.deepcopy(parsed.values)  # nested; becomes free of "auto"
+        self.origins: dict[str, str] = {path: FILE for path, _ in _leaves(parsed.values)}
+
+    def run(self) -> Outcome:
+        self._fill_from_arguments()
+        self._fill_from_model()
+        self._drop_leftover_auto()
+        self._fill_defaults()
+        self._fill_batch()
+        refused = refusals(self.values, self.problems)
+        cross_problems(self.values, self.around.args, self.problems)
+        problems = tuple(self.problems.without_details_of(refused))
+        return Outcome(problems, None if problems else self._config())
+
+    def _set(self, path: str, value: Any, origin: str) -> None:
+        put(self.values, path, value)
+        self.origins[path] = origin
+
+    def _get(self, path: str) -> Any:
+        return look_up(self.values, path)
+
+    # TrainingArguments
+
+    def _fill_from_arguments(self) -> None:
+        for rule in RULES:
+            if rule.path == "amp.enabled" and "fp16" in self.values:
+                continue
+            argument = self.arguments.value(rule)
+            if is_absent(argument):
+                continue
+            argument = _canonical(rule.path, argument)
+            given = self._get(rule.path)
+            if is_auto(given):
+                self._set(rule.path, argument, AUTO_FILLED)
+            elif given is None:
+                if rule.fills_missing and not self._misread(rule.path):
+                    self._set(rule.path, argument, ARGUMENTS)
+            elif rule.batch and self.arguments.read("auto_find_batch_size"):
+                self._set(rule.path, argument, ARGUMENTS)
+            elif rule.must_match and not equal(given, argument):
+                self._mismatch(rule, given, argument)
+        if self.arguments.read("save_on_each_node"):
+            self._set("checkpoint.use_node_local_storage", True, ARGUMENTS)
+        untested = self._get("zero_allow_untested_optimizer")
+        if self.around.args is not None and "optimizer" not in self.values and untested is None:
+            self._set("zero_allow_untested_optimizer", True, ARGUMENTS)
+
+    def _mismatch(self, rule: Rule, given: Any, argument: Any) -> None:
+        theirs = f"TrainingArguments {rule.argument}={show(argument)}"
+        self.problems.add_text(
+            rule.path,
+            f"zero {rule.path}={show(given)} vs {theirs}: expected the same.",
+            f'Set {rule.path} to "auto", or make the two equal.',
+        )
+
+    def _misread(self, path: str) -> bool:
+        """Whether the file has the key with a value that was refused, so that filling it in would be wrong."""
+        return any(problem.key == path for problem in self.problems.found)
+
+    # The model
+
+    def _fill_from_model(self) -> None:
+        stage = self._get(STAGE) or 0
+        wanted = [path for path in bucket_sizes(1, 3) if is_auto(self._get(path))]
+        size = hidden_size(self.around.model) if wanted else None
+        if size is None:
+            return
+        sizes = bucket_sizes(size.value, stage)
+        for path in wanted:
+            if path in sizes:
+                self._set(path, sizes[path], AUTO_PARAMETERS if size.from_parameters else AUTO_FILLED)
+
+    # What is left
+
+    def _drop_leftover_auto(self) -> None:
+        for path, value in list(_leaves(self.values)):
+            if not is_auto(value) or not _may_be_auto(path):
+                continue
+            self._check_needs(path)
+            default = _default(path)
+            if path == CLIPPING:
+                preset = self.around.default_clipping
+                default = CLIPPING_WITHOUT_ARGUMENTS if preset is None else preset
+            if default is None:
+                _remove(self.values, path)
+                self.origins.pop(path, None)
+            else:
+                self._set(path, default, AUTO_DEFAULT)
+
+    def _check_needs(self, path: str) -> None:
+        if path not in NEEDS_ARGUMENTS or self.around.file_only:
+            return
+        if self.around.client_optimizer and path.startswith("optimizer."):
+            return
+        if self.around.args is None:
+            wrong = "it takes its value from TrainingArguments, and there are none here: expected a number"
+        else:
+            wrong = "the number of training steps is not known here: expected a number"
+        self.problems.add(path, "auto", wrong, "Write the number.")
+
+    def _fill_defaults(self) -> None:
+        if self._get(CLIPPING) is None and self.around.default_clipping is not None:
+            self._set(CLIPPING, float(self.around.default_clipping), DEFAULT)
+        for path, row in _always(ROOT):
+            if look_up(self.values, path, _MISSING) is not _MISSING:
+                continue
+            self._set(path, row.default, DEFAULT)
+        if self._get("zero_optimization.overlap_comm") is None:
+            origin = self.origins["zero_optimization.overlap_comm"]
+            self._set("zero_optimization.overlap_comm", self._get(STAGE) == 3, origin)
+
+    def _fill_batch(self) -> None:
+        if self.around.file_only or any(self._misread(path) for path in BATCH_KEYS):
+            return
+        world = self.around.world_size
+        train, micro, accumulation = (self._get(path) for path in BATCH_KEYS)
+        numbers = batch.complete(train, micro, accumulation, world)
+        for path, value in zip(BATCH_KEYS, (numbers.train, numbers.micro, numbers.accumulation), strict=True):
+            if path in numbers.inferred:
+                self._set(path, value, INFERRED)
+            elif path in numbers.defaulted:
+                self._set(path, value, DEFAULT)
+        if not numbers.multiplies_up(world):
+            given = next((path for path in BATCH_KEYS if self.origins.get(path) == FILE), batch.TRAIN)
+            self.problems.add(given, self._get(given), numbers.problem(world), numbers.remedy(world))
+
+    def _config(self) -> ResolvedConfig:
+        settings = {path: self._get(path) for path, _ in _leaves(self.values)}
+        order = {path: place for place, (path, _) in enumerate(walk(ROOT))}
+        settings = dict(sorted(settings.items(), key=lambda item: order.get(item[0], len(order))))
+        values = self.values
+        optimizer, scheduler = values.get("optimizer"), values.get("scheduler")
+        return ResolvedConfig(
+            stage=self._get(STAGE),
+            world_size=self.around.world_size,
+            train_batch_size=values[batch.TRAIN],
+            train_micro_batch_size_per_gpu=values[batch.MICRO],
+            gradient_accumulation_steps=values[batch.ACCUMULATION],
+            gradient_clipping=values[CLIPPING],
+            dtype=_dtype(values),
+            grad_accum_dtype=self._get("data_types.grad_accum_dtype"),
+            communication_data_type=values["communication_data_type"],
+            zero=zero_section(values["zero_optimization"]),
+            keep_fp32=values["keep_fp32"],
+            desync_timeout=values["desync_timeout"],
+            zero_allow_untested_optimizer=values["zero_allow_untested_optimizer"],
+            steps_per_print=values["steps_per_print"],
+            dataloader_drop_last=values["dataloader_drop_last"],
+            gather_for_generation=values["gather_for_generation"],
+            optimizer=torch_form(optimizer) if optimizer else None,
+            scheduler=copy.deepcopy(scheduler) if scheduler else None,
+            settings=settings,
+            origins={path: self.origins.get(path, FILE) for path in settings},
+            raw=copy.deepcopy(self.parsed.raw),
+            source=self.parsed.source,
+            notices=(*self.parsed.notices, *notices(self.parsed.values)),
+        )
+
+
+_MISSING: Any = object()
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Every value below nested blocks with its dotted path. What stands under names of the user's own is one value."""
+    result: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        row = find(ROOT, path)
+        if isinstance(row, Block) and not row.free and isinstance(value, Mapping):
+            result.extend(_leaves(value, f"{path}."))
+        else:
+            result.append((path, value))
+    return result
+
+
+def _always(block: Block, prefix: str = "") -> list[tuple[str, Key]]:
+    """The keys whose default belongs to every resolved configuration."""
+    result: list[tuple[str, Key]] = []
+    for name, row in block.keys.items():
+        if isinstance(row, Key):
+            result.append((f"{prefix}{name}", row))
+        elif isinstance(row, Block) and row.always:
+            result.extend(_always(row, f"{prefix}{name}."))
+    return result
+
+
+def _may_be_auto(path: str) -> bool:
+    row = find(ROOT, path)
+    return isinstance(row, Key) and row.auto
+
+
+def _default(path: str) -> Any:
+    row = find(ROOT, path)
+    return row.default if isinstance(row, Key) else None
+
+
+def _canonical(path: str, value: Any) -> Any:
+    """An argument's value in the form that the file's value has."""
+    row = find(ROOT, path)
+    if not isinstance(row, Key):
+        return value
+    try:
+        return row.check(value)
+    except BadValue:
+        return value
+
+
+def _remove(values: dict[str, Any], path: str) -> None:
+    block, _, name = path.rpartition(".")
+    node = look_up(values, block) if block else values
+    node.pop(name, None)
+
+
+def _dtype(values: Mapping[str, Any]) -> str | None:
+    if look_up(values, "bf16.enabled"):
+        return "bfloat16"
+    return "float16" if look_up(values, "fp16.enabled") else None

@@ -1,0 +1,170 @@
+"""The resolved configuration: what the engine reads. Plain frozen data without "auto"; every value has an origin."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hf_zero.config.problems import show
+
+# Origins of values. AUTO_* were "auto" in the file.
+FILE = "file"
+DEFAULT = "default"
+ARGUMENTS = "TrainingArguments"
+INFERRED = "inferred"  # from the other batch numbers
+AUTO_FILLED = "auto"
+AUTO_PARAMETERS = "auto (from parameters)"
+AUTO_DEFAULT = "auto (default)"
+
+
+@dataclass(frozen=True)
+class OffloadParam:
+    """zero_optimization.offload_param."""
+
+    device: str = "none"  # none, cpu or nvme
+    nvme_path: str | None = None
+    buffer_count: int = 5
+    buffer_size: int = 100_000_000
+    max_in_cpu: int = 1_000_000_000
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class OffloadOptimizer:
+    """zero_optimization.offload_optimizer."""
+
+    device: str = "none"  # none, cpu or nvme
+    nvme_path: str | None = None
+    buffer_count: int = 4
+    pin_memory: bool = True
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = False
+    ratio: float = 1.0
+    super_offload: bool = False
+    cpuadam_cores_perc: float = 0.8
+    delayed_update: bool = False
+    delayed_update_start: int = 0
+
+
+@dataclass(frozen=True)
+class LeafModule:
+    """zero_optimization.leaf_module."""
+
+    classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    name_suffixes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ZeroSection:
+    """zero_optimization, every key under DeepSpeed's name. Sizes are in elements."""
+
+    stage: int
+    contiguous_gradients: bool
+    reduce_scatter: bool
+    reduce_bucket_size: int
+    use_multi_rank_bucket_allreduce: bool
+    allgather_partitions: bool
+    allgather_bucket_size: int
+    overlap_comm: bool
+    compute_grad_norm: bool
+    load_from_fp32_weights: bool
+    elastic_checkpoint: bool
+    sub_group_size: int
+    stage3_prefetch_bucket_size: int
+    stage3_param_persistence_threshold: int
+    stage3_model_persistence_threshold: int
+    stage3_max_live_parameters: int
+    stage3_max_reuse_distance: int
+    stage3_gather_16bit_weights_on_model_save: bool | None  # None: not set, so weights are written
+    stage3_module_granularity_threshold: int
+    stage3_use_all_reduce_for_fetch_params: bool
+    stage3_allgather_sequential: bool
+    ignore_unused_parameters: bool
+    legacy_stage1: bool
+    grad_hooks: bool
+    round_robin_gradients: bool
+    parameter_alignment: bool
+    zero_hpz_partition_size: int
+    zero_quantized_weights: bool
+    zero_quantized_nontrainable_weights: bool
+    zero_quantized_gradients: bool
+    mics_shard_size: int
+    mics_hierarchical_params_gather: bool
+    memory_efficient_linear: bool
+    pipeline_loading_checkpoint: bool
+    override_module_apply: bool
+    log_trace_cache_warnings: bool
+    enable_sanity_checks: bool
+    save_muon_momentum_buffer_in_memory: bool
+    offload_param: OffloadParam
+    offload_optimizer: OffloadOptimizer
+    leaf_module: LeafModule
+    zeropp_loco_param: dict[str, Any] | None = None
+    zenflow: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Everything the engine needs to know, decided. Equal on all ranks that were given the same inputs."""
+
+    stage: int
+    world_size: int
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+    gradient_clipping: float  # 0.0: off
+    dtype: str | None  # "bfloat16", "float16", or None: the model keeps its dtypes
+    grad_accum_dtype: str | None  # "float32", "bfloat16", "float16"; None: float32, or float64 for a float64 model
+    communication_data_type: str | None  # same names; None: the dtype of what is reduced
+    zero: ZeroSection
+    keep_fp32: tuple[str, ...]  # patterns of parameter names
+    desync_timeout: float  # seconds
+    zero_allow_untested_optimizer: bool
+    steps_per_print: int  # 0: never
+    dataloader_drop_last: bool
+    gather_for_generation: str
+    optimizer: dict[str, Any] | None  # {"type": a class of torch.optim, "params": its arguments}
+    scheduler: dict[str, Any] | None
+    # Dotted path -> value, for every key that has one: what the fields above say and the rest.
+    settings: dict[str, Any] = field(repr=False)
+    origins: dict[str, str] = field(repr=False)  # the same paths -> where the value comes from
+    raw: dict[str, Any] = field(repr=False)  # as the user gave it
+    source: str = "a dict"
+    notices: tuple[str, ...] = ()  # lines to show once, on one rank, before training
+
+    def describe(self) -> str:
+        """One line for each resolved key: its path, value and origin."""
+        width = max((len(path) for path in self.settings), default=0) + 2
+        return "\n".join(
+            f"{path} {'.' * (width - len(path))} {show(value)} [{self.origins[path]}]"
+            for path, value in self.settings.items()
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved keys as a nested dict in DeepSpeed's schema; keys without a value are left out."""
+        result: dict[str, Any] = {}
+        for path, value in self.settings.items():
+            if value is None:
+                continue
+            *blocks, name = path.split(".")
+            node = result
+            for block in blocks:
+                node = node.setdefault(block, {})
+            node[name] = list(value) if isinstance(value, tuple) else copy.deepcopy(value)
+        return result
+
+
+def zero_section(block: Mapping[str, Any]) -> ZeroSection:
+    """The section for a resolved zero_optimization block, nested as in the file."""
+    values = {one.name: block[one.name] for one in fields(ZeroSection) if one.name in block}
+    for name, section in (
+        ("offload_param", OffloadParam),
+        ("offload_optimizer", OffloadOptimizer),
+        ("leaf_module", LeafModule),
+    ):
+        values[name] = section(**block[name])
+    return ZeroSection(**values)

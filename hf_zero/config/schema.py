@@ -1,0 +1,281 @@
+"""The shape of a configuration: which keys there are at which depth, and what each may hold.
+
+The rows are in `keys.py` and `keys_more.py`; which of them this release obeys is in `status.py`. This file owns the
+row types, the check of one value against its row, and the lookup of rows by dotted path.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+AUTO = "auto"
+
+_NUMBER = re.compile(r"\s*[+-]?(\d{1,400}(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")
+_DTYPES = {
+    **dict.fromkeys(("fp32", "float32", "torch.float32", "float"), "float32"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16", "torch.float16", "half"), "float16"),
+}
+
+
+class BadValue(ValueError):
+    """A value does not fit its row; `str()` names what was expected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One row: the type of the value, its range, its default, and whether "auto" may stand there.
+
+    `kind` is one of bool, int, float, text, choice, dtype, texts (a list), floats (a number or a list), list, any.
+    """
+
+    kind: str
+    default: Any = None
+    low: float | None = None  # inclusive
+    above: float | None = None  # exclusive
+    high: float | None = None  # inclusive
+    below: float | None = None  # exclusive
+    choices: tuple[str, ...] = ()  # of choice
+    offered: tuple[str, ...] = ()  # the choices that messages name, where that is not all
+    size: int | None = None  # of floats: the number of elements
+    auto: bool = False
+
+    def check(self, value: Any) -> Any:
+        """The value in its canonical form (a number for "8", an int for 5e8, a tuple for a list of texts).
+
+        Raises:
+            BadValue: It has the wrong type or is out of range.
+        """
+        checked = _CHECKS[self.kind](self, value)
+        if checked is _WRONG:
+            raise BadValue(self.expected())
+        return checked
+
+    def expected(self) -> str:
+        """What may stand here, in words."""
+        if self.kind == "int" and self.low is not None and self.high is not None and self.high - self.low < 10:
+            words = " or ".join(", ".join(str(n) for n in range(int(self.low), int(self.high) + 1)).rsplit(", ", 1))
+        elif self.kind == "choice":
+            offered = self.offered or self.choices
+            words = " or ".join(", ".join(f'"{choice}"' for choice in offered).rsplit(", ", 1))
+        elif self.kind == "floats":
+            words = f"a list of {self.size} numbers" if self.size else "a number or a list of numbers"
+            words += self._range()
+        else:
+            words = _NAMES[self.kind] + self._range()
+        return f'{words}, or "auto"' if self.auto else words
+
+    def _range(self) -> str:
+        parts = []
+        if self.low is not None:
+            parts.append(f"of at least {self.low:g}")
+        if self.above is not None:
+            parts.append(f"above {self.above:g}")
+        if self.high is not None:
+            parts.append(f"at most {self.high:g}")
+        if self.below is not None:
+            parts.append(f"below {self.below:g}")
+        return f" {' and '.join(parts)}" if parts else ""
+
+    def holds(self, number: float) -> bool:
+        """Whether a number is finite and in the row's range."""
+        return (
+            abs(number) <= sys.float_info.max  # false for infinities and NaN
+            and (self.low is None or number >= self.low)
+            and (self.above is None or number > self.above)
+            and (self.high is None or number <= self.high)
+            and (self.below is None or number < self.below)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alias:
+    """Another name of a key. `target` is a dotted path from the top; `convert` maps a value, None drops it."""
+
+    target: str
+    kind: str = ""  # "" takes the target's own type
+    convert: Mapping[Any, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """An object of the configuration.
+
+    `free`: the names inside are the user's own and are not checked. `always`: its defaults belong to every resolved
+    configuration; the other blocks appear there only when the user wrote them.
+    """
+
+    keys: Mapping[str, Entry]
+    free: bool = False
+    always: bool = False
+
+
+Entry = Key | Alias | Block
+
+
+def flag(default: bool | None = False, *, auto: bool = False) -> Key:
+    return Key(kind="bool", default=default, auto=auto)
+
+
+def count(default: float | None = None, *, low: float = 0, high: float | None = None, auto: bool = False) -> Key:
+    whole = None if default is None else int(default)
+    return Key(kind="int", default=whole, low=low, high=high, auto=auto)
+
+
+def integer(default: int | None = None) -> Key:
+    return Key(kind="int", default=default)
+
+
+def real(
+    default: float | None = None,
+    *,
+    low: float | None = 0,
+    above: float | None = None,
+    high: float | None = None,
+    below: float | None = None,
+    auto: bool = False,
+) -> Key:
+    return Key(kind="float", default=default, low=low, above=above, high=high, below=below, auto=auto)
+
+
+def text(default: str | None = None, *, auto: bool = False) -> Key:
+    return Key(kind="text", default=default, auto=auto)
+
+
+def choice(default: str | None, *choices: str, auto: bool = False) -> Key:
+    return Key(kind="choice", default=default, choices=choices, auto=auto)
+
+
+def dtype() -> Key:
+    return Key(kind="dtype")
+
+
+def texts(*default: str, auto: bool = False) -> Key:
+    return Key(kind="texts", default=default, auto=auto)
+
+
+def floats(
+    *, size: int | None = None, low: float | None = None, below: float | None = None, auto: bool = False
+) -> Key:
+    return Key(kind="floats", size=size, low=low, below=below, auto=auto)
+
+
+def anything() -> Key:
+    return Key(kind="any")
+
+
+def free() -> Block:
+    return Block(keys={}, free=True)
+
+
+def find(root: Block, path: str) -> Entry | None:
+    """The row at a dotted path, or None."""
+    entry: Entry = root
+    for name in path.split("."):
+        if not isinstance(entry, Block) or name not in entry.keys:
+            return None
+        entry = entry.keys[name]
+    return entry
+
+
+def walk(block: Block, prefix: str = "") -> Iterator[tuple[str, Entry]]:
+    """Every row below `block` with its dotted path, in the order of the tables, a block before its contents."""
+    for name, entry in block.keys.items():
+        yield f"{prefix}{name}", entry
+        if isinstance(entry, Block):
+            yield from walk(entry, f"{prefix}{name}.")
+
+
+def number(value: Any) -> float | int | None:
+    """A number, whether written as one or as text ("8", "1e-5"); None for anything else, true and false included."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        value = float(value) if re.search(r"[.eE]", value) else int(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value
+
+
+_WRONG: Any = object()
+
+
+def _check_bool(key: Key, value: Any) -> Any:
+    return value if isinstance(value, bool) else _WRONG
+
+
+def _check_int(key: Key, value: Any) -> Any:
+    given = number(value)
+    if given is None or not key.holds(given) or given != int(given):
+        return _WRONG
+    return int(given)
+
+
+def _check_float(key: Key, value: Any) -> Any:
+    given = number(value)
+    return _WRONG if given is None or not key.holds(given) else float(given)
+
+
+def _check_text(key: Key, value: Any) -> Any:
+    return value if isinstance(value, str) else _WRONG
+
+
+def _check_choice(key: Key, value: Any) -> Any:
+    by_lower = {choice.lower(): choice for choice in key.choices}
+    return by_lower.get(value.lower(), _WRONG) if isinstance(value, str) else _WRONG
+
+
+def _check_dtype(key: Key, value: Any) -> Any:
+    return _DTYPES.get(value.lower(), _WRONG) if isinstance(value, str) else _WRONG
+
+
+def _check_texts(key: Key, value: Any) -> Any:
+    items = (value,) if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        return _WRONG
+    return tuple(items)
+
+
+def _check_floats(key: Key, value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        return _WRONG if key.size else _check_float(key, value)
+    items = [number(item) for item in value]
+    if key.size is not None and len(items) != key.size:
+        return _WRONG
+    if not all(item is not None and key.holds(item) for item in items):
+        return _WRONG
+    return [float(item) for item in items if item is not None]
+
+
+def _check_list(key: Key, value: Any) -> Any:
+    return list(value) if isinstance(value, list | tuple) else _WRONG
+
+
+def _check_any(key: Key, value: Any) -> Any:
+    return value
+
+
+_CHECKS = {
+    "bool": _check_bool,
+    "int": _check_int,
+    "float": _check_float,
+    "text": _check_text,
+    "choice": _check_choice,
+    "dtype": _check_dtype,
+    "texts": _check_texts,
+    "floats": _check_floats,
+    "list": _check_list,
+    "any": _check_any,
+}
+_NAMES = {
+    "bool": "true or false",
+    "int": "an integer",
+    "float": "a number",
+    "text": "a text",
+    "dtype": '"fp32", "bf16" or "fp16"',
+    "texts": "a text or a list of texts",
+    "list": "a list",
+    "any": "anything",
+}

@@ -1,0 +1,125 @@
+"""ZeroConfig: a configuration that was read and checked, to be resolved against arguments, model and world size."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hf_zero.config.parse import Parsed, parse
+from hf_zero.config.problems import Problem, raise_all
+from hf_zero.config.resolve import Surroundings, resolve
+from hf_zero.config.resolved import ResolvedConfig
+
+Source = str | os.PathLike[str] | Mapping[str, Any]
+
+
+class ZeroConfig:
+    """A configuration in DeepSpeed's schema.
+
+    It is never changed: resolving twice, with other arguments or ranks, starts from the same file. Picklable.
+    """
+
+    def __init__(self, parsed: Parsed) -> None:
+        self._parsed = parsed
+
+    @classmethod
+    def load(cls, source: Source | ZeroConfig, *, defer: bool = False) -> ZeroConfig:
+        """Read a configuration from a path, a JSON string or a dict (which is copied), strictly.
+
+        Args:
+            defer: Keep problems of keys and values for `resolve`, which then raises them together with its own.
+        Raises:
+            ConfigError: A key or value is wrong (all problems are listed), there is no such file, or it is not JSON.
+        """
+        if isinstance(source, ZeroConfig):
+            return source
+        config = cls(parse(source))
+        if config._parsed.problems and not defer:
+            raise_all(config.source, config.check())
+        return config
+
+    @property
+    def source(self) -> str:
+        """Where it came from, for messages: a path, "a dict" or "a JSON string"."""
+        return self._parsed.source
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """What the user gave (a copy)."""
+        return copy.deepcopy(self._parsed.raw)
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage, which needs no resolving."""
+        stage = self.get("zero_optimization.stage")
+        return stage if isinstance(stage, int) else 0
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value at a dotted path as the file has it ("auto" included), under canonical names and types."""
+        return copy.deepcopy(self._parsed.get(path, default))
+
+    def check(self) -> list[Problem]:
+        """Every problem that the file has by itself: wrong keys and values, contradictions, what is not supported."""
+        return list(resolve(self._parsed, Surroundings(file_only=True)).problems)
+
+    def problems(
+        self,
+        args: Any = None,
+        model: Any = None,
+        world_size: int = 1,
+        *,
+        default_clipping: float | None = None,
+        num_training_steps: int | None = None,
+        client_optimizer: bool = False,
+    ) -> list[Problem]:
+        """What `resolve` would raise for the same arguments, as a list."""
+        around = Surroundings(
+            args=args,
+            model=model,
+            world_size=world_size,
+            default_clipping=default_clipping,
+            num_training_steps=num_training_steps,
+            client_optimizer=client_optimizer,
+        )
+        return list(resolve(self._parsed, around).problems)
+
+    def resolve(
+        self,
+        args: Any = None,
+        model: Any = None,
+        world_size: int = 1,
+        *,
+        default_clipping: float | None = None,
+        num_training_steps: int | None = None,
+        client_optimizer: bool = False,
+    ) -> ResolvedConfig:
+        """Fill in "auto" and defaults. No communication: ranks with the same inputs get the same result.
+
+        Args:
+            args: TrainingArguments or an object with some of their attributes; None in a plain loop.
+            model: Only `model.config` and the shapes of `model.parameters()` are read.
+            world_size: Number of ranks that share the data.
+            default_clipping: The gradient norm to clip to where there are no arguments and the file names none.
+            num_training_steps: For schedulers; None takes args.max_steps where that is set.
+            client_optimizer: The caller brings the optimizer, so an optimizer block needs no learning rate.
+        Raises:
+            ConfigError: All problems at once, each with key, value, what was expected, and remedy.
+        """
+        around = Surroundings(
+            args=args,
+            model=model,
+            world_size=world_size,
+            default_clipping=default_clipping,
+            num_training_steps=num_training_steps,
+            client_optimizer=client_optimizer,
+        )
+        outcome = resolve(self._parsed, around)
+        raise_all(self.source, outcome.problems)
+        if outcome.config is None:
+            raise AssertionError("a configuration without problems must resolve")
+        return outcome.config
+
+    def __repr__(self) -> str:
+        return f"ZeroConfig({self.source}, stage={self.stage})"

@@ -1,0 +1,343 @@
+"""The engine of one model: wiring only.
+
+It works in place: the model object keeps its class, its attributes and its Parameter objects; hooks and placeholders do
+the rest. It owns no tensors and does not ask for the stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero import comm as communication
+from hf_zero.checkpoint import session
+from hf_zero.comm import Comm
+from hf_zero.config import ResolvedConfig
+from hf_zero.errors import StateError
+from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.runtime.build import BuildSettings, build_units
+from hf_zero.runtime.grads import GradReducer, GradSettings
+from hf_zero.runtime.guards import ModelGuards
+from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
+from hf_zero.runtime.params import OnDemandParams, Phase, PrefetchLimits
+from hf_zero.runtime.weights import WholeWeights
+from hf_zero.shard.partition import UnitKind
+from hf_zero.shard.unit import ShardUnit
+from hf_zero.store import DeviceStore
+
+_KEY = "_hf_zero_engine"
+
+
+class ZeroEngine:
+    """ZeRO for one model over one process group.
+
+    Args:
+        model: Built alike on all ranks, parameters whole; rank 0's values win. Changed in place.
+        config: Resolved; see ZeroConfig.resolve.
+        accumulation_steps: Micro-batches per step that the engine itself averages over; None takes the configuration's.
+            Trainer and Accelerate scale the loss themselves and pass 1.
+        group: Ranks that share the model; None means all.
+    All ranks must construct it. Raises ConfigError, StateError (the model has an engine), DivergenceError.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: ResolvedConfig, *, accumulation_steps: int | None = None, group: Any = None
+    ) -> None:
+        if engine_of(model) is not None:
+            raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
+        self.module = model
+        self.config = config
+        self.accumulation_steps = accumulation_steps or config.gradient_accumulation_steps
+        self.optimizer: ShardedOptimizer | None = None
+        self.lr_scheduler: Any = None
+        self.micro_steps = 0
+        self.global_steps = 0
+        device = communication.default_device()
+        communication.ensure_process_group(device)
+        self.comm = Comm(device, group=group, timeout_s=config.desync_timeout)
+        self.store = DeviceStore(device)
+        built = build_units(model, self._build_settings(), self.comm, self.store)
+        self.units = built.units
+        self.pool = built.pool
+        self.reducer = GradReducer(built.grads)
+        zero = config.zero
+        limits = PrefetchLimits(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
+        self.params = OnDemandParams(self.units, limits)
+        self.weights = WholeWeights(model, self.units, self.params, self.comm)
+        self._no_sync = False
+        self._teardowns: list[Callable[[], None]] = []
+        self._install()
+
+    def _build_settings(self) -> BuildSettings:
+        config, zero = self.config, self.config.zero
+        scale = 1.0 / (self.comm.world_size * self.accumulation_steps)
+        grads = GradSettings(_dtype(config.grad_accum_dtype), _dtype(config.communication_data_type), scale)
+        return BuildSettings(
+            stage=config.stage,
+            bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
+            persistence_threshold=zero.stage3_param_persistence_threshold,
+            model_persistence_threshold=zero.stage3_model_persistence_threshold,
+            cast_to=_dtype(config.dtype),
+            keep_fp32=config.keep_fp32,
+            grads=grads,
+        )
+
+    def _install(self) -> None:
+        model = self.module
+        watch = BackwardWatch(self.params.begin_backward, self._end_backward)
+        self._hooks = ModelHooks()
+        self._guards = ModelGuards(model, self.units)
+        for buffer in self.reducer.buffers:
+            for index, param in enumerate(buffer.flat.params):
+                arrived = _Arrival(self, buffer, index)
+                self._hooks.on_gradient(param, arrived)
+        self._hooks.on_model(model, watch, _dtype(self.config.dtype))
+        if self.is_sharded:
+            for unit in self.units:
+                if unit.kind is UnitKind.ROOT:
+                    self._hooks.on_root(unit, self.params, watch)
+                elif unit.on_demand:
+                    self._hooks.on_layer(unit, self.params, watch)
+        model.__dict__[_KEY] = self
+        model.__dict__["no_sync"] = lambda: self.no_sync()
+        if self.is_sharded:
+            # transformers' generate runs on all ranks in step where it sees this, and LayerDrop runs every layer.
+            for module in model.modules():
+                module.__dict__["_is_fsdp_managed_module"] = True
+
+    # ---------------------------------------------------------------- identity
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.comm.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.comm.device
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are placeholders between uses."""
+        return any(unit.on_demand for unit in self.units)
+
+    # ---------------------------------------------------------------- training
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> ZeroEngine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> ZeroEngine:
+        return self.train(False)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """`loss.backward()`: gradients are averaged over ranks and accumulation steps whichever is called."""
+        loss.backward(**kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside are not the last before the step: stages 0-1 wait with their reduce, 2-3 take no notice."""
+        before, self._no_sync = self._no_sync, True
+        try:
+            yield
+        finally:
+            self._no_sync = before
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last one before the update."""
+        return not self._no_sync and (self.micro_steps + 1) % self.accumulation_steps == 0
+
+    def step(self) -> None:
+        """End a micro-batch; at the boundary update the parameters and step the scheduler. All ranks must call."""
+        boundary = (self.micro_steps + 1) % self.accumulation_steps == 0
+        self.micro_steps += 1
+        if not boundary:
+            return
+        if self.optimizer is None:
+            raise StateError("this engine has no optimizer: pass one to hf_zero.initialize, or an optimizer block")
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this window. `step` does it by itself."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        else:
+            self.reducer.clear()
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+        """Point the param groups of `optimizer` at this rank's master shards, in place.
+
+        Raises ConfigError for an optimizer that cannot be right on shards.
+        """
+        self.optimizer = ShardedOptimizer(
+            optimizer,
+            self.reducer,
+            self.comm,
+            list(self.params.orders.values()),
+            clip=self.config.gradient_clipping,
+            allow_untested=self.config.zero_allow_untested_optimizer,
+            after_step=self._after_step,
+        )
+        return self.optimizer
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the mean gradient to `max_norm`; return its norm before. 0-dim. All ranks must call."""
+        if self.optimizer is None:
+            raise StateError("clip_grad_norm_ needs an optimizer: hf_zero.initialize or engine.attach_optimizer")
+        return torch.tensor(self.optimizer.clip_grad_norm(float(max_norm)), dtype=torch.float64, device=self.device)
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's mean gradient before clipping; None before the first step."""
+        return None if self.optimizer is None else self.optimizer.last_norm
+
+    def arrived(self, buffer: Any, index: int, grad: torch.Tensor) -> None:
+        """A gradient is there (called by the hooks)."""
+        self.reducer.arrived(buffer, index, grad, boundary=self.is_gradient_accumulation_boundary())
+
+    def _end_backward(self) -> None:
+        with torch.no_grad():
+            self.reducer.end_backward(boundary=self.is_gradient_accumulation_boundary())
+        self.params.end_backward()
+
+    def _after_step(self) -> None:
+        self.params.release_all()
+        self.global_steps += 1
+
+    # ---------------------------------------------------------------- whole weights and files
+    def require_all_ranks(self, name: str) -> None:
+        """Raise StateError, within seconds, unless every rank calls this with the same name."""
+        self.comm.require_all_ranks(name)
+
+    def full_state_dict(self, keep: bool, *, trainable_only: bool = False) -> dict[str, torch.Tensor]:
+        """Whole weights on the CPU under the model's state_dict names, where `keep`; {} elsewhere. All ranks must call.
+
+        Tied names share one tensor; persistent buffers are included. Peak extra memory: one unit.
+        """
+        self.require_all_ranks("full_state_dict")
+        return self.weights.state_dict(keep, trainable_only=trainable_only)
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Take weights from a mapping of whole tensors, given on every rank. Masters start from these values."""
+        self.weights.load_state_dict(state, strict=strict)
+
+    def save_checkpoint(self, folder: str | Path, tag: str | None = None, client_state: Any = None) -> Path:
+        """Write a checkpoint that loads at any world size and stage into `folder` (or `folder/tag`). All ranks must call."""
+        self.require_all_ranks("save_checkpoint")
+        return session.save(self._session(), session.tagged(Path(folder), tag), client_state)
+
+    def load_checkpoint(self, folder: str | Path, tag: str | None = None, *, load_optimizer: bool = True) -> Any:
+        """Restore weights, optimizer state and counters; returns the saved client_state. All ranks must call."""
+        self.params.release_all()
+        self.reducer.clear()
+        loaded = session.load(self._session(), session.tagged(Path(folder), tag), load_optimizer=load_optimizer)
+        self.global_steps = loaded.global_step
+        self.micro_steps = loaded.global_step * self.accumulation_steps
+        return loaded.client_state
+
+    def _session(self) -> session.Session:
+        return session.Session(
+            self.module, self.units, self.comm, self.optimizer, self.lr_scheduler, self.config.stage, self.global_steps
+        )
+
+    # ---------------------------------------------------------------- memory and end
+    def memory_report(self) -> dict[str, int]:
+        """Bytes on this rank: what lives between steps by kind, and the peaks of what comes and goes.
+
+        `gathered_peak` counts whole parameters of on-demand units, `gradients_peak` whole gradients before their reduce,
+        both inside forward and backward.
+        """
+        report = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
+        for unit in self.units:
+            for buffer in unit.buffers:
+                for kind, tensor in buffer.tensors().items():
+                    report[kind] += _nbytes(tensor)
+        for grads in self.reducer.buffers:
+            report["gradients"] += _nbytes(grads.shard.memory)
+        if self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                report["optimizer"] += sum(_nbytes(value) for value in state.values() if isinstance(value, torch.Tensor))
+        report["total"] = sum(report.values())
+        report["gathered_peak"] = self.params.peak_live_bytes
+        report["gradients_peak"] = self.pool.peak_live_bytes
+        return report
+
+    def teardown(self) -> None:
+        """Give the plain model back: whole parameters, no hooks. All ranks must call."""
+        self.params.release_all()
+        self._hooks.remove()
+        self._guards.remove()
+        for unit in self.units:
+            if unit.on_demand:
+                self.params.before_use(unit, Phase.FORWARD)
+            for buffer in unit.buffers:
+                buffer.detach()
+        for module in self.module.modules():
+            module.__dict__.pop("_is_fsdp_managed_module", None)
+        for name in (_KEY, "no_sync"):
+            self.module.__dict__.pop(name, None)
+        for undo in self._teardowns:
+            undo()
+
+    def on_teardown(self, undo: Callable[[], None]) -> None:
+        """Call `undo` at the end of `teardown`."""
+        self._teardowns.append(undo)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        # A deep copy of a model whose parameters are whole is a plain model: it has no engine.
+        return None
+
+
+class _Arrival:
+    """Where one parameter's gradient goes."""
+
+    def __init__(self, engine: ZeroEngine, buffer: Any, index: int) -> None:
+        self._engine = engine
+        self._buffer = buffer
+        self._index = index
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        with torch.no_grad():
+            self._engine.arrived(self._buffer, self._index, grad)
+
+
+def engine_of(model: Any) -> ZeroEngine | None:
+    """The engine of `model`, looking through torch.compile's and DDP-like wrappers; None if it has none."""
+    while model is not None:
+        state = getattr(model, "__dict__", {})
+        if isinstance(state.get(_KEY), ZeroEngine):
+            engine: ZeroEngine = state[_KEY]
+            return engine
+        modules = state.get("_modules", {})
+        model = modules.get("_orig_mod") or modules.get("module")
+    return None
+
+
+def unit_of(engine: ZeroEngine, param: nn.Parameter) -> ShardUnit | None:
+    """The unit that holds `param`."""
+    for unit in engine.units:
+        if any(mine is param for buffer in unit.buffers for mine in buffer.params):
+            return unit
+    return None
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

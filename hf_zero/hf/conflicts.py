@@ -1,0 +1,134 @@
+"""What cannot run under ZeRO: arguments, accelerators and models, with the reason and the remedy of each.
+
+Everything here is found before any work is done, gathered with the problems of the configuration itself, and raised as
+one ConfigError on every rank.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from hf_zero.config import Problem, ResolvedConfig, ZeroConfig
+from hf_zero.config.problems import raise_all
+
+_OTHER_ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_WEIGHTS_FLAG = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+
+
+def check_run(config: ZeroConfig, args: Any, model: nn.Module | None = None) -> ResolvedConfig:
+    """Resolve `config` with TrainingArguments, and check arguments and model against what ZeRO can do.
+
+    Raises:
+        ConfigError: Lists every problem of the configuration, the arguments and the model.
+    """
+    problems = config.problems(args, model, args.world_size, client_optimizer=False)
+    problems += argument_conflicts(config, args)
+    if model is not None:
+        problems += model_conflicts(model, config.stage)
+    raise_all(config.source, problems)
+    return config.resolve(args, model, args.world_size)
+
+
+def check_rivals(config: ZeroConfig, args: Any) -> None:
+    """Raise if DeepSpeed or FSDP is asked for too: to be called before transformers begins to set them up.
+
+    Raises:
+        ConfigError: Names the arguments.
+    """
+    rivals = SimpleNamespace(deepspeed=args.deepspeed, fsdp=args.fsdp)
+    problems = [one for one in config.problems(rivals) if one.key.startswith("TrainingArguments.")]
+    raise_all(config.source, problems)
+
+
+def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
+    """TrainingArguments that cannot be right under the configuration."""
+    problems = parallelism_conflicts(getattr(args, "parallelism_config", None))
+
+    def add(name: str, text: str, remedy: str) -> None:
+        problems.append(Problem(f"TrainingArguments.{name}", text, remedy))
+
+    if config.stage == 3 and args.auto_find_batch_size:
+        add(
+            "auto_find_batch_size",
+            "auto_find_batch_size cannot be used with stage 3: one rank that runs out of memory leaves the others "
+            "waiting in a gather.",
+            "Set per_device_train_batch_size, or use stage 2.",
+        )
+    if config.stage == 3 and args.save_only_model and config.get(_WEIGHTS_FLAG) is False:
+        add(
+            "save_only_model",
+            "save_only_model is set, but stage3_gather_16bit_weights_on_model_save is false: nothing would be saved.",
+            "Remove one of them.",
+        )
+    if args.fp16 and config.get("fp16") is None:
+        add(
+            "fp16",
+            "fp16 is set, but the configuration has no fp16 block: accelerate's loss scaler sees the gradients of one "
+            "rank only, so ranks would skip different steps.",
+            "Use bf16.",
+        )
+    for flag in ("bf16_full_eval", "fp16_full_eval"):
+        block = flag[:4]
+        if getattr(args, flag) and config.get(f"{block}.enabled") in (None, False):
+            add(
+                flag,
+                f"{flag} casts the live model for evaluation, which the engine that owns its memory does not allow.",
+                f'Add "{block}": {{"enabled": "auto"}} to the configuration, or remove {flag}.',
+            )
+    return problems
+
+
+def parallelism_conflicts(parallelism: Any) -> list[Problem]:
+    """Dimensions of accelerate's ParallelismConfig that cut or wrap the model themselves."""
+    names = [
+        name
+        for name in ("tp", "cp", "sp", "dp_shard", "dp_replicate")
+        if parallelism is not None and getattr(parallelism, f"{name}_enabled", False)
+    ]
+    if not names:
+        return []
+    text = f"parallelism_config enables {', '.join(names)}: hf_zero shards over all ranks and nothing else."
+    return [Problem("TrainingArguments.parallelism_config", text, "Remove parallelism_config.")]
+
+
+def accelerator_conflicts(accelerator: Accelerator) -> list[Problem]:
+    """Engines and modes of an Accelerator that cannot go with ZeRO."""
+    problems = parallelism_conflicts(accelerator.parallelism_config)
+    kind = str(accelerator.distributed_type.value)
+    if kind in _OTHER_ENGINES:
+        text = f"The Accelerator's distributed_type is {kind}: only one engine can own the model."
+        remedy = "Remove that plugin, and what chooses it in the accelerate configuration or the environment."
+        problems.append(Problem("Accelerator.distributed_type", text, remedy))
+    if accelerator.fp8_enabled:
+        problems.append(Problem("Accelerator.mixed_precision", "mixed_precision is fp8, which is not run.", "Use bf16."))
+    return problems
+
+
+def model_conflicts(model: nn.Module, stage: int) -> list[Problem]:
+    """Why `model` cannot be taken over at `stage`."""
+    name = type(model).__name__
+    problems = []
+    if isinstance(model, _WRAPPERS):
+        problems.append(Problem("model", f"The model is wrapped in {name} already.", "Hand over the model itself."))
+    devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
+    if devices and (stage == 3 or len(devices) > 1):
+        text = f"{name} was loaded with a device_map ({', '.join(devices)}), but ranks place their parts themselves."
+        problems.append(Problem("model", text, "Load it without device_map."))
+    if stage == 3 and is_quantized(model):
+        text = f"{name} is quantized, and stage 3 cannot cut quantized parameters."
+        problems.append(Problem("model", text, "Use stage 2, or load it unquantized."))
+    return problems
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether parameters of `model` are packed by a quantization method of transformers or bitsandbytes."""
+    flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+    if any(getattr(model, flag, False) for flag in flags) or getattr(model, "hf_quantizer", None) is not None:
+        return True
+    return any(param.dtype in (torch.uint8, torch.int8) for param in model.parameters())

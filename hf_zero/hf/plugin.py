@@ -1,0 +1,318 @@
+"""The Accelerate plugin: makes an Accelerator prepare, clip, save and load through the engine.
+
+accelerate has no place for a foreign plugin, so the Accelerator object is given another class: the one it had, with
+`ZeroAcceleratorMixin` in front. No DistributedDataParallel is ever built; models stay the objects they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import is_compiled_module
+from torch import nn
+
+from hf_zero.config import ResolvedConfig, ZeroConfig
+from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.errors import ConfigError, StateError
+from hf_zero.hf.accelerated_optimizer import ZeroAcceleratedOptimizer
+from hf_zero.hf.checkpoints import state_to_load
+from hf_zero.hf.conflicts import accelerator_conflicts, model_conflicts, raise_if
+from hf_zero.hf.enable import ACTIVATION, Seam
+from hf_zero.hf.weights import install_save_pretrained
+
+
+class ZeroPlugin:
+    """A ZeRO configuration for one Accelerator.
+
+    Args:
+        config: Path of a JSON file, a dict, a JSON string, or a ZeroConfig.
+        args: The TrainingArguments of the Trainer that owns the Accelerator; None in a plain accelerate loop.
+    Raises:
+        ConfigError: The configuration is wrong; every problem is named.
+    """
+
+    def __init__(self, config: ZeroConfig | str | Path | Mapping[str, Any], *, args: Any = None) -> None:
+        self.config = config if isinstance(config, ZeroConfig) else ZeroConfig.load(config)
+        self._args = args
+
+    def attach(self, accelerator: Accelerator) -> Accelerator:
+        """Put `accelerator` under ZeRO, in place, before it prepares anything. Returns it.
+
+        Raises:
+            ConfigError: It already belongs to DeepSpeed, FSDP, tensor parallelism or another engine.
+            StateError: It has prepared a model or optimizer already.
+        """
+        if accelerator._models or accelerator._optimizers:
+            raise StateError(
+                "ZeroPlugin.attach came after accelerator.prepare: what was prepared before would not be under ZeRO.\n"
+                "Attach right after Accelerator(...) is made."
+            )
+        raise_if(accelerator_conflicts(accelerator), "This Accelerator cannot run under hf_zero")
+        resolved = self.resolve(accelerator)
+        if resolved.dtype is None and accelerator.scaler is not None:
+            raise ConfigError(
+                "fp16 mixed precision is on, but the ZeRO configuration has no fp16 block: accelerate's loss scaler "
+                "sees the gradients of one rank only, so ranks would skip different steps.\n"
+                'Add "fp16": {"enabled": "auto"} to the ZeRO configuration, or use bf16.'
+            )
+        if not isinstance(accelerator, ZeroAcceleratorMixin):
+            accelerator.__class__ = _zero_class(type(accelerator))
+        accelerator.zero_plugin = self
+        if resolved.dtype is not None:
+            # The engine casts the parameters themselves, so autocast must not act as well.
+            accelerator.native_amp = False
+            accelerator.scaler = None
+        return accelerator
+
+    def resolve(self, accelerator: Accelerator, model: nn.Module | None = None) -> ResolvedConfig:
+        """The configuration with every "auto" filled in; without `model` those that follow from its size stay open."""
+        args = self._args if self._args is not None else _arguments_of(accelerator)
+        return self.config.resolve(args=args, model=model, world_size=accelerator.num_processes)
+
+    def create_engine(self, accelerator: Accelerator, model: nn.Module) -> ZeroEngine:
+        """Build the engine of `model`. All ranks must call."""
+        resolved = self.resolve(accelerator, model)
+        raise_if(model_conflicts(model, resolved.stage), "This model cannot run under hf_zero")
+        # Trainer and accelerate scale the loss for accumulation, and ZeroAcceleratedOptimizer sees to clipping.
+        engine = ZeroEngine(model, dataclasses.replace(resolved, gradient_clipping=0.0), accumulation_steps=1)
+        if engine.is_sharded:
+            install_save_pretrained(model, engine)
+        return engine
+
+    def wrap_optimizer(
+        self, accelerator: Accelerator, engine: ZeroEngine, optimizer: torch.optim.Optimizer
+    ) -> ZeroAcceleratedOptimizer:
+        """Point `optimizer` at the shards, once, and put accelerate's gating around it."""
+        attached = engine.optimizer
+        if attached is None or attached.optimizer is not optimizer:
+            attached = engine.attach_optimizer(optimizer)
+        if self._args is not None:  # Trainer clips by itself
+            return ZeroAcceleratedOptimizer(attached, engine, clipping=0.0, clipping_is_fixed=False)
+        resolved = self.resolve(accelerator, engine.module)
+        is_fixed = resolved.origins.get("gradient_clipping") == "file"
+        return ZeroAcceleratedOptimizer(
+            attached, engine, clipping=resolved.gradient_clipping, clipping_is_fixed=is_fixed
+        )
+
+
+class ZeroAcceleratorMixin(Accelerator):  # type: ignore[misc]  # accelerate has no types
+    """What an Accelerator does differently under ZeRO. Its place is in front of the Accelerator's own class."""
+
+    zero_plugin: ZeroPlugin
+
+    # ---------------------------------------------------------------- prepare
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As accelerate's, but models first: an optimizer is pointed at the shards of a model that has them."""
+        order = sorted(range(len(args)), key=lambda index: not isinstance(args[index], nn.Module))
+        if device_placement is not None and len(device_placement) == len(args):
+            device_placement = [device_placement[index] for index in order]
+        prepared = super().prepare(*(args[index] for index in order), device_placement=device_placement)
+        if len(args) < 2:
+            return prepared
+        by_place = dict(zip(order, prepared, strict=True))
+        return tuple(by_place[index] for index in range(len(args)))
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Put `model` under its engine, in place. All ranks must call.
+
+        In evaluation mode a model whose parameters stay whole needs no engine, unless the engine is to cast it.
+        """
+        plain = model._orig_mod if is_compiled_module(model) else model
+        engine = engine_of(plain)
+        if engine is None and self._needs_engine(plain, evaluation_mode):
+            engine = self.zero_plugin.create_engine(self, plain)
+        if engine is not None:
+            device_placement = False  # the engine has placed it
+        # accelerate's part: autocast and torch.compile. evaluation_mode keeps it from wrapping the model.
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> torch.optim.Optimizer:
+        """Point `optimizer` at the shards of the prepared model that it was built for."""
+        if isinstance(optimizer, ZeroAcceleratedOptimizer):
+            prepared = optimizer
+        else:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            engine = self._attached_engine(optimizer) or self._engine_for(params)
+            if engine is None:
+                raise StateError(
+                    "accelerator.prepare got an optimizer whose parameters belong to no prepared model.\n"
+                    "Prepare the model before it, or both in one call: model, optimizer = accelerator.prepare(model, "
+                    "optimizer). An optimizer over several models needs to be split, one for each."
+                )
+            prepared = self.zero_plugin.wrap_optimizer(self, engine, optimizer)
+        if not any(known is prepared for known in self._optimizers):
+            self._optimizers.append(prepared)
+        return prepared
+
+    def _needs_engine(self, model: nn.Module, evaluation_mode: bool) -> bool:
+        resolved = self.zero_plugin.resolve(self, model)
+        if resolved.stage == 3 or resolved.dtype is not None:
+            return True
+        return not evaluation_mode and any(param.requires_grad for param in model.parameters())
+
+    def _engines(self) -> list[ZeroEngine]:
+        return [engine for model in self._models if (engine := engine_of(model)) is not None]
+
+    def _attached_engine(self, optimizer: torch.optim.Optimizer) -> ZeroEngine | None:
+        for engine in self._engines():
+            if engine.optimizer is not None and engine.optimizer.optimizer is optimizer:
+                return engine
+        return None
+
+    def _engine_for(self, params: Iterable[torch.Tensor]) -> ZeroEngine | None:
+        """The engine of the model that all of `params` belong to."""
+        wanted = {id(param) for param in params}
+        for engine in self._engines():
+            if wanted and wanted <= {id(param) for param in engine.module.parameters()}:
+                return engine
+        return None
+
+    # ---------------------------------------------------------------- training
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        engine = engine_of(model)
+        if engine is None:
+            stock: contextlib.AbstractContextManager[None] = super().no_sync(model)
+            return stock
+        return engine.no_sync()
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Clip by the norm over all ranks' shards; returns it. All ranks must call.
+
+        Between accumulation steps nothing is clipped, and the last step's norm is returned.
+        Raises:
+            ConfigError: Another norm than the 2-norm, or the configuration fixes another `gradient_clipping`.
+            StateError: `parameters` are a part of a model's trainable parameters, or of several models.
+        """
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        ids = {id(param) for param in given}
+        touched = [e for e in self._engines() if any(id(param) in ids for param in e.module.parameters())]
+        if not touched:
+            norm: torch.Tensor = super().clip_grad_norm_(given, max_norm, norm_type)
+            return norm
+        trainable = {id(param) for param in touched[0].module.parameters() if param.requires_grad}
+        if len(touched) > 1 or not trainable <= ids:
+            raise StateError(
+                "clip_grad_norm_ was called for a part of a model's parameters, or for several models at once: their "
+                "gradients are in shards, and the norm is one per model.\n"
+                "Call accelerator.clip_grad_norm_(model.parameters(), max_norm) for each model."
+            )
+        if norm_type != 2:
+            raise ConfigError(f"clip_grad_norm_ has norm_type {norm_type}; on shards only the 2-norm is available.")
+        if not self.sync_gradients:
+            last = touched[0].get_global_grad_norm()
+            return torch.tensor(0.0 if last is None else last, device=self.device)
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, ZeroAcceleratedOptimizer) and optimizer.engine is touched[0]:
+                return optimizer.clip_grad_norm_(float(max_norm))
+        return touched[0].clip_grad_norm_(float(max_norm))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        raise StateError(
+            "clip_grad_value_ cannot be used: gradients are in shards, not in parameter.grad.\n"
+            "Use accelerator.clip_grad_norm_(model.parameters(), max_norm)."
+        )
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Drop what accelerate refers to, and gradients. A model keeps its engine for as long as it lives."""
+        for engine in self._engines():
+            engine.zero_grad()
+        return super().free_memory(*objects)
+
+    # ---------------------------------------------------------------- state
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """Whole weights: of a sharded model on the ranks that write, {} elsewhere. All ranks must call."""
+        engine = engine_of(model)
+        if engine is None or not engine.is_sharded:
+            whole: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap=unwrap)
+            return whole
+        engine.require_all_ranks("accelerator.get_state_dict")
+        per_node = self.project_configuration.save_on_each_node
+        return engine.full_state_dict(self.is_local_main_process if per_node else self.is_main_process)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As accelerate's, with the engines' state in its own folder. All ranks must call."""
+        engines = self._engines()
+        for engine in engines:
+            engine.require_all_ranks("accelerator.save_state")
+        with self._without_engines(keep_models=True):
+            folder = super().save_state(output_dir, safe_serialization, **kwargs)
+        for index, engine in enumerate(engines):
+            engine.save_checkpoint(_engine_folder(folder, index))
+        return folder
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """As accelerate's, with weights and optimizer state from the engines' folder. All ranks must call."""
+        engines = self._engines()
+        if engines:
+            input_dir = state_to_load(self.project_configuration, input_dir)
+        with self._without_engines(keep_models=False):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        for index, engine in enumerate(engines):
+            engine.load_checkpoint(_engine_folder(str(input_dir), index))
+
+    @contextlib.contextmanager
+    def _without_engines(self, *, keep_models: bool) -> Iterator[None]:
+        """Hide what the engines save and load themselves from accelerate.
+
+        Models without an engine come first, so that they have the same file names in saving, which writes the weights
+        of all models, and in loading, which reads theirs only.
+        """
+        models, optimizers = self._models, self._optimizers
+        without = [model for model in models if engine_of(model) is None]
+        self._models = without + [m for m in models if keep_models and engine_of(m) is not None]
+        self._optimizers = [one for one in optimizers if not isinstance(one, ZeroAcceleratedOptimizer)]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+@functools.cache
+def _zero_class(base: type) -> type:
+    return type(f"Zero{base.__name__}", (ZeroAcceleratorMixin, base), {})
+
+
+def _engine_folder(folder: str | os.PathLike[str], index: int) -> Path:
+    return Path(folder) if index == 0 else Path(folder) / f"model_{index}"
+
+
+def _arguments_of(accelerator: Accelerator) -> Any:
+    """What a plain Accelerator says about keys that TrainingArguments would say."""
+    said: dict[str, Any] = {"gradient_accumulation_steps": accelerator.gradient_accumulation_steps}
+    if accelerator.mixed_precision in ("bf16", "fp16"):
+        # "no" is the default, so it says nothing.
+        for kind in ("bf16", "fp16"):
+            said |= {kind: accelerator.mixed_precision == kind, f"{kind}_full_eval": False}
+    return SimpleNamespace(**said)
+
+
+def accelerator_seams() -> list[Seam]:
+    """The one method of accelerate that `enable` acts through."""
+    return [Seam(Accelerator, "__init__", ("device_placement", "split_batches", "mixed_precision"), _wrap_init)]
+
+
+def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        config = ACTIVATION.accelerator_config
+        if config is not None:
+            ZeroPlugin(config).attach(self)
+
+    return __init__

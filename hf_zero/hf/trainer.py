@@ -1,0 +1,244 @@
+"""Trainer under ZeRO: what differs from the stock Trainer, written once and used in two ways.
+
+Each function below stands for one method of transformers.Trainer and gets the method it replaces as `orig`.
+`ZeroTrainerMixin` puts them in front of a Trainer class; `enable` puts them into transformers.Trainer itself, so that
+unmodified subclasses inherit them. Where ZeRO is not in force they do what the stock Trainer does.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import gather_object
+from torch import nn
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_pt_utils import remove_dummy_checkpoint, reissue_pt_warnings
+
+from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.errors import CheckpointError
+from hf_zero.hf.adapters import is_peft_model
+from hf_zero.hf.checkpoints import checkpoint_to_resume, has_sharded_state, offer
+from hf_zero.hf.conflicts import check_run
+from hf_zero.hf.enable import ACTIVATION, Seam
+from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin
+from hf_zero.hf.weights import full_weights, restore_weights
+
+logger = logging.getLogger(__name__)
+
+Original = Callable[..., Any]
+
+
+def create_accelerator(self: Any, orig: Original) -> None:
+    """Make the Accelerator and put it under ZeRO, with the configuration of the arguments or the enabled one."""
+    config = getattr(self.args, "zero_config", None) or ACTIVATION.enabled
+    if config is None:
+        orig()
+        return
+    resolved = check_run(config, self.args, self.model)
+    if self.args.n_gpu > 1:
+        # Trainer would wrap the model in DataParallel, which copies it at every step.
+        logger.warning("%d GPUs are visible to one process; using one. Launch with torchrun to use all.", self.args.n_gpu)
+        self.args._n_gpu = 1
+    with ACTIVATION.held_back():
+        orig()
+    ZeroPlugin(config, args=self.args).attach(self.accelerator)
+    if resolved.stage == 3 and resolved.zero.stage3_gather_16bit_weights_on_model_save is False:
+        logger.warning(
+            "stage3_gather_16bit_weights_on_model_save is false: checkpoints and save_model write no model.safetensors; "
+            "`hf-zero consolidate` makes one from a checkpoint"
+        )
+
+
+def move_model_to_device(self: Any, orig: Original, model: nn.Module, device: torch.device) -> None:
+    """Leave a model alone that the engine places itself: `.to` would make whole NaN tensors of placeholders."""
+    plugin = _plugin(self)
+    if plugin is not None and (engine_of(model) is not None or plugin.places_model(self.accelerator)):
+        return
+    orig(model, device)
+
+
+def train(
+    self: Any, orig: Original, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Resume from the newest whole checkpoint where the stock Trainer takes the newest of all."""
+    if _plugin(self) is not None and resume_from_checkpoint:
+        chosen = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
+        if len(set(everyone := gather_object([chosen]))) > 1:
+            raise CheckpointError(f"ranks would resume from different checkpoints: {everyone} (in rank order).")
+        resume_from_checkpoint = chosen
+    return orig(resume_from_checkpoint, *args, **kwargs)
+
+
+def save(self: Any, orig: Original, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    """Gather whole weights on the ranks that write them. All ranks must call."""
+    engine = _engine(self)
+    if engine is None or state_dict is not None:
+        orig(output_dir, state_dict=state_dict)
+        return
+    engine.require_all_ranks("trainer.save_model")
+    if _writes_weights(self, engine):
+        orig(output_dir, state_dict=full_weights(self.model, engine, keep=self.args.should_save))
+        return
+    folder = output_dir if output_dir is not None else self.args.output_dir
+    orig(folder, state_dict={})
+    remove_dummy_checkpoint(self.args.should_save, folder, ["model.safetensors"])
+
+
+def save_optimizer_and_scheduler(self: Any, orig: Original, output_dir: str) -> None:
+    """Every rank writes its pieces of masters and optimizer state; the writer adds the scheduler."""
+    engine = _engine(self)
+    if engine is None:
+        orig(output_dir)
+        return
+    engine.save_checkpoint(output_dir)
+    if self.args.should_save:
+        with warnings.catch_warnings(record=True) as caught:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+        reissue_pt_warnings(caught)
+
+
+def load_from_checkpoint(
+    self: Any, orig: Original, resume_from_checkpoint: str, model: nn.Module | None = None
+) -> None:
+    """Load weights before the model is prepared, unless the engine will load them with the optimizer state."""
+    if _plugin(self) is None:
+        orig(resume_from_checkpoint, model)
+        return
+    if not has_sharded_state(resume_from_checkpoint):
+        target = self.model if model is None else model
+        restore_weights(target, Path(resume_from_checkpoint), engine_of(target))
+
+
+def load_optimizer_and_scheduler(self: Any, orig: Original, checkpoint: str | None) -> None:
+    """Load weights, masters, optimizer state and scheduler. Comes after the model is prepared, on all ranks."""
+    engine = _engine(self)
+    if checkpoint is None or engine is None:
+        orig(checkpoint)
+        return
+    if not has_sharded_state(checkpoint):
+        if os.path.isfile(os.path.join(checkpoint, OPTIMIZER_NAME)):
+            raise CheckpointError(
+                f"{checkpoint} was written without hf_zero: its {OPTIMIZER_NAME} holds the state of whole parameters.\n"
+                f"Remove {OPTIMIZER_NAME} to go on from its weights with a new optimizer state."
+            )
+        logger.warning("%s holds weights only: the optimizer state and the schedule start anew", checkpoint)
+        return
+    try:
+        engine.load_checkpoint(checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{offer(checkpoint)}") from error
+    scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
+    if not os.path.isfile(scheduler):
+        raise CheckpointError(f"cannot resume from {checkpoint}: {SCHEDULER_NAME} is missing.{offer(checkpoint)}")
+    with warnings.catch_warnings(record=True) as caught:
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+    reissue_pt_warnings(caught)
+
+
+def load_best_model(self: Any, orig: Original) -> None:
+    """Load the best checkpoint's weights into the live shards: from its masters if it has them, else from its files."""
+    engine = _engine(self)
+    if engine is None:
+        orig()
+        return
+    best = self.state.best_model_checkpoint
+    logger.info("Loading best model from %s (score: %s).", best, self.state.best_metric)
+    if has_sharded_state(best):
+        engine.load_checkpoint(best, load_optimizer=False)
+    else:
+        restore_weights(self.model, Path(best), engine)
+
+
+def _plugin(trainer: Any) -> ZeroPlugin | None:
+    accelerator = getattr(trainer, "accelerator", None)
+    return accelerator.zero_plugin if isinstance(accelerator, ZeroAcceleratorMixin) else None
+
+
+def _engine(trainer: Any) -> ZeroEngine | None:
+    return engine_of(trainer.model) if _plugin(trainer) is not None else None
+
+
+def _writes_weights(trainer: Any, engine: ZeroEngine) -> bool:
+    # Adapters are no gathered 16-bit weights: they are small, and nothing else would hold them.
+    turned_off = engine.is_sharded and engine.config.zero.stage3_gather_16bit_weights_on_model_save is False
+    return not turned_off or is_peft_model(trainer.model)
+
+
+_SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "create_accelerator_and_postprocess": (create_accelerator, ()),
+    "_move_model_to_device": (move_model_to_device, ("model", "device")),
+    "train": (train, ("resume_from_checkpoint",)),
+    "_save": (save, ("output_dir", "state_dict")),
+    "_save_optimizer_and_scheduler": (save_optimizer_and_scheduler, ("output_dir",)),
+    "_load_from_checkpoint": (load_from_checkpoint, ("resume_from_checkpoint", "model")),
+    "_load_optimizer_and_scheduler": (load_optimizer_and_scheduler, ("checkpoint",)),
+    "_load_best_model": (load_best_model, ()),
+}
+
+
+class ZeroTrainerMixin:
+    """Puts ZeRO in front of a Trainer class: `class MyTrainer(ZeroTrainerMixin, SFTTrainer)`.
+
+    Needs arguments with a `zero` field (`hf_zero.TrainingArguments`, `hf_zero.zero_arguments(SFTConfig)`), or `enable`.
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        create_accelerator(self, self._stock("create_accelerator_and_postprocess"))
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        move_model_to_device(self, self._stock("_move_model_to_device"), model, device)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        return train(self, self._stock("train"), *args, **kwargs)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        save(self, self._stock("_save"), *args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_optimizer_and_scheduler(self, self._stock("_save_optimizer_and_scheduler"), output_dir)
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        load_from_checkpoint(self, self._stock("_load_from_checkpoint"), *args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        load_optimizer_and_scheduler(self, self._stock("_load_optimizer_and_scheduler"), checkpoint)
+
+    def _load_best_model(self) -> None:
+        load_best_model(self, self._stock("_load_best_model"))
+
+    def _stock(self, name: str) -> Original:
+        method: Original = getattr(super(), name)
+        return method
+
+
+class Trainer(ZeroTrainerMixin, transformers.Trainer):
+    """transformers.Trainer that runs under ZeRO when its arguments have `zero` (or `enable` was called)."""
+
+
+class Seq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):
+    """transformers.Seq2SeqTrainer that runs under ZeRO when its arguments have `zero` (or `enable` was called)."""
+
+
+def trainer_seams() -> list[Seam]:
+    """The methods of transformers.Trainer that `enable` and the mixin act through."""
+    return [
+        Seam(transformers.Trainer, name, parameters, functools.partial(_wrap, function))
+        for name, (function, parameters) in _SEAMS.items()
+    ]
+
+
+def _wrap(function: Callable[..., Any], original: Original) -> Original:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = functools.partial(original, self)
+        # The mixin has acted already when its `super()` call comes here.
+        return bound(*args, **kwargs) if isinstance(self, ZeroTrainerMixin) else function(self, bound, *args, **kwargs)
+
+    return method

@@ -1,0 +1,115 @@
+"""`initialize`: one call that puts ZeRO under a plain PyTorch loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from hf_zero import comm as communication
+from hf_zero.config import ZeroConfig
+from hf_zero.engine import ZeroEngine
+from hf_zero.errors import ConfigError
+from hf_zero.optim.sharded import ShardedOptimizer
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    *,
+    config: ZeroConfig | Mapping[str, Any] | str | Path | None = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    dist_init_required: bool | None = None,
+    mpu: Any = None,
+) -> tuple[ZeroEngine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
+    """Train `model` with ZeRO; the signature is deepspeed.initialize's. All ranks must call.
+
+    Args:
+        args: Something with a `zero_config`, `zero` or `deepspeed_config` path, used where `config` is None.
+        optimizer: A torch optimizer over the model's parameters, or a function that makes one from them; None builds
+            the one of the configuration's optimizer block over `model_parameters` (or all trainable parameters).
+        training_data: A map-style dataset, for a DataLoader with this rank's share of it in micro-batches.
+        lr_scheduler: A torch scheduler, or a function that makes one from the optimizer; stepped by `engine.step()`.
+        config: A path, a dict, a JSON string or a ZeroConfig. `config_params` is DeepSpeed's older name for it.
+
+    Returns:
+        (engine, optimizer, dataloader, lr_scheduler); what was not asked for is None.
+    Raises:
+        ConfigError: Everything that is wrong with the configuration, at once.
+    """
+    if model is None:
+        raise ConfigError("initialize needs a model: hf_zero.initialize(model=..., optimizer=..., config=...)")
+    if mpu is not None:
+        raise ConfigError("initialize(mpu=...): model parallelism beside hf_zero is not supported")
+    loaded = _load_config(args, config if config is not None else config_params)
+    communication.ensure_process_group(communication.default_device())
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    resolved = loaded.resolve(model=model, world_size=world_size)
+    made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)
+    engine = ZeroEngine(model, resolved)
+    sharded = engine.attach_optimizer(made) if made is not None else None
+    if lr_scheduler is not None:
+        is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
+        engine.lr_scheduler = lr_scheduler(made) if is_factory else lr_scheduler
+    loader = None
+    if training_data is not None:
+        sampler: DistributedSampler[Any] = DistributedSampler(training_data, engine.world_size, engine.rank)
+        loader = DataLoader(
+            training_data,
+            batch_size=resolved.train_micro_batch_size_per_gpu,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            drop_last=resolved.dataloader_drop_last,
+        )
+    return engine, sharded, loader, engine.lr_scheduler
+
+
+def _load_config(args: Any, config: Any) -> ZeroConfig:
+    if isinstance(config, ZeroConfig):
+        return config
+    if config is None:
+        for name in ("zero_config", "zero", "deepspeed_config"):
+            config = config or getattr(args, name, None)
+    if config is None:
+        raise ConfigError(
+            "initialize needs a configuration: config= as a path, a dict or a JSON string "
+            '(the smallest one is {"zero_optimization": {"stage": 3}})'
+        )
+    return ZeroConfig.load(config)
+
+
+def _make_optimizer(
+    optimizer: OptimizerLike | None,
+    block: Mapping[str, Any] | None,
+    model: nn.Module,
+    parameters: Iterable[Any] | None,
+) -> torch.optim.Optimizer | None:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if block is not None:
+            raise ConfigError("both an optimizer and an optimizer block in the configuration: remove one of them")
+        return optimizer
+    chosen = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    if optimizer is not None:
+        return optimizer(chosen)
+    if block is None:
+        return None
+    return build_optimizer(block, chosen)
+
+
+def build_optimizer(block: Mapping[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """The torch.optim optimizer that an `optimizer` block names."""
+    kind = getattr(torch.optim, block["type"])
+    made: torch.optim.Optimizer = kind(parameters, **block.get("params", {}))
+    return made

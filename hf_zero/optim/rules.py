@@ -1,0 +1,70 @@
+"""Which optimizers give on shards the update that they give on whole parameters.
+
+A shard is a range of elements. An optimizer is right on it if it treats every element by itself; one that looks at the
+whole matrix, at its shape, or at all parameters together is not, and is refused by name.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_zero.errors import ConfigError
+
+_ELEMENTWISE = frozenset(
+    f"torch.optim.{name}"
+    for name in (
+        "SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop ASGD Rprop".split()  # what torch 2.13 has
+    )
+)
+# Optimizers that users bring, and what of a whole parameter each of them needs.
+_NEEDS_WHOLE = {
+    "Adafactor": "row and column means of the whole matrix",
+    "Muon": "the whole momentum matrix",
+    "LBFGS": "inner products over all parameters",
+    "SparseAdam": "sparse gradients",
+    "Lamb": "the norm of the whole parameter",
+    "LAMB": "the norm of the whole parameter",
+    "LARS": "the norm of the whole parameter",
+    "Shampoo": "the whole matrix",
+    "DistributedShampoo": "the whole matrix",
+    "SOAP": "the whole matrix",
+    "GaLoreAdamW": "the whole matrix",
+    "GaLoreAdafactor": "the whole matrix",
+    "APOLLOAdamW": "the whole matrix",
+    "LOMO": "gradients inside backward",
+    "AdaLomo": "row and column means of the whole matrix",
+    "Adam8bit": "quantisation blocks that a shard cuts",
+    "AdamW8bit": "quantisation blocks that a shard cuts",
+    "Prodigy": "inner products over all parameters",
+    "DAdaptAdam": "inner products over all parameters",
+    "ScheduleFreeWrapper": "a second copy of the parameters that it swaps itself",
+}
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> None:
+    """Raise ConfigError if `optimizer` cannot be right, or is not known to be, on shards.
+
+    Args:
+        sharded: False at stage 0, where every rank updates whole parameters and any optimizer is right.
+        allow_untested: `zero_allow_untested_optimizer`: take a class that hf_zero does not know as elementwise.
+    """
+    if not sharded:
+        return
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _NEEDS_WHOLE:
+            raise ConfigError(
+                f"optimizer {type(optimizer).__name__} cannot be right on shards: it needs "
+                f"{_NEEDS_WHOLE[kind.__name__]}, and at stages 1-3 a rank holds only a range of elements.\n"
+                "Use an elementwise optimizer (torch.optim.AdamW, Adam, SGD, ...), or stage 0."
+            )
+    known = any(_is_elementwise(kind) for kind in type(optimizer).__mro__)
+    if not known and not allow_untested:
+        raise ConfigError(
+            f"optimizer {type(optimizer).__module__}.{type(optimizer).__name__} is not known to treat every element by "
+            "itself, and at stages 1-3 it would see ranges of elements instead of whole parameters.\n"
+            "If it does, set zero_allow_untested_optimizer: true; else use torch.optim.AdamW or stage 0."
+        )
+
+
+def _is_elementwise(kind: type) -> bool:
+    return kind.__module__.startswith("torch.optim") and f"torch.optim.{kind.__name__}" in _ELEMENTWISE

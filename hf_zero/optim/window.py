@@ -1,0 +1,97 @@
+"""What all ranks agree on between the last backward of a window and the optimizer step.
+
+One vote per step carries it: which gradient buffers have a rest on some rank, which parameters had a gradient on any
+rank, the squared norm, and whether the ranks used their units in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.comm import Comm
+from hf_zero.runtime.grads import GradBuffer, GradReducer
+from hf_zero.runtime.order import UseOrder
+
+
+@dataclass(frozen=True)
+class WindowFacts:
+    """The outcome of the vote, equal on all ranks."""
+
+    norm: float  # L2 norm of the whole mean gradient, before clipping
+    has_grad: tuple[tuple[bool, ...], ...]  # per gradient buffer, per parameter: on any rank
+
+
+def settle_window(reducer: GradReducer, comm: Comm, orders: Sequence[UseOrder]) -> WindowFacts:
+    """Bring every gradient of the window into the shards and vote. All ranks must call.
+
+    A second vote is needed only where some rank had gradients that came after their buffer's reduce.
+    """
+    reducer.settle()
+    for buffer in reducer.buffers:
+        buffer.drop_missing()
+    facts = _vote(reducer, comm, orders)
+    if any(facts.rests):
+        reducer.reduce_rests(facts.rests)
+        facts = _vote(reducer, comm, orders)
+    for order, agreed in zip(orders, facts.agreed, strict=True):
+        order.agree(agreed)
+    return WindowFacts(math.sqrt(facts.norm_sq), tuple(facts.has_grad))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    norm_sq: float
+    agreed: list[bool]
+    rests: list[bool]
+    has_grad: list[tuple[bool, ...]]
+
+
+def _vote(reducer: GradReducer, comm: Comm, orders: Sequence[UseOrder]) -> _Outcome:
+    digests = [order.digest() for order in orders]
+    ballot: list[float] = []
+    for digest in digests:
+        ballot += [float(digest), float(digest * digest)]
+    ballot += [float(buffer.has_rest) for buffer in reducer.buffers]
+    for buffer in reducer.buffers:
+        ballot += [float(seen) for seen in buffer.seen]
+    values = torch.tensor([0.0, *ballot], dtype=torch.float64, device=comm.device)
+    values[0] = local_norm_sq(reducer.buffers, comm)
+    counted = comm.vote(values, "step")
+    position = 1 + 2 * len(orders)
+    pairs = zip(counted[1:position:2], counted[2:position:2], strict=True)
+    # The variance over ranks is 0 exactly if all digests are equal: every term is an integer below 2**53.
+    agreed = [comm.world_size * squares == total * total for total, squares in pairs]
+    rests = [count > 0 for count in counted[position : position + len(reducer.buffers)]]
+    position += len(reducer.buffers)
+    has_grad = []
+    for buffer in reducer.buffers:
+        has_grad.append(tuple(count > 0 for count in counted[position : position + len(buffer.seen)]))
+        position += len(buffer.seen)
+    return _Outcome(counted[0], agreed, rests, has_grad)
+
+
+def local_norm_sq(buffers: Sequence[GradBuffer], comm: Comm) -> torch.Tensor:
+    """Squared L2 norm of this rank's gradient shards (padding is zero), so that the sum over ranks is the whole's.
+
+    fp64 0-dim. Norms are taken per part in the gradient's type (16-bit types in fp32) and summed in fp64.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=comm.device)
+    for buffer in buffers:
+        parts = [part for part in buffer.shard.parts if part.numel()]
+        if not parts:
+            continue
+        at_least_fp32 = torch.promote_types(buffer.dtype, torch.float32)
+        norms = torch._foreach_norm(parts, 2, dtype=at_least_fp32)
+        squares = torch.stack(norms).double().square().sum()
+        replicas = comm.world_size // buffer.flat.layout.world_size
+        total += squares / replicas
+    return total
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """torch.nn.utils.clip_grad_norm_'s factor: 1 where nothing is to be clipped."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 and math.isfinite(max_norm) else 1.0

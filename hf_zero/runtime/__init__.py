@@ -1,0 +1,1 @@
+"""When parameters are whole and when gradients are reduced."""

@@ -1,0 +1,90 @@
+"""Turns silent damage to a sharded model into errors: reading or moving placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_zero.errors import StateError
+from hf_zero.shard.unit import ShardUnit, UnitState
+
+
+class ModelGuards:
+    """Guards on the modules that own on-demand parameters. `remove` takes all of them off."""
+
+    def __init__(self, model: nn.Module, units: list[ShardUnit]) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._overridden: list[tuple[nn.Module, str]] = []
+        owner = {id(param): unit for unit in units if unit.on_demand for b in unit.buffers for param in b.params}
+        if not owner:
+            return
+        for path, module in model.named_modules():
+            mine = {name: owner[id(p)] for name, p in module.named_parameters(recurse=False) if id(p) in owner}
+            if mine:
+                self._guard_state_dict(module, path, mine)
+                self._guard_apply(module, path, mine)
+        self._override(model, "__deepcopy__", _no_deepcopy)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module, name in self._overridden:
+            module.__dict__.pop(name, None)
+        self._handles.clear()
+        self._overridden.clear()
+
+    def _override(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        module.__dict__[name] = function
+        self._overridden.append((module, name))
+
+    def _guard_state_dict(self, module: nn.Module, path: str, mine: dict[str, ShardUnit]) -> None:
+        def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            sharded = [name for name, unit in mine.items() if unit.state is not UnitState.FULL]
+            if sharded:
+                raise StateError(
+                    f"state_dict() of a sharded model would hold placeholders instead of weights (first: "
+                    f"{path + '.' if path else ''}{sharded[0]}).\nOn all ranks call engine.full_state_dict(keep=rank == 0), "
+                    "trainer.save_model(), model.save_pretrained() or accelerator.get_state_dict(model); or read inside "
+                    "`with hf_zero.gathered_params(model):`."
+                )
+
+        self._handles.append(module.register_state_dict_pre_hook(before))
+
+    def _guard_apply(self, module: nn.Module, path: str, mine: dict[str, ShardUnit]) -> None:
+        """`.to`, `.half`, `.cuda` would build whole NaN tensors; where they change nothing they touch buffers only."""
+        plain_apply = type(module)._apply
+
+        def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+            for name in mine:
+                param = module._parameters[name]
+                assert param is not None
+                probe = torch.empty(1, dtype=param.dtype, device=param.device)
+                moved = fn(probe)
+                if moved.dtype != param.dtype or moved.device != param.device:
+                    raise StateError(
+                        f"{path + '.' if path else ''}{name} is sharded and cannot be moved or cast from {param.dtype} "
+                        f"on {param.device} to {moved.dtype} on {moved.device}.\nSet the type before the model is handed to "
+                        "hf_zero (dtype= in from_pretrained, bf16.enabled in the configuration), or call "
+                        "engine.teardown() first."
+                    )
+            own = module._parameters
+            module._parameters = {name: param for name, param in own.items() if name not in mine}
+            try:
+                plain_apply(module, fn, recurse)
+            finally:
+                own.update(module._parameters)
+                module._parameters = own
+            return module
+
+        self._override(module, "_apply", apply)
+
+
+def _no_deepcopy(memo: dict[int, Any]) -> nn.Module:
+    raise StateError(
+        "a sharded model cannot be deep-copied: the copy would hold placeholders.\nLoad a second model with "
+        "from_pretrained, or copy the weights with engine.full_state_dict(keep=True) on all ranks."
+    )

@@ -1,0 +1,131 @@
+"""When the parameters of a unit are whole."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.runtime.order import UseOrder
+from hf_zero.shard.partition import UnitKind
+from hf_zero.shard.unit import ShardUnit, UnitState
+
+
+class Phase(enum.Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class PrefetchLimits:
+    """How far ahead parameters are gathered, in elements of whole units.
+
+    `ahead` is `stage3_prefetch_bucket_size`: the next unit is gathered ahead whatever its size, further ones while their
+    sum stays below; 0 turns it off. `live` is `stage3_max_live_parameters`.
+    """
+
+    ahead: int
+    live: int
+
+
+class OnDemandParams:
+    """Gathers a unit before its use, releases it after, and starts on the next one meanwhile.
+
+    Invariant: a unit is FULL from `before_use` to `after_use`, recomputation included; a held unit stays FULL until
+    `release_all`.
+    """
+
+    def __init__(self, units: list[ShardUnit], limits: PrefetchLimits) -> None:
+        self.units = [unit for unit in units if unit.on_demand]
+        self.orders = {phase: UseOrder(self.units) for phase in Phase}
+        self._limits = limits
+        self._held: set[int] = set()
+        self.builds_graph = False  # this backward makes a graph of gradients: [Note: Double backward] in hooks.py
+        self._graph_alive = False  # an earlier one did, and its graph may still be walked
+        self.live_numel = 0
+        self.live_bytes = 0
+        self.peak_live_bytes = 0
+
+    def before_use(self, unit: ShardUnit, phase: Phase) -> None:
+        """Make `unit` whole. All ranks must call, in the same order."""
+        if not unit.on_demand:
+            return
+        layer = unit.kind is UnitKind.LAYER
+        if layer:
+            self.orders[phase].note(unit)
+        with torch.no_grad():
+            self.make_full(unit)
+        if layer:
+            self._prefetch(phase)
+
+    def make_full(self, unit: ShardUnit) -> None:
+        """Make `unit` whole outside of forward and backward. All ranks must call."""
+        if unit.state is UnitState.SHARDED:
+            self._start(unit)
+        if unit.state is UnitState.GATHERING:
+            unit.gather_finish()
+
+    def make_sharded(self, unit: ShardUnit) -> None:
+        """Release `unit` whatever its state."""
+        self._release(unit)
+
+    def hold(self, unit: ShardUnit) -> None:
+        """Keep `unit` whole until `release_all` (the root unit: from forward to the end of backward)."""
+        self._held.add(id(unit))
+
+    def after_use(self, unit: ShardUnit) -> None:
+        if id(unit) not in self._held and not self.builds_graph and not self._graph_alive:
+            self._release(unit)
+
+    def begin_forward(self) -> None:
+        self.orders[Phase.FORWARD].begin()
+
+    def begin_backward(self) -> None:
+        self.orders[Phase.BACKWARD].begin()
+        self.builds_graph = False
+
+    def end_backward(self) -> None:
+        self._graph_alive = self.builds_graph
+        if not self.builds_graph:
+            self.release_all()
+
+    def release_all(self) -> None:
+        """End of a backward or of a step: nothing is in use any more."""
+        self._held.clear()
+        self.builds_graph = self._graph_alive = False
+        for unit in self.units:
+            self._release(unit)
+
+    def release_idle(self) -> None:
+        """End of a forward: give back what was gathered ahead and not used."""
+        for unit in self.units:
+            if unit.state is UnitState.GATHERING:
+                self._release(unit)
+
+    def _start(self, unit: ShardUnit) -> None:
+        unit.gather_start()
+        self.live_numel += unit.numel
+        self.live_bytes += unit.full_bytes
+        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+
+    def _release(self, unit: ShardUnit) -> None:
+        if not unit.on_demand or unit.state is UnitState.SHARDED:
+            return
+        if unit.state is UnitState.GATHERING:
+            unit.gather_finish()
+        unit.release()
+        self.live_numel -= unit.numel
+        self.live_bytes -= unit.full_bytes
+
+    def _prefetch(self, phase: Phase) -> None:
+        if not self._limits.ahead:
+            return
+        ahead = 0
+        for unit in self.orders[phase].upcoming():
+            ahead += unit.numel
+            if ahead > max(self._limits.ahead, unit.numel) or self.live_numel + unit.numel > self._limits.live:
+                return
+            if unit.state is UnitState.SHARDED:
+                with torch.no_grad():
+                    self._start(unit)

@@ -1,0 +1,1 @@
+"""Units: parameters that are gathered and reduced together, and the memory they live in."""

@@ -1,0 +1,202 @@
+"""Decides which parameters form a unit.
+
+A unit is a module whose forward runs: its parameters are gathered before and released after. Decoder layers, by the
+model's own `_no_split_modules`; for any other module, a size rule. What is in no layer forms the root unit.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_zero.errors import ConfigError
+
+# The size rule: a module whose own parameters (units below it not counted) reach this share of the model is a unit.
+_MIN_UNIT_SHARE = 1 / 32
+_MIN_UNIT_NUMEL = 1 << 14
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class UnitKind(enum.Enum):
+    LAYER = "layer"  # gathered around the forward and the backward of its module
+    ROOT = "root"  # gathered from root forward to the end of backward
+    PERSISTENT = "persistent"  # always whole: parameters too small to be worth a gather
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """A unit before memory exists: its name, the module around whose forward it is whole, and its parameters."""
+
+    name: str
+    kind: UnitKind
+    module: nn.Module
+    params: tuple[tuple[str, nn.Parameter], ...]
+
+
+def partition(
+    model: nn.Module, *, persistence_threshold: int = 0, model_persistence_threshold: int | None = None
+) -> list[UnitSpec]:
+    """Cut `model` into units: layers in registration order, then the root unit (perhaps empty), then the persistent one.
+
+    Args:
+        persistence_threshold: Parameters of at most this many elements stay whole
+            (`stage3_param_persistence_threshold`).
+        model_persistence_threshold: Most elements that may stay whole in all (`stage3_model_persistence_threshold`).
+    """
+    check_parameters(model)
+    unit_paths = _unit_paths(model)
+    owners = _owners(model, unit_paths)
+    persistent = _persistent(model, persistence_threshold, model_persistence_threshold)
+    grouped: dict[str, list[tuple[str, nn.Parameter]]] = {path: [] for path in unit_paths}
+    root: list[tuple[str, nn.Parameter]] = []
+    kept: list[tuple[str, nn.Parameter]] = []
+    for name, param in named_parameters(model):
+        if id(param) in persistent:
+            kept.append((name, param))
+        else:
+            grouped.get(owners[id(param)], root).append((name, param))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    specs = [
+        UnitSpec(clean_name(path), UnitKind.LAYER, modules[path], tuple(params))
+        for path, params in grouped.items()
+        if params
+    ]
+    specs.append(UnitSpec("root", UnitKind.ROOT, model, tuple(root)))
+    if kept:
+        specs.append(UnitSpec("persistent", UnitKind.PERSISTENT, model, tuple(kept)))
+    return specs
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Floating-point parameters under the names that a plain (not compiled) model gives them, shared ones once."""
+    for name, param in model.named_parameters():
+        if param.is_floating_point():
+            yield clean_name(name), param
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Every further name of a shared parameter -> the name under which hf_zero keeps it."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(param), clean_name(name))
+        if known != clean_name(name):
+            aliases[clean_name(name)] = known
+    return aliases
+
+
+def clean_name(name: str) -> str:
+    """A name without what torch.compile puts into it."""
+    return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Refuse parameters that cannot be cut, all of them in one message."""
+    problems = []
+    for name, param in model.named_parameters():
+        kind = type(param.data).__name__
+        if param.is_meta:
+            problems.append(f"{name} is on the meta device: load or initialise the weights first")
+        elif kind == "DTensor":
+            problems.append(f"{name} is a DTensor: tensor parallelism and hf_zero cannot cut the same parameter")
+        elif param.is_complex():
+            problems.append(f"{name} has complex type {param.dtype}: keep it as two real parameters")
+        elif param.is_sparse or param.layout != torch.strided:
+            problems.append(f"{name} has layout {param.layout}: only dense parameters can be cut")
+    if problems:
+        raise ConfigError("hf_zero cannot shard this model:\n  " + "\n  ".join(problems))
+
+
+def _persistent(model: nn.Module, threshold: int, total: int | None) -> set[int]:
+    chosen: set[int] = set()
+    used = 0
+    for _, param in named_parameters(model):
+        if param.numel() <= threshold and (total is None or used + param.numel() <= total):
+            chosen.add(id(param))
+            used += param.numel()
+    return chosen
+
+
+def _unit_paths(model: nn.Module) -> list[str]:
+    """Paths of the modules that become layer units, in registration order."""
+    names = no_split_classes(model)
+    paths: list[str] = []
+    seen: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        inside = any(path.startswith(outer + ".") for outer in paths)
+        if path and not inside and id(module) not in seen and _class_name(module) in names:
+            paths.append(path)
+            seen.add(id(module))
+    return paths or _by_size(model)
+
+
+def no_split_classes(model: nn.Module) -> set[str]:
+    """Class names in the `_no_split_modules` of the model or of anything inside it (transformers' convention)."""
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    return names
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(getattr(module, "_orig_mod", module)).__name__
+
+
+def _by_size(model: nn.Module) -> list[str]:
+    """Post-order: a module becomes a unit as soon as the parameters gathered under it, less units below, are enough."""
+    total = sum(param.numel() for param in model.parameters())
+    enough = max(int(total * _MIN_UNIT_SHARE), _MIN_UNIT_NUMEL)
+    chosen: set[str] = set()
+    seen: set[int] = set()
+
+    def visit(path: str, module: nn.Module) -> int:
+        if id(module) in seen:
+            return 0
+        seen.add(id(module))
+        left = sum(param.numel() for param in module.parameters(recurse=False))
+        for name, child in module.named_children():
+            below = visit(f"{path}.{name}" if path else name, child)
+            left += below
+        if path and left >= enough and _forward_runs(path, model):
+            chosen.add(path)
+            return 0
+        return left
+
+    visit("", model)
+    return [path for path, _ in model.named_modules() if path in chosen]
+
+
+def _forward_runs(path: str, model: nn.Module) -> bool:
+    """Whether calling the model calls this module: containers are never called, nor are parts of MultiheadAttention."""
+    parent_path = path.rpartition(".")[0]
+    if isinstance(model.get_submodule(parent_path), nn.MultiheadAttention) or ".parametrizations" in f".{path}":
+        return False
+    return not isinstance(model.get_submodule(path), _CONTAINERS)
+
+
+def _owners(model: nn.Module, unit_paths: list[str]) -> dict[int, str]:
+    """id(parameter) -> path of its unit, "" for the root.
+
+    A parameter that several units reach belongs to the innermost unit that holds all its places, else to the root.
+    """
+    owners: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for param in module.parameters(recurse=False):
+            here = _innermost(path, unit_paths)
+            known = owners.setdefault(id(param), here)
+            while known and here != known and not here.startswith(known + "."):
+                known = _innermost(known.rpartition(".")[0], unit_paths)
+            owners[id(param)] = known
+    return owners
+
+
+def _innermost(path: str, unit_paths: list[str]) -> str:
+    best = ""
+    for unit in unit_paths:
+        if (path == unit or path.startswith(unit + ".")) and len(unit) > len(best):
+            best = unit
+    return best

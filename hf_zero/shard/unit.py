@@ -1,0 +1,62 @@
+"""A unit and its state machine."""
+
+from __future__ import annotations
+
+import enum
+
+from torch import nn
+
+from hf_zero.shard.buffer import FlatBuffer
+from hf_zero.shard.partition import UnitKind
+
+
+class UnitState(enum.Enum):
+    """What memory exists in each state."""
+
+    SHARDED = "sharded"  # the shard only; parameters are placeholders
+    GATHERING = "gathering"  # full buffers are being filled; parameters are still placeholders
+    FULL = "full"  # full buffers; parameters are views of them
+
+
+class ShardUnit:
+    """Parameters that are gathered and reduced together, around one module.
+
+    SHARDED -> gather_start() -> GATHERING -> gather_finish() -> FULL -> release() -> SHARDED
+
+    Invariants:
+      - Whole memory exists in GATHERING and FULL only. A unit that is not `on_demand` is FULL for ever.
+      - All ranks call gather_start in the same order: collectives match by order.
+    """
+
+    def __init__(self, name: str, kind: UnitKind, module: nn.Module, buffers: list[FlatBuffer]) -> None:
+        self.name = name
+        self.kind = kind
+        self.module = module
+        self.buffers = buffers
+        self.on_demand = any(buffer.on_demand for buffer in buffers)
+        self.state = UnitState.FULL
+        self.numel = sum(buffer.layout.padded_numel for buffer in buffers)
+        self.full_bytes = sum(buffer.full_bytes for buffer in buffers)
+
+    def gather_start(self) -> None:
+        """Start making the parameters whole. All ranks must call, in the same order."""
+        self._expect(UnitState.SHARDED)
+        for buffer in self.buffers:
+            buffer.gather_start()
+        self.state = UnitState.GATHERING
+
+    def gather_finish(self) -> None:
+        self._expect(UnitState.GATHERING)
+        for buffer in self.buffers:
+            buffer.gather_finish()
+        self.state = UnitState.FULL
+
+    def release(self) -> None:
+        self._expect(UnitState.FULL)
+        for buffer in self.buffers:
+            buffer.release()
+        self.state = UnitState.SHARDED
+
+    def _expect(self, state: UnitState) -> None:
+        if self.state is not state:
+            raise AssertionError(f"unit {self.name} is {self.state.value}, expected {state.value}")

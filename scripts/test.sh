@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Set-up, then the tests.
+#
+#   scripts/test.sh                 all of them
+#   scripts/test.sh --fast          without those marked slow
+#   scripts/test.sh [--fast] ARGS   ARGS go to pytest: scripts/test.sh tests/test_layout.py -k pieces
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+    sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"
+    exit 0
+fi
+selection=()
+if [ "${1:-}" = --fast ]; then
+    selection=(-m "not slow")
+    shift
+fi
+scripts/setup.sh
+# One thread per process: the tests start several processes on one machine.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
+exec "${HF_ZERO_VENV:-.venv}/bin/python" -m pytest "${selection[@]}" "$@"

@@ -1,0 +1,24 @@
+"""Settings of the test session: one thread per process, the fork server ended at the end."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.harness import ranks
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_fork_server() -> Iterator[None]:
+    yield
+    ranks.close()

@@ -1,0 +1,232 @@
+"""The process that forks the ranks of test jobs. Started once per test session by `tests.harness.ranks`.
+
+It imports torch once and never uses it, so it has no threads and a fork of it is a clean process that is ready in
+milliseconds: every job gets fresh ranks, nothing leaks from one test into the next, and a hung job is simply killed.
+It exits, and takes its ranks with it, when the test process closes the control connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import faulthandler
+import importlib
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+# Time for the stack dumps of a hung rank to be written before it is killed.
+DUMP_SECONDS = 1.0
+# A rank that is waiting for one that failed gets this long to say so itself.
+GRACE_SECONDS = 6.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What the test process asks for. The call itself is pickled in `folder`/call.pkl."""
+
+    folder: str
+    world_size: int
+    timeout_s: float
+    module: str  # imported here before the fork, so that it is imported once per session
+    init_group: bool
+    wait_for_all: bool  # False: kill the other ranks soon after one has failed
+    env: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Exit status of every rank (None where it was killed by the fork server), and the ranks that were hung."""
+
+    exit_codes: list[int | None]
+    hung: list[int]
+
+
+# ---------------------------------------------------------------- the fork server
+def serve(connection: Connection) -> None:
+    import torch
+    import torch._dynamo  # the first optimizer step imports it
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job: Job = connection.recv()
+        except EOFError:
+            return
+        with contextlib.suppress(Exception):  # the rank fails in the same import and reports it
+            importlib.import_module(job.module)
+        store = _fork(lambda job=job: _serve_store(job), connection)
+        pids = [_fork(lambda job=job, rank=rank: _run_rank(job, rank), connection) for rank in range(job.world_size)]
+        try:
+            report = _supervise(job, pids, connection)
+        finally:
+            _kill([store])
+        connection.send(report)
+
+
+def _fork(run: Callable[[], int], connection: Connection) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()  # a group of its own: what the rank starts (data loader workers) is killed with it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            connection.close()
+            code = run()
+    finally:
+        os._exit(code)
+
+
+def _supervise(job: Job, pids: list[int], connection: Connection) -> Report:
+    deadline = time.monotonic() + job.timeout_s
+    exit_codes: dict[int, int | None] = {}
+    hung: list[int] = []
+    failed_at: float | None = None
+    while len(exit_codes) < len(pids):
+        for rank, pid in enumerate(pids):
+            if rank not in exit_codes and os.waitpid(pid, os.WNOHANG)[0]:
+                exit_codes[rank] = _exit_code(job, rank)
+                if exit_codes[rank] != 0 and failed_at is None:
+                    failed_at = time.monotonic()
+        now = time.monotonic()
+        left = [rank for rank in range(len(pids)) if rank not in exit_codes]
+        if failed_at is not None and not job.wait_for_all and now > failed_at + GRACE_SECONDS:
+            _kill([pids[rank] for rank in left])
+            exit_codes.update(dict.fromkeys(left))
+        elif now > deadline:
+            hung = left
+            _dump_and_kill([pids[rank] for rank in left])
+            exit_codes.update(dict.fromkeys(left))
+        elif select.select([connection], [], [], 0.005)[0]:  # nothing is sent during a job: the test process is gone
+            _kill([pids[rank] for rank in left])
+            raise SystemExit(1)
+    return Report([exit_codes[rank] for rank in range(len(pids))], hung)
+
+
+def _exit_code(job: Job, rank: int) -> int:
+    """0 if the rank wrote a result: how it died later is of no interest. `os.waitpid` has reaped it already."""
+    return 0 if (Path(job.folder) / f"result-{rank}.pkl").exists() else 1
+
+
+def _dump_and_kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(DUMP_SECONDS)
+    _kill(pids)
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+# ---------------------------------------------------------------- the rendezvous
+def _serve_store(job: Job) -> int:
+    """Serve the ranks' store from a process of its own, as torchrun does: any rank may die and the others can tell."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _write(Path(job.folder) / "port", str(store.port).encode())
+    while True:
+        time.sleep(1000)
+
+
+def _connect_store(folder: Path, timeout: datetime.timedelta) -> Any:
+    from torch.distributed import TCPStore
+
+    port = folder / "port"
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not port.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the store did not start")
+        time.sleep(0.001)
+    return TCPStore("127.0.0.1", int(port.read_text()), is_master=False, timeout=timeout)
+
+
+# ---------------------------------------------------------------- one rank
+def _run_rank(job: Job, rank: int) -> int:
+    folder = Path(job.folder)
+    log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    stacks = open(folder / f"stacks-{rank}.txt", "w")  # noqa: SIM115 (open as long as the process lives)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(sys.stderr)
+    try:
+        _write(folder / f"result-{rank}.pkl", pickle.dumps(_call(job, rank, folder)))
+        return 0
+    except BaseException as error:
+        _write(folder / f"error-{rank}.pkl", _pickled_error(error))
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _call(job: Job, rank: int, folder: Path) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
+    os.environ.update(LOCAL_WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(job.env)
+    with open(folder / "call.pkl", "rb") as file:
+        function, args, kwargs = pickle.load(file)
+    if not job.init_group:
+        return function(*args, **kwargs)
+    # Shorter than the job, so that a rank that is left alone can report where it waited.
+    timeout = datetime.timedelta(seconds=max(2.0, min(30.0, 0.6 * job.timeout_s)))
+    store = _connect_store(folder, timeout)
+    os.environ["MASTER_PORT"] = str(store.port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=timeout)
+    result = function(*args, **kwargs)
+    if dist.is_initialized():
+        dist.barrier()  # closing a connection with unread data can take data from the other side
+        dist.destroy_process_group()
+    return result
+
+
+def _pickled_error(error: BaseException) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    try:
+        exception = pickle.dumps(error)
+        pickle.loads(exception)
+    except Exception:  # an exception type with a constructor of its own kind: the text has to do
+        exception = b""
+    return pickle.dumps((type(error).__name__, str(error), text, exception))
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_suffix(".part")
+    temporary.write_bytes(data)
+    temporary.rename(path)
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # Run as __main__, this module would pickle under another name than the test process knows.
+    from tests.harness import forkserver
+
+    forkserver.serve(Connection(int(sys.argv[1])))

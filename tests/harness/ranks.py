@@ -1,0 +1,195 @@
+"""Runs a function on several ranks: `run_ranks(function, world_size, *args)` returns one result per rank.
+
+The ranks are processes of a gloo group on this machine, forked for the job (see `forkserver`). Nothing can hang: a
+job over its time limit fails the test with the stacks of the ranks that did not end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.forkserver import Job, Report
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankFailure:
+    """What `run_ranks(..., expect_error=True)` returns in the place of a rank that raised."""
+
+    rank: int
+    kind: str  # class name of the exception; "Killed" or "Died" where there was none
+    message: str
+    traceback: str
+    exception: BaseException | None  # None if it could not be pickled
+
+
+class _ForkServer:
+    """The process that forks the ranks; started at the first job, and again after it died."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def run(self, job: Job) -> Report:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        assert self._connection is not None
+        try:
+            self._connection.send(job)
+            if not self._connection.poll(job.timeout_s + 60):
+                raise EOFError("no answer")
+            report: Report = self._connection.recv()
+        except (EOFError, OSError) as error:
+            self.close()
+            pytest.fail(f"the fork server died during a job: {error!r}")
+        return report
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
+        env.setdefault("TOKENIZERS_PARALLELISM", "false")
+        env.setdefault("CUDA_VISIBLE_DEVICES", "")  # the ranks of these tests are CPU processes
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.harness.forkserver", str(theirs.fileno())],
+            cwd=_ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+
+    def close(self) -> None:
+        """Closing the connection ends the fork server, and with it any rank."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+
+_server = _ForkServer()
+atexit.register(_server.close)
+
+
+def close() -> None:
+    """End the fork server; the next job starts another one."""
+    _server.close()
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    expect_error: bool = False,
+    init_group: bool = True,
+    env: dict[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `function(*args, **kwargs)` on `world_size` ranks of a fresh gloo group and return their results.
+
+    Args:
+        function: A module-level function of a module under tests/ (it is pickled by reference). Arguments and results
+            are pickled; tensors may be among them. Imports at the top of its module are done once per session.
+        timeout: Seconds after which the job counts as hung: the ranks are killed and the test fails.
+        expect_error: Return a RankFailure in the place of a rank that raised; the test fails if none did. Otherwise
+            an exception on any rank fails the test with every rank's traceback.
+        init_group: False leaves it to the function to join a process group: the environment is set as torchrun does.
+        env: Environment variables of the ranks.
+    """
+    folder = tempfile.mkdtemp(prefix="hf-zero-test-")
+    try:
+        with open(os.path.join(folder, "call.pkl"), "wb") as file:
+            pickle.dump((function, args, kwargs), file)
+        env = dict(env or {})
+        if not init_group:
+            env.setdefault("MASTER_PORT", str(_free_port()))
+        job = Job(folder, world_size, timeout, function.__module__, init_group, expect_error, env)
+        report = _server.run(job)
+        outcomes = [_outcome(Path(folder), rank, code, report.hung) for rank, code in enumerate(report.exit_codes)]
+        logs = _logs(Path(folder), world_size)
+        if report.hung:
+            pytest.fail(_hang_text(Path(folder), report.hung, timeout, outcomes) + logs, pytrace=False)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, RankFailure)]
+    if expect_error and not failures:
+        pytest.fail("an error was expected, but every rank returned")
+    if failures and not expect_error:
+        pytest.fail(_failure_text(failures, world_size) + logs, pytrace=False)
+    return outcomes
+
+
+def _outcome(folder: Path, rank: int, exit_code: int | None, hung: list[int]) -> Any:
+    result, error = folder / f"result-{rank}.pkl", folder / f"error-{rank}.pkl"
+    if result.exists():
+        return pickle.loads(result.read_bytes())
+    if error.exists():
+        kind, message, text, exception = pickle.loads(error.read_bytes())
+        return RankFailure(rank, kind, message, text, pickle.loads(exception) if exception else None)
+    if exit_code is None:
+        why = "hung" if rank in hung else "killed because it was waiting after another rank had failed"
+        return RankFailure(rank, "Killed", why, why, None)
+    why = "the process died without an exception"
+    return RankFailure(rank, "Died", why, why, None)
+
+
+def _failure_text(failures: list[RankFailure], world_size: int) -> str:
+    # The first cause first: what the other ranks say is mostly that their neighbour has gone.
+    parts = [f"{len(failures)} of {world_size} ranks failed"]
+    parts += [f"---- rank {failure.rank}: {failure.kind}\n{failure.traceback}" for failure in failures]
+    return "\n".join(parts)
+
+
+def _hang_text(folder: Path, hung: list[int], timeout: float, outcomes: list[Any]) -> str:
+    parts = [f"hang: rank(s) {hung} of {len(outcomes)} did not end within {timeout:.0f} s"]
+    for rank, outcome in enumerate(outcomes):
+        stacks = folder / f"stacks-{rank}.txt"
+        if rank in hung and stacks.exists():
+            parts.append(f"---- rank {rank}: stacks\n{stacks.read_text()}")
+        elif isinstance(outcome, RankFailure):
+            parts.append(f"---- rank {rank}: {outcome.kind}\n{outcome.traceback}")
+        else:
+            parts.append(f"---- rank {rank}: returned")
+    return "\n".join(parts)
+
+
+def _logs(folder: Path, world_size: int) -> str:
+    parts = []
+    for rank in range(world_size):
+        log = folder / f"log-{rank}.txt"
+        text = log.read_text(errors="replace").strip() if log.exists() else ""
+        if text:
+            parts.append(f"\n---- rank {rank}: output\n{text[-4000:]}")
+    return "".join(parts)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _python_path() -> str:
+    return os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
