@@ -7,9 +7,11 @@ on every rank: collectives are matched by order, so another order anywhere is a 
 
 from __future__ import annotations
 
+import atexit
 import collections
 import dataclasses
 import datetime
+import functools
 import os
 import time
 import traceback
@@ -83,6 +85,7 @@ class Comm:
         if self.world_size > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
             self._group = dist.new_group(ranks, backend=self.backend, timeout=timeout)
+            _leave_cleanly_at_exit()
         self.rank = dist.get_rank(self._group) if self._group is not None else 0
 
     # ---------------------------------------------------------------- what the runtime needs
@@ -280,6 +283,17 @@ def ensure_process_group(device: torch.device) -> None:
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return
     dist.init_process_group(_backend_for(device))
+
+
+@functools.cache
+def _leave_cleanly_at_exit() -> None:
+    """gloo's threads abort a process that exits while a group exists; a job that succeeded would report a failure."""
+
+    def leave() -> None:
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()
+
+    atexit.register(leave)
 
 
 def default_device() -> torch.device:

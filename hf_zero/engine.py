@@ -102,7 +102,7 @@ class ZeroEngine:
                 if unit.kind is UnitKind.ROOT:
                     self._hooks.on_root(unit, self.params, watch)
                 elif unit.on_demand:
-                    self._hooks.on_layer(unit, self.params, watch)
+                    self._hooks.on_layer(unit, self.params, watch, self.device.type)
         model.__dict__[_KEY] = self
         model.__dict__["no_sync"] = lambda: self.no_sync()
         if self.is_sharded:

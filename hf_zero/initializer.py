@@ -56,7 +56,7 @@ def initialize(
     loaded = _load_config(args, config if config is not None else config_params)
     communication.ensure_process_group(communication.default_device())
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    resolved = loaded.resolve(model=model, world_size=world_size)
+    resolved = loaded.resolve(model=model, world_size=world_size, client_optimizer=optimizer is not None)
     made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)
     engine = ZeroEngine(model, resolved)
     sharded = engine.attach_optimizer(made) if made is not None else None
@@ -87,7 +87,7 @@ def _load_config(args: Any, config: Any) -> ZeroConfig:
             "initialize needs a configuration: config= as a path, a dict or a JSON string "
             '(the smallest one is {"zero_optimization": {"stage": 3}})'
         )
-    return ZeroConfig.load(config)
+    return ZeroConfig.load(config, defer=True)
 
 
 def _make_optimizer(

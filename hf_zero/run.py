@@ -23,14 +23,17 @@ _EXAMPLES = """examples:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse our own options, enable ZeRO in this process, and become the script."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if not options.script:
+        parser.error("give the script to run")
     script, arguments = options.script[0], options.script[1:]
     if not options.module and not os.path.isfile(script):
-        _parser().error(f"there is no script {script!r}")
+        parser.error(f"there is no script {script!r}")
     try:
         enable(options.zero)
     except ConfigError as error:
-        print(f"hf_zero.run: {error}", file=sys.stderr)
+        sys.stderr.write(f"hf_zero.run: {error}\n")
         raise SystemExit(2) from None
     sys.argv = [script, *arguments]
     if options.module:

@@ -2,7 +2,7 @@
 
 Stand-alone, numpy and the standard library only: a copy of this very file lies in every checkpoint folder and has to
 work there years later, without hf_zero and without torch. That is why it repeats the few lines that read a manifest
-and the arithmetic of hf_zero/layout.py; a test proves them equal.
+and the arithmetic of hf_zero/layout.py (a test proves them equal), and why it is one file.
 
 Tensors are streamed in chunks of a few MB from preads to the output and never held whole, so memory does not depend
 on the model. OUT appears by one rename when it is complete, or not at all.
@@ -22,9 +22,10 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,15 +40,17 @@ CODES = {name: code for code, name in TORCH_NAMES.items()}
 ITEM_BYTES = {code: int((re.findall(r"\d+", code) or ["8"])[0]) // 8 for code in TORCH_NAMES}
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 CHUNK_BYTES = 4 << 20
+CLEAR_LINE = "\r\x1b[K"  # of a terminal that shows a progress bar
 MAX_OPEN_FILES = 256  # a process may open 1024 by default, and there may be more ranks than that
 
-# What a Hugging Face folder holds beside the weights: configuration, tokenizer, chat template, code of its own.
+# What a Hugging Face folder holds beside the weights: configuration, tokenizer, chat templates, code of its own.
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "*.py")
 NOT_MODEL_FILES = ("*.index.json", "trainer_state.json", "*_results.json", "consolidate.py")
-TEMPLATE_FOLDER = "additional_chat_templates"
+ONE_FILE = (".safetensors", ".bin")
+TEMPLATES = "additional_chat_templates"
 
 Raw = npt.NDArray[np.uint8]
-Progress = Callable[[int, int], None]  # called with the bytes done so far, and all bytes
+Advance = Callable[[int], None]  # called with the bytes done since the last call
 
 
 class ConsolidateError(RuntimeError):
@@ -56,7 +59,7 @@ class ConsolidateError(RuntimeError):
 
 @dataclass(frozen=True)
 class Options:
-    dtype: str | None = None  # "fp32", "bf16", "fp16"; None writes every tensor in its stored type
+    dtype: str | None = None  # of parameters: "fp32", "bf16", "fp16"; None, and always buffers: as stored
     shard_bytes: int = 5 * 10**9
     only_trainable: bool = False  # leaves frozen parameters out; buffers stay
     verify: bool = True  # compare the checksums first
@@ -66,35 +69,21 @@ DEFAULTS = Options()
 
 
 @dataclass(frozen=True)
-class Result:
-    out: str
-    tensors: int
-    elements: int
-    bytes: int
-    dtypes: list[str]
-    files: list[str] = field(default_factory=list)  # with weights
-
-
-class Segment(NamedTuple):
-    """Elements of one parameter that lie without a gap in one rank's file."""
-
-    rank: int
-    start: int  # elements from the start of that rank's run of the parameter
-    numel: int
-
-
-@dataclass(frozen=True)
 class Tensor:
     name: str
     key: str  # in the rank files
     shape: tuple[int, ...]
     stored: str  # element type, as safetensors names it
     written: str
-    segments: list[Segment]
+    segments: list[tuple[int, int, int]]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.written]
+        return self.numel * ITEM_BYTES[self.written]
 
 
 # -------------------------------------------------------------------- the checkpoint
@@ -118,13 +107,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def segments(unit: Mapping[str, Any], offset: int, numel: int) -> list[Segment]:
-    """Where the elements at [offset, offset + numel) of a unit's flat buffer lie, in order.
+def segments(unit: Mapping[str, Any], offset: int, numel: int) -> list[tuple[int, int, int]]:
+    """Where the elements at [offset, offset + numel) of a unit's flat buffer lie: (rank, start, numel), in order.
 
     The flat buffer is cut into buckets, and rank r owns the r-th of `world_size` equal parts of each. What a rank owns
-    of one parameter is one contiguous run in its file, so a cursor per rank gives the place in it.
+    of one parameter is one contiguous run in its file, so a cursor per rank gives `start`, the place in that run.
     """
-    found: list[Segment] = []
+    found = []
     used = [0] * unit["world_size"]
     position, end = offset, offset + numel
     while position < end:
@@ -132,7 +121,7 @@ def segments(unit: Mapping[str, Any], offset: int, numel: int) -> list[Segment]:
         part = min(unit["bucket_numel"], unit["padded_numel"] - bucket_start) // unit["world_size"]
         rank, inside = divmod(position - bucket_start, part)
         count = min(part - inside, end - position)
-        found.append(Segment(rank, used[rank], count))
+        found.append((rank, used[rank], count))
         used[rank] += count
         position += count
     return found
@@ -142,24 +131,23 @@ def plan_tensors(manifest: Mapping[str, Any], options: Options) -> list[Tensor]:
     """What to write, in the order of state_dict: parameters, then persistent buffers."""
     slots = {slot[0]: (unit, slot[2]) for unit in manifest["layouts"] for slot in unit["slots"]}
     tensors = []
-
-    def add(info: Mapping[str, Any], kind: str, stored: str, where: list[Segment]) -> None:
-        if options.dtype and stored.startswith("F8"):
-            raise ConsolidateError(f"cannot convert {info['name']}, which is {TORCH_NAMES[stored]}: leave the dtype out")
-        written = DTYPES[options.dtype] if options.dtype and stored in FLOATS else stored
-        tensors.append(Tensor(info["name"], f"{info['name']}::{kind}", tuple(info["shape"]), stored, written, where))
-
     for info in manifest["params"]:
-        unit, offset = slots[info["name"]]
+        name, shape = info["name"], tuple(info["shape"])
+        unit, offset = slots[name]
         if unit["trainable"] or not options.only_trainable:
-            kinds = manifest["kinds"].get(info["name"], {})  # empty for a parameter of no elements
+            kinds = manifest["kinds"].get(name, {})  # empty for a parameter of no elements
             kind = next((kind for kind in WEIGHT_KINDS if kind in kinds), "")
-            where = segments(unit, offset, math.prod(info["shape"]))
-            add(info, kind, CODES[kinds.get(kind, info["dtype"])], where)
+            stored = CODES[kinds.get(kind, info["dtype"])]
+            if options.dtype and stored.startswith("F8"):
+                raise ConsolidateError(f"cannot convert {name}, which is {TORCH_NAMES[stored]}: leave the dtype out")
+            written = DTYPES[options.dtype] if options.dtype and stored in FLOATS else stored
+            where = segments(unit, offset, math.prod(shape))
+            tensors.append(Tensor(name, f"{name}::{kind}", shape, stored, written, where))
     if not tensors:
         raise ConsolidateError(f"no {'trainable ' if options.only_trainable else ''}parameters are in the checkpoint")
     for info in manifest["buffers"]:
-        add(info, "buffer", CODES[info["dtype"]], [Segment(0, 0, math.prod(info["shape"]))])
+        name, shape, stored = info["name"], tuple(info["shape"]), CODES[info["dtype"]]
+        tensors.append(Tensor(name, f"{name}::buffer", shape, stored, stored, [(0, 0, math.prod(shape))]))
     return tensors
 
 
@@ -171,17 +159,19 @@ class RankFiles:
         self._files: list[dict[str, Any]] = manifest["files"]
         self._open: dict[int, int] = {}  # rank -> descriptor
         self._starts: dict[int, dict[str, int]] = {}  # rank -> key -> bytes from the start of the file
-        sizes = [path.stat().st_size if path.exists() else None for path in self._paths]
-        wrong = [(p, size, f["size"]) for p, size, f in zip(self._paths, sizes, self._files) if size != f["size"]]
+        wrong = []
+        for path, file in zip(self._paths, self._files, strict=True):
+            size = path.stat().st_size if path.exists() else None
+            if size != file["size"]:
+                wrong.append(f"{path} " + ("is missing" if size is None else f"has {size} bytes, not {file['size']}"))
         if wrong:
-            texts = [f"{p} is missing" if n is None else f"{p} has {n} bytes instead of {m}" for p, n, m in wrong]
-            raise ConsolidateError(f"the checkpoint is not whole: {'; '.join(texts)}")
+            raise ConsolidateError(f"the checkpoint is not whole: {'; '.join(wrong)}")
 
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def verify(self, advance: Callable[[int], None]) -> None:
+    def verify(self, advance: Advance) -> None:
         damaged = []
         buffer = memoryview(bytearray(CHUNK_BYTES))
         for rank, file in enumerate(self._files):
@@ -199,7 +189,7 @@ class RankFiles:
     def chunks(self, tensor: Tensor) -> Iterator[Raw]:
         """The stored bytes of a tensor in order; a chunk is valid until the next one is asked for."""
         item = ITEM_BYTES[tensor.stored]
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, math.prod(tensor.shape) * item)))
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, tensor.numel * item)))
         filled = 0
         for rank, start, numel in tensor.segments:
             offset, left = start * item, numel * item
@@ -242,16 +232,259 @@ class RankFiles:
             raise ConsolidateError(f"{self._paths[rank]} is damaged: {error!r}") from error
 
 
-# -------------------------------------------------------------------- the output
+# -------------------------------------------------------------------- element types
+def round_to_bf16(single: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The bits of the nearest bfloat16, ties to even."""
+    bits = single.view("<u4")
+    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+    # A NaN stays one: rounding could carry its bits into the sign, or cut all of them off.
+    return np.where(np.isnan(single), (bits >> 16) | 0x40, rounded).astype("<u2")
+
+
 def convert(raw: Raw, source: str, target: str) -> Raw:
-    """Bytes of one floating-point type to another, rounding as torch does: to float32 first, then to nearest even.
+    """Bytes of one floating-point type to fp32, bf16 or fp16, rounding as torch does: through float32.
 
     Raises:
-        OverflowError: A finite value is too large for the target type.
+        OverflowError: A finite value is too large for the target.
     """
     if source == target:
         return raw
     values = (raw.view("<u2").astype("<u4") << 16).view("<f4") if source == "BF16" else raw.view(FLOATS[source])
     with np.errstate(over="ignore", invalid="ignore"):
-        result: npt.NDArray[Any] = values.astype("<f2" if target == "F16" and source != "F64" else "<f4", copy=False)
-        ...
+        single = values.astype("<f4", copy=False)
+        result: npt.NDArray[Any] = single.astype("<f2") if target == "F16" else single
+    infinite = np.isinf(result)
+    if target == "BF16":
+        result = round_to_bf16(single)
+        infinite = (result & 0x7FFF) == 0x7F80
+    if (infinite & np.isfinite(values)).any():
+        raise OverflowError(f"it holds finite values too large for {FLOATS[target]}")
+    return result.view(np.uint8)
+
+
+# -------------------------------------------------------------------- the output
+def write_file(
+    path: Path, tensors: Sequence[Tensor], files: RankFiles, tied: Mapping[str, str], advance: Advance
+) -> None:
+    """Write one safetensors file; the names of tied parameters go into its metadata, as safetensors.torch does."""
+    # Readers view the bytes in place, so elements must start at a multiple of their size: the widest come first.
+    ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.written])
+    header: dict[str, Any] = {"__metadata__": {**tied, "format": "pt"}}
+    end = 0
+    for tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.written, "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in ordered:
+            for raw in files.chunks(tensor):
+                try:
+                    file.write(convert(raw, tensor.stored, tensor.written).data)
+                except OverflowError as error:
+                    raise ConsolidateError(f"cannot convert {tensor.name}: {error}; choose another dtype") from None
+                advance(len(raw))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_folder(
+    folder: Path, tensors: Sequence[Tensor], shard_bytes: int, write: Callable[[Path, Sequence[Tensor]], None]
+) -> list[str]:
+    """Write model.safetensors, or numbered files of at most `shard_bytes` (or one tensor) each and their index."""
+    groups: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.nbytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    count = len(groups)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = names if count > 1 else ["model.safetensors"]
+    for name, group in zip(names, groups, strict=True):
+        write(folder / name, group)
+    if count > 1:
+        totals = {"total_parameters": sum(t.numel for t in tensors), "total_size": sum(t.nbytes for t in tensors)}
+        weight_map = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        index = json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2, sort_keys=True)
+        (folder / "model.safetensors.index.json").write_text(index + "\n")
+    return names
+
+
+def save_bin(weights: Path, out: Path, tied: Mapping[str, str]) -> None:
+    """Rewrite a safetensors file as torch.save does. Its pages are mapped, so they are no memory of the process."""
+    import torch
+
+    raw = np.memmap(weights, np.uint8, mode="c")
+    start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+    state = {}
+    for name, entry in json.loads(raw[8:start].tobytes()).items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            flat = torch.from_numpy(raw[start + begin : start + end])
+            state[name] = flat.view(getattr(torch, TORCH_NAMES[entry["dtype"]])).view(entry["shape"])
+    with out.open("xb") as file:
+        torch.save({**state, **{alias: state[name] for alias, name in tied.items()}}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def copy_model_files(folder: Path, target: Path, written: set[str]) -> None:
+    """Copy configuration and tokenizer. The dtype in the configuration becomes that of the weights: from_pretrained
+    loads in the former, and would round fp32 weights to the dtype of training."""
+    for path in (path for pattern in MODEL_FILES for path in folder.glob(pattern)):
+        if not any(path.match(pattern) for pattern in NOT_MODEL_FILES):
+            shutil.copyfile(path, target / path.name)
+    if (folder / TEMPLATES).is_dir():
+        shutil.copytree(folder / TEMPLATES, target / TEMPLATES)
+    path, widest = target / "config.json", next((FLOATS[code] for code in FLOATS if code in written), None)
+    if path.exists() and widest:
+        config = json.loads(path.read_text())
+        nested = [value for key, value in config.items() if key.endswith("_config") and key != "quantization_config"]
+        for part in (part for part in (config, *nested) if isinstance(part, dict)):
+            part.update({key: widest for key in ("dtype", "torch_dtype") if part.get(key)})
+        path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+@contextmanager
+def published(out: Path) -> Iterator[Path]:
+    """A path beside `out`: what is there takes the name `out` on a clean exit, and is deleted on any other."""
+    temporary = out.with_name(f"{out.name}.partial-{os.getpid()}-{os.urandom(3).hex()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, out)
+    except OSError as error:
+        raise ConsolidateError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.unlink(missing_ok=True)
+
+
+def consolidate(
+    folder: str | Path,
+    out: str | Path | None = None,
+    options: Options = DEFAULTS,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Write the weights of a checkpoint folder to `out`: a folder, or one file that ends in .safetensors or .bin.
+
+    Returns a summary fit for JSON. `progress` is called with the bytes done, and all bytes.
+
+    Raises:
+        ConsolidateError: The checkpoint is not whole, `out` is in use, or the disk is full; nothing is left of `out`.
+    """
+    folder = Path(folder)
+    out = folder / "consolidated" if out is None else Path(out)
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ConsolidateError(f"{out} exists already: choose another place, or delete it first")
+    if out.suffix == ".bin" and importlib.util.find_spec("torch") is None:
+        raise ConsolidateError(f"{out} needs torch, which is not installed: choose a name that ends in .safetensors")
+    manifest = read_manifest(folder)
+    tensors = plan_tensors(manifest, options)
+    names = {tensor.name for tensor in tensors}
+    tied = {alias: name for alias, name in manifest["tied"].items() if name in names}
+    total = sum(tensor.numel * ITEM_BYTES[tensor.stored] for tensor in tensors)
+    total += sum(file["size"] for file in manifest["files"]) if options.verify else 0
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    written = [out.name]
+    with closing(RankFiles(folder, manifest)) as files, published(out) as temporary:
+        write = partial(write_file, files=files, tied=tied, advance=advance)
+        if options.verify:
+            files.verify(advance)
+        if out.suffix == ".safetensors":
+            write(temporary, tensors)
+        elif out.suffix == ".bin":
+            weights = temporary.with_name(f"{temporary.name}.weights")
+            try:
+                write(weights, tensors)
+                save_bin(weights, temporary, tied)
+            finally:
+                weights.unlink(missing_ok=True)
+        else:
+            temporary.mkdir()
+            written = write_folder(temporary, tensors, options.shard_bytes, write)
+            copy_model_files(folder, temporary, {tensor.written for tensor in tensors})
+    return {
+        "out": str(out),
+        "files": written,
+        "tensors": len(tensors),
+        "elements": sum(tensor.numel for tensor in tensors),
+        "bytes": sum(tensor.nbytes for tensor in tensors),
+        "dtypes": sorted({FLOATS.get(tensor.written, tensor.written) for tensor in tensors}),
+    }
+
+
+# -------------------------------------------------------------------- command line
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as "5GB", "500MB", "2GiB", or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
+    size = 0
+    if match:
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
+    return size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("checkpoint", metavar="CKPT", type=Path, help="checkpoint folder: the one with zero/manifest.json in it")
+    add("out", metavar="OUT", type=Path, nargs="?", help="folder, or file in .safetensors or .bin [CKPT/consolidated]")
+    add("--dtype", choices=DTYPES, help="write parameters in this type [as stored: fp32 for trained ones]")
+    add("--shard-size", metavar="SIZE", type=parse_bytes, help="most in a file [5GB]")
+    add("--only-trainable", action="store_true", help="leave frozen parameters out")
+    add("--tag", metavar="T", help="the checkpoint is CKPT/T")
+    add("--no-verify", action="store_true", help="do not compare the checksums first")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    folder = args.checkpoint / args.tag if args.tag else args.checkpoint
+    if args.shard_size and args.out and args.out.suffix in ONE_FILE:
+        raise argparse.ArgumentError(None, f"--shard-size is for a folder, and {args.out} is one file")
+    options = Options(args.dtype, args.shard_size or DEFAULTS.shard_bytes, args.only_trainable, not args.no_verify)
+    return consolidate(folder, args.out, options, progress_bar("consolidating"))
+
+
+def progress_bar(title: str) -> Callable[[int, int], None]:
+    """Draws on stderr if that is a terminal, once the work has taken two seconds. Leaves an empty line behind."""
+    started = drawn = time.monotonic()
+
+    def draw(done: int, total: int) -> None:
+        nonlocal drawn
+        now = time.monotonic()
+        if sys.stderr.isatty() and now - started > 2 and (now - drawn > 0.1 or done == total):
+            drawn = now
+            bar = f"{title} [{'#' * (30 * done // total):<30}] {done / 1e9:.2f} of {total / 1e9:.2f} GB"
+            sys.stderr.write(CLEAR_LINE if done == total else f"\r{bar}")
+            sys.stderr.flush()
+
+    return draw
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write a sharded checkpoint of hf_zero as Hugging Face weights.")
+    add_arguments(parser)
+    try:
+        summary = run(parser.parse_args())
+    except argparse.ArgumentError as error:
+        parser.error(str(error))
+    except ConsolidateError as error:
+        sys.stderr.write(f"{CLEAR_LINE if sys.stderr.isatty() else ''}error: {error}\n")
+        return 1
+    sys.stdout.write(f"{summary['tensors']} tensors, {summary['bytes'] / 1e9:.2f} GB, in {summary['out']}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

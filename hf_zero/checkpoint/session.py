@@ -83,9 +83,7 @@ def save(session: Session, folder: Path, client_state: Any) -> Path:
             comm,
             "checkpoint files",
             lambda: (
-                write_rank_file(
-                    folder, comm.rank, _run_states(session), _model_buffers(session), save_id=save_id
-                )
+                write_rank_file(folder, comm.rank, _run_states(session), _model_buffers(session), save_id=save_id)
                 if writes
                 else None
             ),
@@ -95,7 +93,9 @@ def save(session: Session, folder: Path, client_state: Any) -> Path:
             discard(folder)
         raise
     written = [record for record in records if record is not None]
-    _together(comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)) if comm.rank == 0 else None)
+    _together(
+        comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)) if comm.rank == 0 else None
+    )
     return folder
 
 

@@ -41,6 +41,7 @@ class Rule:
     must_match: bool = True
     batch: bool = False  # auto_find_batch_size may change it, so the arguments win over the file then
     fills_missing: bool = False
+    takes_none: bool = False  # None is a value to it, not the lack of one
 
     @property
     def argument(self) -> str:
@@ -58,7 +59,7 @@ RULES: tuple[Rule, ...] = (
         batch=True,
         fills_missing=True,
     ),
-    Rule("gradient_clipping", ("max_grad_norm",), lambda norm: norm or 0.0, fills_missing=True),
+    Rule("gradient_clipping", ("max_grad_norm",), lambda norm: norm or 0.0, fills_missing=True, takes_none=True),
     Rule("optimizer.params.lr", ("learning_rate",)),
     Rule("optimizer.params.betas", ("adam_beta1", "adam_beta2"), lambda *betas: list(betas)),
     Rule("optimizer.params.eps", ("adam_epsilon",)),
@@ -67,9 +68,9 @@ RULES: tuple[Rule, ...] = (
     Rule("scheduler.params.warmup_max_lr", ("learning_rate",)),
     Rule("scheduler.params.total_num_steps", ("num_training_steps",), name="num_training_steps (calculated)"),
     Rule("scheduler.params.warmup_num_steps", ("num_training_steps", "warmup_steps"), _warmup, "warmup_steps"),
-    Rule("fp16.enabled", ("fp16", "fp16_full_eval"), _either, "fp16|fp16_full_eval"),
-    Rule("bf16.enabled", ("bf16", "bf16_full_eval"), _either, "bf16|bf16_full_eval"),
-    Rule("amp.enabled", ("fp16",), bool, must_match=False),
+    Rule("fp16.enabled", ("fp16", "fp16_full_eval"), _either, "fp16|fp16_full_eval", takes_none=True),
+    Rule("bf16.enabled", ("bf16", "bf16_full_eval"), _either, "bf16|bf16_full_eval", takes_none=True),
+    Rule("amp.enabled", ("fp16",), bool, must_match=False, takes_none=True),
 )
 
 # Without arguments nothing can stand for these, so "auto" is a mistake there.
@@ -103,7 +104,7 @@ class Arguments:
     def value(self, rule: Rule) -> Any:
         """What the arguments say for a rule, or ABSENT where they do not say it all."""
         values = [self._own.get(name, getattr(self.args, name, _ABSENT)) for name in rule.reads]
-        if any(value is _ABSENT for value in values) or (self.args is None and rule.reads):
+        if any(value is _ABSENT or (value is None and not rule.takes_none) for value in values):
             return _ABSENT
         given = [number(value) if isinstance(value, str) else value for value in values]
         return rule.value(*(value if new is None else new for value, new in zip(values, given, strict=True)))

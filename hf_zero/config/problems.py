@@ -17,6 +17,10 @@ from hf_zero.errors import ConfigError
 LIKENESS = 0.6
 # A key of another block is suggested only when it is much nearer than chance: there are 400 of them.
 LIKENESS_ELSEWHERE = 0.8
+# So near that a key of the same name in another block is not what was meant.
+LIKENESS_SURE = 0.7
+# Letters at the start that two names must share where nothing else is alike: nvme_dir and nvme_path.
+SAME_START = 4
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,9 @@ def nearest(name: str, known: Iterable[str], cutoff: float = LIKENESS) -> str | 
     for key in known:
         by_lower.setdefault(key.lower(), key)
     match = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    if not match and cutoff <= LIKENESS and len(name) >= SAME_START:
+        alike = [key for key in by_lower if key.startswith(name.lower()[:SAME_START])]
+        match = difflib.get_close_matches(name.lower(), alike, n=1, cutoff=0.0)
     return by_lower[match[0]] if match else None
 
 

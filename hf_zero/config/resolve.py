@@ -174,9 +174,8 @@ class _Resolver:
             return
         if self.around.client_optimizer and path.startswith("optimizer."):
             return
-        if self.around.args is None:
-            wrong = "it takes its value from TrainingArguments, and there are none here: expected a number"
-        else:
+        wrong = "it takes its value from TrainingArguments, which do not give it here: expected a number"
+        if self.around.args is not None and path.endswith("_steps"):
             wrong = "the number of training steps is not known here: expected a number"
         self.problems.add(path, "auto", wrong, "Write the number.")
 

@@ -27,6 +27,11 @@ def _given(value: Any) -> bool:
     return value not in (None, {}, [], ())
 
 
+def _block(value: Any) -> bool:
+    """Present, even if nothing in it could be read."""
+    return isinstance(value, Mapping)
+
+
 def _enabled(value: Any) -> bool:
     """A block whose switch `enabled` is on."""
     return isinstance(value, Mapping) and value.get("enabled") is True
@@ -107,7 +112,7 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("optimizer.params.bias_correction", _false, "Remove it: torch's Adam always corrects the bias."),
     NotYet("optimizer.params.fp32_optimizer_states", _false, "Remove it: optimizer states are kept in fp32."),
     NotYet(
-        "scheduler", _given, "Remove the block and build a torch or transformers scheduler (Trainer does so itself)."
+        "scheduler", _block, "Remove the block and build a torch or transformers scheduler (Trainer does so itself)."
     ),
     NotYet("sparse_gradients", _true, _DROP),
     NotYet("gradient_allreduce_op", _one_of("sum"), 'Set it to "mean", or multiply the loss by the number of ranks.'),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hf_zero.config.keys import ROOT
 from hf_zero.config.keys_more import MORE
-from hf_zero.config.problems import LIKENESS_ELSEWHERE, either, nearest
+from hf_zero.config.problems import LIKENESS_ELSEWHERE, LIKENESS_SURE, either, nearest
 from hf_zero.config.schema import Alias, Block, walk
 
 # Names from elsewhere, and what says the same here.
@@ -44,10 +44,17 @@ def advice(rows: Block, name: str, path: str) -> Advice:
     foreign = FOREIGN.get(name.lower())
     if foreign is not None:
         return Advice(f"unknown key; here it is {foreign}", f"Use {foreign} instead, or remove it.", None)
-    homes = _homes(name)
-    if 0 < len(homes) <= _FEW:
-        return Advice(f"unknown key at this depth; it is known as {either(homes)}", _move(homes, block), None)
-    near = nearest(name, (key for key, row in rows.keys.items() if not isinstance(row, Alias)))
+    canonical = [key for key, row in rows.keys.items() if not isinstance(row, Alias)]
+    near = nearest(name, canonical, LIKENESS_SURE)
+    if near is None:
+        far = nearest(name, (other.rpartition(".")[2] for other in _paths()), LIKENESS_ELSEWHERE)
+        homes = _homes(far) if far is not None else ()
+        if 0 < len(homes) <= _FEW:
+            wrong = (
+                "unknown key at this depth; it is known as" if far == name else "unknown key; the nearest known key is"
+            )
+            return Advice(f"{wrong} {either(homes)}", _move(homes, block), None)
+        near = nearest(name, canonical)
     if near is None:  # only another name of a key is like it
         alias = nearest(name, rows.keys)
         row = rows.keys[alias] if alias is not None else None
@@ -55,12 +62,7 @@ def advice(rows: Block, name: str, path: str) -> Advice:
     if near is not None:
         full = f"{block}.{near}" if block else near
         return Advice(f'unknown key; the nearest known key is "{near}"', f"Rename it to {full}, or remove it.", near)
-    far = nearest(name, (path.rpartition(".")[2] for path in _paths()), LIKENESS_ELSEWHERE)
-    homes = _homes(far) if far is not None else ()
-    if 0 < len(homes) <= _FEW:
-        return Advice(f"unknown key; the nearest known key is {either(homes)}", _move(homes, block), None)
-    known = sorted(key for key, row in rows.keys.items() if not isinstance(row, Alias))
-    listed = f" Known in {block}: {', '.join(known)}." if block and len(known) <= _MANY else ""
+    listed = f" Known in {block}: {', '.join(sorted(canonical))}." if block and len(canonical) <= _MANY else ""
     return Advice("unknown key, and no known key is like it", f"Remove it.{listed}", None)
 
 

@@ -1,1 +1,1 @@
-"""The way in for transformers, TRL and accelerate code: arguments, Trainer, plugin, and `enable` for unmodified code."""
+"""The way in for transformers, TRL and accelerate: arguments, Trainer, plugin, and `enable` for unmodified code."""

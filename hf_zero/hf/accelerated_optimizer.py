@@ -11,7 +11,7 @@ from hf_zero.engine import ZeroEngine
 from hf_zero.errors import ConfigError, StateError
 
 
-class ZeroAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types
+class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
     """Steps the engine where accelerate says that gradients are in sync.
 
     Clipping happens once per step: by the caller's `accelerator.clip_grad_norm_`, else here by the JSON's
@@ -41,8 +41,8 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # a
             return self.engine.clip_grad_norm_(max_norm)
         if self._clipping_is_fixed and self._clipping > 0.0 and max_norm != self._clipping:
             raise ConfigError(
-                f"clip_grad_norm_ was called with {max_norm:g}, but gradient_clipping = {self._clipping:g} in the ZeRO "
-                f'configuration.\nPass {self._clipping:g}, or set "gradient_clipping" to "auto" or {max_norm:g}.'
+                f"clip_grad_norm_ was called with {max_norm:g}, but the configuration has gradient_clipping = "
+                f'{self._clipping:g}.\nPass {self._clipping:g}, or set "gradient_clipping" to "auto" or {max_norm:g}.'
             )
         self._clipped_by_caller = True
         return self.engine.clip_grad_norm_(max_norm)

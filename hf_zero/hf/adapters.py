@@ -6,8 +6,10 @@ data under the live names; the tensors that come back say which live name each s
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,21 @@ import torch
 from torch import nn
 from transformers.utils import is_peft_available
 
+from hf_zero.access import gathered_params
 from hf_zero.errors import CheckpointError
 
 _ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def live_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters (placeholders where sharded) and persistent buffers by state dict name, tied names included."""
+    state: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        path = f"{prefix}." if prefix else ""
+        state.update({path + name: param for name, param in module._parameters.items() if param is not None})
+        kept = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        state.update({path + name: b for name, b in kept.items() if name not in module._non_persistent_buffers_set})
+    return state
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -29,9 +43,44 @@ def is_peft_model(model: nn.Module) -> bool:
     return isinstance(model, PeftModel)
 
 
-def adapter_names(model: Any, live: Mapping[str, torch.Tensor]) -> set[str]:
-    """Live names of everything that `save_pretrained` may put into an adapter file of `model`."""
-    return {name for adapter in model.peft_config for name in _stored_names(model, adapter, live).values()}
+@contextlib.contextmanager
+def names_of_saved_modules(model: nn.Module) -> Iterator[None]:
+    """Inside, PEFT may ask the modules that it saves whole (`modules_to_save`) for their names while they are sharded.
+
+    It takes the keys of their state dict, and the tensors from the state dict it was given.
+    """
+    asked: list[nn.Module] = []
+    if is_peft_model(model):
+        from peft.utils.other import ModulesToSaveWrapper
+
+        wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+        asked = [module for wrapper in wrappers for module in wrapper.modules_to_save.values()]
+    try:
+        for module in asked:
+            module.__dict__["state_dict"] = functools.partial(live_state, module)
+        yield
+    finally:
+        for module in asked:
+            module.__dict__.pop("state_dict", None)
+
+
+@contextlib.contextmanager
+def whole_prompt_encoders(model: nn.Module) -> Iterator[None]:
+    """Inside, prompt encoders are whole: PEFT runs them to save them. All ranks must enter and leave together."""
+    names = [name for name in live_state(model) if name.startswith("prompt_encoder.")] if is_peft_model(model) else []
+    if not names:
+        yield
+        return
+    with gathered_params(model, names):
+        yield
+
+
+def adapter_names(model: Any, live: Mapping[str, torch.Tensor], embeddings: bool | str) -> set[str]:
+    """Live names of everything that `save_pretrained` puts into the adapter files of `model`."""
+    found: set[str] = set()
+    for adapter in model.peft_config:
+        found.update(_stored_names(model, adapter, live, embeddings=embeddings).values())
+    return found
 
 
 def adapter_files(model: Any, folder: Path) -> dict[str, Path]:
@@ -46,15 +95,13 @@ def adapter_tensors(
     """The tensors of one adapter file under their live names.
 
     Raises:
-        CheckpointError: A tensor of the adapter is not in the file, or one of the file is not a parameter as it stands.
+        CheckpointError: A tensor of the adapter is not in the file, or one of the file is not a live tensor.
     """
-    expected = _stored_names(model, adapter, live)
-    unknown = sorted(set(stored) - set(expected))
     # Embeddings are in the file only where they were trained or resized.
-    embeddings = set(_stored_names(model, adapter, live, embeddings=True)) - set(
-        _stored_names(model, adapter, live, embeddings=False)
-    )
-    missing = sorted(set(expected) - set(stored) - embeddings)
+    expected = _stored_names(model, adapter, live, embeddings=True)
+    required = _stored_names(model, adapter, live, embeddings=False)
+    unknown = sorted(set(stored) - set(expected))
+    missing = sorted(set(required) - set(stored))
     if unknown or missing:
         raise CheckpointError(
             f"{path} does not fit adapter {adapter!r}: missing {missing[:4]}, not part of it {unknown[:4]}.\n"
@@ -65,17 +112,17 @@ def adapter_tensors(
 
 
 def _stored_names(
-    model: Any, adapter: str, live: Mapping[str, torch.Tensor], *, embeddings: bool = True
+    model: Any, adapter: str, live: Mapping[str, torch.Tensor], *, embeddings: bool | str
 ) -> dict[str, str]:
-    """Stored name -> live name, for all that may be in the file of `adapter`."""
+    """Stored name -> live name, for what PEFT puts into the file of `adapter`."""
     from peft import get_peft_model_state_dict
 
+    if model.peft_config[adapter].is_prompt_learning:
+        # What it stores is computed by the prompt encoder: no live name stands for it.
+        return {}
     marks = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in live.items()}
     name_of = {id(mark): name for name, mark in marks.items()}
-    if model.peft_config[adapter].is_prompt_learning:
-        # Its one tensor is computed by a forward of the prompt encoder, so the encoder has to be there as a whole.
-        return {name: name for name in live if name.startswith(f"prompt_encoder.{adapter}.")}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), names_of_saved_modules(model):
         warnings.simplefilter("ignore")
         selected = get_peft_model_state_dict(
             model, state_dict=marks, adapter_name=adapter, save_embedding_layers=embeddings

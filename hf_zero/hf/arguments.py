@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from typing import Any, TypeVar
 
@@ -59,8 +58,8 @@ class ZeroArgumentsMixin:
         return {name: value for name, value in self.__dict__.items() if name != "_zero_config"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        base = _BASES.get(type(self))
-        if base is None:
+        base = type(self).__bases__[-1]
+        if _MADE.get(base) is not type(self):
             return super().__reduce_ex__(protocol)
         # A class made by zero_arguments has no name to be found by; it is made again from the one it extends.
         return _rebuild, (base,), self.__getstate__()
@@ -88,29 +87,27 @@ class Seq2SeqTrainingArguments(ZeroArgumentsMixin, transformers.Seq2SeqTrainingA
     zero: dict[str, Any] | str | None = dataclasses.field(default=None, metadata={"help": _HELP})
 
 
-# Classes made by zero_arguments -> the class each extends.
-_BASES: dict[type, type] = {}
+# Base -> the class that zero_arguments made from it.
+_MADE: dict[type[Any], type[Any]] = {}
 
 
-@functools.cache
 def zero_arguments(base: type[_Arguments]) -> type[_Arguments]:
     """`base`, a dataclass of training arguments such as trl's SFTConfig, with `zero`. Equal for equal `base`."""
     if issubclass(base, ZeroArgumentsMixin):
         return base
     for ready in (TrainingArguments, Seq2SeqTrainingArguments):
-        if ready.__mro__[2] is base:
+        if ready.__bases__[1] is base:
             return ready
-    made = dataclasses.make_dataclass(
-        f"Zero{base.__name__}",
-        [("zero", _FIELD_TYPE, dataclasses.field(default=None, metadata={"help": _HELP}))],
-        bases=(ZeroArgumentsMixin, base),
-        namespace={"__doc__": base.__doc__, "__module__": __name__},
-        repr=False,
-    )
-    _BASES[made] = base
-    return made
+    if base not in _MADE:
+        _MADE[base] = dataclasses.make_dataclass(
+            f"Zero{base.__name__}",
+            [("zero", _FIELD_TYPE, dataclasses.field(default=None, metadata={"help": _HELP}))],
+            bases=(ZeroArgumentsMixin, base),
+            namespace={"__doc__": base.__doc__, "__module__": __name__},
+            repr=False,
+        )
+    return _MADE[base]
 
 
-def _rebuild(base: type[transformers.TrainingArguments]) -> transformers.TrainingArguments:
-    cls = zero_arguments(base)
-    return cls.__new__(cls)
+def _rebuild(base: type[Any]) -> Any:
+    return object.__new__(zero_arguments(base))

@@ -97,5 +97,5 @@ def state_to_load(project: Any, input_dir: str | None) -> str:
         return str(whole[-1])
     folder = Path(input_dir or "").expanduser()
     if input_dir is None or not has_sharded_state(folder):
-        raise CheckpointError(f"cannot load state from {folder}: {MANIFEST} is missing, so no save of hf_zero ended there.")
+        raise CheckpointError(f"cannot load state from {folder}: {MANIFEST} is missing, so no save ended there.")
     return str(folder)

@@ -18,6 +18,10 @@ from hf_zero.config.problems import raise_all
 
 _OTHER_ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_FP16 = (
+    "fp16 is set, but the configuration has no fp16 block: accelerate's loss scaler sees the gradients of one rank "
+    "only, so ranks would skip different steps."
+)
 _WEIGHTS_FLAG = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
@@ -67,12 +71,7 @@ def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
             "Remove one of them.",
         )
     if args.fp16 and config.get("fp16") is None:
-        add(
-            "fp16",
-            "fp16 is set, but the configuration has no fp16 block: accelerate's loss scaler sees the gradients of one "
-            "rank only, so ranks would skip different steps.",
-            "Use bf16.",
-        )
+        add("fp16", _FP16, "Use bf16.")
     for flag in ("bf16_full_eval", "fp16_full_eval"):
         block = flag[:4]
         if getattr(args, flag) and config.get(f"{block}.enabled") in (None, False):
@@ -97,7 +96,7 @@ def parallelism_conflicts(parallelism: Any) -> list[Problem]:
     return [Problem("TrainingArguments.parallelism_config", text, "Remove parallelism_config.")]
 
 
-def accelerator_conflicts(accelerator: Accelerator) -> list[Problem]:
+def accelerator_conflicts(accelerator: Accelerator, config: ZeroConfig) -> list[Problem]:
     """Engines and modes of an Accelerator that cannot go with ZeRO."""
     problems = parallelism_conflicts(accelerator.parallelism_config)
     kind = str(accelerator.distributed_type.value)
@@ -105,8 +104,12 @@ def accelerator_conflicts(accelerator: Accelerator) -> list[Problem]:
         text = f"The Accelerator's distributed_type is {kind}: only one engine can own the model."
         remedy = "Remove that plugin, and what chooses it in the accelerate configuration or the environment."
         problems.append(Problem("Accelerator.distributed_type", text, remedy))
+    if accelerator.scaler is not None and config.get("fp16") is None:
+        problems.append(Problem("Accelerator.mixed_precision", _FP16, "Use bf16."))
     if accelerator.fp8_enabled:
-        problems.append(Problem("Accelerator.mixed_precision", "mixed_precision is fp8, which is not run.", "Use bf16."))
+        problems.append(
+            Problem("Accelerator.mixed_precision", "mixed_precision is fp8, which is not run.", "Use bf16.")
+        )
     return problems
 
 

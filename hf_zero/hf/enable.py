@@ -122,8 +122,7 @@ def enable(config: ZeroConfig | str | Path | Mapping[str, Any]) -> None:
     Raises:
         ConfigError: The configuration is wrong, or this version of transformers or accelerate lacks a seam.
     """
-    loaded = config if isinstance(config, ZeroConfig) else ZeroConfig.load(config)
-    ACTIVATION.activate(loaded, for_everyone=True)
+    ACTIVATION.activate(ZeroConfig.load(config), for_everyone=True)
 
 
 def disable() -> None:

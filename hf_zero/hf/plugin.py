@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,13 +21,16 @@ from accelerate.utils import is_compiled_module
 from torch import nn
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
+from hf_zero.config.problems import raise_all
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.hf.accelerated_optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.checkpoints import state_to_load
-from hf_zero.hf.conflicts import accelerator_conflicts, model_conflicts, raise_if
+from hf_zero.hf.conflicts import accelerator_conflicts, model_conflicts
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.weights import install_save_pretrained
+
+logger = logging.getLogger(__name__)
 
 
 class ZeroPlugin:
@@ -41,7 +44,7 @@ class ZeroPlugin:
     """
 
     def __init__(self, config: ZeroConfig | str | Path | Mapping[str, Any], *, args: Any = None) -> None:
-        self.config = config if isinstance(config, ZeroConfig) else ZeroConfig.load(config)
+        self.config = ZeroConfig.load(config)
         self._args = args
 
     def attach(self, accelerator: Accelerator) -> Accelerator:
@@ -56,14 +59,8 @@ class ZeroPlugin:
                 "ZeroPlugin.attach came after accelerator.prepare: what was prepared before would not be under ZeRO.\n"
                 "Attach right after Accelerator(...) is made."
             )
-        raise_if(accelerator_conflicts(accelerator), "This Accelerator cannot run under hf_zero")
+        raise_all(self.config.source, accelerator_conflicts(accelerator, self.config))
         resolved = self.resolve(accelerator)
-        if resolved.dtype is None and accelerator.scaler is not None:
-            raise ConfigError(
-                "fp16 mixed precision is on, but the ZeRO configuration has no fp16 block: accelerate's loss scaler "
-                "sees the gradients of one rank only, so ranks would skip different steps.\n"
-                'Add "fp16": {"enabled": "auto"} to the ZeRO configuration, or use bf16.'
-            )
         if not isinstance(accelerator, ZeroAcceleratorMixin):
             accelerator.__class__ = _zero_class(type(accelerator))
         accelerator.zero_plugin = self
@@ -75,13 +72,15 @@ class ZeroPlugin:
 
     def resolve(self, accelerator: Accelerator, model: nn.Module | None = None) -> ResolvedConfig:
         """The configuration with every "auto" filled in; without `model` those that follow from its size stay open."""
-        args = self._args if self._args is not None else _arguments_of(accelerator)
-        return self.config.resolve(args=args, model=model, world_size=accelerator.num_processes)
+        world_size = accelerator.num_processes
+        if self._args is not None:
+            return self.config.resolve(self._args, model, world_size)
+        return self.config.resolve(_arguments_of(accelerator), model, world_size, client_optimizer=True)
 
     def create_engine(self, accelerator: Accelerator, model: nn.Module) -> ZeroEngine:
         """Build the engine of `model`. All ranks must call."""
         resolved = self.resolve(accelerator, model)
-        raise_if(model_conflicts(model, resolved.stage), "This model cannot run under hf_zero")
+        raise_all(self.config.source, model_conflicts(model, resolved.stage))
         # Trainer and accelerate scale the loss for accumulation, and ZeroAcceleratedOptimizer sees to clipping.
         engine = ZeroEngine(model, dataclasses.replace(resolved, gradient_clipping=0.0), accumulation_steps=1)
         if engine.is_sharded:
@@ -95,19 +94,24 @@ class ZeroPlugin:
         attached = engine.optimizer
         if attached is None or attached.optimizer is not optimizer:
             attached = engine.attach_optimizer(optimizer)
+        resolved = self.resolve(accelerator, engine.module)
+        block = resolved.optimizer
+        if block is not None and block["type"] != type(optimizer).__name__:
+            logger.warning("the optimizer block is not used: the script made its own %s", type(optimizer).__name__)
         if self._args is not None:  # Trainer clips by itself
             return ZeroAcceleratedOptimizer(attached, engine, clipping=0.0, clipping_is_fixed=False)
-        resolved = self.resolve(accelerator, engine.module)
         is_fixed = resolved.origins.get("gradient_clipping") == "file"
         return ZeroAcceleratedOptimizer(
             attached, engine, clipping=resolved.gradient_clipping, clipping_is_fixed=is_fixed
         )
 
 
-class ZeroAcceleratorMixin(Accelerator):  # type: ignore[misc]  # accelerate has no types
+class ZeroAcceleratorMixin(Accelerator):
     """What an Accelerator does differently under ZeRO. Its place is in front of the Accelerator's own class."""
 
     zero_plugin: ZeroPlugin
+    _models: list[nn.Module]
+    _optimizers: list[torch.optim.Optimizer]
 
     # ---------------------------------------------------------------- prepare
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -128,14 +132,15 @@ class ZeroAcceleratorMixin(Accelerator):  # type: ignore[misc]  # accelerate has
 
         In evaluation mode a model whose parameters stay whole needs no engine, unless the engine is to cast it.
         """
-        plain = model._orig_mod if is_compiled_module(model) else model
+        plain: Any = model._orig_mod if is_compiled_module(model) else model
         engine = engine_of(plain)
         if engine is None and self._needs_engine(plain, evaluation_mode):
             engine = self.zero_plugin.create_engine(self, plain)
         if engine is not None:
             device_placement = False  # the engine has placed it
         # accelerate's part: autocast and torch.compile. evaluation_mode keeps it from wrapping the model.
-        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        prepared: nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        return prepared
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -218,7 +223,8 @@ class ZeroAcceleratorMixin(Accelerator):  # type: ignore[misc]  # accelerate has
             return torch.tensor(0.0 if last is None else last, device=self.device)
         for optimizer in self._optimizers:
             if isinstance(optimizer, ZeroAcceleratedOptimizer) and optimizer.engine is touched[0]:
-                return optimizer.clip_grad_norm_(float(max_norm))
+                clipped: torch.Tensor = optimizer.clip_grad_norm_(float(max_norm))
+                return clipped
         return touched[0].clip_grad_norm_(float(max_norm))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -249,7 +255,7 @@ class ZeroAcceleratorMixin(Accelerator):  # type: ignore[misc]  # accelerate has
         engines = self._engines()
         for engine in engines:
             engine.require_all_ranks("accelerator.save_state")
-        with self._without_engines(keep_models=True):
+        with self._without_engines(keep=writes_weights):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         for index, engine in enumerate(engines):
             engine.save_checkpoint(_engine_folder(folder, index))
@@ -262,21 +268,22 @@ class ZeroAcceleratorMixin(Accelerator):  # type: ignore[misc]  # accelerate has
         engines = self._engines()
         if engines:
             input_dir = state_to_load(self.project_configuration, input_dir)
-        with self._without_engines(keep_models=False):
+        with self._without_engines(keep=lambda engine: False):
             super().load_state(input_dir, load_kwargs, **kwargs)
         for index, engine in enumerate(engines):
             engine.load_checkpoint(_engine_folder(str(input_dir), index))
 
     @contextlib.contextmanager
-    def _without_engines(self, *, keep_models: bool) -> Iterator[None]:
-        """Hide what the engines save and load themselves from accelerate.
+    def _without_engines(self, *, keep: Callable[[ZeroEngine], bool]) -> Iterator[None]:
+        """Hide what the engines save and load themselves from accelerate, but for models whose engine is to be kept.
 
         Models without an engine come first, so that they have the same file names in saving, which writes the weights
         of all models, and in loading, which reads theirs only.
         """
         models, optimizers = self._models, self._optimizers
-        without = [model for model in models if engine_of(model) is None]
-        self._models = without + [m for m in models if keep_models and engine_of(m) is not None]
+        engines = [(model, engine_of(model)) for model in models]
+        without = [model for model, engine in engines if engine is None]
+        self._models = without + [model for model, engine in engines if engine is not None and keep(engine)]
         self._optimizers = [one for one in optimizers if not isinstance(one, ZeroAcceleratedOptimizer)]
         try:
             yield
@@ -284,9 +291,19 @@ class ZeroAcceleratorMixin(Accelerator):  # type: ignore[misc]  # accelerate has
             self._models, self._optimizers = models, optimizers
 
 
-@functools.cache
+def writes_weights(engine: ZeroEngine) -> bool:
+    """Whether whole weights are written beside the engine's own files."""
+    return not engine.is_sharded or engine.config.zero.stage3_gather_16bit_weights_on_model_save is not False
+
+
+# Accelerator class -> the same with the mixin in front.
+_ZERO_CLASSES: dict[type, type] = {}
+
+
 def _zero_class(base: type) -> type:
-    return type(f"Zero{base.__name__}", (ZeroAcceleratorMixin, base), {})
+    if base not in _ZERO_CLASSES:
+        _ZERO_CLASSES[base] = type(f"Zero{base.__name__}", (ZeroAcceleratorMixin, base), {})
+    return _ZERO_CLASSES[base]
 
 
 def _engine_folder(folder: str | os.PathLike[str], index: int) -> Path:

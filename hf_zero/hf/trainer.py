@@ -20,15 +20,15 @@ import transformers
 from accelerate.utils import gather_object
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.trainer_pt_utils import remove_dummy_checkpoint, reissue_pt_warnings
+from transformers.trainer_pt_utils import reissue_pt_warnings, remove_dummy_checkpoint
 
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError
-from hf_zero.hf.adapters import is_peft_model
+from hf_zero.hf.adapters import is_peft_model, whole_prompt_encoders
 from hf_zero.hf.checkpoints import checkpoint_to_resume, has_sharded_state, offer
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.enable import ACTIVATION, Seam
-from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin
+from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin, writes_weights
 from hf_zero.hf.weights import full_weights, restore_weights
 
 logger = logging.getLogger(__name__)
@@ -45,24 +45,38 @@ def create_accelerator(self: Any, orig: Original) -> None:
     resolved = check_run(config, self.args, self.model)
     if self.args.n_gpu > 1:
         # Trainer would wrap the model in DataParallel, which copies it at every step.
-        logger.warning("%d GPUs are visible to one process; using one. Launch with torchrun to use all.", self.args.n_gpu)
+        logger.warning(
+            "%d GPUs are visible to one process; using one. Launch with torchrun to use all.", self.args.n_gpu
+        )
         self.args._n_gpu = 1
     with ACTIVATION.held_back():
         orig()
     ZeroPlugin(config, args=self.args).attach(self.accelerator)
-    if resolved.stage == 3 and resolved.zero.stage3_gather_16bit_weights_on_model_save is False:
-        logger.warning(
-            "stage3_gather_16bit_weights_on_model_save is false: checkpoints and save_model write no model.safetensors; "
-            "`hf-zero consolidate` makes one from a checkpoint"
-        )
+    if self.args.process_index == 0:
+        for notice in resolved.notices:
+            logger.warning(notice)
 
 
 def move_model_to_device(self: Any, orig: Original, model: nn.Module, device: torch.device) -> None:
     """Leave a model alone that the engine places itself: `.to` would make whole NaN tensors of placeholders."""
     plugin = _plugin(self)
-    if plugin is not None and (engine_of(model) is not None or plugin.places_model(self.accelerator)):
-        return
-    orig(model, device)
+    if plugin is None or plugin.config.stage < 3:
+        orig(model, device)
+
+
+def create_optimizer(self: Any, orig: Original, model: nn.Module | None = None) -> Any:
+    """Make the optimizer that the configuration's `optimizer` block names, if it has one, over Trainer's groups."""
+    plugin = _plugin(self)
+    if plugin is None or self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+        return orig(model)
+    block = plugin.resolve(self.accelerator, self.model).optimizer
+    if block is None:
+        return orig(model)
+    self.optimizer_cls_and_kwargs = (getattr(torch.optim, block["type"]), dict(block["params"]))
+    try:
+        return orig(model)
+    finally:
+        self.optimizer_cls_and_kwargs = None
 
 
 def train(
@@ -84,8 +98,11 @@ def save(self: Any, orig: Original, output_dir: str | None = None, state_dict: d
         orig(output_dir, state_dict=state_dict)
         return
     engine.require_all_ranks("trainer.save_model")
-    if _writes_weights(self, engine):
-        orig(output_dir, state_dict=full_weights(self.model, engine, keep=self.args.should_save))
+    # Adapters are no gathered 16-bit weights: they are small, and nothing else would hold them.
+    if writes_weights(engine) or is_peft_model(self.model):
+        weights = full_weights(self.model, engine, keep=self.args.should_save)
+        with whole_prompt_encoders(self.model):
+            orig(output_dir, state_dict=weights)
         return
     folder = output_dir if output_dir is not None else self.args.output_dir
     orig(folder, state_dict={})
@@ -126,7 +143,7 @@ def load_optimizer_and_scheduler(self: Any, orig: Original, checkpoint: str | No
     if not has_sharded_state(checkpoint):
         if os.path.isfile(os.path.join(checkpoint, OPTIMIZER_NAME)):
             raise CheckpointError(
-                f"{checkpoint} was written without hf_zero: its {OPTIMIZER_NAME} holds the state of whole parameters.\n"
+                f"{checkpoint} was written without hf_zero: {OPTIMIZER_NAME} holds the state of whole parameters.\n"
                 f"Remove {OPTIMIZER_NAME} to go on from its weights with a new optimizer state."
             )
         logger.warning("%s holds weights only: the optimizer state and the schedule start anew", checkpoint)
@@ -144,7 +161,7 @@ def load_optimizer_and_scheduler(self: Any, orig: Original, checkpoint: str | No
 
 
 def load_best_model(self: Any, orig: Original) -> None:
-    """Load the best checkpoint's weights into the live shards: from its masters if it has them, else from its files."""
+    """Load the best checkpoint's weights into the live shards: from its masters where it has them."""
     engine = _engine(self)
     if engine is None:
         orig()
@@ -166,15 +183,10 @@ def _engine(trainer: Any) -> ZeroEngine | None:
     return engine_of(trainer.model) if _plugin(trainer) is not None else None
 
 
-def _writes_weights(trainer: Any, engine: ZeroEngine) -> bool:
-    # Adapters are no gathered 16-bit weights: they are small, and nothing else would hold them.
-    turned_off = engine.is_sharded and engine.config.zero.stage3_gather_16bit_weights_on_model_save is False
-    return not turned_off or is_peft_model(trainer.model)
-
-
 _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "create_accelerator_and_postprocess": (create_accelerator, ()),
     "_move_model_to_device": (move_model_to_device, ("model", "device")),
+    "create_optimizer": (create_optimizer, ("model",)),
     "train": (train, ("resume_from_checkpoint",)),
     "_save": (save, ("output_dir", "state_dict")),
     "_save_optimizer_and_scheduler": (save_optimizer_and_scheduler, ("output_dir",)),
@@ -187,7 +199,7 @@ _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 class ZeroTrainerMixin:
     """Puts ZeRO in front of a Trainer class: `class MyTrainer(ZeroTrainerMixin, SFTTrainer)`.
 
-    Needs arguments with a `zero` field (`hf_zero.TrainingArguments`, `hf_zero.zero_arguments(SFTConfig)`), or `enable`.
+    Needs arguments with `zero` (`hf_zero.TrainingArguments`, `hf_zero.zero_arguments(SFTConfig)`), or `enable`.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -195,6 +207,9 @@ class ZeroTrainerMixin:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         move_model_to_device(self, self._stock("_move_model_to_device"), model, device)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        return create_optimizer(self, self._stock("create_optimizer"), *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         return train(self, self._stock("train"), *args, **kwargs)

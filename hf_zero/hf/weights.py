@@ -31,7 +31,15 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import CheckpointError
-from hf_zero.hf.adapters import adapter_files, adapter_names, adapter_tensors, is_peft_model
+from hf_zero.hf.adapters import (
+    adapter_files,
+    adapter_names,
+    adapter_tensors,
+    is_peft_model,
+    live_state,
+    names_of_saved_modules,
+    whole_prompt_encoders,
+)
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
@@ -173,17 +181,6 @@ def conversions_of(model: nn.Module) -> list[Any]:
     return [entry for entry in found if not isinstance(entry, PrefixChange)]
 
 
-def live_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by state dict name, tied names included, sharded ones as their placeholders."""
-    state: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        path = f"{prefix}." if prefix else ""
-        state.update({path + name: param for name, param in module._parameters.items() if param is not None})
-        kept = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-        state.update({path + name: b for name, b in kept.items() if name not in module._non_persistent_buffers_set})
-    return state
-
-
 def restore_weights(model: nn.Module, folder: Path, engine: ZeroEngine | None) -> None:
     """Load what `save_pretrained` wrote to `folder` into `model`, sharded or not. All ranks must call.
 
@@ -234,18 +231,29 @@ def _listed(names: list[str]) -> str:
 
 
 # -------------------------------------------------------------------- saving
-def full_weights(model: nn.Module, engine: ZeroEngine, *, keep: bool) -> dict[str, torch.Tensor]:
+def full_weights(
+    model: nn.Module, engine: ZeroEngine, *, keep: bool, embeddings: bool | str = "auto"
+) -> dict[str, torch.Tensor]:
     """What `model.save_pretrained` needs: the whole state dict, or a PEFT model's adapters. All ranks must call.
 
+    Args:
+        embeddings: `save_embedding_layers` of PEFT's save_pretrained.
     Returns:
         Whole CPU tensors where `keep` is true, nothing elsewhere.
     """
-    names = adapter_names(model, live_state(model)) if is_peft_model(model) else None
-    return engine.full_state_dict(keep, names=names)
+    if not is_peft_model(model):
+        return engine.full_state_dict(keep)
+    live = live_state(model)
+    # Whether embeddings belong to the adapter may depend on files that are not on every rank.
+    found = adapter_names(model, live, embeddings) if engine.rank == 0 else set()
+    wanted: set[str] = engine.comm.all_gather_object(found, "names of adapter weights")[0]
+    trainable = {name for name, tensor in live.items() if tensor.requires_grad}
+    state = engine.full_state_dict(keep, trainable_only=wanted <= trainable)
+    return {name: tensor for name, tensor in state.items() if name in wanted}
 
 
 def install_save_pretrained(model: nn.Module, engine: ZeroEngine) -> None:
-    """Let `model.save_pretrained`, called on all ranks, write whole weights on one of them."""
+    """Let `model.save_pretrained`, called on all ranks, write whole weights on one of them; until the teardown."""
     original: Callable[..., Any] | None = getattr(model, "save_pretrained", None)
     if original is None or "save_pretrained" in model.__dict__:
         return
@@ -254,19 +262,17 @@ def install_save_pretrained(model: nn.Module, engine: ZeroEngine) -> None:
     @functools.wraps(original)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        state_dict = given.get("state_dict", given.get("kwargs", {}).get("state_dict"))
-        if state_dict is not None:
-            return original(*args, **kwargs)
+        given.update(given.pop("kwargs", {}))
+        if given.get("state_dict") is not None:
+            with names_of_saved_modules(model):
+                return original(*args, **kwargs)
         engine.require_all_ranks("save_pretrained")
         writes = bool(given.get("is_main_process", engine.rank == 0))
-        weights = full_weights(model, engine, keep=writes)
-        result = original(*args, **kwargs, state_dict=weights) if writes else None
-        engine.barrier("save_pretrained")
+        weights = full_weights(model, engine, keep=writes, embeddings=given.get("save_embedding_layers", "auto"))
+        with names_of_saved_modules(model), whole_prompt_encoders(model):
+            result = original(*args, **{**kwargs, "state_dict": weights}) if writes else None
+        engine.comm.barrier("save_pretrained")
         return result
 
     model.__dict__["save_pretrained"] = save_pretrained
-
-
-def remove_save_pretrained(model: nn.Module) -> None:
-    """Undo `install_save_pretrained`."""
-    model.__dict__.pop("save_pretrained", None)
+    engine.on_teardown(lambda: model.__dict__.pop("save_pretrained", None))

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_zero.runtime.autocast import AutocastCopies
 from hf_zero.runtime.params import OnDemandParams, Phase
 from hf_zero.runtime.tree import map_tensors, tensors_in
 from hf_zero.shard.partition import UnitKind
@@ -112,8 +113,10 @@ class ModelHooks:
         self._handles.append(model.register_forward_hook(_eager(after)))
 
     # ---------------------------------------------------------------- units that are gathered on demand
-    def on_layer(self, unit: ShardUnit, params: OnDemandParams, watch: BackwardWatch) -> None:
+    def on_layer(self, unit: ShardUnit, params: OnDemandParams, watch: BackwardWatch, device_type: str) -> None:
         """Gather a layer unit around the forward and the backward of its module."""
+
+        casts = AutocastCopies(unit, device_type)
 
         def enter_backward(grad: torch.Tensor) -> None:
             watch.started()
@@ -131,6 +134,10 @@ class ModelHooks:
                     # A parameter lives on: its hooks would pile up with every forward.
                     if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                         tensor.register_hook(leave_backward)
+            casts.enter()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            casts.leave()
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if in_backward():
@@ -142,6 +149,7 @@ class ModelHooks:
             params.after_use(unit)
 
         self._handles.append(unit.module.register_forward_pre_hook(_eager(before), prepend=True, with_kwargs=True))
+        self._handles.append(unit.module.register_forward_hook(_eager(leave), always_call=True))
         self._handles.append(unit.module.register_forward_hook(_eager(after)))
 
     def on_root(self, unit: ShardUnit, params: OnDemandParams, watch: BackwardWatch) -> None:

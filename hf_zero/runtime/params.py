@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,9 @@ import torch
 from hf_zero.runtime.order import UseOrder
 from hf_zero.shard.partition import UnitKind
 from hf_zero.shard.unit import ShardUnit, UnitState
+
+# One unit ahead hides its gather behind the compute of the unit before; more would only hold memory.
+_MAX_UNITS_AHEAD = 1
 
 
 class Phase(enum.Enum):
@@ -22,7 +26,7 @@ class PrefetchLimits:
     """How far ahead parameters are gathered, in elements of whole units.
 
     `ahead` is `stage3_prefetch_bucket_size`: the next unit is gathered ahead whatever its size, further ones while their
-    sum stays below; 0 turns it off. `live` is `stage3_max_live_parameters`.
+    sum stays below (see _MAX_UNITS_AHEAD); 0 turns it off. `live` is `stage3_max_live_parameters`.
     """
 
     ahead: int
@@ -122,7 +126,7 @@ class OnDemandParams:
         if not self._limits.ahead:
             return
         ahead = 0
-        for unit in self.orders[phase].upcoming():
+        for unit in itertools.islice(self.orders[phase].upcoming(), _MAX_UNITS_AHEAD):
             ahead += unit.numel
             if ahead > max(self._limits.ahead, unit.numel) or self.live_numel + unit.numel > self._limits.live:
                 return

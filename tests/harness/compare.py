@@ -71,11 +71,11 @@ def single_bounds(case: Case, want: Trace) -> list[dict[str, torch.Tensor]]:
     the model: where a gradient is small because large terms cancel, their rounding stays.
 
     AdamW moves an element by lr * m / D with D = sqrt(v) + eps (both bias-corrected: m = sum w_i g_i, sum w_i = 1, and
-    v = sum q_i g_i**2, sum q_i = 1). To first order |d(m/D)| <= sum_i (w_i / D + |m| q_i |g_i| / (sqrt(v) D**2)) d. With
-    |m| <= c sqrt(v), q_i |g_i| <= sqrt(q_i) sqrt(v) and sum_i sqrt(q_i) <= sqrt(t) that is at most (1 + c sqrt(t)) d/D,
-    where c = max |m| / sqrt(v) <= sqrt(sum w_i**2 / q_i) < 1.1 for t <= 5. However small the gradient, it is at most
-    2 c: where the true gradient is about zero the step is the sign of a rounding error. So after step t the bound is
-    the sum over steps s <= t of lr * min(2 c, (1 + c sqrt(s)) max(d_1..d_s) / D_s).
+    v = sum q_i g_i**2, sum q_i = 1). To first order |d(m/D)| <= sum_i (w_i / D + |m| q_i |g_i| / (sqrt(v) D**2)) d.
+    With |m| <= c sqrt(v), q_i |g_i| <= sqrt(q_i) sqrt(v) and sum_i sqrt(q_i) <= sqrt(t) that is (1 + c sqrt(t)) d / D
+    at the most, where c = max |m| / sqrt(v) <= sqrt(sum w_i**2 / q_i) < 1.1 for t <= 5. And it is 2 c at the most,
+    however small the gradient: where the true gradient is about zero the step is the sign of a rounding error. So
+    after step t the bound is the sum over steps s <= t of lr * min(2 c, (1 + c sqrt(s)) max(d_1..d_s) / D_s).
 
     SGD with momentum 0.9: the buffer is off by sum_i 0.9**(s - i) d_i.
 

@@ -21,7 +21,7 @@ VARIANTS = (
     "twice",  # the first layer is called twice in one forward
     "tied",  # embedding and head are one parameter
     "unused",  # a layer, and a parameter of a layer, that never get a gradient
-    "unused_somewhere",  # a layer and a parameter that get none on rank 0
+    "unused_somewhere",  # a module of the root and a parameter of every layer get none on rank 0
     "frozen",  # a whole layer, a parameter in every other layer, and the positions
     "unequal",  # ranks and micro-batches with different numbers of tokens
     "reentrant",  # gradient checkpointing
@@ -70,8 +70,10 @@ class Toy(nn.Module):
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.positions = nn.Parameter(torch.zeros(LENGTH, HIDDEN))
         self.layers = nn.ModuleList(Layer() for _ in range(3))
-        if variant.startswith("unused"):
-            self.extra = Layer()
+        if variant == "unused":
+            self.extra: nn.Module = Layer()
+        if variant == "unused_somewhere":
+            self.extra = nn.Linear(HIDDEN, HIDDEN)
         self.norm = nn.LayerNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         self.register_buffer("scale", torch.full((HIDDEN,), 0.9))

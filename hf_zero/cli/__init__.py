@@ -1,0 +1,1 @@
+"""The command line, `hf-zero`: one file per command, put together by main.py."""

@@ -1,0 +1,81 @@
+"""`hf-zero consolidate`: a sharded checkpoint as Hugging Face weights. The work is checkpoint/consolidate.py's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hf_zero.checkpoint.consolidate import MODEL_FILES, TEMPLATES, add_arguments
+from hf_zero.checkpoint.consolidate import run as run_consolidate
+from hf_zero.checkpoint.manifest import check_files, read_manifest
+from hf_zero.cli.text import format_bytes
+from hf_zero.errors import CheckpointError
+
+NAME = "consolidate"
+SUMMARY = "write a sharded checkpoint as Hugging Face weights, with configuration and tokenizer"
+EXAMPLES = """
+hf-zero consolidate outputs/checkpoint-500
+hf-zero consolidate outputs/checkpoint-500 my-model --dtype bf16 --shard-size 2GB
+hf-zero consolidate outputs/checkpoint-500 weights.safetensors --only-trainable
+"""
+
+_WEIGHT_FILES = ("*.safetensors",)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    parser.add_argument("--force", action="store_true", help="replace OUT if it holds an earlier output")
+    parser.add_argument("--json", action="store_true", help="print a summary as JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    folder: Path = args.checkpoint / args.tag if args.tag else args.checkpoint
+    check_files(folder, read_manifest(folder))
+    args.out = args.out or folder / "consolidated"
+    if args.force and args.out.exists():
+        with _set_aside(args.out, folder):
+            summary = run_consolidate(args)
+    else:
+        summary = run_consolidate(args)
+    if args.json:
+        print(json.dumps(summary))
+        return
+    types = ", ".join(summary["dtypes"])
+    print(f"{summary['tensors']} tensors ({format_bytes(summary['bytes'])}, {types}) are in {args.out}")
+    if args.out.is_dir() and not (args.out / "config.json").exists():
+        print(
+            f"There is no config.json in {folder}: add the model's own to {args.out} before from_pretrained reads it."
+        )
+
+
+@contextmanager
+def _set_aside(out: Path, folder: Path) -> Iterator[None]:
+    """Move what is at `out` away, and delete it once the block has put something new there; else move it back."""
+    _check_replaceable(out, folder)
+    old = out.with_name(f"{out.name}.replaced-{secrets.token_hex(3)}")
+    out.rename(old)
+    try:
+        yield
+    except BaseException:
+        old.rename(out)
+        raise
+    if old.is_dir():
+        shutil.rmtree(old)
+    else:
+        old.unlink()
+
+
+def _check_replaceable(out: Path, folder: Path) -> None:
+    if out.is_file():
+        return
+    if folder.resolve().is_relative_to(out.resolve()):
+        raise CheckpointError(f"{out} holds the checkpoint itself: choose another place")
+    known = (*MODEL_FILES, *_WEIGHT_FILES, TEMPLATES)
+    foreign = sorted(path.name for path in out.iterdir() if not any(path.match(pattern) for pattern in known))
+    if foreign:
+        raise CheckpointError(f"{out} is not only a model, it also holds {', '.join(foreign)}: choose another place")

@@ -1,0 +1,116 @@
+"""`hf-zero inspect`: what a checkpoint folder holds, from its manifest; with --verify, whether it is undamaged."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from hf_zero.checkpoint.consolidate import progress_bar
+from hf_zero.checkpoint.manifest import Manifest, check_checksums, check_files, read_manifest
+from hf_zero.cli.text import format_bytes, plural, print_table
+
+NAME = "inspect"
+SUMMARY = "show layout, sizes and versions of a checkpoint, and check that it is whole"
+EXAMPLES = """
+hf-zero inspect outputs/checkpoint-500
+hf-zero inspect outputs/checkpoint-500 --verify
+hf-zero inspect outputs/checkpoint-500 --json
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint", metavar="CKPT", type=Path, help="checkpoint folder: with zero/manifest.json in it"
+    )
+    parser.add_argument("--verify", action="store_true", help="read all files and compare their checksums")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    manifest = read_manifest(args.checkpoint)
+    check_files(args.checkpoint, manifest)
+    if args.verify:
+        _verify(args.checkpoint, manifest)
+    summary = summarize(args.checkpoint, manifest, verified=args.verify)
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        _print(summary)
+
+
+def summarize(folder: Path, manifest: Manifest, *, verified: bool) -> dict[str, Any]:
+    trainable = {slot.name for layout in manifest.layouts if layout.trainable for slot in layout.slots}
+    numels = {info.name: math.prod(info.shape) for info in manifest.params}
+    state = Counter(f"{kind} {dtype}" for kinds in manifest.kinds.values() for kind, dtype in kinds.items())
+    return {
+        "checkpoint": str(folder),
+        "format_version": manifest.format_version,
+        "hf_zero_version": manifest.hf_zero_version,
+        "saved_at": datetime.fromtimestamp(manifest.saved_at, timezone.utc).isoformat(timespec="seconds"),
+        "global_step": manifest.global_step,
+        "stage": manifest.stage,
+        "world_size": manifest.world_size,
+        "parameters": sum(numels.values()),
+        "trainable_parameters": sum(numels[name] for name in trainable),
+        "parameter_tensors": len(numels),
+        "dtypes": dict(Counter(info.dtype for info in manifest.params)),
+        "tied": dict(manifest.tied),
+        "buffers": len(manifest.buffers),
+        "state": dict(state),  # "exp_avg float32" -> tensors that have it
+        "units": [
+            {
+                "name": layout.name,
+                "trainable": layout.trainable,
+                "tensors": len(layout.slots),
+                "numel": layout.numel,
+                "padded_numel": layout.padded_numel,
+                "buckets": layout.num_buckets,
+            }
+            for layout in manifest.layouts
+        ],
+        "files": [{"name": file.name, "size": file.size} for file in manifest.files],
+        "bytes": sum(file.size for file in manifest.files),
+        "verified": verified,
+    }
+
+
+def _verify(folder: Path, manifest: Manifest) -> None:
+    draw = progress_bar("checking")
+    total = sum(file.size for file in manifest.files)
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        draw(done, total)
+
+    check_checksums(folder, manifest, progress=advance)
+
+
+def _print(summary: dict[str, Any]) -> None:
+    state = [f"{kind} of {plural(count, 'tensor')}" for kind, count in summary["state"].items()]
+    padding = sum(unit["padded_numel"] - unit["numel"] for unit in summary["units"])
+    tied = f", {plural(len(summary['tied']), 'tied name')}" if summary["tied"] else ""
+    print_table(
+        [
+            ("checkpoint", summary["checkpoint"]),
+            ("written", f"{summary['saved_at']} by hf_zero {summary['hf_zero_version']}"),
+            ("format version", str(summary["format_version"])),
+            ("step", str(summary["global_step"])),
+            ("saved at", f"stage {summary['stage']}, in {plural(summary['world_size'], 'part')}"),
+            ("parameters", f"{summary['parameters']:,} in {plural(summary['parameter_tensors'], 'tensor')}{tied}"),
+            ("  trainable", f"{summary['trainable_parameters']:,}"),
+            ("  types", ", ".join(f"{dtype} ({count})" for dtype, count in summary["dtypes"].items())),
+            ("buffers", str(summary["buffers"])),
+            ("state", "\n".join(state).replace("\n", "; ")),
+            ("units", f"{len(summary['units'])}, {plural(padding, 'element')} of padding"),
+            ("files", f"{len(summary['files'])}, {format_bytes(summary['bytes'])}"),
+            *(("", f"{file['name']}  {format_bytes(file['size'])}") for file in summary["files"]),
+            ("checksums", "all right" if summary["verified"] else "not compared (--verify does)"),
+        ]
+    )

@@ -1,0 +1,93 @@
+"""`hf-zero`: finds the command, runs it, and turns errors into one line and an exit status.
+
+Exit status: 0 done, 1 the job failed, 2 bad usage. A new command is a module with the members of `Command`, added to
+COMMANDS; modules import what is heavy inside `run`, so that no command waits for another one's libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn, Protocol
+
+from hf_zero.checkpoint.consolidate import CLEAR_LINE, ConsolidateError
+from hf_zero.checkpoint.manifest import package_version
+from hf_zero.cli import consolidate, inspect, report
+from hf_zero.errors import ZeroError
+
+PROGRAM = "hf-zero"
+
+
+class Command(Protocol):
+    """What a command module has."""
+
+    NAME: str
+    SUMMARY: str
+    EXAMPLES: str  # command lines, shown by --help
+
+    @property
+    def configure(self) -> Callable[[argparse.ArgumentParser], None]: ...  # adds the arguments
+
+    # May raise ZeroError, ConsolidateError, OSError, and argparse.ArgumentError where arguments exclude each other.
+    @property
+    def run(self) -> Callable[[argparse.Namespace], None]: ...
+
+
+COMMANDS: tuple[Command, ...] = (consolidate, inspect, report)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a mistake in one line, without the usage text: --help shows that."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog=PROGRAM, description="Tools around ZeRO training with hf_zero.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"hf_zero {package_version()}")
+    parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        sub = parsers.add_parser(
+            command.NAME,
+            help=command.SUMMARY,
+            description=command.SUMMARY[0].upper() + command.SUMMARY[1:] + ".",
+            epilog="examples:\n" + "".join(f"  {line}\n" for line in command.EXAMPLES.strip().splitlines()),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.configure(sub)
+        sub.set_defaults(run=command.run, prog=sub.prog)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. --help, --version and a parser's error leave by SystemExit."""
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output is gone (`hf-zero inspect x | head`): the flush at exit must not fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except argparse.ArgumentError as error:
+        return _fail(args.prog, f"{error} (see {args.prog} --help)", status=2)
+    except (ZeroError, ConsolidateError) as error:
+        return _fail(args.prog, str(error))
+    except OSError as error:
+        return _fail(args.prog, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except KeyboardInterrupt:
+        return _fail(args.prog, "interrupted")
+    return 0
+
+
+def _fail(prog: str, message: str, status: int = 1) -> int:
+    print(f"{CLEAR_LINE if sys.stderr.isatty() else ''}{prog}: error: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

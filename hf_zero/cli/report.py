@@ -1,0 +1,98 @@
+"""`hf-zero report`: versions, devices and the native library, for a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.resources
+import json
+import os
+import platform
+from typing import Any
+
+from hf_zero.checkpoint.manifest import package_version
+from hf_zero.cli.text import format_bytes, print_table
+
+NAME = "report"
+SUMMARY = "show versions, devices and the native library"
+EXAMPLES = """
+hf-zero report
+hf-zero report --json
+"""
+
+_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "datasets", "peft", "trl")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    facts = {
+        "hf_zero": package_version(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cpu": {"cores": len(os.sched_getaffinity(0)), "memory_bytes": _memory_bytes()},
+        "torch": _torch_facts(),
+        "native_library": _native_library(),
+    }
+    if args.json:
+        print(json.dumps(facts))
+    else:
+        _print(facts)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _torch_facts() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    available = dist.is_available()
+    return {
+        "cuda": torch.version.cuda,
+        "devices": [{"name": device.name, "memory_bytes": device.total_memory} for device in devices],
+        "backends": {
+            "gloo": available and dist.is_gloo_available(),
+            "nccl": available and dist.is_nccl_available(),
+        },
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _native_library() -> str | None:
+    """The path of the compiled library beside the package, or None."""
+    try:
+        folder = importlib.resources.files("hf_zero.native")
+    except ModuleNotFoundError:
+        return None
+    names = [entry for entry in folder.iterdir() if entry.name.endswith((".so", ".dylib", ".dll"))]
+    return str(names[0]) if names else None
+
+
+def _print(facts: dict[str, Any]) -> None:
+    torch_facts = facts["torch"]
+    devices = [f"{device['name']}, {format_bytes(device['memory_bytes'])}" for device in torch_facts["devices"]]
+    print_table(
+        [
+            ("hf_zero", facts["hf_zero"]),
+            ("python", f"{facts['python']} on {facts['platform']}"),
+            *((name, version or "not installed") for name, version in facts["packages"].items()),
+            ("cpu", f"{facts['cpu']['cores']} cores, {format_bytes(facts['cpu']['memory_bytes'])}"),
+            ("cuda", torch_facts["cuda"] or "torch was built without it"),
+            ("devices", "; ".join(devices) or "none, training runs on the CPU"),
+            ("backends", ", ".join(name for name, there in torch_facts["backends"].items() if there) or "none"),
+            ("native library", facts["native_library"] or "not present"),
+        ]
+    )

@@ -1,0 +1,341 @@
+"""Step time of hf_zero's stages beside torch DDP and FSDP2, in one interleaved run.
+
+    python scripts/bench_step.py                          # 2 gloo ranks on this machine, fp32
+    python scripts/bench_step.py --dtype bf16 --variants ddp,fsdp2,zero3
+    python scripts/bench_step.py --per-layer              # what a layer costs by itself: 1 rank, 12 and 96 layers
+
+Every variant trains its own copy of the same model on the same data inside the same processes, a few steps in turn.
+Read the ratios: medians over rounds of the ratio within a round. CPU seconds (all threads of all ranks) hardly move
+with the load of the machine. The run fails if the losses of the variants differ.
+
+Variants: plain (one rank only), ddp, fsdp2 (fully_shard per decoder layer and on the root), zero0 ... zero3 (hf_zero,
+stage3_param_persistence_threshold 10 x hidden, as transformers' "auto"), zero3-p0 (threshold 0), zero3-auto (bucket
+sizes by transformers' "auto" rules too).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import benchlib
+import torch
+import torch.distributed as dist
+from benchlib import ModelSize, Series
+from torch import nn
+
+# Largest relative difference of a loss from the first variant's, over all steps.
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
+LAYER_CUTS = (
+    # The same number of parameters, 40 M, in few large layers and in many small ones.
+    ModelSize(hidden=512, intermediate=1376, layers=12, heads=8, vocab=2048),
+    ModelSize(hidden=184, intermediate=480, layers=96, heads=4, vocab=5696),
+)
+
+
+class Torch:
+    """One rank without any wrapper, and the base of what torch brings along."""
+
+    def __init__(self, model: nn.Module, args: argparse.Namespace) -> None:
+        self.args = args
+        self.model = self.wrap(model)
+        self.optimizer = make_optimizer(self.model.parameters(), args)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        if self.args.dtype == "bf16":
+            return torch.autocast("cpu", torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with self.precision():
+            loss: torch.Tensor = self.model(**batch).loss
+        loss.backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        if self.args.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state_bytes(self) -> int:
+        """Parameters, gradients and optimizer state on this rank; call between `backward` and `update`."""
+        params = list(self.model.parameters())
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return benchlib.nbytes([*params, *(param.grad for param in params), *states])
+
+
+class DDP(Torch):
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+class FSDP2(Torch):
+    def wrap(self, model: nn.Module) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy()
+        if self.args.dtype == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()  # fully_shard casts
+
+
+class Zero:
+    """hf_zero through its plain loop."""
+
+    def __init__(self, model: nn.Module, args: argparse.Namespace, config: dict[str, Any]) -> None:
+        import hf_zero
+
+        optimizer = make_optimizer(model.parameters(), args)
+        self.engine, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
+
+    def backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = self.engine(**batch).loss
+        self.engine.backward(loss)
+        return loss.detach()
+
+    def update(self) -> None:
+        self.engine.step()
+
+    def state_bytes(self) -> int:
+        total: int = self.engine.memory_report()["total"]
+        return total
+
+
+def make_optimizer(params: Any, args: argparse.Namespace) -> torch.optim.Optimizer:
+    flags = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False, "fused": False}}
+    return torch.optim.AdamW(params, lr=args.lr, weight_decay=0.01, **flags[args.optimizer])
+
+
+def zero_config(name: str, args: argparse.Namespace, hidden: int) -> dict[str, Any]:
+    """hf_zero's configuration of a variant such as zero3-p0; sizes that are not named keep their defaults."""
+    stage, _, flavour = name.removeprefix("zero").partition("-")
+    zero: dict[str, Any] = {"stage": int(stage)}
+    if zero["stage"] == 3:
+        zero["stage3_param_persistence_threshold"] = 0 if flavour == "p0" else 10 * hidden
+    if flavour == "auto":
+        zero["reduce_bucket_size"] = hidden * hidden
+        zero["stage3_prefetch_bucket_size"] = int(0.9 * hidden * hidden)
+    return {
+        "train_micro_batch_size_per_gpu": args.micro_batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": args.clip,
+        "zero_optimization": zero,
+        "bf16": {"enabled": args.dtype == "bf16"},
+    }
+
+
+def make_variant(name: str, size: ModelSize, args: argparse.Namespace) -> Torch | Zero:
+    model = size.build()
+    if name.startswith("zero"):
+        return Zero(model, args, zero_config(name, args, size.hidden))
+    return {"plain": Torch, "ddp": DDP, "fsdp2": FSDP2}[name](model, args)
+
+
+# ---------------------------------------------------------------- in a rank
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that a rank measures; variants are named "variant", with --per-layer "variant/layers"."""
+    sizes = {"": model_size(args)}
+    if args.per_layer:
+        sizes = {f"/{size.layers}": size for size in LAYER_CUTS}
+    variants: dict[str, Torch | Zero] = {}
+    size_of: dict[str, ModelSize] = {}
+    numel: dict[str, int] = {}
+    for suffix, size in sizes.items():
+        for variant in args.variants:
+            name = variant + suffix
+            size_of[name] = size
+            variants[name] = make_variant(variant, size, args)
+        numel[suffix] = sum(param.numel() for param in size.build().parameters())
+
+    def batch_of(name: str, step: int) -> dict[str, torch.Tensor]:
+        return benchlib.make_batch(size_of[name].vocab, (args.micro_batch, args.seq), dist.get_rank(), step)
+
+    def say(text: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"[bench_step] {text}", file=sys.stderr, flush=True)
+
+    counts = {"rounds": args.rounds, "steps": args.steps, "warmup": args.warmup}
+    series = benchlib.measure_in_turn(variants, batch_of, **counts, say=say)
+    memory = {}
+    for name, made in variants.items():
+        made.backward(batch_of(name, len(series[name].losses)))
+        memory[name] = made.state_bytes()
+    return {"numel": numel, "series": {name: vars(one) for name, one in series.items()}, "state_bytes": memory}
+
+
+def model_size(args: argparse.Namespace) -> ModelSize:
+    return ModelSize(args.hidden, args.intermediate, args.layers, args.heads, args.vocab)
+
+
+# ---------------------------------------------------------------- in the launcher
+def report(args: argparse.Namespace, result: dict[str, Any]) -> tuple[str, bool]:
+    """The text to print, and whether the losses agree."""
+    series = {name: Series(**values) for name, values in result["series"].items()}
+    lines = header(args, result["numel"])
+    if args.per_layer:
+        lines += per_layer_table(args, series)
+        return "\n".join(lines), _losses_agree(args, series, lines)
+    bases = [name for name in ("ddp", "fsdp2") if name in series]
+    head = ["variant", "step ms", *(f"x {base} (quartiles)" for base in bases), "CPU s"]
+    head += [*(f"CPU x {base}" for base in bases), "bytes/param", "page faults"]
+    rows = []
+    for name, one in series.items():
+        row = [name, f"{one.step_s() * 1e3:.1f}"]
+        for base in bases:
+            low, high = benchlib.spread(one.round_s(), series[base].round_s())
+            row.append(f"{benchlib.paired(one.round_s(), series[base].round_s()):.3f} ({low:.2f}-{high:.2f})")
+        row.append(f"{statistics.median(one.cpu_s):.3f}")
+        row += [f"{benchlib.paired(one.cpu_s, series[base].cpu_s):.3f}" for base in bases]
+        row.append(f"{result['state_bytes'][name] / result['numel']['']:.2f}")
+        row.append(f"{statistics.median(one.faults):.0f}")
+        rows.append(row)
+    lines += ["", benchlib.table(head, rows), ""]
+    lines.append(
+        "step ms: median, slowest rank. CPU s and page faults: per step, all ranks together. bytes/param: parameters,"
+    )
+    lines.append("gradients and optimizer state of one rank before the update.")
+    return "\n".join(lines), _losses_agree(args, series, lines)
+
+
+def header(args: argparse.Namespace, numel: dict[str, int]) -> list[str]:
+    about = benchlib.environment()
+    lines = [", ".join(f"{key} {value}" for key, value in about.items())]
+    sizes = LAYER_CUTS if args.per_layer else (model_size(args),)
+    for size, count in zip(sizes, numel.values(), strict=True):
+        lines.append(f"model: Llama {vars(size)}, {count / 1e6:.1f} M parameters, random weights")
+    lines.append(
+        f"{args.world} gloo rank(s), {args.threads} thread(s) each, {args.dtype}, micro-batch {args.micro_batch} x {args.seq} "
+        f"tokens, AdamW({args.optimizer}), clip {args.clip or 'off'}, {args.rounds} rounds x {args.steps} steps per variant "
+        f"after {args.warmup} to warm up"
+    )
+    for name in args.variants:
+        if name.startswith("zero"):
+            config = zero_config(name, args, sizes[0].hidden)["zero_optimization"]
+            lines.append(f"{name}: {json.dumps(config)}, else defaults")
+    if args.world == 1 and any(name.startswith("zero3") for name in args.variants):
+        lines.append("zero3 on one rank: parameters stay whole, as at stage 2 (there is nothing to gather)")
+    return lines
+
+
+def per_layer_table(args: argparse.Namespace, series: dict[str, Series]) -> list[str]:
+    """What a variant takes beyond plain, at both depths and per layer (the slope between them)."""
+    few, many = (size.layers for size in LAYER_CUTS)
+    head = ["variant", *(f"{n} layers ms" for n in (few, many)), *(f"over plain, {n}" for n in (few, many))]
+    head += ["ms per layer", "CPU ms per layer"]
+    rows = []
+    for name in args.variants:
+        cuts = {n: series[f"{name}/{n}"] for n in (few, many)}
+        plain = {n: series[f"plain/{n}"] for n in (few, many)}
+        over = {n: _differences(cuts[n].round_s(), plain[n].round_s()) for n in (few, many)}
+        cpu = {n: _differences(cuts[n].cpu_s, plain[n].cpu_s) for n in (few, many)}
+        row = [name, *(f"{cuts[n].step_s() * 1e3:.1f}" for n in (few, many))]
+        row += [f"{statistics.median(over[n]) * 1e3:+.1f}" for n in (few, many)]
+        for both in (over, cpu):
+            slopes = [(b - a) / (many - few) for a, b in zip(both[few], both[many], strict=True)]
+            row.append(f"{statistics.median(slopes) * 1e3:+.3f}")
+        rows.append(row)
+    return [
+        "",
+        benchlib.table(head, rows),
+        "",
+        "ms per layer: how the time over plain grows from one depth to the other.",
+    ]
+
+
+def _differences(values: Sequence[float], base: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(values, base, strict=True)]
+
+
+def _losses_agree(args: argparse.Namespace, series: dict[str, Series], lines: list[str]) -> bool:
+    limit, agree = LOSS_TOLERANCE[args.dtype], True
+    lines.append("")
+    for suffix in sorted({name.partition("/")[2] for name in series}):
+        group = {name: one for name, one in series.items() if name.partition("/")[2] == suffix}
+        first, *others = group
+        want = group[first].losses
+        worst, guilty = 0.0, first
+        for name in others:
+            for mine, theirs in zip(group[name].losses, want, strict=True):
+                difference = abs(mine - theirs) / abs(theirs) if math.isfinite(mine) else math.inf
+                worst, guilty = max((worst, guilty), (difference, name))
+        verdict = "ok" if worst <= limit else f"FAILED, limit {limit:g}"
+        lines.append(
+            f"losses over {len(want)} steps, {want[0]:.4f} -> {want[-1]:.4f}: largest difference from {first} "
+            f"{worst:.2g} relative ({guilty}): {verdict}"
+        )
+        agree = agree and worst <= limit
+    return agree
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--variants", help="comma-separated; the default is all that fit the setting")
+    add("--world", type=int, default=2, help="ranks (default 2; 1 with --per-layer)")
+    add("--per-layer", action="store_true", help="overhead per layer on one rank, models of 12 and 96 layers")
+    add("--rounds", type=int, default=10)
+    add("--steps", type=int, default=3, help="steps of a variant per round")
+    add("--warmup", type=int, default=3)
+    add("--dtype", choices=("fp32", "bf16"), default="fp32")
+    add("--optimizer", choices=("fused", "foreach", "loop"), default="fused", help="implementation of AdamW, for all")
+    add("--lr", type=float, default=1e-4)
+    add("--clip", type=float, default=0.0, help="gradient norm to clip at; 0 is off")
+    add("--micro-batch", type=int, default=2)
+    add("--seq", type=int, default=128)
+    for name, default in (("hidden", 384), ("intermediate", 1024), ("layers", 12), ("heads", 6), ("vocab", 8192)):
+        add(f"--{name}", type=int, default=default)
+    benchlib.common_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.per_layer:
+        args.world = 1
+    known = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero3-p0", "zero3-auto"]
+    if args.world == 1:
+        known = ["plain", "fsdp2", "zero2", "zero3"] if args.per_layer else ["plain", *known]
+    args.variants = args.variants.split(",") if args.variants else known
+    unknown = [name for name in args.variants if name not in known]
+    if unknown:
+        parser.error(f"unknown variant(s) {', '.join(unknown)}; in this setting there are {', '.join(known)}")
+    if args.per_layer and args.variants[0] != "plain":
+        args.variants = ["plain", *(name for name in args.variants if name != "plain")]
+    return args
+
+
+def main() -> None:
+    args = parse(sys.argv[1:])
+    if benchlib.in_rank():
+        benchlib.run_rank(lambda: measure(args))
+        return
+    result = benchlib.launch(sys.argv, args.world, timeout_s=args.timeout, threads=args.threads)
+    text, agree = report(args, result)
+    if args.json:
+        data = json.dumps({"settings": vars(args), "environment": benchlib.environment(), **result}, indent=1)
+        if args.json == "-":
+            print(data)
+        else:
+            Path(args.json).write_text(data + "\n")
+    if args.json != "-":
+        print(text)
+    if not agree:
+        sys.exit("the variants do not train alike")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""Shared parts of the benchmark scripts: ranks on this machine, the model, measuring in turn, and statistics.
+
+Absolute times on a shared machine are worth little, so variants are measured in one run, a few steps each in turn, and
+compared round by round: what slows the machine down for a while slows both sides of a ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_RESULT = "HF_ZERO_BENCH_RESULT"
+_PR_SET_PDEATHSIG = 1
+# A rank that waits for one that failed gets this long to say so itself.
+_GRACE_S = 5.0
+
+
+# ---------------------------------------------------------------- ranks
+def in_rank() -> bool:
+    """Whether this process is one of the ranks that `launch` started."""
+    return _RESULT in os.environ
+
+
+def launch(arguments: Sequence[str], world_size: int, *, timeout_s: float, threads: int) -> Any:
+    """Run this script once per rank; return what rank 0 passed to `run_rank`. Raises SystemExit if a rank fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        env = dict(
+            os.environ,
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(_free_port()),
+            OMP_NUM_THREADS=str(threads),
+            MKL_NUM_THREADS=str(threads),
+            GLOO_SOCKET_IFNAME="lo",
+            HF_HUB_OFFLINE="1",
+            TOKENIZERS_PARALLELISM="false",
+            PYTHONPATH=os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        )
+        env[_RESULT] = str(result)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(world_size):
+                own = dict(env, RANK=str(rank), LOCAL_RANK=str(rank))
+                ranks.append(subprocess.Popen([sys.executable, *arguments], env=own))
+            problem = _wait(ranks, time.monotonic() + timeout_s)
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        if problem or not result.exists():
+            sys.exit(
+                f"{Path(arguments[0]).name}: {problem or 'no result'}; exit codes {[p.returncode for p in ranks]}"
+            )
+        return json.loads(result.read_text())
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> str:
+    """Wait until all ranks have ended; what went wrong, or nothing."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        if all(code == 0 for code in codes):
+            return ""
+        if any(codes):
+            time.sleep(_GRACE_S)
+            return "a rank failed"
+        if time.monotonic() > deadline:
+            return "the time limit (--timeout) is over"
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run_rank(work: Callable[[], Any]) -> None:
+    """What a rank does: join the group, work, leave. Rank 0's result goes to the launcher."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives a killed launcher
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo")
+    result = work()
+    if dist.get_rank() == 0:
+        Path(os.environ[_RESULT]).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+
+
+# ---------------------------------------------------------------- model and data
+@dataclasses.dataclass(frozen=True)
+class ModelSize:
+    """A Llama with random weights."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    vocab: int
+
+    def build(self, seed: int = 0) -> torch.nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            vocab_size=self.vocab,
+            max_position_embeddings=2048,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+        model: torch.nn.Module = LlamaForCausalLM(config)
+        return model.train()
+
+
+def make_batch(vocab: int, shape: tuple[int, int], rank: int, step: int) -> dict[str, torch.Tensor]:
+    """Random tokens, different on every rank and in every step, the same for every variant."""
+    generator = torch.Generator().manual_seed(100_003 * rank + step)
+    ids = torch.randint(0, vocab, shape, generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+# ---------------------------------------------------------------- measuring
+class Variant(Protocol):
+    """One way to train; `backward` and `update` together are a step."""
+
+    def backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor: ...
+
+    def update(self) -> None: ...
+
+
+@dataclasses.dataclass
+class Series:
+    """What was measured of one variant: on one rank, and after `over_ranks` on all of them."""
+
+    wall_s: list[list[float]] = dataclasses.field(default_factory=list)  # [round][step]; the slowest rank's
+    cpu_s: list[float] = dataclasses.field(default_factory=list)  # [round], per step; the sum over ranks
+    faults: list[float] = dataclasses.field(default_factory=list)  # [round], minor page faults per step; the sum
+    losses: list[float] = dataclasses.field(default_factory=list)  # of every step since the start; the mean
+
+    def round_s(self) -> list[float]:
+        return [statistics.median(steps) for steps in self.wall_s]
+
+    def step_s(self) -> float:
+        return statistics.median(value for steps in self.wall_s for value in steps)
+
+
+def measure_in_turn(
+    variants: Mapping[str, Variant],
+    batch_of: Callable[[str, int], dict[str, torch.Tensor]],
+    *,
+    rounds: int,
+    steps: int,
+    warmup: int,
+    say: Callable[[str], None],
+) -> dict[str, Series]:
+    """Per round every variant takes `steps` steps, in reversed order every other round. All ranks must call."""
+    series = {name: Series() for name in variants}
+    for name, variant in variants.items():
+        for _ in range(warmup):
+            batch = batch_of(name, len(series[name].losses))
+            loss = variant.backward(batch)
+            variant.update()
+            series[name].losses.append(loss.item())
+        say(f"warmed up {name}")
+    gc.collect()
+    gc.freeze()  # the collector need not walk through the other variants' objects in every measured step
+    names = list(variants)
+    for number in range(rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            batches = [batch_of(name, len(series[name].losses) + i) for i in range(steps)]
+            _measure(variants[name], batches, series[name])
+        say(f"round {number + 1} of {rounds}")
+    return {name: _over_ranks(mine) for name, mine in series.items()}
+
+
+def _measure(variant: Variant, batches: Sequence[dict[str, torch.Tensor]], series: Series) -> None:
+    losses, wall = [], []
+    dist.barrier()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    for batch in batches:
+        dist.barrier()
+        start = time.perf_counter()
+        losses.append(variant.backward(batch))
+        variant.update()
+        wall.append(time.perf_counter() - start)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    series.wall_s.append(wall)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    series.cpu_s.append(cpu / len(batches))
+    series.faults.append((after.ru_minflt - before.ru_minflt) / len(batches))
+    series.losses.extend(loss.item() for loss in losses)
+
+
+def _over_ranks(mine: Series) -> Series:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    rounds = zip(*(rank.wall_s for rank in everyone), strict=True)
+    return Series(
+        [[max(step) for step in zip(*steps, strict=True)] for steps in rounds],
+        [sum(values) for values in zip(*(rank.cpu_s for rank in everyone), strict=True)],
+        [sum(values) for values in zip(*(rank.faults for rank in everyone), strict=True)],
+        [statistics.mean(values) for values in zip(*(rank.losses for rank in everyone), strict=True)],
+    )
+
+
+def nbytes(tensors: Iterable[Any]) -> int:
+    """Bytes of memory behind `tensors` on this rank, shared memory once; DTensors count their local part."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
+
+
+# ---------------------------------------------------------------- reporting
+def paired(values: Sequence[float], base: Sequence[float]) -> float:
+    """Median over rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(values, base, strict=True))
+
+
+def spread(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
+    """Quartiles over rounds of the ratio within a round."""
+    ratios = sorted(a / b for a, b in zip(values, base, strict=True))
+    if len(ratios) < 2:
+        return ratios[0], ratios[0]
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return low, high
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Text columns; the first one is left-justified."""
+    lines = [list(head), *map(list, rows)]
+    width = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    done = []
+    for line in lines:
+        cells = [line[0].ljust(width[0]), *(cell.rjust(width[i]) for i, cell in enumerate(line) if i)]
+        done.append("  ".join(cells).rstrip())
+    return "\n".join([done[0], "-" * len(done[0]), *done[1:]])
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, for the head of a report."""
+    versions = {}
+    for package in ("torch", "transformers"):
+        versions[package] = importlib.metadata.version(package)
+    import hf_zero
+
+    return {
+        "hf_zero": hf_zero.__version__,
+        **versions,
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu_name(),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def common_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of a rank")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for the whole run")
+    parser.add_argument("--json", metavar="FILE", help="write settings and every measured value there ('-': stdout)")

@@ -1,0 +1,146 @@
+"""What travels in a step: calls and elements of every collective equal a formula per unit.
+
+With `a` micro-steps per step, for a trainable unit of n elements (padding counted) in b buckets:
+
+| unit | all-gathers | reduces |
+|---|---|---|
+| layer at stage 3 | 2ab, 2an elements: before forward and before backward | ab reduce-scatters, an elements |
+| root at stage 3 | ab, an elements: held from forward to the end of backward | ab reduce-scatters, an elements |
+| persistent at stage 3, every unit at stage 2 | b after the step, n elements | ab reduce-scatters, an elements |
+| every unit at stage 1 | b after the step, n elements | b reduce-scatters, n elements, at the boundary |
+| every unit at stage 0 | none | b all-reduces, n elements, at the boundary (counted 2n on a ring) |
+
+So at a = 1 layers at stage 3 move 3n, everything else 2n. A frozen unit is only gathered. Beside it one vote per step.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero.engine import ZeroEngine
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import Case
+from tests.harness.sharded import Options, micro_step, start
+
+Counts = dict[str, tuple[int, int]]  # operation -> calls, elements
+STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    stage: int
+    accumulation: int = 1
+    model: str = "plain"
+    zero: tuple[tuple[str, Any], ...] = ()
+    evaluate: bool = False  # count a forward without gradients instead of a step
+
+
+def count(settings: list[Setting]) -> list[tuple[list[Counts], Counts]]:
+    """Per setting what was counted in each step, and the formula's value."""
+    return [_count_one(setting) for setting in settings]
+
+
+def _count_one(setting: Setting) -> tuple[list[Counts], Counts]:
+    case = Case(setting.model, dist.get_world_size(), setting.accumulation)
+    options = Options(setting.stage, zero=setting.zero)
+    engine = start(case, options)
+    counted = []
+    for step in range(STEPS):
+        engine.comm.reset_counts()
+        if setting.evaluate:
+            engine.eval()
+            with torch.no_grad():
+                engine(**case.batch(step, 0, engine.rank))
+        else:
+            for micro in range(case.accumulation):
+                micro_step(engine, case, step, micro, options)
+        counted.append({op: (c.calls, c.numel) for op, c in engine.comm.counts.items() if op != "vote"})
+        votes = engine.comm.counts["vote"].calls
+        assert votes == (0 if setting.evaluate else 1), f"{votes} votes in a step"
+    return counted, expected(engine, setting)
+
+
+def expected(engine: ZeroEngine, setting: Setting) -> Counts:
+    want: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    a = setting.accumulation
+    for unit in engine.units:
+        for buffer in unit.buffers:
+            layout = buffer.layout
+            kind = unit.kind.value
+            for op, times in _times(setting, kind, layout.trainable, a):
+                want[op][0] += times * layout.num_buckets
+                want[op][1] += times * layout.padded_numel
+    return {op: (calls, numel) for op, (calls, numel) in want.items() if calls}
+
+
+def _times(setting: Setting, kind: str, trainable: bool, a: int) -> list[tuple[str, int]]:
+    """How often each collective runs over one flat buffer."""
+    on_demand = setting.stage == 3 and kind != "persistent"
+    if setting.evaluate:
+        return [("all_gather", 1 if on_demand else 0)]
+    gathers = (2 * a if kind == "layer" else a) if on_demand else 1
+    if not trainable:
+        return [("all_gather", gathers if on_demand else 0)]
+    if setting.stage == 0:
+        return [("all_reduce", 1)]
+    return [("all_gather", gathers), ("reduce_scatter", a if setting.stage >= 2 else 1)]
+
+
+SMALL_BUCKETS = (("reduce_bucket_size", 200), ("allgather_bucket_size", 200))
+# The biases, norms and gains of every layer stay whole.
+PERSISTENT = (("stage3_param_persistence_threshold", 20),)
+NO_PREFETCH = (("stage3_prefetch_bucket_size", 0),)
+SETTINGS = [
+    *(Setting(stage, accumulation) for stage in range(4) for accumulation in (1, 4)),
+    *(Setting(stage, 1, zero=SMALL_BUCKETS) for stage in range(4)),
+    *(Setting(stage, 1, "frozen") for stage in range(4)),
+    *(Setting(stage, 1, "tied") for stage in range(4)),
+    *(Setting(stage, 1, "convnet") for stage in range(4)),
+    *(Setting(stage, evaluate=True) for stage in range(4)),
+    *(Setting(3, 2, model) for model in ("reentrant", "non_reentrant")),
+    Setting(3, 1, zero=PERSISTENT),
+    Setting(3, 2, zero=PERSISTENT),
+    Setting(3, 2, zero=NO_PREFETCH),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_collectives_equal_the_formula(world: int) -> None:
+    by_rank = run_ranks(count, world, SETTINGS)
+    for setting, (counted, want), *others in zip(SETTINGS, *by_rank, strict=True):
+        # The first step records the order of use; prefetch, from the second on, must not change the numbers.
+        for step, got in enumerate(counted):
+            assert got == want, f"{setting}, step {step}"
+        assert all(other == (counted, want) for other in others)
+
+
+def test_the_formula_says_three_and_two() -> None:
+    """At accumulation 1: layers at stage 3 move 3 times their elements, everything else 2 times."""
+
+    def moved(stage: int, kind: str) -> int:
+        weight = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+        return sum(weight[op] * times for op, times in _times(Setting(stage), kind, True, 1))
+
+    assert moved(3, "layer") == 3
+    assert {moved(3, kind) for kind in ("root", "persistent")} == {2}
+    assert {moved(stage, kind) for stage in (0, 1, 2) for kind in ("layer", "root")} == {2}
+
+
+def test_one_process_moves_nothing() -> None:
+    (counted,) = run_ranks(count_bytes_of_one, 1)
+    assert counted == [0, 0, 0, 0]
+
+
+def count_bytes_of_one() -> list[int]:
+    """Process groups that a world of one would need."""
+    groups = []
+    for stage in range(4):
+        engine = start(Case("plain", 1), Options(stage))
+        groups.append(0 if engine.comm._group is None else 1)
+    return groups

@@ -1,0 +1,68 @@
+"""Every stage gives the training run that one process gives on the concatenated batch.
+
+The matrix: stage x accumulation x optimizer x world size x what models do to their parameters, in fp64 to 1e-9 and in
+fp32 to the bound derived in tests.harness.compare.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.harness import models
+from tests.harness.compare import assert_not_vacuous, assert_same_exact, assert_same_single
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import Case, train_reference
+from tests.harness.sharded import Options, digest, train_all
+
+STAGES = (0, 1, 2, 3)
+# transformers' Llama computes norms and loss in fp32 whatever the type of the model: it is no case for fp64.
+IN_DOUBLE = (*models.VARIANTS, "convnet")
+IN_SINGLE = (*IN_DOUBLE, "llama", "llama_reentrant", "llama_non_reentrant")
+
+
+def check(runs: list[tuple[Case, Options]]) -> None:
+    """Train every run on its ranks, in one job, and compare each with its reference."""
+    world = runs[0][0].world
+    for case in {case for case, _ in runs}:
+        assert_not_vacuous(case, train_reference(case))
+    by_rank = run_ranks(train_all, world, runs, timeout=120)
+    for (case, options), trace, *others in zip(runs, *by_rank, strict=True):
+        label = f"{case}, {options}"
+        compare = assert_same_single if case.single else assert_same_exact
+        compare(case, train_reference(case), trace, label)
+        assert all(other == digest(trace) for other in others), f"{label}: ranks differ"
+
+
+@pytest.mark.parametrize("model", IN_SINGLE)
+def test_stages_follow_one_process(model: str) -> None:
+    """The fast part of the matrix: every model at every stage, 2 ranks."""
+    check(
+        [
+            (Case(model, 2, accumulation, optimizer, steps=3, single=model not in IN_DOUBLE), Options(stage))
+            for stage in STAGES
+            for accumulation, optimizer in ((1, "sgd"), (4, "adamw"))
+        ]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("model", IN_DOUBLE)
+def test_matrix_in_double(model: str, world: int) -> None:
+    check(_matrix(model, world, single=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("model", IN_SINGLE)
+def test_matrix_in_single(model: str, world: int) -> None:
+    check(_matrix(model, world, single=True))
+
+
+def _matrix(model: str, world: int, *, single: bool) -> list[tuple[Case, Options]]:
+    return [
+        (Case(model, world, accumulation, optimizer, single=single), Options(stage))
+        for stage, accumulation, optimizer in itertools.product(STAGES, (1, 4), ("adamw", "sgd"))
+    ]
