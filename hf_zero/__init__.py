@@ -30,7 +30,7 @@ _EXPORTS = {
     "enable": "hf_zero.hf",
     "zero_arguments": "hf_zero.hf",
 }
-__all__ = sorted([*_EXPORTS, "__version__"])  # noqa: PLE0605
+__all__ = sorted([*_EXPORTS, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -123,7 +123,9 @@ class Comm:
             if self.backend == "gloo":
                 return self._exchange_and_sum(out, wire, what)
             result = out if wire.dtype == out.dtype else torch.empty_like(out, dtype=wire.dtype)
-            work = self._start(lambda: dist.reduce_scatter_single(result, wire, group=self._group, async_op=True), what)
+            work = self._start(
+                lambda: dist.reduce_scatter_single(result, wire, group=self._group, async_op=True), what
+            )
         return _Work(self, work, f"reduce-scatter of {what}", lambda: None if result is out else out.copy_(result))
 
     def all_reduce(self, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None) -> Pending:
@@ -181,8 +183,8 @@ class Comm:
                 missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 store.delete_key(keys[self.rank])
                 raise StateError(
-                    f"rank {self.rank} called {name}, but rank(s) {missing} did not within {timeout_s:.0f} s: it needs "
-                    f"all {self.world_size} ranks, because each holds a part of the model.\n"
+                    f"rank {self.rank} called {name}, but rank(s) {missing} did not within {timeout_s:.0f} s: it "
+                    f"needs all {self.world_size} ranks, because each holds a part of the model.\n"
                     f"Call {name} on every rank (outside `if rank == 0`); it writes on one rank by itself.\n"
                     f"Called from: {_call_site()}"
                 )
@@ -298,7 +300,8 @@ def _leave_cleanly_at_exit() -> None:
 
 def default_device() -> torch.device:
     """The accelerator of this process if there is one, else the CPU."""
-    if torch.accelerator.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes"):
+    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    if torch.accelerator.is_available() and not use_cpu:
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
         return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())

@@ -1,7 +1,7 @@
 """The engine of one model: wiring only.
 
-It works in place: the model object keeps its class, its attributes and its Parameter objects; hooks and placeholders do
-the rest. It owns no tensors and does not ask for the stage.
+It works in place: the model object keeps its class, its attributes and its Parameter objects; hooks and placeholders
+do the rest. It owns no tensors and does not ask for the stage.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ZeroEngine:
     Args:
         model: Built alike on all ranks, parameters whole; rank 0's values win. Changed in place.
         config: Resolved; see ZeroConfig.resolve.
-        accumulation_steps: Micro-batches per step that the engine itself averages over; None takes the configuration's.
-            Trainer and Accelerate scale the loss themselves and pass 1.
+        accumulation_steps: Micro-batches per step that the engine itself averages over; None takes the
+            configuration's. Trainer and Accelerate scale the loss themselves and pass 1.
         group: Ranks that share the model; None means all.
     All ranks must construct it. Raises ConfigError, StateError (the model has an engine), DivergenceError.
     """
@@ -220,9 +220,9 @@ class ZeroEngine:
         self.comm.require_all_ranks(name)
 
     def full_state_dict(self, keep: bool, *, trainable_only: bool = False) -> dict[str, torch.Tensor]:
-        """Whole weights on the CPU under the model's state_dict names, where `keep`; {} elsewhere. All ranks must call.
+        """Whole weights on the CPU under the model's state_dict names, where `keep`; {} elsewhere.
 
-        Tied names share one tensor; persistent buffers are included. Peak extra memory: one unit.
+        All ranks must call. Tied names share one tensor; persistent buffers are included. Peak extra memory: one unit.
         """
         self.require_all_ranks("full_state_dict")
         return self.weights.state_dict(keep, trainable_only=trainable_only)
@@ -232,7 +232,10 @@ class ZeroEngine:
         self.weights.load_state_dict(state, strict=strict)
 
     def save_checkpoint(self, folder: str | Path, tag: str | None = None, client_state: Any = None) -> Path:
-        """Write a checkpoint that loads at any world size and stage into `folder` (or `folder/tag`). All ranks must call."""
+        """Write a checkpoint into `folder` (or `folder/tag`); it loads at any world size and stage.
+
+        All ranks must call.
+        """
         self.require_all_ranks("save_checkpoint")
         return session.save(self._session(), session.tagged(Path(folder), tag), client_state)
 
@@ -254,8 +257,8 @@ class ZeroEngine:
     def memory_report(self) -> dict[str, int]:
         """Bytes on this rank: what lives between steps by kind, and the peaks of what comes and goes.
 
-        `gathered_peak` counts whole parameters of on-demand units, `gradients_peak` whole gradients before their reduce,
-        both inside forward and backward.
+        `gathered_peak` counts whole parameters of on-demand units, `gradients_peak` whole gradients before their
+        reduce, both inside forward and backward.
         """
         report = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
         for unit in self.units:
@@ -266,7 +269,8 @@ class ZeroEngine:
             report["gradients"] += _nbytes(grads.shard.memory)
         if self.optimizer is not None:
             for state in self.optimizer.state.values():
-                report["optimizer"] += sum(_nbytes(value) for value in state.values() if isinstance(value, torch.Tensor))
+                tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+                report["optimizer"] += sum(_nbytes(tensor) for tensor in tensors)
         report["total"] = sum(report.values())
         report["gathered_peak"] = self.params.peak_live_bytes
         report["gradients_peak"] = self.pool.peak_live_bytes

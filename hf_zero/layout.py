@@ -115,7 +115,7 @@ class UnitLayout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_name", {slot.name: slot for slot in self.slots})
         if self.padded_numel % self.world_size or self.bucket_numel % self.world_size:
-            raise AssertionError(f"{self.name}: {self.padded_numel}, {self.bucket_numel} not multiples of the world size")
+            raise AssertionError(f"{self.name}: {self.padded_numel}, {self.bucket_numel} do not divide evenly")
 
     @classmethod
     def build(
@@ -162,7 +162,7 @@ class UnitLayout:
         return -(-self.padded_numel // self.bucket_numel)
 
     def buckets(self) -> Iterator[tuple[int, int]]:
-        """(start, numel) of every bucket in the flat buffer; the part of it in a shard is start and numel / world_size."""
+        """(start, numel) of every bucket in the flat buffer; in a shard both are divided by world_size."""
         for start in range(0, self.padded_numel, self.bucket_numel):
             yield start, min(self.bucket_numel, self.padded_numel - start)
 

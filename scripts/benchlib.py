@@ -73,9 +73,8 @@ def launch(arguments: Sequence[str], world_size: int, *, timeout_s: float, threa
                     process.kill()
                 process.wait()
         if problem or not result.exists():
-            sys.exit(
-                f"{Path(arguments[0]).name}: {problem or 'no result'}; exit codes {[p.returncode for p in ranks]}"
-            )
+            codes = [process.returncode for process in ranks]
+            sys.exit(f"{Path(arguments[0]).name}: {problem or 'no result'}; exit codes {codes}")
         return json.loads(result.read_text())
 
 

@@ -62,7 +62,7 @@ scripts/setup.sh
 bin=${HF_ZERO_VENV:-.venv}/bin
 python=$bin/python
 # Nothing here comes from a hub, so nothing waits for one that cannot be reached.
-export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TOKENIZERS_PARALLELISM=false
 
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 use_cpu=True

@@ -1,4 +1,4 @@
-"""Bytes per rank between steps follow the law of each stage, in `engine.memory_report()` and in a walk of live tensors.
+"""Bytes per rank between steps follow each stage's law, in `engine.memory_report()` and in a walk of live tensors.
 
 P parameters, N ranks, Adam; bytes of parameters, gradients, master weights and moments:
 
@@ -73,7 +73,8 @@ def measure(jobs: list[tuple[int, dict[str, Any]]]) -> list[Measured]:
 
 
 def _measure_one(stage: int, config: dict[str, Any]) -> Measured:
-    before = _live_storages()
+    gc.collect()
+    gc.freeze()  # what exists already is no longer walked
     model = Stack()
     num_params = sum(param.numel() for param in model.parameters())
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1}
@@ -89,7 +90,7 @@ def _measure_one(stage: int, config: dict[str, Any]) -> Measured:
     gc.collect()
     reserve = _reserve(engine)
     kept = {tensor.untyped_storage().data_ptr() for tensor in reserve}
-    live = {ptr: n for ptr, n in _live_storages().items() if ptr not in before and ptr not in kept}
+    live = {ptr: n for ptr, n in _live_storages().items() if ptr not in kept}
     sizes = {unit.name: unit.full_bytes for unit in engine.units}
     return Measured(
         num_params,

@@ -324,7 +324,8 @@ def save_bin(weights: Path, out: Path, tied: Mapping[str, str]) -> None:
     for name, entry in json.loads(raw[8:start].tobytes()).items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
-            flat = torch.from_numpy(raw[start + begin : start + end])
+            # torch.save takes tensors at one address for one: an empty one must not point to its neighbour.
+            flat = torch.from_numpy(raw[start + begin : start + end] if end > begin else np.empty(0, np.uint8))
             state[name] = flat.view(getattr(torch, TORCH_NAMES[entry["dtype"]])).view(entry["shape"])
     with out.open("xb") as file:
         torch.save({**state, **{alias: state[name] for alias, name in tied.items()}}, file)

@@ -17,7 +17,6 @@ from hf_zero.checkpoint.save import (
     check_info,
     commit,
     discard,
-    dtype_name,
     prepare_folder,
     write_rank_file,
 )
@@ -207,8 +206,8 @@ def _collect(states: list[dict[str, Any]], owned: OwnedRun) -> tuple[dict[str, t
             scalars[key + _PYTHON_NUMBER] = first
         elif first is not None:
             raise CheckpointError(
-                f"optimizer state {key!r} of {owned.run.name} is a {type(first).__name__}, which a checkpoint cannot cut "
-                "to another world size; use an optimizer whose state is elementwise"
+                f"optimizer state {key!r} of {owned.run.name} is a {type(first).__name__}, which a checkpoint cannot "
+                "cut to another world size; use an optimizer whose state is elementwise"
             )
     return tensors, scalars
 
@@ -271,8 +270,8 @@ def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
     mine = type(optimizer.optimizer).__name__
     if saved_class is not None and saved_class != mine:
         raise CheckpointError(
-            f"the checkpoint holds the state of {saved_class}, this run uses {mine}: use the same optimizer, or load with "
-            "load_optimizer=False"
+            f"the checkpoint holds the state of {saved_class}, this run uses {mine}: use the same optimizer, or load "
+            "with load_optimizer=False"
         )
     optimizer.state.clear()
     for owned in optimizer.owned_runs():

@@ -60,8 +60,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
     known = any(_is_elementwise(kind) for kind in type(optimizer).__mro__)
     if not known and not allow_untested:
         raise ConfigError(
-            f"optimizer {type(optimizer).__module__}.{type(optimizer).__name__} is not known to treat every element by "
-            "itself, and at stages 1-3 it would see ranges of elements instead of whole parameters.\n"
+            f"optimizer {type(optimizer).__module__}.{type(optimizer).__name__} is not known to treat every element "
+            "by itself, and at stages 1-3 it would see ranges of elements instead of whole parameters.\n"
             "If it does, set zero_allow_untested_optimizer: true; else use torch.optim.AdamW or stage 0."
         )
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from hf_zero.comm import Comm
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.layout import Run
 from hf_zero.optim.rules import check_optimizer
 from hf_zero.optim.window import WindowFacts, clip_coefficient, settle_window
-from hf_zero.runtime.order import UseOrder
 from hf_zero.runtime.grads import GradBuffer, GradReducer
-from hf_zero.comm import Comm
+from hf_zero.runtime.order import UseOrder
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class OwnedRun:
 class ShardedOptimizer(torch.optim.Optimizer):
     """Keeps the user's optimizer object and points its param groups at this rank's master shards.
 
-    Schedulers, callbacks and logging that hold the user's optimizer or its `param_groups` go on working: the groups are
-    the same dicts in the same list; only what is under "params" changes.
+    Schedulers, callbacks and logging that hold the user's optimizer or its `param_groups` go on working: the groups
+    are the same dicts in the same list; only what is under "params" changes.
 
     Args:
         optimizer: Built over the model's own parameters. State it already has is cut to the shards.
@@ -93,9 +93,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._facts = None
 
     def clip_grad_norm(self, max_norm: float) -> float:
-        """Scale the mean gradient so that its L2 norm is at most `max_norm`; return the norm before. All ranks must call.
+        """Scale the mean gradient so that its L2 norm is at most `max_norm`; return the norm before.
 
-        `inf` only measures. Follows torch.nn.utils.clip_grad_norm_.
+        All ranks must call. `inf` only measures. Follows torch.nn.utils.clip_grad_norm_.
         """
         norm = self._settle().norm
         factor = clip_coefficient(norm, max_norm)

@@ -1,10 +1,11 @@
 """When gradients are reduced, and where they accumulate until the step.
 
 [Note: One reduce per unit and backward]
-Every rank starts exactly one reduce per buffer in a backward (stages 2-3) or in the boundary's backward (stages 0-1), in
-one fixed order, whatever order autograd produced the gradients in, with zeros where a parameter got none. What arrives
-after a buffer's reduce has started (a shared module under reentrant checkpointing, a second backward before the step)
-waits in memory of its own; the vote of the step tells all ranks which buffers have such a rest, and they reduce it then.
+Every rank starts exactly one reduce per buffer in a backward (stages 2-3) or in the boundary's backward (stages 0-1),
+in one fixed order, whatever order autograd produced the gradients in, with zeros where a parameter got none. What
+arrives after a buffer's reduce has started (a shared module under reentrant checkpointing, a second backward before
+the step) waits in memory of its own; the vote of the step tells all ranks which buffers have such a rest, and they
+reduce it then.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ class ModelGuards:
             if sharded:
                 raise StateError(
                     f"state_dict() of a sharded model would hold placeholders instead of weights (first: "
-                    f"{path + '.' if path else ''}{sharded[0]}).\nOn all ranks call engine.full_state_dict(keep=rank == 0), "
-                    "trainer.save_model(), model.save_pretrained() or accelerator.get_state_dict(model); or read inside "
-                    "`with hf_zero.gathered_params(model):`."
+                    f"{path + '.' if path else ''}{sharded[0]}).\nOn all ranks call engine.full_state_dict(keep=rank "
+                    "== 0), trainer.save_model(), model.save_pretrained() or accelerator.get_state_dict(model); or read "
+                    "inside `with hf_zero.gathered_params(model):`."
                 )
 
         self._handles.append(module.register_state_dict_pre_hook(before))
@@ -66,9 +66,10 @@ class ModelGuards:
                 moved = fn(probe)
                 if moved.dtype != param.dtype or moved.device != param.device:
                     raise StateError(
-                        f"{path + '.' if path else ''}{name} is sharded and cannot be moved or cast from {param.dtype} "
-                        f"on {param.device} to {moved.dtype} on {moved.device}.\nSet the type before the model is handed to "
-                        "hf_zero (dtype= in from_pretrained, bf16.enabled in the configuration), or call "
+                        f"{path + '.' if path else ''}{name} is sharded and cannot be moved or cast from "
+                        f"{param.dtype} "
+                        f"on {param.device} to {moved.dtype} on {moved.device}.\nSet the type before the model is "
+                        "handed to hf_zero (dtype= in from_pretrained, bf16.enabled in the configuration), or call "
                         "engine.teardown() first."
                     )
             own = module._parameters

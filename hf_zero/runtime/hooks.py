@@ -7,9 +7,9 @@ task: from hooks on tensors that a forward outside of any backward returned. Whe
 built from something a module kept), the step flushes what has arrived.
 
 [Note: When a unit is released in backward]
-Its module's inputs have their gradient when nothing in the module is left to run: autograd runs ready nodes latest-made
-first, and everything in the module was made after its inputs. Modules whose inputs need no gradient stay gathered until
-the end of backward.
+Its module's inputs have their gradient when nothing in the module is left to run: autograd runs ready nodes
+latest-made first, and everything in the module was made after its inputs. Modules whose inputs need no gradient stay
+gathered until the end of backward.
 
 [Note: Recomputation]
 Activation checkpointing runs forwards inside backward, and may leave them by an exception as soon as it has what it

@@ -25,8 +25,8 @@ class Phase(enum.Enum):
 class PrefetchLimits:
     """How far ahead parameters are gathered, in elements of whole units.
 
-    `ahead` is `stage3_prefetch_bucket_size`: the next unit is gathered ahead whatever its size, further ones while their
-    sum stays below (see _MAX_UNITS_AHEAD); 0 turns it off. `live` is `stage3_max_live_parameters`.
+    `ahead` is `stage3_prefetch_bucket_size`: the next unit is gathered ahead whatever its size, further ones while
+    their sum stays below (see _MAX_UNITS_AHEAD); 0 turns it off. `live` is `stage3_max_live_parameters`.
     """
 
     ahead: int

@@ -88,14 +88,16 @@ class WholeWeights:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
         """See ZeroEngine.load_full_state_dict."""
-        names = {alias: name for alias, name in tied_names(self._model).items()}
+        names = tied_names(self._model)
         own = dict(self._own_tensors())
         wanted = {names.get(name, name): tensor for name, tensor in own.items()}
         given = {names.get(clean_name(name), clean_name(name)): name for name in state}
         problems = [f"missing: {name}" for name in wanted if name not in given]
         problems += [f"not in the model: {name}" for name in given if name not in wanted]
         if strict and problems:
-            raise CheckpointError(f"rank {self._comm.rank}: the weights do not fit the model:\n  " + "\n  ".join(problems))
+            raise CheckpointError(
+                f"rank {self._comm.rank}: the weights do not fit the model:\n  " + "\n  ".join(problems)
+            )
         shapes = [
             f"{name}: {tuple(state[given[name]].shape)} in the file, {tuple(tensor.shape)} in the model"
             for name, tensor in wanted.items()
@@ -124,4 +126,3 @@ class WholeWeights:
                 for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
                     if slot.name in state:
                         param.copy_(state[slot.name])
-

@@ -1,10 +1,10 @@
 """One flat buffer: parameters of one type and one fate, whole or as this rank's shard.
 
 [Note: Views outlive a release]
-Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the full buffer
-is one tensor for the whole run whose storage is resized to 0 at a release and refilled at the next gather: a view saved
-in forward sees the data again once the unit is gathered in backward. The parameters themselves are pointed at
-placeholders before the memory goes, so that reading a released parameter gives NaN, not freed memory.
+Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the full
+buffer is one tensor for the whole run whose storage is resized to 0 at a release and refilled at the next gather: a
+view saved in forward sees the data again once the unit is gathered in backward. The parameters themselves are pointed
+at placeholders before the memory goes, so that reading a released parameter gives NaN, not freed memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class FlatBuffer:
 
     Invariants:
       - Gathered parameters are views of `full`; a gather needs no copy-out.
-      - A released parameter keeps its identity, shape, type and device; its data is one NaN element of its own, expanded
-        with stride 0, and must still be NaN at the next gather.
+      - A released parameter keeps its identity, shape, type and device; its data is one NaN element of its own,
+        expanded with stride 0, and must still be NaN at the next gather.
       - `master` exists for trainable parameters only, and shares memory with `shard` where the types agree.
     """
 
@@ -133,8 +133,8 @@ class FlatBuffer:
             self._ghost.fill_(torch.nan)
             raise StateError(
                 f"rank {self._comm.rank}: sharded parameter(s) were written to while no rank held them whole, and the "
-                f"write is lost: {', '.join(names)}.\nWrite inside `with hf_zero.gathered_params(model, write_rank=0):`, "
-                "or before the model is handed to hf_zero."
+                f"write is lost: {', '.join(names)}.\nWrite inside `with hf_zero.gathered_params(model, "
+                "write_rank=0):`, or before the model is handed to hf_zero."
             )
 
     # ---------------------------------------------------------------- around the optimizer step

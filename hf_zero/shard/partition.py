@@ -40,7 +40,8 @@ class UnitSpec:
 def partition(
     model: nn.Module, *, persistence_threshold: int = 0, model_persistence_threshold: int | None = None
 ) -> list[UnitSpec]:
-    """Cut `model` into units: layers in registration order, then the root unit (perhaps empty), then the persistent one.
+    """Cut `model` into units: layers in registration order, then the root unit (perhaps empty), then the persistent
+    one.
 
     Args:
         persistence_threshold: Parameters of at most this many elements stay whole
@@ -147,7 +148,8 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _by_size(model: nn.Module) -> list[str]:
-    """Post-order: a module becomes a unit as soon as the parameters gathered under it, less units below, are enough."""
+    """Post-order: a module becomes a unit as soon as the parameters gathered under it, less units below, are "
+    "enough."""
     total = sum(param.numel() for param in model.parameters())
     enough = max(int(total * _MIN_UNIT_SHARE), _MIN_UNIT_NUMEL)
     chosen: set[str] = set()
@@ -171,7 +173,8 @@ def _by_size(model: nn.Module) -> list[str]:
 
 
 def _forward_runs(path: str, model: nn.Module) -> bool:
-    """Whether calling the model calls this module: containers are never called, nor are parts of MultiheadAttention."""
+    """Whether calling the model calls this module: containers are never called, nor are parts of "
+    "MultiheadAttention."""
     parent_path = path.rpartition(".")[0]
     if isinstance(model.get_submodule(parent_path), nn.MultiheadAttention) or ".parametrizations" in f".{path}":
         return False

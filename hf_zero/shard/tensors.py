@@ -15,8 +15,8 @@ class ShardTensor:
     Invariant: the parts tile the shard in shard order; padding elements are zero and stay zero.
 
     Args:
-        memory: 1-D [shard_numel], the shard itself, or with `in_full` 1-D [padded_numel], the full buffer of which this
-            rank's parts are views: an fp32 parameter that is whole on every rank needs no second copy as master.
+        memory: 1-D [shard_numel], the shard itself, or with `in_full` 1-D [padded_numel], the full buffer of which
+            this rank's parts are views: an fp32 parameter that is whole on every rank needs no second copy as master.
     """
 
     def __init__(self, layout: UnitLayout, rank: int, memory: torch.Tensor, *, in_full: bool) -> None:

@@ -33,9 +33,9 @@ class Lease:
 class ShardStore(abc.ABC):
     """Keeps 1-D tensors under string keys on one medium.
 
-    Order of calls: `create` once per key, then any number of (`prefetch`, `lease`, release), `flush` before the contents
-    are read by somebody else (a checkpoint), `drop` at the end. One writer per key at a time. An I/O error surfaces at
-    the next `lease` or `flush` of the key, and the key stays unusable.
+    Order of calls: `create` once per key, then any number of (`prefetch`, `lease`, release), `flush` before the
+    contents are read by somebody else (a checkpoint), `drop` at the end. One writer per key at a time. An I/O error
+    surfaces at the next `lease` or `flush` of the key, and the key stays unusable.
     """
 
     @abc.abstractmethod

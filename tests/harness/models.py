@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 VOCAB, HIDDEN, INNER, LENGTH = 17, 11, 13, 5
 
-# What the parity matrix varies in the transformer below.
+# What the parity matrix varies in the transformer below; "a+b" is both.
 VARIANTS = (
     "plain",
     "twice",  # the first layer is called twice in one forward
@@ -64,22 +64,22 @@ class Toy(nn.Module):
 
     def __init__(self, variant: str = "plain") -> None:
         super().__init__()
-        if variant not in VARIANTS:
+        self.variant = set(variant.split("+"))
+        if not self.variant <= set(VARIANTS):
             raise ValueError(variant)
-        self.variant = variant
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.positions = nn.Parameter(torch.zeros(LENGTH, HIDDEN))
         self.layers = nn.ModuleList(Layer() for _ in range(3))
-        if variant == "unused":
+        if "unused" in self.variant:
             self.extra: nn.Module = Layer()
-        if variant == "unused_somewhere":
+        if "unused_somewhere" in self.variant:
             self.extra = nn.Linear(HIDDEN, HIDDEN)
         self.norm = nn.LayerNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         self.register_buffer("scale", torch.full((HIDDEN,), 0.9))
-        if variant == "tied":
+        if "tied" in self.variant:
             self.head.weight = self.embed.weight
-        if variant == "frozen":
+        if "frozen" in self.variant:
             self.positions.requires_grad_(False)
             self.layers[1].requires_grad_(False)
             for layer in (self.layers[0], self.layers[2]):
@@ -95,7 +95,7 @@ class Toy(nn.Module):
         """Mean loss over the tokens of this batch; with `num_items`, their sum divided by it."""
         x = (self.embed(input_ids) + self.positions) * self.scale
         order = [0, 1, 2]
-        if self.variant == "twice":
+        if "twice" in self.variant:
             order = [0, 1, 0, 2]
         for index in order:
             x = self._layer(self.layers[index], x, use_extra)
@@ -107,9 +107,9 @@ class Toy(nn.Module):
         return {"loss": loss if num_items is None else loss / num_items, "logits": logits}
 
     def _layer(self, layer: nn.Module, x: torch.Tensor, use_extra: bool | None) -> torch.Tensor:
-        use_gain = self.variant != "unused" and use_extra is not False
-        if self.variant in ("reentrant", "non_reentrant") and self.training:
-            return checkpoint(layer, x, use_gain, use_reentrant=self.variant == "reentrant")
+        use_gain = "unused" not in self.variant and use_extra is not False
+        if self.variant & {"reentrant", "non_reentrant"} and self.training:
+            return checkpoint(layer, x, use_gain, use_reentrant="reentrant" in self.variant)
         return layer(x, use_gain)
 
 
@@ -179,9 +179,9 @@ def make_batch(name: str, *, seed: int, rank: int) -> dict[str, Any]:
     tokens = torch.randint(vocab, (2, LENGTH), generator=generator)
     labels = torch.randint(vocab, (2, LENGTH), generator=generator)
     batch: dict[str, Any] = {"input_ids": tokens, "labels": labels}
-    if name == "unequal":
+    if "unequal" in name:
         kept = 1 + (seed + 3 * rank) % (2 * LENGTH - 1)
         labels.view(-1)[kept:] = -100
-    if name == "unused_somewhere":
+    if "unused_somewhere" in name:
         batch["use_extra"] = rank != 0
     return batch
