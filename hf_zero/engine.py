@@ -7,6 +7,7 @@ do the rest. It owns no tensors and does not ask for the stage.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from hf_zero.runtime.weights import WholeWeights
 from hf_zero.shard.partition import UnitKind
 from hf_zero.shard.unit import ShardUnit
 from hf_zero.store import DeviceStore
+
+logger = logging.getLogger(__name__)
 
 _KEY = "_hf_zero_engine"
 
@@ -72,6 +75,27 @@ class ZeroEngine:
         self._no_sync = False
         self._teardowns: list[Callable[[], None]] = []
         self._install()
+        self._announce()
+
+    def _announce(self) -> None:
+        """What a reader of the log needs to know, once, from rank 0."""
+        if self.rank != 0:
+            return
+        for notice in self.config.notices:
+            logger.warning(notice)
+        kept = [unit for unit in self.units if unit.kind is UnitKind.PERSISTENT]
+        grads = {f"{buffer.dtype}".removeprefix("torch.") for buffer in self.reducer.buffers}
+        logger.info(
+            "hf_zero: stage %d on %d rank(s), %d units; gradients accumulate in %s and are reduced in %s; "
+            "Total persistent parameters: %d in %d params",
+            self.config.stage,
+            self.world_size,
+            len(self.units),
+            "/".join(sorted(grads)) or "nothing",
+            self.config.communication_data_type or "the same type",
+            sum(buffer.layout.numel for unit in kept for buffer in unit.buffers),
+            sum(len(buffer.params) for unit in kept for buffer in unit.buffers),
+        )
 
     def _build_settings(self) -> BuildSettings:
         config, zero = self.config, self.config.zero

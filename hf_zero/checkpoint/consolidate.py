@@ -324,9 +324,10 @@ def save_bin(weights: Path, out: Path, tied: Mapping[str, str]) -> None:
     for name, entry in json.loads(raw[8:start].tobytes()).items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
+            dtype = getattr(torch, TORCH_NAMES[entry["dtype"]])
             # torch.save takes tensors at one address for one: an empty one must not point to its neighbour.
-            flat = torch.from_numpy(raw[start + begin : start + end] if end > begin else np.empty(0, np.uint8))
-            state[name] = flat.view(getattr(torch, TORCH_NAMES[entry["dtype"]])).view(entry["shape"])
+            flat = torch.from_numpy(raw[start + begin : start + end]).view(dtype) if end > begin else torch.empty(0)
+            state[name] = flat.to(dtype).view(entry["shape"])
     with out.open("xb") as file:
         torch.save({**state, **{alias: state[name] for alias, name in tied.items()}}, file)
         file.flush()

@@ -46,10 +46,10 @@ class ModelGuards:
             sharded = [name for name, unit in mine.items() if unit.state is not UnitState.FULL]
             if sharded:
                 raise StateError(
-                    f"state_dict() of a sharded model would hold placeholders instead of weights (first: "
-                    f"{path + '.' if path else ''}{sharded[0]}).\nOn all ranks call engine.full_state_dict(keep=rank "
-                    "== 0), trainer.save_model(), model.save_pretrained() or accelerator.get_state_dict(model); or read "
-                    "inside `with hf_zero.gathered_params(model):`."
+                    "state_dict() of a sharded model would hold placeholders instead of weights (first: "
+                    f"{path + '.' if path else ''}{sharded[0]}).\nOn all ranks call trainer.save_model(), "
+                    "model.save_pretrained(), accelerator.get_state_dict(model) or "
+                    "engine.full_state_dict(keep=rank == 0); or read inside `with hf_zero.gathered_params(model):`."
                 )
 
         self._handles.append(module.register_state_dict_pre_hook(before))
@@ -67,8 +67,7 @@ class ModelGuards:
                 if moved.dtype != param.dtype or moved.device != param.device:
                     raise StateError(
                         f"{path + '.' if path else ''}{name} is sharded and cannot be moved or cast from "
-                        f"{param.dtype} "
-                        f"on {param.device} to {moved.dtype} on {moved.device}.\nSet the type before the model is "
+                        f"{param.dtype} on {param.device} to {moved.dtype} on {moved.device}.\nSet the type before the model is "
                         "handed to hf_zero (dtype= in from_pretrained, bf16.enabled in the configuration), or call "
                         "engine.teardown() first."
                     )

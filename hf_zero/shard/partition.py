@@ -51,7 +51,8 @@ def partition(
     check_parameters(model)
     unit_paths = _unit_paths(model)
     owners = _owners(model, unit_paths)
-    persistent = _persistent(model, persistence_threshold, model_persistence_threshold)
+    kept_whole = persistent_parameters(model, persistence_threshold, model_persistence_threshold)
+    persistent = {id(param) for param in kept_whole.values()}
     grouped: dict[str, list[tuple[str, nn.Parameter]]] = {path: [] for path in unit_paths}
     root: list[tuple[str, nn.Parameter]] = []
     kept: list[tuple[str, nn.Parameter]] = []
@@ -112,12 +113,13 @@ def check_parameters(model: nn.Module) -> None:
         raise ConfigError("hf_zero cannot shard this model:\n  " + "\n  ".join(problems))
 
 
-def _persistent(model: nn.Module, threshold: int, total: int | None) -> set[int]:
-    chosen: set[int] = set()
+def persistent_parameters(model: nn.Module, threshold: int, total: int | None = None) -> dict[str, nn.Parameter]:
+    """Parameters of at most `threshold` elements, as long as their sum stays within `total`. Works on meta too."""
+    chosen: dict[str, nn.Parameter] = {}
     used = 0
-    for _, param in named_parameters(model):
+    for name, param in named_parameters(model):
         if param.numel() <= threshold and (total is None or used + param.numel() <= total):
-            chosen.add(id(param))
+            chosen[name] = param
             used += param.numel()
     return chosen
 
