@@ -14,7 +14,7 @@ import pytest
 from hf_zero.checkpoint.manifest import manifest_path, read_manifest, zero_folder
 from hf_zero.checkpoint.save import build_manifest, discard, prepare_folder, write_manifest, write_rank_file
 from hf_zero.errors import CheckpointError
-from tests.harness.checkpoints import assert_holds, make_model, only_frozen, save, save_info
+from tests.harness.checkpoints import assert_holds, in_child, make_model, only_frozen, save, save_info
 
 
 def test_overwriting_keeps_one_whole_checkpoint_and_no_leftovers(tmp_path: Path) -> None:
@@ -56,19 +56,6 @@ def die_at_call(number: int) -> None:
 
     for name in ("open", "write", "fsync", "replace", "unlink", "mkdir"):
         setattr(os, name, lethal(getattr(os, name), name == "write"))
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Exit status of a forked child that runs `work`."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException as error:
-            os.write(2, f"{error}\n".encode())
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.parametrize("overwrites", [False, True])

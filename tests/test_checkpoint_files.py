@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from hf_zero.checkpoint.save import build_manifest, check_info, commit, prepare_
 from hf_zero.checkpoint.state import RunState
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import FORMAT_VERSION, UnitLayout
-from tests.harness.checkpoints import assert_holds, assert_same, cut, make_model, save, save_info
+from tests.harness.checkpoints import assert_holds, assert_same, cut, in_child, make_model, save, save_info
 
 WORLDS = [1, 2, 3, 4]
 BUCKETS = [None, 8, 40]
@@ -126,6 +127,30 @@ def test_non_contiguous_tensors_are_written(tmp_path: Path) -> None:
     commit(tmp_path, build_manifest(info, [record]))
     with open_checkpoint(tmp_path) as reader:
         assert_same(reader.read_whole("w", torch.float32), strided.contiguous())
+
+
+def test_neither_writing_nor_reading_holds_a_second_copy(tmp_path: Path) -> None:
+    layout = UnitLayout.build("u", {"w": (25_000_000,)}, dtype="float32", trainable=True, world_size=1)
+    run = layout.runs(0)[0]
+    state = RunState("u", run, {"master": torch.rand(run.numel), "exp_avg": torch.rand(2 * run.numel)[::2]})
+    info = SaveInfo(world_size=1, stage=0, layouts=(layout,), params=(TensorInfo("w", (run.numel,), "float32"),))
+
+    def work() -> None:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        used = int(next(line for line in lines if line.startswith("VmData")).split()[1]) << 10
+        resource.setrlimit(resource.RLIMIT_DATA, (used + (80 << 20), resource.RLIM_INFINITY))
+        with pytest.raises(RuntimeError, match="allocate"):
+            state.tensors["master"].clone()  # 100 MB: not vacuous
+        prepare_folder(tmp_path)
+        commit(tmp_path, build_manifest(info, [write_rank_file(tmp_path, 0, [state])]))
+        with open_checkpoint(tmp_path) as reader:
+            reader.verify()
+            resource.setrlimit(resource.RLIMIT_DATA, (used + (180 << 20), resource.RLIM_INFINITY))
+            assert torch.equal(reader.read("w", "master", run), state.tensors["master"])
+
+    assert in_child(work) == 0
+    with open_checkpoint(tmp_path) as reader:
+        assert_same(reader.read("w", "exp_avg", run), state.tensors["exp_avg"])
 
 
 # -------------------------------------------------------------------- what is refused

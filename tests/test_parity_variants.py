@@ -24,7 +24,6 @@ from tests.test_parity import STAGES, check
 # Buckets that cut parameters, and into unequal pieces; a prefetch that reaches one layer, or none.
 ZERO_SETTINGS: list[tuple[tuple[str, Any], ...]] = [
     (("reduce_bucket_size", 97), ("allgather_bucket_size", 97)),
-    (("reduce_bucket_size", 1), ("allgather_bucket_size", 1)),
     (("stage3_param_persistence_threshold", 20),),
     (("stage3_param_persistence_threshold", 10**6),),
     (("stage3_prefetch_bucket_size", 0),),

@@ -21,7 +21,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -363,7 +363,8 @@ def published(out: Path) -> Iterator[Path]:
         raise ConsolidateError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def consolidate(
@@ -423,7 +424,7 @@ def consolidate(
         "tensors": len(tensors),
         "elements": sum(tensor.numel for tensor in tensors),
         "bytes": sum(tensor.nbytes for tensor in tensors),
-        "dtypes": sorted({FLOATS.get(tensor.written, tensor.written) for tensor in tensors}),
+        "dtypes": sorted({TORCH_NAMES[tensor.written] for tensor in tensors}),
     }
 
 
@@ -450,12 +451,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-verify", action="store_true", help="do not compare the checksums first")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    folder = args.checkpoint / args.tag if args.tag else args.checkpoint
+def options_of(args: argparse.Namespace) -> Options:
     if args.shard_size and args.out and args.out.suffix in ONE_FILE:
         raise argparse.ArgumentError(None, f"--shard-size is for a folder, and {args.out} is one file")
-    options = Options(args.dtype, args.shard_size or DEFAULTS.shard_bytes, args.only_trainable, not args.no_verify)
-    return consolidate(folder, args.out, options, progress_bar("consolidating"))
+    return Options(args.dtype, args.shard_size or DEFAULTS.shard_bytes, args.only_trainable, not args.no_verify)
 
 
 def progress_bar(title: str) -> Callable[[int, int], None]:
@@ -478,10 +477,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write a sharded checkpoint of hf_zero as Hugging Face weights.")
     add_arguments(parser)
     try:
-        summary = run(parser.parse_args())
+        args = parser.parse_intermixed_args()
+        folder = args.checkpoint / args.tag if args.tag else args.checkpoint
+        summary = consolidate(folder, args.out, options_of(args), progress_bar("consolidating"))
     except argparse.ArgumentError as error:
         parser.error(str(error))
-    except ConsolidateError as error:
+    except (ConsolidateError, OSError) as error:
         sys.stderr.write(f"{CLEAR_LINE if sys.stderr.isatty() else ''}error: {error}\n")
         return 1
     sys.stdout.write(f"{summary['tensors']} tensors, {summary['bytes'] / 1e9:.2f} GB, in {summary['out']}\n")

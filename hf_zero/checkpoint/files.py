@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hf_zero.errors import CheckpointError
@@ -16,7 +16,7 @@ from hf_zero.errors import CheckpointError
 Progress = Callable[[int], None]  # called with the number of bytes done since the last call
 
 TEMPORARY_SUFFIX = ".partial"
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20
 
 
 class ChecksumWriter:
@@ -58,17 +58,16 @@ def written_atomically(path: Path) -> Iterator[ChecksumWriter]:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         if not done:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # the error that led here says more
+                temporary.unlink()
 
 
 def sync_folder(folder: Path) -> None:
     """Make renames in `folder` survive a power cut. Without effect on file systems that cannot do it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
-    except OSError:
-        # Some network file systems refuse fsync on a folder; they order renames themselves.
-        pass
+        with suppress(OSError):  # some network file systems refuse; they order renames themselves
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

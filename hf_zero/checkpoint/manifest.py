@@ -158,7 +158,7 @@ def package_version() -> str:
     try:
         return importlib.metadata.version("hf-zero")
     except importlib.metadata.PackageNotFoundError:
-        return "not installed (run from source)"
+        return "from source"
 
 
 # -------------------------------------------------------------------- JSON text

@@ -7,11 +7,17 @@ import json
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from hf_zero.checkpoint.consolidate import MODEL_FILES, TEMPLATES, add_arguments
-from hf_zero.checkpoint.consolidate import run as run_consolidate
+from hf_zero.checkpoint.consolidate import (
+    MODEL_FILES,
+    TEMPLATES,
+    add_arguments,
+    consolidate,
+    options_of,
+    progress_bar,
+)
 from hf_zero.checkpoint.manifest import check_files, read_manifest
 from hf_zero.cli.text import format_bytes
 from hf_zero.errors import CheckpointError
@@ -34,23 +40,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    options = options_of(args)
     folder: Path = args.checkpoint / args.tag if args.tag else args.checkpoint
+    out: Path = args.out or folder / "consolidated"
     check_files(folder, read_manifest(folder))
-    args.out = args.out or folder / "consolidated"
-    if args.force and args.out.exists():
-        with _set_aside(args.out, folder):
-            summary = run_consolidate(args)
-    else:
-        summary = run_consolidate(args)
+    with _set_aside(out, folder) if args.force and out.exists() else nullcontext():
+        summary = consolidate(folder, out, options, progress_bar("consolidating"))
     if args.json:
         print(json.dumps(summary))
         return
     types = ", ".join(summary["dtypes"])
-    print(f"{summary['tensors']} tensors ({format_bytes(summary['bytes'])}, {types}) are in {args.out}")
-    if args.out.is_dir() and not (args.out / "config.json").exists():
-        print(
-            f"There is no config.json in {folder}: add the model's own to {args.out} before from_pretrained reads it."
-        )
+    print(f"{summary['tensors']} tensors ({format_bytes(summary['bytes'])}, {types}) are in {out}")
+    if out.is_dir() and not (out / "config.json").exists():
+        print(f"There is no config.json in {folder}: add the model's own to {out} before from_pretrained reads it.")
 
 
 @contextmanager

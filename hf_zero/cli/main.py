@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from hf_zero.checkpoint.consolidate import CLEAR_LINE, ConsolidateError
@@ -45,12 +46,19 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog=PROGRAM, description="Tools around ZeRO training with hf_zero.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"hf_zero {package_version()}")
-    parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+@dataclass(frozen=True)
+class Parsers:
+    top: argparse.ArgumentParser
+    commands: Mapping[str, argparse.ArgumentParser]
+
+
+def build_parsers() -> Parsers:
+    top = OneLineParser(prog=PROGRAM, description="Tools around ZeRO training with hf_zero.", allow_abbrev=False)
+    top.add_argument("--version", action="version", help="show the version", version=f"hf_zero {package_version()}")
+    group = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = {}
     for command in COMMANDS:
-        sub = parsers.add_parser(
+        parser = commands[command.NAME] = group.add_parser(
             command.NAME,
             help=command.SUMMARY,
             description=command.SUMMARY[0].upper() + command.SUMMARY[1:] + ".",
@@ -58,14 +66,26 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        command.configure(sub)
-        sub.set_defaults(run=command.run, prog=sub.prog)
-    return parser
+        command.configure(parser)
+        parser.set_defaults(run=command.run, prog=parser.prog)
+    return Parsers(top, commands)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parsers = build_parsers()
+    if not argv or argv[0] not in parsers.commands:
+        return parsers.top.parse_args(argv)
+    parser = parsers.commands[argv[0]]
+    try:
+        # Plain parsing takes `CKPT --dtype bf16 OUT` for an error: positionals must not stand apart there.
+        return parser.parse_intermixed_args(argv[1:])
+    except TypeError:
+        return parser.parse_args(argv[1:])  # a command with commands of its own, or with a rest that it passes on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. --help, --version and a parser's error leave by SystemExit."""
-    args = build_parser().parse_args(argv)
+    args = _parse(sys.argv[1:] if argv is None else argv)
     try:
         args.run(args)
         sys.stdout.flush()

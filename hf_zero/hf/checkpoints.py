@@ -1,7 +1,7 @@
 """Which `checkpoint-N` folders of a Trainer are whole, and which one a resume takes.
 
-A folder is whole when `trainer_state.json`, which Trainer writes last, is there, and `zero/manifest.json`, the commit
-mark of the sharded state, unless only the model was saved.
+A folder is whole when `trainer_state.json`, which Trainer writes last, is there, and the sharded state in `zero/` was
+committed with all its files, unless only the model was saved.
 """
 
 from __future__ import annotations
@@ -13,73 +13,65 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_zero.checkpoint.manifest import check_files, manifest_path, offer, read_manifest, zero_folder
 from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "zero/manifest.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def has_sharded_state(folder: str | Path) -> bool:
     """Whether masters and optimizer state were committed to `folder`."""
-    return (Path(folder) / MANIFEST).is_file()
+    return manifest_path(folder).is_file()
 
 
 def why_torn(folder: str | Path) -> str | None:
-    """The file whose absence shows that a save to `folder` was cut off, or None."""
-    folder = Path(folder)
-    if (folder / "zero").is_dir() and not has_sharded_state(folder):
-        return f"{MANIFEST} is missing"
-    if not (folder / TRAINER_STATE_NAME).is_file():
-        return f"{TRAINER_STATE_NAME} is missing"
+    """What shows that a save to `folder` was cut off or has been damaged since, or None."""
+    if zero_folder(folder).is_dir():
+        try:
+            check_files(folder, read_manifest(folder))
+        except CheckpointError as error:
+            return str(error).partition(" The newest whole checkpoint")[0]
+    if not (Path(folder) / TRAINER_STATE_NAME).is_file():
+        return f"{folder} is not whole: {TRAINER_STATE_NAME}, which is written last, is missing."
     return None
 
 
-def whole_checkpoints(output_dir: str | Path) -> list[Path]:
-    """Whole `checkpoint-N` folders, the newest (largest N) first; says which newer ones are passed over."""
-    folder = Path(output_dir)
-    numbered = [
-        (int(match.group(1)), path)
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if path.is_dir() and (match := _CHECKPOINT.fullmatch(path.name)) is not None
-    ]
-    found: list[Path] = []
-    for _, path in sorted(numbered, reverse=True):
-        reason = why_torn(path)
-        if reason is None:
-            found.append(path)
-        elif not found:
-            logger.warning("passing over %s: %s, so its save was cut off", path, reason)
-    return found
-
-
-def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool) -> str:
+def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, quiet: bool = False) -> str:
     """The folder that `resume_from_checkpoint=asked` means: the newest whole one for True, else the one named.
 
+    Args:
+        quiet: Do not say which newer folders are passed over.
     Raises:
         CheckpointError: There is none, or the one named is not whole; the newest whole one is offered.
     """
-    if asked is True:
-        found = whole_checkpoints(output_dir)
-        if not found:
-            raise CheckpointError(
-                f"resume_from_checkpoint=True, but {output_dir} holds no whole checkpoint-N folder.\n"
-                "Leave resume_from_checkpoint out to start from the beginning."
-            )
-        return str(found[0])
-    folder = Path(str(asked))
-    reason = why_torn(folder) if folder.is_dir() else "there is no such folder"
-    if reason is not None:
-        raise CheckpointError(f"cannot resume from {folder}: {reason}.{offer(folder)}")
-    return str(folder)
+    if asked is not True:
+        folder = Path(str(asked))
+        reason = why_torn(folder) if folder.is_dir() else f"there is no folder {folder}."
+        if reason is not None:
+            raise CheckpointError(f"cannot resume: {reason}{offer(folder)}")
+        return str(folder)
+    for path in _numbered(Path(output_dir)):
+        reason = why_torn(path)
+        if reason is None:
+            return str(path)
+        if not quiet:
+            logger.warning("passing over %s: %s", path.name, reason)
+    raise CheckpointError(
+        f"resume_from_checkpoint=True, but {output_dir} holds no whole checkpoint-N folder.\n"
+        "Leave resume_from_checkpoint out to start from the beginning."
+    )
 
 
-def offer(folder: str | Path) -> str:
-    """A sentence that names the newest whole checkpoint beside `folder`, or nothing if there is none."""
-    folder = Path(folder)
-    others = [path for path in whole_checkpoints(folder.parent) if path != folder]
-    return f"\nThe newest whole checkpoint is {others[0]}." if others else ""
+def _numbered(folder: Path) -> list[Path]:
+    """`checkpoint-N` folders, the largest N first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _CHECKPOINT.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            found.append((int(match.group(1)), path))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def state_to_load(project: Any, input_dir: str | None) -> str:
@@ -91,11 +83,12 @@ def state_to_load(project: Any, input_dir: str | None) -> str:
     if input_dir is None and project.automatic_checkpoint_naming:
         root = Path(project.project_dir) / "checkpoints"
         numbered = {int(path.name.rpartition("_")[2]): path for path in root.glob("checkpoint_*")}
-        whole = [path for _, path in sorted(numbered.items()) if has_sharded_state(path)]
-        if not whole:
-            raise CheckpointError(f"{root} holds no whole checkpoint.")
-        return str(whole[-1])
-    folder = Path(input_dir or "").expanduser()
-    if input_dir is None or not has_sharded_state(folder):
-        raise CheckpointError(f"cannot load state from {folder}: {MANIFEST} is missing, so no save ended there.")
+        for _, path in sorted(numbered.items(), reverse=True):
+            if has_sharded_state(path):
+                return str(path)
+        raise CheckpointError(f"{root} holds no whole checkpoint.")
+    if input_dir is None:
+        raise CheckpointError("accelerator.load_state needs a folder, or automatic_checkpoint_naming in its project.")
+    folder = Path(input_dir).expanduser()
+    read_manifest(folder)
     return str(folder)

@@ -292,8 +292,8 @@ class ZeroAcceleratorMixin(Accelerator):
 
 
 def writes_weights(engine: ZeroEngine) -> bool:
-    """Whether whole weights are written beside the engine's own files."""
-    return not engine.is_sharded or engine.config.zero.stage3_gather_16bit_weights_on_model_save is not False
+    """Whether whole weights are written beside the engine's own files: always, unless they were turned off."""
+    return engine.config.stage < 3 or engine.config.zero.stage3_gather_16bit_weights_on_model_save is not False
 
 
 # Accelerator class -> the same with the mixin in front.

@@ -25,7 +25,7 @@ from transformers.trainer_pt_utils import reissue_pt_warnings, remove_dummy_chec
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError
 from hf_zero.hf.adapters import is_peft_model, whole_prompt_encoders
-from hf_zero.hf.checkpoints import checkpoint_to_resume, has_sharded_state, offer
+from hf_zero.hf.checkpoints import checkpoint_to_resume, has_sharded_state
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin, writes_weights
@@ -42,7 +42,7 @@ def create_accelerator(self: Any, orig: Original) -> None:
     if config is None:
         orig()
         return
-    resolved = check_run(config, self.args, self.model)
+    check_run(config, self.args, self.model)
     if self.args.n_gpu > 1:
         # Trainer would wrap the model in DataParallel, which copies it at every step.
         logger.warning(
@@ -52,9 +52,6 @@ def create_accelerator(self: Any, orig: Original) -> None:
     with ACTIVATION.held_back():
         orig()
     ZeroPlugin(config, args=self.args).attach(self.accelerator)
-    if self.args.process_index == 0:
-        for notice in resolved.notices:
-            logger.warning(notice)
 
 
 def move_model_to_device(self: Any, orig: Original, model: nn.Module, device: torch.device) -> None:
@@ -84,7 +81,8 @@ def train(
 ) -> Any:
     """Resume from the newest whole checkpoint where the stock Trainer takes the newest of all."""
     if _plugin(self) is not None and resume_from_checkpoint:
-        chosen = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
+        quiet = self.args.process_index != 0
+        chosen = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint, quiet=quiet)
         if len(set(everyone := gather_object([chosen]))) > 1:
             raise CheckpointError(f"ranks would resume from different checkpoints: {everyone} (in rank order).")
         resume_from_checkpoint = chosen
@@ -146,15 +144,13 @@ def load_optimizer_and_scheduler(self: Any, orig: Original, checkpoint: str | No
                 f"{checkpoint} was written without hf_zero: {OPTIMIZER_NAME} holds the state of whole parameters.\n"
                 f"Remove {OPTIMIZER_NAME} to go on from its weights with a new optimizer state."
             )
-        logger.warning("%s holds weights only: the optimizer state and the schedule start anew", checkpoint)
+        if self.args.process_index == 0:
+            logger.warning("%s holds weights only: optimizer state and schedule start anew", checkpoint)
         return
-    try:
-        engine.load_checkpoint(checkpoint)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{offer(checkpoint)}") from error
+    engine.load_checkpoint(checkpoint)
     scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
     if not os.path.isfile(scheduler):
-        raise CheckpointError(f"cannot resume from {checkpoint}: {SCHEDULER_NAME} is missing.{offer(checkpoint)}")
+        raise CheckpointError(f"cannot resume from {checkpoint}: {SCHEDULER_NAME} is missing.")
     with warnings.catch_warnings(record=True) as caught:
         self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
     reissue_pt_warnings(caught)

@@ -2,7 +2,7 @@
 
     python -m recipes.causal_lm.generate MODEL [--compare OTHER_MODEL] [--prompt TEXT] [--max_new_tokens N]
 
-The text is the most likely continuation of the prompt, so it is the same in every run.
+The text is the most likely continuation of the prompt, so it is the same in every run; shown up to a blank line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def main() -> None:
     for title, model in (("before", args.compare), ("after" if args.compare else "", args.model)):
         if model is not None:
             print(f"-- {title} ({model})" if title else f"-- {model}")
-            print(args.prompt + generate(model, args.prompt, args.max_new_tokens).rstrip(), flush=True)
+            text = generate(model, args.prompt, args.max_new_tokens)
+            print(args.prompt + text.split("\n\n")[0].rstrip(), flush=True)
     if "hf_zero" in sys.modules:
         raise AssertionError("hf_zero was imported: this was to show that plain transformers is enough")
 

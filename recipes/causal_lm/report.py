@@ -81,7 +81,7 @@ def _evaluation_rows(run: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     return [
         ("evaluation loss", f"{before:.4f} before, {after:.4f} after"),
-        ("perplexity", f"{perplexity(before):.2f} before, {perplexity(after):.2f} after"),
+        ("perplexity", f"{perplexity(before):.4g} before, {perplexity(after):.4g} after"),
     ]
 
 

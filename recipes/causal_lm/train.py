@@ -76,12 +76,12 @@ def main() -> None:
     if len(eval_blocks) and not args.resume_from_checkpoint:
         before = trainer.evaluate()["eval_loss"]
         if trainer.is_world_process_zero():
-            print(f"before training: loss {before:.4f}, perplexity {perplexity(before):.2f}", flush=True)
+            print(f"before training: loss {before:.4f}, perplexity {perplexity(before):.4g}", flush=True)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if len(eval_blocks):
         after = trainer.evaluate()["eval_loss"]
         if trainer.is_world_process_zero():
-            print(f"after training:  loss {after:.4f}, perplexity {perplexity(after):.2f}", flush=True)
+            print(f"after training:  loss {after:.4f}, perplexity {perplexity(after):.4g}", flush=True)
 
     if trainer.is_world_process_zero():
         write_summary(trainer, source=source, dataset=data_args.dataset, before=before, after=after, timer=timer)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -155,3 +157,16 @@ def assert_holds(folder: Path, model: WholeModel) -> None:
                     assert_same(reader.read(name, kind, whole), tensor.reshape(-1))
         for name, buffer in model.buffers.items():
             assert_same(reader.read_buffer(name), buffer)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Exit status of a forked child that runs `work`."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException as error:
+            os.write(2, f"{error}\n".encode())
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -93,7 +93,8 @@ class Toy(nn.Module):
         use_extra: bool | None = None,
     ) -> dict[str, torch.Tensor]:
         """Mean loss over the tokens of this batch; with `num_items`, their sum divided by it."""
-        x = (self.embed(input_ids) + self.positions) * self.scale
+        x = self.embed(input_ids) + self.positions
+        x = x * self.scale.to(x.dtype)
         order = [0, 1, 2]
         if "twice" in self.variant:
             order = [0, 1, 0, 2]

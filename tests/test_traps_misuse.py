@@ -1,0 +1,324 @@
+"""What would silently damage a sharded model raises, names the parameter and says what to do instead."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hf_zero
+from hf_zero.engine import ZeroEngine
+from hf_zero.errors import ConfigError, DivergenceError, StateError, ZeroError
+from tests.harness import models
+from tests.harness.ranks import RankFailure, run_ranks
+from tests.harness.reference import Case
+from tests.harness.sharded import Options, micro_step, start
+
+CASE = Case("plain", 2, 1)
+WEIGHT = "layers.1.up.weight"
+
+
+def sharded() -> ZeroEngine:
+    engine = start(CASE, Options(3))
+    micro_step(engine, CASE, 0, 0, Options(3))
+    return engine
+
+
+def message_of(action: Callable[[ZeroEngine], Any], *kinds: type[BaseException]) -> str:
+    """The text of the error that `action` must raise; the engine must be able to train on."""
+    engine = sharded()
+    before = engine.full_state_dict(keep=True)
+    try:
+        action(engine)
+    except kinds as error:
+        text = str(error)
+    else:
+        raise AssertionError("no error was raised")
+    after = engine.full_state_dict(keep=True)
+    assert all(torch.equal(before[name], after[name]) for name in before), "weights were damaged"
+    micro_step(engine, CASE, 1, 0, Options(3))
+    return text
+
+
+# ---------------------------------------------------------------- writes to placeholders
+def _write(call: str) -> Callable[[ZeroEngine], Any]:
+    def action(engine: ZeroEngine) -> None:
+        param = engine.module.get_parameter(WEIGHT)
+        with torch.no_grad():
+            if call == "copy_":
+                param.copy_(torch.ones(param.shape))
+            elif call == "add_":
+                param.add_(1.0)
+            elif call == "normal_":
+                nn.init.normal_(param)
+            elif call == "index":
+                param[0] = 1.0
+            elif call == "zero_":
+                param.zero_()
+            elif call == "fill_":
+                param.fill_(3.0)
+            elif call == "zeros_":
+                nn.init.zeros_(param)
+        # Those that torch lets through are found at the next gather.
+        engine(**CASE.batch(1, 0, engine.rank))
+
+    return action
+
+
+RAISE_AT_ONCE = ("copy_", "add_", "normal_")
+FOUND_LATER = ("zero_", "fill_", "zeros_")
+
+
+def write_all() -> dict[str, str]:
+    texts = {call: message_of(_write(call), RuntimeError, StateError) for call in RAISE_AT_ONCE}
+    texts.update({call: message_of(_write(call), StateError) for call in FOUND_LATER})
+    return texts
+
+
+def test_a_write_to_a_sharded_parameter_is_never_lost_silently() -> None:
+    for texts in run_ranks(write_all, 2):
+        for call in FOUND_LATER:
+            assert WEIGHT in texts[call] and "gathered_params" in texts[call], texts[call]
+            assert "layers.0.up.weight" not in texts[call], "only the parameter that was written to is named"
+
+
+def save_after_zero() -> str:
+    engine = sharded()
+    with torch.no_grad():
+        engine.module.get_parameter(WEIGHT).zero_()
+    try:
+        engine.full_state_dict(keep=True)
+    except StateError as error:
+        return str(error)
+    raise AssertionError("the write was lost silently")
+
+
+def test_a_write_is_found_before_a_save() -> None:
+    assert all(WEIGHT in text for text in run_ranks(save_after_zero, 2))
+
+
+# ---------------------------------------------------------------- what a placeholder looks like
+def look() -> dict[str, Any]:
+    model = CASE.build()
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    identity = {name: id(param) for name, param in model.named_parameters()}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3, **_NONE_PERSISTENT}}
+    engine = hf_zero.initialize(model=model, optimizer=CASE.make_optimizer(model), config=config)[0]
+    micro_step(engine, CASE, 0, 0, Options(3))
+    params = dict(model.named_parameters())
+    weight = params[WEIGHT]
+    return {
+        "shapes": {name: param.shape for name, param in params.items()} == shapes,
+        "identity": {name: id(param) for name, param in params.items()} == identity,
+        "nan": bool(weight.isnan().all()),
+        "bytes": weight.untyped_storage().nbytes() < weight.numel() * weight.element_size(),
+        "dtype": weight.dtype == torch.float64 and weight.is_leaf and weight.requires_grad,
+        "repr": "Toy" in repr(model) and str(WEIGHT.split(".")[0]) in repr(model),
+        "class": type(model) is models.Toy and engine.module is model,
+        "grad": all(param.grad is None for param in params.values()),
+    }
+
+
+_NONE_PERSISTENT = {"stage3_param_persistence_threshold": 0}
+
+
+def test_a_placeholder_has_the_logical_shape_and_no_memory() -> None:
+    for seen in run_ranks(look, 2):
+        assert all(seen.values()), seen
+
+
+# ---------------------------------------------------------------- whole-model calls
+MISUSES: dict[str, tuple[Callable[[ZeroEngine], Any], tuple[str, ...]]] = {
+    "state_dict": (lambda engine: engine.module.state_dict(), ("full_state_dict", "gathered_params")),
+    "state_dict of a layer": (lambda engine: engine.module.layers[1].state_dict(), ("layers.1.", "full_state_dict")),
+    "deepcopy": (lambda engine: copy.deepcopy(engine.module), ("copied", "full_state_dict")),
+    "deepcopy of a layer": (lambda engine: copy.deepcopy(engine.module.layers[1]), ()),
+    "half": (lambda engine: engine.module.half(), ("sharded", "float16")),
+    "to(dtype)": (lambda engine: engine.module.to(torch.bfloat16), ("sharded", "bfloat16")),
+    "float": (lambda engine: engine.module.float(), ("sharded", "float32")),
+    "to(device)": (lambda engine: engine.module.to("meta"), ("sharded", "meta")),
+    "layer.half": (lambda engine: engine.module.layers[1].half(), ("layers.1.", "float16")),
+    "second engine": (lambda engine: start_again(engine), ("already", "teardown")),
+}
+
+
+def start_again(engine: ZeroEngine) -> None:
+    hf_zero.initialize(model=engine.module, config={"zero_optimization": {"stage": 3}})
+
+
+def misuse_all() -> dict[str, str]:
+    texts = {}
+    for name, (action, _) in MISUSES.items():
+        try:
+            texts[name] = message_of(action, StateError)
+        except AssertionError as error:
+            texts[name] = f"failed: {error}"
+    return texts
+
+
+def test_calls_that_would_write_placeholders_raise() -> None:
+    for texts in run_ranks(misuse_all, 2):
+        for name, (_, parts) in MISUSES.items():
+            assert not texts[name].startswith("failed"), f"{name}: {texts[name]}"
+            for part in parts:
+                assert part in texts[name], f"{name}: {part!r} is not in {texts[name]!r}"
+
+
+def harmless() -> list[Any]:
+    engine = sharded()
+    engine.module.to(torch.float64).to("cpu").double()
+    engine.module.train().eval().train().requires_grad_(True)
+    engine.module.zero_grad()
+    engine.zero_grad()
+    with hf_zero.gathered_params(engine.module):
+        state = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    whole = engine.full_state_dict(keep=True)
+    assert state.keys() == whole.keys() and all(torch.equal(state[name], whole[name]) for name in state)
+    micro_step(engine, CASE, 1, 0, Options(3))
+    engine.teardown()
+    model = engine.module
+    model.load_state_dict(copy.deepcopy(model).state_dict())
+    model(**CASE.batch(0, 0, 0))["loss"].backward()
+    return [param.grad is not None for param in model.parameters()]
+
+
+def test_what_changes_nothing_is_allowed_and_teardown_gives_the_model_back() -> None:
+    assert all(all(grads) for grads in run_ranks(harmless, 2))
+
+
+# ---------------------------------------------------------------- gathered_params
+def write_between() -> str:
+    def action(engine: ZeroEngine) -> None:
+        loss = engine(**CASE.batch(1, 0, engine.rank))["loss"]
+        try:
+            with hf_zero.gathered_params(engine.module, [WEIGHT, "head.weight"], write_rank=0):
+                pass
+        finally:
+            engine.backward(loss)
+            engine.zero_grad()
+
+    return message_of(action, StateError)
+
+
+def read_between() -> bool:
+    engine = sharded()
+    before = engine.full_state_dict(keep=True)
+    loss = engine(**CASE.batch(1, 0, engine.rank))["loss"]
+    with hf_zero.gathered_params(engine.module), hf_zero.gathered_params(engine.module, [WEIGHT]):
+        equal = all(torch.equal(before[name], value) for name, value in engine.module.named_parameters())
+    engine.backward(loss)
+    engine.step()
+    after = engine.full_state_dict(keep=True)
+    return equal and not torch.equal(before[WEIGHT], after[WEIGHT])
+
+
+def test_gathered_params_between_forward_and_backward() -> None:
+    assert all("between forward and backward" in text for text in run_ranks(write_between, 2))
+    assert run_ranks(read_between, 2) == [True, True]
+
+
+def unknown_name() -> str:
+    def action(engine: ZeroEngine) -> None:
+        with hf_zero.gathered_params(engine.module, [WEIGHT, "nothing", "nobody"]):
+            pass
+
+    return message_of(action, ConfigError)
+
+
+def test_gathered_params_lists_unknown_names() -> None:
+    assert all("nobody, nothing" in text for text in run_ranks(unknown_name, 2))
+
+
+# ---------------------------------------------------------------- ranks that disagree
+def different_models() -> None:
+    model = models.build("plain")
+    if dist.get_rank() == 1:
+        model.layers[1].up = nn.Linear(models.HIDDEN, models.INNER + 1)
+    zero = {"stage": 3, **_NONE_PERSISTENT}
+    hf_zero.initialize(model=model, config={"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1})
+
+
+def test_different_models_on_ranks_raise_on_all() -> None:
+    for outcome in run_ranks(different_models, 2, expect_error=True):
+        assert isinstance(outcome, RankFailure) and isinstance(outcome.exception, DivergenceError)
+        assert "layers.1" in outcome.message and "rank 1" in outcome.message
+
+
+def skip_a_layer(stage: int) -> float:
+    engine = start(CASE, Options(stage, config=(("desync_timeout", 3),)))
+    if engine.rank == 1:
+        engine.module.layers = nn.ModuleList([engine.module.layers[0], engine.module.layers[2], nn.Identity()])
+        engine.module.layers[2].forward = lambda x, use_gain: x
+    started = time.monotonic()
+    try:
+        micro_step(engine, CASE, 0, 0, Options(stage))
+    except ZeroError:
+        assert time.monotonic() - started < 10
+        raise
+    return 0.0
+
+
+def test_ranks_that_use_other_layers_get_an_error_instead_of_a_hang() -> None:
+    outcomes = run_ranks(skip_a_layer, 2, 3, expect_error=True, timeout=40)
+    assert all(isinstance(outcome, RankFailure) for outcome in outcomes)
+    texts = [outcome.message for outcome in outcomes if isinstance(outcome.exception, DivergenceError)]
+    assert texts and all("all_gather layers." in text for text in texts), outcomes
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_may_use_other_layers_where_parameters_are_whole(stage: int) -> None:
+    assert run_ranks(skip_a_layer, 2, stage) == [0.0, 0.0]
+
+
+def save_on_one_rank() -> str:
+    engine = sharded()
+    if engine.rank == 1:
+        return ""
+    try:
+        engine.full_state_dict(keep=True)
+    except StateError as error:
+        return str(error)
+    raise AssertionError("no error was raised")
+
+
+def test_a_collective_call_on_one_rank_raises() -> None:
+    text = run_ranks(save_on_one_rank, 2, env={"HF_ZERO_PRESENCE_TIMEOUT": "1"})[0]
+    assert "full_state_dict" in text and "[1]" in text and "every rank" in text
+
+
+# ---------------------------------------------------------------- optimizers that do not fit
+def foreign_optimizer() -> None:
+    model = models.build("plain")
+    other = models.build("plain")
+    hf_zero.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(other.parameters(), lr=0.1),
+        config={"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1},
+    )
+
+
+def whole_matrix_optimizer(stage: int) -> None:
+    model = models.build("plain")
+    hf_zero.initialize(
+        model=model,
+        optimizer=torch.optim.Adafactor(model.parameters()),
+        config={"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 1},
+    )
+
+
+def test_optimizers_that_cannot_be_right_are_refused() -> None:
+    for function, args, part in (
+        (foreign_optimizer, (), "not a trainable parameter of the model"),
+        (whole_matrix_optimizer, (1,), "Adafactor"),
+        (whole_matrix_optimizer, (3,), "Adafactor"),
+    ):
+        for outcome in run_ranks(function, 2, *args, expect_error=True):
+            assert isinstance(outcome, RankFailure) and isinstance(outcome.exception, ConfigError), outcome
+            assert part in outcome.message
+    run_ranks(whole_matrix_optimizer, 2, 0)
