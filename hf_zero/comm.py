@@ -190,6 +190,8 @@ class Comm:
                 )
             time.sleep(0.01)
         self._presence[name] += 1
+        # Rank 0 may host the store: it must not leave, and end the process, while another rank is still asking.
+        self.barrier(name)
 
     def reset_counts(self) -> None:
         self.counts.clear()

@@ -34,9 +34,10 @@ from torch import nn
 # Largest relative difference of a loss from the first variant's, over all steps.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
 LAYER_CUTS = (
-    # The same number of parameters, 40 M, in few large layers and in many small ones.
-    ModelSize(hidden=512, intermediate=1376, layers=12, heads=8, vocab=2048),
-    ModelSize(hidden=184, intermediate=480, layers=96, heads=4, vocab=5696),
+    # The same number of parameters, 10 M, in few large layers and in many small ones. With few tokens besides, what is
+    # left of a step is what every layer costs whatever its size.
+    ModelSize(hidden=256, intermediate=704, layers=12, heads=8, vocab=1024),
+    ModelSize(hidden=88, intermediate=240, layers=96, heads=4, vocab=6272),
 )
 
 
@@ -312,11 +313,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--lr", type=float, default=1e-4)
     add("--clip", type=float, default=0.0, help="gradient norm to clip at; 0 is off")
     add("--micro-batch", type=int, default=2)
-    add("--seq", type=int, default=128)
+    add("--seq", type=int, help="tokens of a sequence (default 128; 32 with --per-layer)")
     for name, default in (("hidden", 384), ("intermediate", 1024), ("layers", 12), ("heads", 6), ("vocab", 8192)):
         add(f"--{name}", type=int, default=default)
     benchlib.common_arguments(parser)
     args = parser.parse_args(argv)
+    args.seq = args.seq or (32 if args.per_layer else 128)
     if args.per_layer:
         args.world = 1
     known = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero3-p0", "zero3-auto"]

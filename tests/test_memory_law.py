@@ -148,7 +148,19 @@ def law(stage: int, world: int, dtype: str) -> float:
 CONFIGS = {"bf16, bf16 gradients": BF16_GRADS, "bf16": BF16, "fp32": {}}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world",
+    [
+        2,
+        *(
+            pytest.param(world, marks=pytest.mark.slow)
+            for world in (
+                1,
+                3,
+            )
+        ),
+    ],
+)
 def test_memory_between_steps(world: int) -> None:
     jobs = [(stage, name) for name in CONFIGS for stage in range(4)]
     by_rank = run_ranks(measure, world, [(stage, CONFIGS[name]) for stage, name in jobs])

@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 from tests.harness import models
-from tests.harness.compare import assert_not_vacuous, assert_same_exact, assert_same_single
+from tests.harness.compare import assert_not_vacuous, assert_same_exact, assert_same_single, assert_stays
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case, train_reference
 from tests.harness.sharded import Options, digest, train_all
@@ -32,6 +32,7 @@ def check(runs: list[tuple[Case, Options]]) -> None:
         label = f"{case}, {options}"
         compare = assert_same_single if case.single else assert_same_exact
         compare(case, train_reference(case), trace, label)
+        assert_stays(case, trace, label)
         assert all(other == digest(trace) for other in others), f"{label}: ranks differ"
 
 

@@ -18,7 +18,7 @@ from hf_zero.engine import ZeroEngine
 from tests.harness.compare import assert_not_vacuous, assert_same_exact
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case, Trace, train_reference
-from tests.harness.sharded import Options, micro_step, record, start, zero_config
+from tests.harness.sharded import Options, micro_step, record, start, train_all, zero_config
 from tests.test_parity import STAGES, check
 
 # Buckets that cut parameters, and into unequal pieces; a prefetch that reaches one layer, or none.
@@ -33,7 +33,7 @@ ZERO_SETTINGS: list[tuple[tuple[str, Any], ...]] = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_settings_do_not_change_the_result(world: int) -> None:
     case = Case("plain", world, 2, "adamw", steps=3)
     runs = []
@@ -57,7 +57,9 @@ COMBINED = (
 )
 
 
-@pytest.mark.parametrize("model", COMBINED)
+@pytest.mark.parametrize(
+    "model", [COMBINED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in COMBINED[1:])]
+)
 def test_combinations_follow_one_process(model: str) -> None:
     check(
         [
@@ -68,12 +70,21 @@ def test_combinations_follow_one_process(model: str) -> None:
     )
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_ways_to_call(optimizer: str) -> None:
     """loss.backward() is as good as engine.backward(loss), clip_grad_norm_ as gradient_clipping."""
     case = Case("twice", 2, 2, optimizer, steps=3)
     ways = ({"direct_backward": True}, {"clip_by_call": True}, {"direct_backward": True, "clip_by_call": True})
     check([(case, Options(stage, **way)) for stage in STAGES for way in ways])
+
+
+@pytest.mark.parametrize("model", ["plain", "tied"])
+def test_norm_without_clipping(model: str) -> None:
+    case = Case(model, 2, 2, "adamw", steps=2, clip=1e9)
+    runs = [(case, Options(stage, config=(("gradient_clipping", 0.0),))) for stage in STAGES]
+    want = train_reference(case)
+    for (_, options), trace in zip(runs, run_ranks(train_all, 2, runs)[0], strict=True):
+        assert_same_exact(case, want, trace, str(options))
 
 
 # ---------------------------------------------------------------- the caller scales the loss (Trainer, Accelerate)

@@ -26,6 +26,10 @@ from tests.harness.sharded import Options, micro_step, record, start
 STAGES = (0, 1, 2, 3)
 
 
+def _slow(*values: str) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 @dataclasses.dataclass(frozen=True)
 class Precision:
     bf16: bool = False  # parameters in bf16, masters in fp32
@@ -155,8 +159,8 @@ def assert_close(case: Case, want: Trace, got: Trace, label: str) -> None:
     assert sum(moved) >= 0.8 * len(moved) and len(set(want.losses)) == case.steps and min(want.norms) > case.clip
 
 
-@pytest.mark.parametrize("model", ["plain", "tied", "frozen", "twice", "reentrant", "non_reentrant"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("model", ["plain", *_slow("tied", "frozen", "twice", "reentrant", "non_reentrant")])
+@pytest.mark.parametrize("optimizer", ["adamw", *_slow("sgd")])
 def test_bf16_with_fp32_masters(model: str, optimizer: str) -> None:
     case, precision = Case(model, 2, 2, optimizer, single=True), Precision(bf16=True)
     want = emulate(case, precision)
@@ -168,6 +172,7 @@ def test_bf16_with_fp32_masters(model: str, optimizer: str) -> None:
         assert any(extra_bits), "the masters hold no more than the parameters"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_bf16_at_other_world_sizes(world: int) -> None:
     case, precision = Case("plain", world, 1, "adamw", single=True), Precision(bf16=True)
@@ -184,7 +189,7 @@ def test_parameters_kept_in_fp32() -> None:
         assert_close(case, want, got, f"stage {stage}")
 
 
-@pytest.mark.parametrize("model", ["plain", "tied", "twice", "reentrant", "non_reentrant"])
+@pytest.mark.parametrize("model", ["plain", *_slow("tied", "twice", "reentrant", "non_reentrant")])
 def test_autocast_over_fp32(model: str) -> None:
     case, precision = Case(model, 2, 2, "adamw", single=True), Precision(autocast=True)
     want = emulate(case, precision)

@@ -181,6 +181,18 @@ class ReadsHead(Net):
         return self.hidden(x)
 
 
+class ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.conv.weight.is_contiguous(memory_format=torch.channels_last), "the strides were lost"
+        image = x.view(1, 1, 4, WIDTH).expand(2, 3, 4, WIDTH)
+        return self.head(self.conv(image).mean((2, 3)))
+
+
 class InPlace(Net):
     """In-place activations on what a unit returned."""
 
@@ -342,6 +354,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "MultiheadAttention": (Attention, plain_step),
     "units by size": (BySize, plain_step),
     "nested values": (NestedValues, plain_step),
+    "channels_last": (ChannelsLast, plain_step),
     "in-place activations": (InPlace, plain_step),
     "fused loss": (ReadsHead, fused_loss),
     "two backwards": (Net, two_backwards),

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +26,11 @@ from hf_zero.config.problems import raise_all
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.hf.accelerated_optimizer import ZeroAcceleratedOptimizer
+from hf_zero.hf.adapters import live_state
 from hf_zero.hf.checkpoints import state_to_load
 from hf_zero.hf.conflicts import accelerator_conflicts, model_conflicts
 from hf_zero.hf.enable import ACTIVATION, Seam
-from hf_zero.hf.weights import install_save_pretrained
+from hf_zero.hf.weights import apart, install_save_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -241,14 +243,21 @@ class ZeroAcceleratorMixin(Accelerator):
 
     # ---------------------------------------------------------------- state
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Whole weights: of a sharded model on the ranks that write, {} elsewhere. All ranks must call."""
+        """Whole weights: of a sharded model on the ranks that write, {} elsewhere; else on every rank.
+
+        All ranks must call where the model is sharded.
+        """
         engine = engine_of(model)
-        if engine is None or not engine.is_sharded:
-            whole: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap=unwrap)
-            return whole
+        if engine is None:
+            stock: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap=unwrap)
+            return stock
+        # accelerate removes tied names when it saves, and it does so for an OrderedDict only.
+        if not engine.is_sharded:
+            return OrderedDict(apart(live_state(engine.module)))
         engine.require_all_ranks("accelerator.get_state_dict")
         per_node = self.project_configuration.save_on_each_node
-        return engine.full_state_dict(self.is_local_main_process if per_node else self.is_main_process)
+        writes = self.is_local_main_process if per_node else self.is_main_process
+        return OrderedDict(engine.full_state_dict(writes))
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """As accelerate's, with the engines' state in its own folder. All ranks must call."""

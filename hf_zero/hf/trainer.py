@@ -90,12 +90,13 @@ def train(
 
 
 def save(self: Any, orig: Original, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-    """Gather whole weights on the ranks that write them. All ranks must call."""
+    """Gather whole weights on the ranks that write them. All ranks must call where the model is sharded."""
     engine = _engine(self)
     if engine is None or state_dict is not None:
         orig(output_dir, state_dict=state_dict)
         return
-    engine.require_all_ranks("trainer.save_model")
+    if engine.is_sharded:
+        engine.require_all_ranks("trainer.save_model")
     # Adapters are no gathered 16-bit weights: they are small, and nothing else would hold them.
     if writes_weights(engine) or is_peft_model(self.model):
         weights = full_weights(self.model, engine, keep=self.args.should_save)

@@ -234,13 +234,17 @@ def _listed(names: list[str]) -> str:
 def full_weights(
     model: nn.Module, engine: ZeroEngine, *, keep: bool, embeddings: bool | str = "auto"
 ) -> dict[str, torch.Tensor]:
-    """What `model.save_pretrained` needs: the whole state dict, or a PEFT model's adapters. All ranks must call.
+    """What `model.save_pretrained` needs: the whole state dict, or a PEFT model's adapters.
+
+    All ranks must call where the model is sharded.
 
     Args:
         embeddings: `save_embedding_layers` of PEFT's save_pretrained.
     Returns:
-        Whole CPU tensors where `keep` is true, nothing elsewhere.
+        Whole tensors where `keep` is true (on the CPU if the model is sharded), nothing elsewhere.
     """
+    if not engine.is_sharded:
+        return apart(live_state(model)) if keep else {}
     if not is_peft_model(model):
         return engine.full_state_dict(keep)
     live = live_state(model)
@@ -250,6 +254,15 @@ def full_weights(
     trainable = {name for name, tensor in live.items() if tensor.requires_grad}
     state = engine.full_state_dict(keep, trainable_only=wanted <= trainable)
     return {name: tensor for name, tensor in state.items() if name in wanted}
+
+
+def apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same memory, as tensors with a storage each; names of one tensor still share theirs.
+
+    Whole parameters lie one behind the other in flat buffers, and accelerate takes all tensors of one storage for tied:
+    it would save the first of them only.
+    """
+    return {name: torch.from_dlpack(tensor.detach()) for name, tensor in state.items()}
 
 
 def install_save_pretrained(model: nn.Module, engine: ZeroEngine) -> None:

@@ -67,8 +67,8 @@ class ModelGuards:
                 if moved.dtype != param.dtype or moved.device != param.device:
                     raise StateError(
                         f"{path + '.' if path else ''}{name} is sharded and cannot be moved or cast from "
-                        f"{param.dtype} on {param.device} to {moved.dtype} on {moved.device}.\nSet the type before the model is "
-                        "handed to hf_zero (dtype= in from_pretrained, bf16.enabled in the configuration), or call "
+                        f"{param.dtype} on {param.device} to {moved.dtype} on {moved.device}.\nSet the type before "
+                        "the model is handed to hf_zero (dtype= in from_pretrained, or bf16.enabled), or call "
                         "engine.teardown() first."
                     )
             own = module._parameters

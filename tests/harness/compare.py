@@ -31,6 +31,14 @@ def must_stay(case: Case, name: str, param: nn.Parameter) -> bool:
     return not param.requires_grad or (without and (name.startswith("extra.") or name.endswith(".gain")))
 
 
+def assert_stays(case: Case, got: Trace, label: str) -> None:
+    """What must stay stays to the bit."""
+    for name, param in case.build().named_parameters():
+        if must_stay(case, name, param):
+            for params in got.params:
+                assert torch.equal(params[name], got.params[0][name]), f"{label}: {name} moved"
+
+
 def assert_same_exact(case: Case, want: Trace, got: Trace, label: str) -> None:
     """fp64: equal up to the order of summation.
 

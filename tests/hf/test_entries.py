@@ -1,0 +1,115 @@
+"""Every way into hf_zero gives the numbers that DistributedDataParallel gives on the same data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.ranks import run_ranks
+from tests.hf import runs
+from tests.hf.runs import Outcome
+
+WORLD = 2
+TRAINER_ENTRIES = [("subclass", 0), ("subclass", 1), ("subclass", 2), ("subclass", 3), ("enable", 2), ("enable", 3)]
+
+
+def launch(function: Any, *args: Any) -> Outcome:
+    """One run on two ranks; rank 0's outcome."""
+    results: list[Outcome] = run_ranks(function, WORLD, *args, timeout=120, init_group=False)
+    return results[0]
+
+
+def assert_same(got: Outcome, want: Outcome, *, label: str) -> None:
+    """The same to the digits that Trainer prints, the weights within what fp32 sums in another order may differ by."""
+    assert len(want.losses) >= 5 and want.losses[0] != want.losses[-1], "vacuous: the reference did not learn"
+    assert got.losses == pytest.approx(want.losses, rel=2e-5), label
+    assert got.norms == pytest.approx(want.norms, rel=2e-5), label
+    assert got.evals == pytest.approx(want.evals, rel=2e-5), label
+    assert got.weights.keys() == want.weights.keys(), label
+    for name, tensor in want.weights.items():
+        assert torch.isfinite(got.weights[name]).all(), f"{label}: {name}"
+        torch.testing.assert_close(got.weights[name], tensor, rtol=1e-5, atol=2e-6, msg=lambda m: f"{label} {name}: {m}")
+
+
+def test_trainer(tmp_path: Path) -> None:
+    want = launch(runs.train, "ddp", 0, str(tmp_path / "ddp"))
+    assert max(want.norms) > 0.5, "vacuous: nothing was clipped"
+    for kind, stage in TRAINER_ENTRIES:
+        got = launch(runs.train, kind, stage, str(tmp_path / f"{kind}{stage}"))
+        assert_same(got, want, label=f"{kind}, stage {stage}")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_unmodified_sft_trainer(lora: bool, tmp_path: Path) -> None:
+    want = launch(runs.sft, "ddp", 0, str(tmp_path / "ddp"), lora)
+    for stage in (1, 2, 3):
+        got = launch(runs.sft, "enable", stage, str(tmp_path / f"zero{stage}"), lora)
+        assert_same(got, want, label=f"stage {stage}")
+
+
+def test_accelerate_loop(tmp_path: Path) -> None:
+    want = launch(runs.accelerate_loop, "ddp", 0, str(tmp_path / "ddp"))
+    for stage in range(4):
+        got = launch(runs.accelerate_loop, "plugin", stage, str(tmp_path / f"zero{stage}"))
+        assert_same(got, want, label=f"stage {stage}")
+        assert got.files == want.files
+
+
+def test_initialize_loop_with_a_convnet(tmp_path: Path) -> None:
+    want = launch(runs.convnet_loop, "ddp", 0, str(tmp_path))
+    for stage in range(4):
+        assert_same(launch(runs.convnet_loop, "initialize", stage, str(tmp_path)), want, label=f"stage {stage}")
+
+
+def test_evaluate_and_predict_before_train_and_train_twice(tmp_path: Path) -> None:
+    want = launch(runs.evaluate_then_train, "ddp", 0, str(tmp_path / "ddp"))
+    for stage in (0, 2, 3):
+        got = launch(runs.evaluate_then_train, "subclass", stage, str(tmp_path / f"zero{stage}"))
+        assert_same(got, want, label=f"stage {stage}")
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_best_model_is_loaded_at_the_end(save_only_model: bool, tmp_path: Path) -> None:
+    want = launch(runs.best_model, "ddp", 0, str(tmp_path / "ddp"), save_only_model)
+    assert want.norms[0] < 5, "vacuous: the best model is the last one"
+    for stage in (2, 3):
+        got = launch(runs.best_model, "subclass", stage, str(tmp_path / f"zero{stage}"), save_only_model)
+        assert_same(got, want, label=f"stage {stage}")
+        assert got.files == want.files, "save_total_limit"
+
+
+def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
+    """10 steps = 5 + 5, with dropout: weights, moments, schedule, random numbers and data position."""
+    for stage in (1, 3):
+        whole, halves = str(tmp_path / f"whole{stage}"), str(tmp_path / f"halves{stage}")
+        settings = {"max_steps": 10, "save_strategy": "steps", "save_steps": 5}
+        want = run(stage, whole, None, settings)
+        resumed = str(tmp_path / f"resumed{stage}")
+        got = run(stage, resumed, f"{whole}/checkpoint-5", settings)
+        assert got.losses == want.losses and got.norms == want.norms
+        assert runs.digest(got.weights) == runs.digest(want.weights)
+        other = run(stage, halves, None, {**settings, "seed": 8})
+        assert runs.digest(other.weights) != runs.digest(want.weights), "vacuous: the seed has no effect"
+
+
+def run(stage: int, folder: str, resume: str | None, settings: dict[str, Any]) -> Outcome:
+    results: list[Outcome] = run_ranks(
+        runs.train, WORLD, "subclass", stage, folder, 0.1, resume, timeout=120, init_group=False, **settings
+    )
+    return results[0]
+
+
+def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """The newest checkpoint has no manifest, as after a kill in mid-save: training goes on from the one before."""
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    folder = str(tmp_path / "run")
+    want = run(3, folder, None, settings)
+    (Path(folder) / "checkpoint-4" / "zero" / "manifest.json").unlink()
+    results = run_ranks(
+        runs.train, WORLD, "subclass", 3, folder, 0.1, True, timeout=120, init_group=False, **settings
+    )
+    assert results[0].losses == want.losses
+    assert runs.digest(results[0].weights) == runs.digest(want.weights)
