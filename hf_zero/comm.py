@@ -176,7 +176,7 @@ class Comm:
         store = dist.distributed_c10d._get_default_store()
         group = self._group.group_name
         keys = [f"hf_zero/{group}/{name}/{self._presence[name]}/{rank}" for rank in range(self.world_size)]
-        store.set(keys[self.rank], b"1")
+        store.set(keys[self.rank], "1")
         deadline = time.monotonic() + timeout_s
         while not store.check(keys):
             if time.monotonic() > deadline:

@@ -59,6 +59,10 @@ def initialize(
     resolved = loaded.resolve(model=model, world_size=world_size, client_optimizer=optimizer is not None)
     made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)
     engine = ZeroEngine(model, resolved)
+    if engine.is_sharded and hasattr(model, "save_pretrained"):  # a model of transformers or PEFT
+        from hf_zero.hf.weights import install_save_pretrained
+
+        install_save_pretrained(model, engine)
     sharded = engine.attach_optimizer(made) if made is not None else None
     if lr_scheduler is not None:
         is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")

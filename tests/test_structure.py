@@ -25,8 +25,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(["runtime"]),
     frozenset(["optim"]),
     frozenset(["checkpoint"]),
-    frozenset(["engine", "access", "initializer"]),
-    frozenset(["hf", "cli", "run"]),
+    frozenset(["engine", "access"]),
+    frozenset(["initializer", "hf", "cli", "run"]),
     frozenset(["__init__"]),  # the public names, above all of them
 )
 HF_LAYER = 8
@@ -36,7 +36,7 @@ SIDEWAYS = frozenset(
         ("config", "errors"),
         ("native", "errors"),
         ("access", "engine"),
-        ("initializer", "engine"),
+        ("initializer", "hf"),
         ("run", "hf"),
         ("cli", "hf"),
     ]

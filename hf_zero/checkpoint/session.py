@@ -179,7 +179,8 @@ def _run_states(session: Session) -> Iterator[RunState]:
             if buffer.master is None:
                 yield RunState(buffer.layout.name, run, {"param": buffer.shard.read_run(run)})
                 continue
-            tensors, scalars = {"master": buffer.master.read_run(run)}, {}
+            tensors = {"master": buffer.master.read_run(run)}
+            scalars: dict[str, Scalar] = {}
             if run.name in owned and session.optimizer is not None:
                 states = [session.optimizer.state.get(master, {}) for master in owned[run.name].masters]
                 more, scalars = _collect(states, owned[run.name])

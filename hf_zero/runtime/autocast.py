@@ -58,7 +58,7 @@ class AutocastCopies:
         param = self._source(tensor)
         if param is None:
             return tensor
-        return _CopyOf(param, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _CopyOf(param, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     @staticmethod
     def _unpack(saved: Any) -> torch.Tensor:

@@ -146,7 +146,9 @@ def _share_buffers(model: nn.Module, comm: Comm) -> None:
     """Buffers go to the compute device, with rank 0's values."""
     for module in model.modules():
         for name, value in module._buffers.items():
-            if value is None:
+            if value is None or not value.numel():
                 continue
-            module._buffers[name] = value.to(comm.device)
-            comm.broadcast(module._buffers[name].contiguous(), f"buffer {name}")
+            # As bytes: gloo does not know every type.
+            raw = value.detach().to(comm.device, copy=True).reshape(-1).view(torch.uint8)
+            comm.broadcast(raw, f"buffer {name}")
+            module._buffers[name] = raw.view(value.dtype).view(value.shape)

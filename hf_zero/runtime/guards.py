@@ -56,7 +56,7 @@ class ModelGuards:
 
     def _guard_apply(self, module: nn.Module, path: str, mine: dict[str, ShardUnit]) -> None:
         """`.to`, `.half`, `.cuda` would build whole NaN tensors; where they change nothing they touch buffers only."""
-        plain_apply = type(module)._apply
+        plain_apply: Callable[..., nn.Module] = type(module)._apply
 
         def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
             for name in mine:

@@ -1,7 +1,7 @@
-"""Training runs of the Hugging Face entries, each as plain DDP and under hf_zero. Run on ranks by tests.harness.ranks.
+"""Training runs of the Hugging Face entries, each as plain DDP and under hf_zero.
 
-A function here runs on every rank with the environment that torchrun sets, and returns what can be compared: the logged
-losses and gradient norms, evaluation losses, and a digest of the weights that the run saved.
+A function here runs on every rank with the environment that torchrun sets (tests.harness.ranks), and returns what can
+be compared: the logged losses and gradient norms, evaluation losses, and the weights that the run saved.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def arguments(folder: str, **more: Any) -> dict[str, Any]:
         "per_device_eval_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
-        # Adam's step is the sign of a gradient below epsilon; a larger one keeps rounding noise from deciding anything.
+        # Adam makes full steps of gradients that are rounding noise; a larger epsilon keeps noise from mattering.
         "adam_epsilon": 1e-3,
         "max_grad_norm": 0.5,
         "logging_steps": 1,
@@ -152,9 +152,7 @@ def evaluate_then_train(kind: str, stage: int, folder: str) -> Outcome:
     """
     with entry(kind, stage) as (arguments_class, trainer_class, extra):
         args = arguments_class(**arguments(folder), **extra)
-        trainer = trainer_class(
-            model=build(), args=args, train_dataset=examples(40, 1), eval_dataset=examples(9, 2)
-        )
+        trainer = trainer_class(model=build(), args=args, train_dataset=examples(40, 1), eval_dataset=examples(9, 2))
         if kind != "ddp":
             trainer.evaluate()
             trainer.predict(examples(3, 4))
@@ -180,9 +178,7 @@ def best_model(kind: str, stage: int, folder: str, save_only_model: bool) -> Out
             "learning_rate": 0.3,
         }
         args = arguments_class(**arguments(folder, **more), **extra)
-        trainer = trainer_class(
-            model=build(), args=args, train_dataset=examples(40, 1), eval_dataset=examples(9, 2)
-        )
+        trainer = trainer_class(model=build(), args=args, train_dataset=examples(40, 1), eval_dataset=examples(9, 2))
         trainer.train()
         result = outcome(trainer, folder + "/final")
         result.files = sorted(path.name for path in Path(folder).iterdir())
