@@ -1,0 +1,89 @@
+"""Which parameters form a unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_zero.errors import ConfigError
+from hf_zero.shard.partition import UnitKind, partition, persistent_parameters
+
+
+def names(model: nn.Module, **settings: int) -> dict[str, list[str]]:
+    return {spec.name: [name for name, _ in spec.params] for spec in partition(model, **settings)}
+
+
+def test_persistent_parameters_of_gpt2() -> None:
+    """The documents' log line: `Total persistent parameters: 121344 in 98 params` at the default threshold."""
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config())
+    kept = persistent_parameters(model, 100_000)
+    assert len(kept) == 98
+    assert sum(param.numel() for param in kept.values()) == 121_344
+    few = persistent_parameters(model, 100_000, total=10_000)
+    assert 0 < sum(param.numel() for param in few.values()) <= 10_000
+
+
+def test_decoder_layers_are_units_and_the_rest_is_root() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=64, n_positions=16))
+    units = names(model)
+    assert list(units) == ["transformer.h.0", "transformer.h.1", "transformer.h.2", "root"]
+    assert all(name.startswith("transformer.h.1.") for name in units["transformer.h.1"])
+    assert "transformer.wte.weight" in units["root"]
+    assert "lm_head.weight" not in units["root"], "a tied weight has one place"
+    together = [name for members in units.values() for name in members]
+    assert sorted(together) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_small_parameters_stay_whole() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=16))
+    units = names(model, persistence_threshold=96)
+    assert all(dict(model.named_parameters())[name].numel() <= 96 for name in units["persistent"])
+    kinds = [spec.kind for spec in partition(model, persistence_threshold=96)]
+    assert kinds[-2:] == [UnitKind.ROOT, UnitKind.PERSISTENT]
+
+
+class Shared(nn.Module):
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.own = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+
+def test_a_parameter_of_two_units_belongs_to_what_holds_both() -> None:
+    units = names(Shared())
+    assert units == {"a": ["a.bias"], "b": ["b.bias"], "own": ["own.weight", "own.bias"], "root": ["a.weight"]}
+
+
+def test_the_size_rule_makes_units_of_modules_that_are_called() -> None:
+    """No unit is a container, nor a part of MultiheadAttention: their forward never runs."""
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3)),
+        nn.ModuleList([nn.MultiheadAttention(128, 4), nn.Linear(128, 512)]),
+        nn.Linear(512, 10),
+    )
+    units = names(model)
+    assert {"0.3", "1.0", "1.1"} <= set(units)
+    assert not any(name in units for name in ("1", "1.0.out_proj"))
+    together = [name for members in units.values() for name in members]
+    assert sorted(together) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_compiled_layers_keep_their_plain_names() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=16))
+    plain = names(model)
+    model.transformer.h[0] = torch.compile(model.transformer.h[0], backend="aot_eager")
+    assert names(model) == plain
+
+
+def test_all_parameters_that_cannot_be_cut_are_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+    model[0].phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ConfigError) as caught:
+        partition(model)
+    for name in ("1.weight", "1.bias", "0.phase"):
+        assert name in str(caught.value)
