@@ -67,9 +67,10 @@ class ZeroEngine:
         built = build_units(model, self._build_settings(), self.comm, self.store)
         self.units = built.units
         self.pool = built.pool
-        self.reducer = GradReducer(built.grads)
+        self.reducer = GradReducer(built.grads, overlap=config.zero.overlap_comm)
         zero = config.zero
-        limits = PrefetchLimits(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
+        ahead = zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0
+        limits = PrefetchLimits(ahead, zero.stage3_max_live_parameters)
         self.params = OnDemandParams(self.units, limits)
         self.weights = WholeWeights(model, self.units, self.params, self.comm)
         self._no_sync = False

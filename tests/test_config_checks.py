@@ -259,10 +259,10 @@ def test_the_resolved_configuration_is_complete_and_frozen() -> None:
     assert plain.dtype is None and plain.grad_accum_dtype is None and plain.desync_timeout == 600.0
 
 
-def test_overlap_follows_the_stage() -> None:
+def test_overlap_is_on_unless_switched_off() -> None:
     for stage, setting, want in (
         (3, None, True),
-        (2, None, False),
+        (2, None, True),
         (3, "auto", True),
         (1, True, True),
         (3, False, False),

@@ -36,7 +36,7 @@ def check(runs: list[tuple[Case, Options]]) -> None:
         assert all(other == digest(trace) for other in others), f"{label}: ranks differ"
 
 
-@pytest.mark.parametrize("model", IN_SINGLE)
+@pytest.mark.parametrize("model", (*IN_DOUBLE, "llama"))
 def test_stages_follow_one_process(model: str) -> None:
     """The fast part of the matrix: every model at every stage, 2 ranks."""
     check(

@@ -292,7 +292,33 @@ def test_a_collective_call_on_one_rank_raises() -> None:
     assert "full_state_dict" in text and "[1]" in text and "every rank" in text
 
 
-# ---------------------------------------------------------------- optimizers that do not fit
+# ---------------------------------------------------------------- parameters and optimizers that do not fit
+def tensor_parallel() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = models.build("plain")
+    mesh = init_device_mesh("cpu", (2,))
+    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Shard(0)]))
+    hf_zero.initialize(model=model, config={"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+
+
+def on_meta() -> None:
+    model = models.build("plain")
+    model.norm.to("meta")
+    hf_zero.initialize(model=model, config={"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+
+
+def test_parameters_that_cannot_be_cut_are_refused_by_name() -> None:
+    for function, parts in (
+        (tensor_parallel, ("head.weight", "DTensor")),
+        (on_meta, ("norm.weight", "norm.bias", "meta")),
+    ):
+        for outcome in run_ranks(function, 2, expect_error=True):
+            assert isinstance(outcome, RankFailure) and isinstance(outcome.exception, ConfigError), outcome
+            assert all(part in outcome.message for part in parts), outcome.message
+
+
 def foreign_optimizer() -> None:
     model = models.build("plain")
     other = models.build("plain")

@@ -115,7 +115,7 @@ ZERO_KEYS: dict[str, Entry] = {
     "use_multi_rank_bucket_allreduce": flag(True, auto=True),
     "allgather_partitions": flag(True, auto=True),
     "allgather_bucket_size": count(5e8, low=1, auto=True),
-    "overlap_comm": flag(None, auto=True),  # None: true at stage 3, else false
+    "overlap_comm": flag(True, auto=True),  # DeepSpeed: at stage 3 only; here it costs no buffers
     "compute_grad_norm": flag(True, auto=True),
     "load_from_fp32_weights": flag(True, auto=True),
     "elastic_checkpoint": flag(False, auto=True),

@@ -186,9 +186,6 @@ class _Resolver:
             if look_up(self.values, path, _MISSING) is not _MISSING:
                 continue
             self._set(path, row.default, DEFAULT)
-        if self._get("zero_optimization.overlap_comm") is None:
-            origin = self.origins["zero_optimization.overlap_comm"]
-            self._set("zero_optimization.overlap_comm", self._get(STAGE) == 3, origin)
 
     def _fill_batch(self) -> None:
         if self.around.file_only or any(self._misread(path) for path in BATCH_KEYS):

@@ -55,9 +55,9 @@ def create_accelerator(self: Any, orig: Original) -> None:
 
 
 def move_model_to_device(self: Any, orig: Original, model: nn.Module, device: torch.device) -> None:
-    """Leave a model alone that the engine places itself: `.to` would make whole NaN tensors of placeholders."""
+    """Leave a model alone that an engine has placed, or will place part by part (stage 3)."""
     plugin = _plugin(self)
-    if plugin is None or plugin.config.stage < 3:
+    if plugin is None or (plugin.config.stage < 3 and engine_of(model) is None):
         orig(model, device)
 
 

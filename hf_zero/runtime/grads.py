@@ -194,9 +194,10 @@ class GradBuffer:
 class GradReducer:
     """Starts the reduces in the fixed order as early as it can. See [Note: One reduce per unit and backward]."""
 
-    def __init__(self, buffers: list[GradBuffer]) -> None:
-        """`buffers` in the order of reduces, the same on all ranks."""
+    def __init__(self, buffers: list[GradBuffer], *, overlap: bool) -> None:
+        """`buffers` in the order of reduces, the same on all ranks; without `overlap` backward waits for each."""
         self.buffers = buffers
+        self._overlap = overlap
         self._next = 0
         self._flying: collections.deque[GradBuffer] = collections.deque()
         self._reduced = False  # stages 0-1: the boundary's reduce of this window has been started everywhere
@@ -257,6 +258,8 @@ class GradReducer:
             self._flying.popleft().reduce_finish()
         buffer.reduce_start()
         self._flying.append(buffer)
+        if not self._overlap:
+            self._flying.popleft().reduce_finish()
 
     def _finish(self) -> None:
         while self._flying:

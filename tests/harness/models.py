@@ -6,6 +6,7 @@ Every model takes a batch as keyword arguments and returns a dict with its "loss
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -161,7 +162,9 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
             model = tiny_llama()
             if name.endswith("reentrant"):
                 kwargs = {"use_reentrant": not name.endswith("non_reentrant")}
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)  # the name that users know
+                    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
         else:
             model = Toy(name)
             with torch.no_grad():
