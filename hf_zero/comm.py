@@ -315,9 +315,9 @@ def _backend_for(device: torch.device) -> str:
 
 
 def _call_site() -> str:
-    """File and line of the innermost frame outside hf_zero."""
+    """File and line of the innermost frame that is the user's own: not hf_zero's, nor of an installed library."""
     here = os.path.dirname(os.path.abspath(__file__))
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(here):
+        if not frame.filename.startswith(here) and "site-packages" not in frame.filename:
             return f"{frame.filename}:{frame.lineno} ({frame.name})"
     return "hf_zero"

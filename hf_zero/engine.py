@@ -27,13 +27,14 @@ from hf_zero.runtime.guards import ModelGuards
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
 from hf_zero.runtime.params import OnDemandParams, Phase, PrefetchLimits
 from hf_zero.runtime.weights import WholeWeights
-from hf_zero.shard.partition import UnitKind
+from hf_zero.shard.partition import UnitKind, check_parameters
 from hf_zero.shard.unit import ShardUnit
 from hf_zero.store import DeviceStore
 
 logger = logging.getLogger(__name__)
 
 _KEY = "_hf_zero_engine"
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 class ZeroEngine:
@@ -45,14 +46,22 @@ class ZeroEngine:
         accumulation_steps: Micro-batches per step that the engine itself averages over; None takes the
             configuration's. Trainer and Accelerate scale the loss themselves and pass 1.
         group: Ranks that share the model; None means all.
+        device: Where parameters live and compute; None takes the accelerator of this process, or the CPU.
     All ranks must construct it. Raises ConfigError, StateError (the model has an engine), DivergenceError.
     """
 
     def __init__(
-        self, model: nn.Module, config: ResolvedConfig, *, accumulation_steps: int | None = None, group: Any = None
+        self,
+        model: nn.Module,
+        config: ResolvedConfig,
+        *,
+        accumulation_steps: int | None = None,
+        group: Any = None,
+        device: torch.device | None = None,
     ) -> None:
         if engine_of(model) is not None:
             raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
+        check_parameters(model)  # before there is a process group that an error would leave half made
         self.module = model
         self.config = config
         self.accumulation_steps = accumulation_steps or config.gradient_accumulation_steps
@@ -60,18 +69,19 @@ class ZeroEngine:
         self.lr_scheduler: Any = None
         self.micro_steps = 0
         self.global_steps = 0
-        device = communication.default_device()
+        device = device or communication.default_device()
+        device = torch.device("cpu") if device.type == "cpu" else device  # without the index that "cpu:0" has
         communication.ensure_process_group(device)
         self.comm = Comm(device, group=group, timeout_s=config.desync_timeout)
         self.store = DeviceStore(device)
         built = build_units(model, self._build_settings(), self.comm, self.store)
         self.units = built.units
         self.pool = built.pool
-        self.reducer = GradReducer(built.grads, overlap=config.zero.overlap_comm)
         zero = config.zero
         ahead = zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0
         limits = PrefetchLimits(ahead, zero.stage3_max_live_parameters)
-        self.params = OnDemandParams(self.units, limits)
+        self.params = OnDemandParams(self.units, limits, on_left=self._unit_left)
+        self.reducer = GradReducer(built.grads, overlap=zero.overlap_comm, on_arrival=not self.is_sharded)
         self.weights = WholeWeights(model, self.units, self.params, self.comm)
         self._no_sync = False
         self._teardowns: list[Callable[[], None]] = []
@@ -117,6 +127,7 @@ class ZeroEngine:
         watch = BackwardWatch(self.params.begin_backward, self._end_backward)
         self._hooks = ModelHooks()
         self._guards = ModelGuards(model, self.units)
+        self._hooks.on_state_dict(model)
         for buffer in self.reducer.buffers:
             for index, param in enumerate(buffer.flat.params):
                 arrived = _Arrival(self, buffer, index)
@@ -132,8 +143,9 @@ class ZeroEngine:
         model.__dict__["no_sync"] = lambda: self.no_sync()
         if self.is_sharded:
             # transformers' generate runs on all ranks in step where it sees this, and LayerDrop runs every layer.
+            # torch.compile refuses a module with the first mark unless it has the second.
             for module in model.modules():
-                module.__dict__["_is_fsdp_managed_module"] = True
+                module.__dict__.update(dict.fromkeys(_MARKS, True))
 
     # ---------------------------------------------------------------- identity
     @property
@@ -230,13 +242,16 @@ class ZeroEngine:
         """A gradient is there (called by the hooks)."""
         self.reducer.arrived(buffer, index, grad, boundary=self.is_gradient_accumulation_boundary())
 
+    def _unit_left(self, unit: ShardUnit) -> None:
+        self.reducer.unit_left(unit.buffers, boundary=self.is_gradient_accumulation_boundary())
+
     def _end_backward(self) -> None:
         with torch.no_grad():
             self.reducer.end_backward(boundary=self.is_gradient_accumulation_boundary())
         self.params.end_backward()
 
     def _after_step(self) -> None:
-        self.params.release_all()
+        self.params.end_step()
         self.global_steps += 1
 
     # ---------------------------------------------------------------- whole weights and files
@@ -312,7 +327,8 @@ class ZeroEngine:
             for buffer in unit.buffers:
                 buffer.detach()
         for module in self.module.modules():
-            module.__dict__.pop("_is_fsdp_managed_module", None)
+            for mark in _MARKS:
+                module.__dict__.pop(mark, None)
         for name in (_KEY, "no_sync"):
             self.module.__dict__.pop(name, None)
         for undo in self._teardowns:

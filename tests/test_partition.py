@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_zero.errors import ConfigError
-from hf_zero.shard.partition import UnitKind, partition, persistent_parameters
+from hf_zero.shard.partition import UnitKind, check_parameters, partition, persistent_parameters
 
 
 def names(model: nn.Module, **settings: int) -> dict[str, list[str]]:
@@ -84,6 +84,6 @@ def test_all_parameters_that_cannot_be_cut_are_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
     model[0].phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ConfigError) as caught:
-        partition(model)
+        check_parameters(model)
     for name in ("1.weight", "1.bias", "0.phase"):
         assert name in str(caught.value)

@@ -84,7 +84,12 @@ class ZeroPlugin:
         resolved = self.resolve(accelerator, model)
         raise_all(self.config.source, model_conflicts(model, resolved.stage))
         # Trainer and accelerate scale the loss for accumulation, and ZeroAcceleratedOptimizer sees to clipping.
-        engine = ZeroEngine(model, dataclasses.replace(resolved, gradient_clipping=0.0), accumulation_steps=1)
+        engine = ZeroEngine(
+            model,
+            dataclasses.replace(resolved, gradient_clipping=0.0),
+            accumulation_steps=1,
+            device=accelerator.device,
+        )
         if engine.is_sharded:
             install_save_pretrained(model, engine)
         return engine

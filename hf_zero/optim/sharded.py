@@ -113,6 +113,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise StateError("a closure cannot be used on shards: call backward, then step()")
+        for buffer in self._reducer.buffers:
+            buffer.flat.check_views()
         facts = self._settle()
         if self._clip > 0:
             self.clip_grad_norm(self._clip)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from hf_zero.shard.buffer import FlatBuffer
 from hf_zero.shard.partition import UnitSpec, partition
 from hf_zero.shard.unit import ShardUnit
 from hf_zero.store.base import ShardStore
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def build_units(model: nn.Module, settings: BuildSettings, comm: Comm, store: Sh
     specs = partition(
         model, persistence_threshold=threshold, model_persistence_threshold=settings.model_persistence_threshold
     )
+    _tell_lost_strides(specs, comm)
     dtype_of = _dtype_rule(model, settings)
     drafts = [(spec, _layouts(spec, settings, comm, dtype_of)) for spec in specs]
     _check_equal(comm, [layout for _, layouts in drafts for layout in layouts])
@@ -126,6 +130,13 @@ def _dtype_rule(model: nn.Module, settings: BuildSettings) -> Callable[[str, nn.
         return settings.cast_to
 
     return rule
+
+
+def _tell_lost_strides(specs: list[UnitSpec], comm: Comm) -> None:
+    """Flat buffers hold elements in logical order; a channels_last weight becomes contiguous, which is only slower."""
+    names = [name for spec in specs for name, param in spec.params if not param.is_contiguous()]
+    if names and comm.rank == 0:
+        logger.warning("%d parameters lose their memory format (channels_last), first: %s", len(names), names[0])
 
 
 def _check_equal(comm: Comm, layouts: list[UnitLayout]) -> None:

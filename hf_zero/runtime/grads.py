@@ -2,15 +2,18 @@
 
 [Note: One reduce per unit and backward]
 Every rank starts exactly one reduce per buffer in a backward (stages 2-3) or in the boundary's backward (stages 0-1),
-in one fixed order, whatever order autograd produced the gradients in, with zeros where a parameter got none. What
-arrives after a buffer's reduce has started (a shared module under reentrant checkpointing, a second backward before
-the step) waits in memory of its own; the vote of the step tells all ranks which buffers have such a rest, and they
-reduce it then.
+with zeros where a parameter got none. Where nothing else communicates in backward, a reduce starts when the gradients
+of its buffer, and of all before it in one fixed order, are there. Where units are gathered in backward, that moment
+would come between other gathers on every rank, as the data decides; so there a unit's reduce starts when backward has
+left the unit, and at the end of backward for what has no such moment. What arrives after a buffer's reduce has started
+(a shared module under reentrant checkpointing, a second backward before the step) waits in memory of its own; the vote
+of the step tells all ranks which buffers have such a rest, and they reduce it then.
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -194,11 +197,17 @@ class GradBuffer:
 class GradReducer:
     """Starts the reduces in the fixed order as early as it can. See [Note: One reduce per unit and backward]."""
 
-    def __init__(self, buffers: list[GradBuffer], *, overlap: bool) -> None:
-        """`buffers` in the order of reduces, the same on all ranks; without `overlap` backward waits for each."""
+    def __init__(self, buffers: list[GradBuffer], *, overlap: bool, on_arrival: bool) -> None:
+        """`buffers` in the order of reduces, the same on all ranks.
+
+        Args:
+            overlap: False makes backward wait for each reduce.
+            on_arrival: Start a reduce when its gradients are there; False if other collectives run in backward.
+        """
         self.buffers = buffers
         self._overlap = overlap
-        self._next = 0
+        self._on_arrival = on_arrival
+        self._started: set[int] = set()  # ids of buffers whose reduce has started in this backward
         self._flying: collections.deque[GradBuffer] = collections.deque()
         self._reduced = False  # stages 0-1: the boundary's reduce of this window has been started everywhere
         self._any_arrival = False
@@ -207,12 +216,19 @@ class GradReducer:
         """A parameter's gradient is there. `boundary`: this backward is the last one before the step."""
         buffer.accumulate(index, grad)
         self._any_arrival = True
-        if buffer.is_complete:
-            while self._next < len(self.buffers) and self.buffers[self._next].is_complete:
-                if not self._due(self.buffers[self._next], boundary):
+        if self._on_arrival and buffer.is_complete:
+            for next_one in self.buffers:
+                if not next_one.is_complete or not self._due(next_one, boundary):
                     return
-                self._start(self.buffers[self._next])
-                self._next += 1
+                if id(next_one) not in self._started:
+                    self._start(next_one)
+
+    def unit_left(self, flats: Sequence[FlatBuffer], *, boundary: bool) -> None:
+        """Backward has left a unit for good. All ranks must call, in the same order."""
+        mine = {id(flat) for flat in flats}
+        for buffer in self.buffers:
+            if id(buffer.flat) in mine and id(buffer) not in self._started and self._due(buffer, boundary):
+                self._start(buffer)
 
     def _due(self, buffer: GradBuffer, boundary: bool) -> bool:
         return buffer.eager or (boundary and not self._reduced)
@@ -221,8 +237,8 @@ class GradReducer:
         """All gradients of this backward are there. All ranks must call."""
         if not self._any_arrival:
             return
-        for buffer in self.buffers[self._next :]:
-            if self._due(buffer, boundary):
+        for buffer in self.buffers:
+            if id(buffer) not in self._started and self._due(buffer, boundary):
                 self._start(buffer)
         self._reduced = self._reduced or boundary
         self._finish()
@@ -257,6 +273,7 @@ class GradReducer:
         while len(self._flying) >= _MAX_IN_FLIGHT:
             self._flying.popleft().reduce_finish()
         buffer.reduce_start()
+        self._started.add(id(buffer))
         self._flying.append(buffer)
         if not self._overlap:
             self._flying.popleft().reduce_finish()
@@ -264,7 +281,7 @@ class GradReducer:
     def _finish(self) -> None:
         while self._flying:
             self._flying.popleft().reduce_finish()
-        self._next = 0
+        self._started.clear()
         self._any_arrival = False
         for buffer in self.buffers:
             buffer.end_backward()

@@ -27,7 +27,9 @@ class ModelGuards:
             if mine:
                 self._guard_state_dict(module, path, mine)
                 self._guard_apply(module, path, mine)
-        self._override(model, "__deepcopy__", _no_deepcopy)
+        for module in model.modules():
+            if any(id(param) in owner for param in module.parameters()):
+                self._override(module, "__deepcopy__", _no_deepcopy)
 
     def remove(self) -> None:
         for handle in self._handles:

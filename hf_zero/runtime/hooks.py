@@ -112,6 +112,20 @@ class ModelHooks:
             self._handles.append(model.register_forward_pre_hook(_eager(before), prepend=True, with_kwargs=True))
         self._handles.append(model.register_forward_hook(_eager(after)))
 
+    def on_state_dict(self, model: nn.Module) -> None:
+        """Give every tensor of `model.state_dict()` a storage of its own, over the same memory.
+
+        Whole parameters lie one behind the other in flat buffers, and safetensors and accelerate take tensors of one
+        storage for tied: they would save the first of them only.
+        """
+
+        def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and not value.requires_grad and value.numel():
+                    state[name] = torch.utils.dlpack.from_dlpack(value)
+
+        self._handles.append(model.register_state_dict_post_hook(after))
+
     # ---------------------------------------------------------------- units that are gathered on demand
     def on_layer(self, unit: ShardUnit, params: OnDemandParams, watch: BackwardWatch, device_type: str) -> None:
         """Gather a layer unit around the forward and the backward of its module."""

@@ -35,13 +35,14 @@ class UseOrder:
         self._recording = []
         self._last = -1
 
-    def note(self, unit: ShardUnit) -> None:
-        """`unit` is used now."""
+    def note(self, unit: ShardUnit) -> bool:
+        """`unit` is used now. False if it is the one noted last: another output of it, or its recomputation."""
         index = self._index[id(unit)]
         if self._recording and self._recording[-1] == index:
-            return
+            return False
         self._last = self._recording[-1] if self._recording else -1
         self._recording.append(index)
+        return True
 
     def upcoming(self) -> Iterator[ShardUnit]:
         """Units that follow the one noted last, nearest first."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +42,15 @@ class OnDemandParams:
     `release_all`.
     """
 
-    def __init__(self, units: list[ShardUnit], limits: PrefetchLimits) -> None:
+    def __init__(
+        self, units: list[ShardUnit], limits: PrefetchLimits, on_left: Callable[[ShardUnit], None] = lambda unit: None
+    ) -> None:
+        """`on_left(unit)` is called in backward, at the same point on all ranks, when `unit` has had its last use."""
         self.units = [unit for unit in units if unit.on_demand]
+        self._on_left = on_left
+        self._open_uses: collections.Counter[int] = collections.Counter()  # forward uses that no backward has met
+        self._forward_trains = False
+        self._last_in_backward: ShardUnit | None = None
         self.orders = {phase: UseOrder(self.units) for phase in Phase}
         self._limits = limits
         self._held: set[int] = set()
@@ -56,12 +65,24 @@ class OnDemandParams:
         if not unit.on_demand:
             return
         layer = unit.kind is UnitKind.LAYER
-        if layer:
-            self.orders[phase].note(unit)
+        left = self._note(unit, phase) if layer else None
         with torch.no_grad():
             self.make_full(unit)
-        if layer:
-            self._prefetch(phase)
+            if layer:
+                self._prefetch(phase)
+            if left is not None:
+                self._on_left(left)
+
+    def _note(self, unit: ShardUnit, phase: Phase) -> ShardUnit | None:
+        """Record the use; return the unit that backward has left for good with it, if any."""
+        if not self.orders[phase].note(unit):
+            return None
+        if phase is Phase.FORWARD:
+            self._open_uses[id(unit)] += self._forward_trains
+            return None
+        self._open_uses[id(unit)] -= 1
+        before, self._last_in_backward = self._last_in_backward, unit
+        return before if before is not None and self._open_uses[id(before)] <= 0 else None
 
     def make_full(self, unit: ShardUnit) -> None:
         """Make `unit` whole outside of forward and backward. All ranks must call."""
@@ -84,15 +105,28 @@ class OnDemandParams:
 
     def begin_forward(self) -> None:
         self.orders[Phase.FORWARD].begin()
+        self._forward_trains = torch.is_grad_enabled()
 
     def begin_backward(self) -> None:
+        """All ranks must call. The root unit may have been released by the end of another backward."""
         self.orders[Phase.BACKWARD].begin()
         self.builds_graph = False
+        self._last_in_backward = None
+        for unit in self.units:
+            if unit.kind is UnitKind.ROOT:
+                with torch.no_grad():
+                    self.make_full(unit)
+                self.hold(unit)
 
     def end_backward(self) -> None:
         self._graph_alive = self.builds_graph
         if not self.builds_graph:
             self.release_all()
+
+    def end_step(self) -> None:
+        """A forward whose backward never came is forgotten."""
+        self._open_uses.clear()
+        self.release_all()
 
     def release_all(self) -> None:
         """End of a backward or of a step: nothing is in use any more."""
@@ -131,5 +165,4 @@ class OnDemandParams:
             if ahead > max(self._limits.ahead, unit.numel) or self.live_numel + unit.numel > self._limits.live:
                 return
             if unit.state is UnitState.SHARDED:
-                with torch.no_grad():
-                    self._start(unit)
+                self._start(unit)

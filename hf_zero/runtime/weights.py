@@ -108,7 +108,8 @@ class WholeWeights:
         with torch.no_grad():
             for unit in self._units:
                 self._params.make_sharded(unit)
-                self._load_unit(unit, {name: state[key] for name, key in given.items() if name in wanted})
+                mine = {slot.name for buffer in unit.buffers for slot in buffer.layout.slots}
+                self._load_unit(unit, {name: state[given[name]] for name in mine & given.keys()})
             for name, tensor in wanted.items():
                 if not isinstance(tensor, nn.Parameter) and name in given:
                     tensor.copy_(state[given[name]])

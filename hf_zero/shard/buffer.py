@@ -137,6 +137,23 @@ class FlatBuffer:
                 "write_rank=0):`, or before the model is handed to hf_zero."
             )
 
+    def check_views(self) -> None:
+        """Raise if a whole parameter has left the buffer (`.to(dtype)`, `param.data = ...`): updates would miss it."""
+        if self.on_demand:
+            return  # check_placeholders looks after these
+        strays = [
+            slot.name
+            for slot, param, view in zip(self.layout.slots, self.params, self._views, strict=True)
+            if param.data_ptr() != view.data_ptr() or param.dtype != self.dtype
+        ]
+        if strays:
+            raise StateError(
+                f"rank {self._comm.rank}: parameter(s) were replaced or cast after hf_zero had taken the model over, "
+                f"and updates would not reach them: {', '.join(strays[:5])} ({len(strays)} in all).\nDo not call "
+                ".to(dtype), .half() or assign param.data on a model in training (bf16_full_eval and fp16_full_eval do): set the "
+                "type before, or in the configuration (bf16.enabled), and edit values in place under torch.no_grad()."
+            )
+
     # ---------------------------------------------------------------- around the optimizer step
     def refresh(self) -> None:
         """Bring the parameters' type up to date with the master weights after an update."""

@@ -48,7 +48,6 @@ def partition(
             (`stage3_param_persistence_threshold`).
         model_persistence_threshold: Most elements that may stay whole in all (`stage3_model_persistence_threshold`).
     """
-    check_parameters(model)
     unit_paths = _unit_paths(model)
     owners = _owners(model, unit_paths)
     kept_whole = persistent_parameters(model, persistence_threshold, model_persistence_threshold)

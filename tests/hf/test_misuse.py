@@ -1,0 +1,96 @@
+"""Mistakes that would train or save something wrong raise instead, and name what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+import hf_zero
+from tests.harness.ranks import RankFailure, run_ranks
+from tests.hf.runs import build
+
+
+def start(stage: int) -> tuple[LlamaForCausalLM, hf_zero.ZeroEngine]:
+    model = build()
+    config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def cast_in_training(stage: int) -> None:
+    """What follows the cast would update parameters that the model no longer has."""
+    model, engine = start(stage)
+    model.to(torch.bfloat16)
+    ids = torch.arange(12).view(2, 6)
+    engine.backward(model(input_ids=ids, labels=ids).loss)
+    engine.step()
+
+
+def test_a_cast_of_the_live_model_is_noticed() -> None:
+    for stage in (0, 1, 3):
+        for failure in run_ranks(cast_in_training, 2, stage, expect_error=True):
+            assert isinstance(failure, RankFailure) and failure.kind == "StateError", failure
+            assert "weight" in failure.message and "bf16" in failure.message
+
+
+def save_with_accelerate(folder: str) -> dict[str, torch.Tensor]:
+    """A user's own saving of state_dict() at a stage that keeps parameters whole."""
+    model, engine = start(2)
+    if engine.rank == 0:
+        Accelerator(cpu=True).save(model.state_dict(), folder + "/weights.safetensors", safe_serialization=True)
+    dist.barrier()
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_a_plain_state_dict_saves_every_tensor(tmp_path: Path) -> None:
+    want = run_ranks(save_with_accelerate, 2, str(tmp_path))[0]
+    got = load_file(tmp_path / "weights.safetensors")
+    assert got.keys() >= want.keys() - {"lm_head.weight"}
+    assert all(torch.equal(tensor, want[name]) for name, tensor in got.items())
+
+
+def save_on_all(folder: str) -> dict[str, torch.Tensor]:
+    model, engine = start(3)
+    model.save_pretrained(folder)
+    return engine.full_state_dict(keep=True)
+
+
+def test_save_pretrained_on_all_ranks_writes_loadable_weights(tmp_path: Path) -> None:
+    want = run_ranks(save_on_all, 2, str(tmp_path))[0]
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(tensor, want[name]) for name, tensor in loaded.state_dict().items())
+
+
+def save_on_one(folder: str) -> None:
+    model, engine = start(3)
+    if engine.rank == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+
+
+def test_save_pretrained_on_one_rank_raises(tmp_path: Path) -> None:
+    failures = run_ranks(save_on_one, 2, str(tmp_path), expect_error=True, env={"HF_ZERO_PRESENCE_TIMEOUT": "2"})
+    said = [failure.message for failure in failures if isinstance(failure, RankFailure)]
+    assert any("save_pretrained" in text and "[1]" in text and "every rank" in text for text in said), said
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+def unknown_optimizer() -> None:
+    from transformers.optimization import Adafactor
+
+    model = build()
+    hf_zero.initialize(
+        model=model,
+        optimizer=Adafactor(model.parameters(), lr=1e-3, relative_step=False),
+        config={"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True},
+    )
+
+
+def test_an_optimizer_that_needs_whole_matrices_is_refused() -> None:
+    for failure in run_ranks(unknown_optimizer, 2, expect_error=True):
+        assert failure.kind == "ConfigError" and "Adafactor" in failure.message
