@@ -150,8 +150,8 @@ class FlatBuffer:
             raise StateError(
                 f"rank {self._comm.rank}: parameter(s) were replaced or cast after hf_zero had taken the model over, "
                 f"and updates would not reach them: {', '.join(strays[:5])} ({len(strays)} in all).\nDo not call "
-                ".to(dtype), .half() or assign param.data on a model in training (bf16_full_eval and fp16_full_eval do): set the "
-                "type before, or in the configuration (bf16.enabled), and edit values in place under torch.no_grad()."
+                ".to(dtype) or .half(), nor assign param.data, on a model in training: set the type before, or in the "
+                "configuration (bf16.enabled), and edit values in place under torch.no_grad()."
             )
 
     # ---------------------------------------------------------------- around the optimizer step

@@ -43,6 +43,7 @@ def test_trainer(tmp_path: Path) -> None:
         assert_same(got, want, label=f"{kind}, stage {stage}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_unmodified_sft_trainer(lora: bool, tmp_path: Path) -> None:
     want = launch(runs.sft, "ddp", 0, str(tmp_path / "ddp"), lora)
@@ -65,6 +66,7 @@ def test_initialize_loop_with_a_convnet(tmp_path: Path) -> None:
         assert_same(launch(runs.convnet_loop, "initialize", stage, str(tmp_path)), want, label=f"stage {stage}")
 
 
+@pytest.mark.slow
 def test_evaluate_and_predict_before_train_and_train_twice(tmp_path: Path) -> None:
     want = launch(runs.evaluate_then_train, "ddp", 0, str(tmp_path / "ddp"))
     for stage in (0, 2, 3):
@@ -72,6 +74,7 @@ def test_evaluate_and_predict_before_train_and_train_twice(tmp_path: Path) -> No
         assert_same(got, want, label=f"stage {stage}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_only_model", [False, True])
 def test_best_model_is_loaded_at_the_end(save_only_model: bool, tmp_path: Path) -> None:
     want = launch(runs.best_model, "ddp", 0, str(tmp_path / "ddp"), save_only_model)
@@ -82,6 +85,7 @@ def test_best_model_is_loaded_at_the_end(save_only_model: bool, tmp_path: Path) 
         assert got.files == want.files, "save_total_limit"
 
 
+@pytest.mark.slow
 def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
     """10 steps = 5 + 5, with dropout: weights, moments, schedule, random numbers and data position."""
     for stage in (1, 3):
