@@ -60,7 +60,7 @@ class Torch:
     def backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with self.precision():
             loss: torch.Tensor = self.model(**batch).loss
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     def update(self) -> None:
@@ -197,6 +197,7 @@ def report(args: argparse.Namespace, result: dict[str, Any]) -> tuple[str, bool]
         lines += per_layer_table(args, series)
     else:
         lines += step_table(series, result["numel"][""], result["state_bytes"])
+    lines.append(f"Other processes kept {benchlib.cores_of_others(series.values()):.1f} cores busy during the run.")
     agree = _losses_agree(args, series, lines)
     return "\n".join(lines), agree
 

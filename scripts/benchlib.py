@@ -165,6 +165,7 @@ class Series:
     wall_s: list[list[float]] = dataclasses.field(default_factory=list)  # [round][step]; the slowest rank's
     cpu_s: list[float] = dataclasses.field(default_factory=list)  # [round], per step; the sum over ranks
     faults: list[float] = dataclasses.field(default_factory=list)  # [round], minor page faults per step; the sum
+    busy_s: list[float] = dataclasses.field(default_factory=list)  # [round], per step; of all cores, by anybody
     losses: list[float] = dataclasses.field(default_factory=list)  # of every step since the start; the mean
 
     def round_s(self) -> list[float]:
@@ -206,7 +207,7 @@ def measure_in_turn(
 def _measure(variant: Variant, batches: Sequence[dict[str, torch.Tensor]], series: Series) -> None:
     losses, wall = [], []
     dist.barrier()
-    before = resource.getrusage(resource.RUSAGE_SELF)
+    before, busy = resource.getrusage(resource.RUSAGE_SELF), _busy_s()
     for batch in batches:
         dist.barrier()
         start = time.perf_counter()
@@ -214,6 +215,7 @@ def _measure(variant: Variant, batches: Sequence[dict[str, torch.Tensor]], serie
         variant.update()
         wall.append(time.perf_counter() - start)
     after = resource.getrusage(resource.RUSAGE_SELF)
+    series.busy_s.append((_busy_s() - busy) / len(batches))
     series.wall_s.append(wall)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     series.cpu_s.append(cpu / len(batches))
@@ -229,8 +231,25 @@ def _over_ranks(mine: Series) -> Series:
         [[max(step) for step in zip(*steps, strict=True)] for steps in rounds],
         [sum(values) for values in zip(*(rank.cpu_s for rank in everyone), strict=True)],
         [sum(values) for values in zip(*(rank.faults for rank in everyone), strict=True)],
+        mine.busy_s,
         [statistics.mean(values) for values in zip(*(rank.losses for rank in everyone), strict=True)],
     )
+
+
+def _busy_s() -> float:
+    """Seconds that the cores of this machine have worked since boot."""
+    user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split(maxsplit=8)[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def cores_of_others(series: Iterable[Series]) -> float:
+    """Cores that anything else on the machine kept busy meanwhile: the noise of the run. Median over blocks."""
+    blocks = [
+        (busy - cpu) / statistics.mean(wall)
+        for one in series
+        for busy, cpu, wall in zip(one.busy_s, one.cpu_s, one.wall_s, strict=True)
+    ]
+    return max(0.0, statistics.median(blocks))
 
 
 def nbytes(tensors: Iterable[Any]) -> int:
