@@ -204,7 +204,7 @@ def report(args: argparse.Namespace, result: dict[str, Any]) -> tuple[str, bool]
 
 def step_table(series: dict[str, Series], numel: int, state_bytes: dict[str, int]) -> list[str]:
     """Step time, CPU time and memory of every variant, and their ratios to DDP's and FSDP2's."""
-    bases = [name for name in ("ddp", "fsdp2") if name in series]
+    bases = [name for name in ("plain", "ddp", "fsdp2") if name in series]
     head = ["variant", "step ms", *(f"x {base} (quartiles)" for base in bases), "CPU s"]
     head += [*(f"CPU x {base}" for base in bases), "bytes/param", "page faults"]
     rows = []
