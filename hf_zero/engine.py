@@ -238,10 +238,6 @@ class ZeroEngine:
         """L2 norm of the last step's mean gradient before clipping; None before the first step."""
         return None if self.optimizer is None else self.optimizer.last_norm
 
-    def arrived(self, buffer: Any, index: int, grad: torch.Tensor) -> None:
-        """A gradient is there (called by the hooks)."""
-        self.reducer.arrived(buffer, index, grad, boundary=self.is_gradient_accumulation_boundary())
-
     def _unit_left(self, unit: ShardUnit) -> None:
         self.reducer.unit_left(unit.buffers, boundary=self.is_gradient_accumulation_boundary())
 
@@ -352,8 +348,8 @@ class _Arrival:
         self._index = index
 
     def __call__(self, grad: torch.Tensor) -> None:
-        with torch.no_grad():
-            self._engine.arrived(self._buffer, self._index, grad)
+        boundary = self._engine.is_gradient_accumulation_boundary()
+        self._engine.reducer.arrived(self._buffer, self._index, grad, boundary=boundary)
 
 
 def engine_of(model: Any) -> ZeroEngine | None:

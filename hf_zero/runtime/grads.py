@@ -208,6 +208,7 @@ class GradReducer:
         self._overlap = overlap
         self._on_arrival = on_arrival
         self._started: set[int] = set()  # ids of buffers whose reduce has started in this backward
+        self._next = 0  # on arrival: the first buffer in the order whose reduce has not
         self._flying: collections.deque[GradBuffer] = collections.deque()
         self._reduced = False  # stages 0-1: the boundary's reduce of this window has been started everywhere
         self._any_arrival = False
@@ -217,11 +218,11 @@ class GradReducer:
         buffer.accumulate(index, grad)
         self._any_arrival = True
         if self._on_arrival and buffer.is_complete:
-            for next_one in self.buffers:
-                if not next_one.is_complete or not self._due(next_one, boundary):
+            while self._next < len(self.buffers) and self.buffers[self._next].is_complete:
+                if not self._due(self.buffers[self._next], boundary):
                     return
-                if id(next_one) not in self._started:
-                    self._start(next_one)
+                self._start(self.buffers[self._next])
+                self._next += 1
 
     def unit_left(self, flats: Sequence[FlatBuffer], *, boundary: bool) -> None:
         """Backward has left a unit for good. All ranks must call, in the same order."""
@@ -282,6 +283,7 @@ class GradReducer:
         while self._flying:
             self._flying.popleft().reduce_finish()
         self._started.clear()
+        self._next = 0
         self._any_arrival = False
         for buffer in self.buffers:
             buffer.end_backward()
