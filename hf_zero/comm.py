@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from hf_zero.errors import DivergenceError, StateError
+from hf_zero.errors import ConfigError, DivergenceError, StateError
 
 # Elements per collective on gloo: larger single calls fall out of the cache (scripts/bench_comm.py measures it).
 GLOO_BUCKET_NUMEL = 1 << 20
@@ -284,9 +284,24 @@ def wait_all(pending: Sequence[Pending]) -> None:
 
 def ensure_process_group(device: torch.device) -> None:
     """Join the process group that a launcher described in the environment, if there is one and none is joined yet."""
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+    if dist.is_initialized():
+        return
+    if "WORLD_SIZE" not in os.environ:
+        _check_started_alone()
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return
     dist.init_process_group(_backend_for(device))
+
+
+def _check_started_alone() -> None:
+    """Refuse to train N separate models because N processes were started without torch's launcher."""
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if int(os.environ.get(name) or "1") > 1:
+            raise ConfigError(
+                f"{name}={os.environ[name]}: this is one of several processes, but WORLD_SIZE and MASTER_ADDR are not "
+                "set, so each of them would train a model of its own.\nStart one torchrun (or accelerate launch) per "
+                "node instead: it starts the processes of the node and tells them of each other."
+            )
 
 
 @functools.cache
