@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import dataclasses
 import datetime
 import functools
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from hf_zero.errors import ConfigError, DivergenceError, StateError
+from hf_zero.errors import ConfigError, DivergenceError, OffloadError, StateError, ZeroError
 
 # Elements per collective on gloo: larger single calls fall out of the cache (scripts/bench_comm.py measures it).
 GLOO_BUCKET_NUMEL = 1 << 20
@@ -76,6 +77,8 @@ class Comm:
         self._presence: dict[str, int] = collections.Counter()
         self._scratch: list[torch.Tensor] = []
         self._group: Any = None
+        self._group_name = ""
+        self._stopped = False  # connections were closed after an error
         if not dist.is_initialized():
             self.rank, self.world_size, self.backend = 0, 1, "none"
             return
@@ -85,6 +88,7 @@ class Comm:
         if self.world_size > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
             self._group = dist.new_group(ranks, backend=self.backend, timeout=timeout)
+            self._group_name = self._group.group_name
             _leave_cleanly_at_exit()
         self.rank = dist.get_rank(self._group) if self._group is not None else 0
 
@@ -193,6 +197,40 @@ class Comm:
         # Rank 0 may host the store: it must not leave, and end the process, while another rank is still asking.
         self.barrier(name)
 
+    @contextlib.contextmanager
+    def stop_together(self) -> Iterator[None]:
+        """An OffloadError of this rank inside the block ends the waiting of the others, who then raise it too.
+
+        The reason goes through the key-value store; then the connections are closed, so that no rank sits in a
+        collective until its timeout.
+        """
+        try:
+            yield
+        except OffloadError as error:
+            text = f"rank {self.rank}: {error}"
+            if self._group is not None:
+                store = dist.distributed_c10d._get_default_store()
+                store.set(self._failure_key(), text)
+                group, self._group = self._group, None
+                self._stopped = True
+                if self.backend == "gloo":
+                    dist.destroy_process_group(group)
+                else:
+                    group.abort()
+                del group
+            raise OffloadError(text) from error
+
+    def _failure_key(self) -> str:
+        return f"hf_zero/{self._group_name}/failure"
+
+    def _reason_of_another(self) -> str | None:
+        """What another rank said before it closed its connections."""
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            return store.get(self._failure_key()).decode() if store.check([self._failure_key()]) else None
+        except RuntimeError:  # the store has gone with the process that held it
+            return None
+
     def reset_counts(self) -> None:
         self.counts.clear()
 
@@ -202,6 +240,8 @@ class Comm:
 
     # ---------------------------------------------------------------- inside
     def _record(self, op: str, what: str, full: torch.Tensor) -> None:
+        if self._stopped:
+            raise StateError(f"rank {self.rank}: {what}: this engine stopped after an error; start the run again")
         count = self.counts[op]
         count.calls += 1
         count.numel += full.numel()
@@ -214,7 +254,11 @@ class Comm:
         except RuntimeError as error:
             raise self.failure(what, error) from error
 
-    def failure(self, what: str, error: BaseException) -> DivergenceError:
+    def failure(self, what: str, error: BaseException) -> ZeroError:
+        """What to raise when a collective broke off: the other rank's reason where it gave one."""
+        reason = self._reason_of_another()
+        if reason is not None:
+            return OffloadError(f"{reason}\nrank {self.rank} was in {what} and stops too.")
         last = "\n".join(f"  {line}" for line in self.last_operations()[-6:])
         return DivergenceError(
             f"rank {self.rank} of {self.world_size}: {what} did not complete: {str(error).splitlines()[0][:200]}\n"

@@ -20,16 +20,16 @@ from hf_zero.checkpoint import session
 from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
 from hf_zero.errors import StateError
+from hf_zero.optim.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.runtime.build import BuildSettings, build_units
-from hf_zero.runtime.grads import GradReducer, GradSettings
+from hf_zero.runtime.build import BuildSettings, build_units, torch_dtype
+from hf_zero.runtime.grads import GradBuffer, GradReducer
 from hf_zero.runtime.guards import ModelGuards
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
 from hf_zero.runtime.params import OnDemandParams, Phase, PrefetchLimits
 from hf_zero.runtime.weights import WholeWeights
 from hf_zero.shard.partition import UnitKind, check_parameters
 from hf_zero.shard.unit import ShardUnit
-from hf_zero.store import DeviceStore
 
 logger = logging.getLogger(__name__)
 
@@ -73,15 +73,21 @@ class ZeroEngine:
         device = torch.device("cpu") if device.type == "cpu" else device  # without the index that "cpu:0" has
         communication.ensure_process_group(device)
         self.comm = Comm(device, group=group, timeout_s=config.desync_timeout)
-        self.store = DeviceStore(device)
-        built = build_units(model, self._build_settings(), self.comm, self.store)
+        scale = 1.0 / (self.comm.world_size * self.accumulation_steps)
+        built = build_units(model, BuildSettings.of(config, scale), self.comm)
+        self.homes = built.homes
         self.units = built.units
         self.pool = built.pool
         zero = config.zero
         ahead = zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0
         limits = PrefetchLimits(ahead, zero.stage3_max_live_parameters)
         self.params = OnDemandParams(self.units, limits, on_left=self._unit_left)
-        self.reducer = GradReducer(built.grads, overlap=zero.overlap_comm, on_arrival=not self.is_sharded)
+        self.reducer = GradReducer(
+            built.grads,
+            overlap=zero.overlap_comm,
+            on_arrival=not self.is_sharded,
+            on_final=self._gradient_is_final,
+        )
         self.weights = WholeWeights(model, self.units, self.params, self.comm)
         self._no_sync = False
         self._teardowns: list[Callable[[], None]] = []
@@ -108,31 +114,17 @@ class ZeroEngine:
             sum(len(buffer.params) for unit in kept for buffer in unit.buffers),
         )
 
-    def _build_settings(self) -> BuildSettings:
-        config, zero = self.config, self.config.zero
-        scale = 1.0 / (self.comm.world_size * self.accumulation_steps)
-        grads = GradSettings(_dtype(config.grad_accum_dtype), _dtype(config.communication_data_type), scale)
-        return BuildSettings(
-            stage=config.stage,
-            bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
-            persistence_threshold=zero.stage3_param_persistence_threshold,
-            model_persistence_threshold=zero.stage3_model_persistence_threshold,
-            cast_to=_dtype(config.dtype),
-            keep_fp32=config.keep_fp32,
-            grads=grads,
-        )
-
     def _install(self) -> None:
         model = self.module
         watch = BackwardWatch(self.params.begin_backward, self._end_backward)
         self._hooks = ModelHooks()
         self._guards = ModelGuards(model, self.units)
-        self._hooks.on_state_dict(model)
+        self._hooks.on_state_dict(model, self._check_current)
         for buffer in self.reducer.buffers:
             for index, param in enumerate(buffer.flat.params):
                 arrived = _Arrival(self, buffer, index)
                 self._hooks.on_gradient(param, arrived)
-        self._hooks.on_model(model, watch, _dtype(self.config.dtype))
+        self._hooks.on_model(model, watch, torch_dtype(self.config.dtype))
         if self.is_sharded:
             for unit in self.units:
                 if unit.kind is UnitKind.ROOT:
@@ -224,9 +216,26 @@ class ZeroEngine:
             list(self.params.orders.values()),
             clip=self.config.gradient_clipping,
             allow_untested=self.config.zero_allow_untested_optimizer,
+            offload=HostAdamSettings.of(self.config, self.homes.host),
             after_step=self._after_step,
         )
         return self.optimizer
+
+    def _gradient_is_final(self, buffer: GradBuffer) -> None:
+        if self.optimizer is not None:
+            self.optimizer.gradient_is_final(buffer)
+
+    def _check_current(self) -> None:
+        if self.optimizer is not None and self.optimizer.has_delayed_update:
+            raise StateError(
+                f"rank {self.rank}: the update of the last step is delayed, so the parameters do not have it yet.\n"
+                "Call engine.finish_updates() on every rank first (checkpoints and engine.full_state_dict do so)."
+            )
+
+    def finish_updates(self) -> None:
+        """Wait for offloaded updates that run beside the training, delayed ones too. All ranks must call."""
+        if self.optimizer is not None:
+            self.optimizer.finish_updates()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the mean gradient to `max_norm`; return its norm before. 0-dim. All ranks must call."""
@@ -261,10 +270,12 @@ class ZeroEngine:
         All ranks must call. Tied names share one tensor; persistent buffers are included. Peak extra memory: one unit.
         """
         self.require_all_ranks("full_state_dict")
+        self.finish_updates()
         return self.weights.state_dict(keep, trainable_only=trainable_only)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Take weights from a mapping of whole tensors, given on every rank. Masters start from these values."""
+        self.finish_updates()
         self.weights.load_state_dict(state, strict=strict)
 
     def save_checkpoint(self, folder: str | Path, tag: str | None = None, client_state: Any = None) -> Path:
@@ -273,15 +284,19 @@ class ZeroEngine:
         All ranks must call.
         """
         self.require_all_ranks("save_checkpoint")
+        self.finish_updates()
         return session.save(self._session(), session.tagged(Path(folder), tag), client_state)
 
     def load_checkpoint(self, folder: str | Path, tag: str | None = None, *, load_optimizer: bool = True) -> Any:
         """Restore weights, optimizer state and counters; returns the saved client_state. All ranks must call."""
         self.params.release_all()
-        self.reducer.clear()
+        self.finish_updates()
+        self.zero_grad()
         loaded = session.load(self._session(), session.tagged(Path(folder), tag), load_optimizer=load_optimizer)
         self.global_steps = loaded.global_step
         self.micro_steps = loaded.global_step * self.accumulation_steps
+        if self.optimizer is not None:
+            self.optimizer.restart_at(loaded.global_step)
         return loaded.client_state
 
     def _session(self) -> session.Session:
@@ -293,21 +308,22 @@ class ZeroEngine:
     def memory_report(self) -> dict[str, int]:
         """Bytes on this rank: what lives between steps by kind, and the peaks of what comes and goes.
 
-        `gathered_peak` counts whole parameters of on-demand units, `gradients_peak` whole gradients before their
-        reduce, both inside forward and backward.
+        The kinds count every medium; `disk` and `host` say how much of `total` is on disk and in the host's memory
+        beside the device's. `gathered_peak` counts whole parameters of on-demand units, `gradients_peak` whole
+        gradients before their reduce, both inside forward and backward.
         """
         report = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
         for unit in self.units:
             for buffer in unit.buffers:
-                for kind, tensor in buffer.tensors().items():
-                    report[kind] += _nbytes(tensor)
+                for kind, shard in buffer.owned().items():
+                    report[kind] += shard.nbytes
         for grads in self.reducer.buffers:
-            report["gradients"] += _nbytes(grads.shard.memory)
+            report["gradients"] += grads.shard.nbytes
         if self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-                report["optimizer"] += sum(_nbytes(tensor) for tensor in tensors)
+            report["optimizer"] = self.optimizer.state_bytes()
         report["total"] = sum(report.values())
+        report["disk"] = self.homes.disk_bytes()
+        report["host"] = sum(self.homes.host.usage().values())
         report["gathered_peak"] = self.params.peak_live_bytes
         report["gradients_peak"] = self.pool.peak_live_bytes
         return report
@@ -315,6 +331,7 @@ class ZeroEngine:
     def teardown(self) -> None:
         """Give the plain model back: whole parameters, no hooks. All ranks must call."""
         self.params.release_all()
+        self.finish_updates()
         self._hooks.remove()
         self._guards.remove()
         for unit in self.units:
@@ -327,6 +344,9 @@ class ZeroEngine:
                 module.__dict__.pop(mark, None)
         for name in (_KEY, "no_sync"):
             self.module.__dict__.pop(name, None)
+        if self.optimizer is not None:
+            self.optimizer.close()
+        self.homes.close()
         for undo in self._teardowns:
             undo()
 
@@ -370,15 +390,3 @@ def unit_of(engine: ZeroEngine, param: nn.Parameter) -> ShardUnit | None:
         if any(mine is param for buffer in unit.buffers for mine in buffer.params):
             return unit
     return None
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

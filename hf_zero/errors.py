@@ -23,6 +23,10 @@ class NativeError(ZeroError):
     """The native library is missing or failed; the message gives the command that builds it."""
 
 
+class OffloadError(ZeroError):
+    """Offloaded state cannot be read or written; the message names the path, the offset and the system's reason."""
+
+
 class StateError(ZeroError):
     """A call came in an order that cannot be right, such as a write to a sharded parameter."""
 

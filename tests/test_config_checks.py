@@ -44,9 +44,7 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     "bf16.bf16_optimizer_states": (True, False),
     "amp": ({"enabled": True, "opt_level": "O2"}, {"enabled": "auto", "opt_level": "auto"}),
     "msamp": ({"enabled": True, "opt_level": "O2"}, {"enabled": False}),
-    f"{ZERO}.offload_optimizer.device": ("cpu", "none"),
-    f"{ZERO}.offload_optimizer.delayed_update": (True, False),
-    f"{ZERO}.offload_param.device": ("cpu", "none"),
+    f"{ZERO}.offload_optimizer.super_offload": (True, False),
     f"{ZERO}.zenflow": ({"topk_ratio": 0.1}, {}),
     f"{ZERO}.zero_hpz_partition_size": (8, 1),
     f"{ZERO}.zeropp_loco_param": ({"err_beta": 0.8}, {}),
@@ -54,7 +52,6 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     f"{ZERO}.ignore_unused_parameters": (False, True),
     "optimizer.type": ("Lamb", "SGD"),
     "optimizer.params.bias_correction": (False, True),
-    "optimizer.params.fp32_optimizer_states": (False, True),
     "scheduler": ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, None),
     "gradient_allreduce_op": ("sum", "mean"),
     "managed_gradient_accumulation": (False, True),
@@ -129,6 +126,13 @@ def test_weights_that_will_not_be_written_are_announced() -> None:
 
 
 # Contradictions
+
+
+def test_keys_of_an_offloaded_update_need_one() -> None:
+    text = message({"optimizer": {"type": "AdamW", "params": {"fp32_optimizer_states": False}}, ZERO: {"stage": 2}})
+    assert "optimizer.params.fp32_optimizer_states = false: moments in 16 bits" in text
+    text = message({ZERO: {"stage": 2, "offload_optimizer": {"device": "none", "delayed_update": True}}})
+    assert "delayed_update = true: there is nothing to delay" in text
 
 
 def test_offload_against_the_stage() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,21 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(-1, 1).flatten())
 
 
-def start(stage: int, seed: int, *, bf16: bool = False) -> Any:
+# What a checkpoint may be saved on and resumed from, for tests that say "medium".
+MEDIA = ("none", "cpu", "nvme", "nvme and parameters")
+
+
+def offload(medium: str) -> dict[str, Any]:
+    """Keys of zero_optimization. Tiles of 61 elements cut runs at odd places."""
+    if medium == "none":
+        return {}
+    device, _, params = medium.partition(" and ")
+    block = {"device": device, "nvme_path": tempfile.gettempdir()}
+    more = {"offload_param": {**block, "max_in_cpu": 0}} if params else {}
+    return {"offload_optimizer": block, "sub_group_size": 61, **more}
+
+
+def start(stage: int, seed: int, *, bf16: bool = False, medium: str = "none") -> Any:
     torch.manual_seed(seed)
     model = Net()
     decay = [param for param in model.parameters() if param.requires_grad and param.dim() > 1]
@@ -58,7 +73,8 @@ def start(stage: int, seed: int, *, bf16: bool = False) -> Any:
     optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest}], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     config = {
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, "reduce_bucket_size": 150},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, "reduce_bucket_size": 150}
+        | offload(medium),
         "bf16": {"enabled": bf16},
         "gradient_clipping": 0.5,
     }
@@ -79,8 +95,8 @@ def steps(engine: Any, first: int, last: int) -> list[float]:
     return losses
 
 
-def save(stage: int, folder: str, bf16: bool = False) -> dict[str, Any]:
-    engine = start(stage, seed=0, bf16=bf16)
+def save(stage: int, folder: str, bf16: bool = False, medium: str = "none") -> dict[str, Any]:
+    engine = start(stage, seed=0, bf16=bf16, medium=medium)
     steps(engine, 0, STEPS_BEFORE)
     engine.save_checkpoint(folder, client_state={"epoch": 3})
     weights = engine.full_state_dict(keep=engine.rank == 0)
@@ -88,8 +104,8 @@ def save(stage: int, folder: str, bf16: bool = False) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "lr": engine.lr_scheduler.get_last_lr()}
 
 
-def resume(stage: int, folder: str, bf16: bool = False) -> dict[str, Any]:
-    engine = start(stage, seed=99, bf16=bf16)
+def resume(stage: int, folder: str, bf16: bool = False, medium: str = "none") -> dict[str, Any]:
+    engine = start(stage, seed=99, bf16=bf16, medium=medium)
     assert engine.load_checkpoint(folder) == {"epoch": 3}
     assert engine.global_steps == STEPS_BEFORE and float(engine.module.calls) == STEPS_BEFORE
     weights = engine.full_state_dict(keep=engine.rank == 0)
@@ -112,12 +128,29 @@ def test_resume_at_another_world_size_and_stage(saved_stage: int, tmp_path: Path
         assert got["lr"] == want["lr"], label
 
 
+@pytest.mark.parametrize("saved_on", MEDIA[1:])
+def test_resume_on_another_medium(saved_on: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    want = run_ranks(save, 2, 3, folder, False, saved_on)[0]
+    for world, stage, medium in ((2, 3, "cpu"), (2, 3, "nvme"), (2, 3, "none"), (3, 3, "nvme and parameters")):
+        got = run_ranks(resume, world, stage, folder, False, medium)[0]
+        label = f"saved on {saved_on}, resumed on {medium} by {world} ranks"
+        for name, tensor in want["weights"].items():
+            assert torch.equal(got["weights"][name], tensor), f"{label}: {name}"
+        exact = world == 2 and medium != "none"
+        assert got["losses"] == (want["losses"] if exact else pytest.approx(want["losses"], rel=1e-6)), label
+    back = run_ranks(resume, 1, 2, folder, False, "cpu")[0]["losses"]
+    assert back == pytest.approx(want["losses"], rel=1e-6)
+
+
 def test_resume_with_separate_masters(tmp_path: Path) -> None:
     """bf16 parameters: the fp32 masters come back, not their rounded copies."""
     folder = str(tmp_path / "checkpoint")
     want = run_ranks(save, 2, 3, folder, True)[0]
     for world, stage in ((2, 3), (2, 2)):
         assert run_ranks(resume, world, stage, folder, True)[0]["losses"] == want["losses"], (world, stage)
+    on_disk = run_ranks(resume, 2, 3, folder, True, "nvme and parameters")[0]["losses"]
+    assert on_disk == pytest.approx(want["losses"], rel=1e-2)
 
 
 def test_stage_0_saves_what_stage_3_resumes(tmp_path: Path) -> None:

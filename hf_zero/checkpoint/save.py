@@ -45,7 +45,7 @@ from hf_zero.checkpoint.manifest import (
     read_manifest,
     zero_folder,
 )
-from hf_zero.checkpoint.state import RunState
+from hf_zero.checkpoint.state import Chunked, RunState
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import FORMAT_VERSION
 
@@ -57,11 +57,11 @@ RANK_FILE_PATTERN = "rank-*.safetensors*"  # temporary names included
 @dataclass(frozen=True)
 class _Entry:
     key: str
-    tensor: torch.Tensor  # 1-D, on any device
+    source: Chunked
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        return self.source.numel * self.source.dtype.itemsize
 
 
 # -------------------------------------------------------------------- phase 0: every rank
@@ -122,13 +122,13 @@ def write_rank_file(
         CheckpointError: The operating system refused; the message names the file, and nothing of it is left.
     """
     states = list(runs)
-    entries = [_Entry(_key(s.run.name, kind), tensor) for s in states for kind, tensor in s.tensors.items()]
+    entries = [_Entry(_key(s.run.name, kind), _chunked(tensor)) for s in states for kind, tensor in s.tensors.items()]
     for state in states:
         _check_state(state)
     infos = []
     for name, buffer in (buffers or {}).items():
         infos.append(TensorInfo(name, tuple(buffer.shape), dtype_name(buffer.dtype)))
-        entries.append(_Entry(_key(name, BUFFER_KIND), buffer.detach().reshape(-1)))
+        entries.append(_Entry(_key(name, BUFFER_KIND), _chunked(buffer.detach().reshape(-1))))
     path = zero_folder(folder) / rank_file_name(rank, save_id)
     with written_atomically(path) as file:
         _write_safetensors(file, entries)
@@ -155,32 +155,42 @@ def _check_state(state: RunState) -> None:
         if not isinstance(value, (bool, int, float)):
             raise AssertionError(f"{state.run.name} {key}: a scalar must be a number, not {type(value).__name__}")
     for kind, tensor in state.tensors.items():
-        if tensor.shape != (state.run.numel,):
-            raise AssertionError(
-                f"{state.run.name} {kind}: shape {tuple(tensor.shape)} instead of ({state.run.numel},)"
-            )
-        if tensor.numel() > 1 and tensor.stride() == (0,):
-            raise AssertionError(f"{state.run.name} {kind}: this is a placeholder, not the shard")
+        if isinstance(tensor, Chunked):
+            shape: tuple[int, ...] = (tensor.numel,)
+        else:
+            shape = tuple(tensor.shape)
+            if tensor.numel() > 1 and tensor.stride() == (0,):
+                raise AssertionError(f"{state.run.name} {kind}: this is a placeholder, not the shard")
+        if shape != (state.run.numel,):
+            raise AssertionError(f"{state.run.name} {kind}: shape {shape} instead of ({state.run.numel},)")
+
+
+def _chunked(tensor: torch.Tensor | Chunked) -> Chunked:
+    """A tensor that is in memory already, as what is written."""
+    if isinstance(tensor, Chunked):
+        return tensor
+    return Chunked(tensor.numel(), tensor.dtype, lambda: iter([tensor]))
 
 
 def _write_safetensors(file: ChecksumWriter, entries: Sequence[_Entry]) -> None:
     # Readers view the bytes in place, so elements must start at a multiple of their size: the widest come first.
-    ordered = sorted(entries, key=lambda entry: -entry.tensor.element_size())
+    ordered = sorted(entries, key=lambda entry: -entry.source.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in ordered:
         if entry.key in header:
             raise AssertionError(f"{entry.key} is given twice")
-        code = DTYPE_CODES[dtype_name(entry.tensor.dtype)]
+        code = DTYPE_CODES[dtype_name(entry.source.dtype)]
         end = offset + entry.nbytes
-        header[entry.key] = {"dtype": code, "shape": [entry.tensor.numel()], "data_offsets": [offset, end]}
+        header[entry.key] = {"dtype": code, "shape": [entry.source.numel], "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for entry in ordered:
-        for chunk in _raw_chunks(entry.tensor):
-            file.write(chunk)
+        for tensor in entry.source.chunks():
+            for chunk in _raw_chunks(tensor):
+                file.write(chunk)
 
 
 def _raw_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:

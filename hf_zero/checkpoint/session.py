@@ -20,16 +20,22 @@ from hf_zero.checkpoint.save import (
     prepare_folder,
     write_rank_file,
 )
-from hf_zero.checkpoint.state import RunState, Scalar
+from hf_zero.checkpoint.state import Chunked, RunState, Scalar
 from hf_zero.comm import Comm
 from hf_zero.errors import CheckpointError
-from hf_zero.optim.sharded import OwnedRun, ShardedOptimizer
+from hf_zero.layout import Run
+from hf_zero.optim.owned import OwnedRun
+from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.shard.buffer import FlatBuffer
 from hf_zero.shard.partition import clean_name, tied_names
+from hf_zero.shard.stored import StoredShard
+from hf_zero.shard.tensors import ShardTensor
 from hf_zero.shard.unit import ShardUnit
 
 # Optimizer state that is a Python number, not a tensor of one element, keeps its kind through a file by this suffix.
 _PYTHON_NUMBER = "@python"
+# Optimizers that keep the same state under the same names: one goes on where the other stopped.
+_SAME_STATE = frozenset(["Adam", "AdamW", "CPUAdam"])
 _T = TypeVar("_T")
 
 
@@ -177,24 +183,43 @@ def _run_states(session: Session) -> Iterator[RunState]:
     for buffer in session.buffers:
         for run in buffer.layout.runs(buffer.rank):
             if buffer.master is None:
-                yield RunState(buffer.layout.name, run, {"param": buffer.shard.read_run(run)})
+                yield RunState(buffer.layout.name, run, {"param": _readable(buffer.shard, run)})
                 continue
-            tensors = {"master": buffer.master.read_run(run)}
+            tensors: dict[str, torch.Tensor | Chunked] = {"master": _readable(buffer.master, run)}
             scalars: dict[str, Scalar] = {}
             if run.name in owned and session.optimizer is not None:
-                states = [session.optimizer.state.get(master, {}) for master in owned[run.name].masters]
-                more, scalars = _collect(states, owned[run.name])
+                more, scalars = _optimizer_state(session.optimizer, owned[run.name])
                 tensors.update(more)
             yield RunState(buffer.layout.name, run, tensors, scalars)
+
+
+def _readable(shard: ShardTensor | StoredShard, run: Run) -> torch.Tensor | Chunked:
+    """The elements of `run`: in memory, or tile by tile from where they are kept."""
+    if isinstance(shard, ShardTensor):
+        return shard.read_run(run)
+    return Chunked(run.numel, shard.dtype, lambda: shard.chunks(run.shard_offset, run.numel))
+
+
+def _optimizer_state(
+    optimizer: ShardedOptimizer, owned: OwnedRun
+) -> tuple[dict[str, torch.Tensor | Chunked], dict[str, Scalar]]:
+    native = optimizer.native_state(owned)
+    if native is None:
+        return _collect([optimizer.state.get(master, {}) for master in owned.masters], owned)
+    tensors = {kind: _readable(value, owned.run) for kind, value in native.items() if isinstance(value, StoredShard)}
+    scalars = {kind: float(value) for kind, value in native.items() if not isinstance(value, StoredShard)}
+    return tensors, dict(scalars)
 
 
 def _owned_by_name(optimizer: ShardedOptimizer | None) -> dict[str, OwnedRun]:
     return {} if optimizer is None else {owned.run.name: owned for owned in optimizer.owned_runs()}
 
 
-def _collect(states: list[dict[str, Any]], owned: OwnedRun) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
+def _collect(
+    states: list[dict[str, Any]], owned: OwnedRun
+) -> tuple[dict[str, torch.Tensor | Chunked], dict[str, Scalar]]:
     """The optimizer state of one run: its tensors joined, its scalars once."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor | Chunked] = {}
     scalars: dict[str, Scalar] = {}
     for key, first in states[0].items():
         values = [state[key] for state in states]
@@ -250,7 +275,7 @@ def _load_weights(session: Session, reader: CheckpointReader) -> None:
     for buffer in session.buffers:
         for run in buffer.layout.runs(buffer.rank):
             target = buffer.shard if buffer.master is None else buffer.master
-            target.write_run(run, reader.read_weights(run.name, run, target.memory.dtype))
+            target.write_run(run, reader.read_weights(run.name, run, target.dtype))
         buffer.refresh()
     for buffer in session.buffers:
         if not buffer.on_demand and buffer.layout.world_size > 1:
@@ -269,13 +294,16 @@ def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
     assert optimizer is not None
     saved_class = reader.manifest.extra.get("optimizer")
     mine = type(optimizer.optimizer).__name__
-    if saved_class is not None and saved_class != mine:
+    if saved_class is not None and saved_class != mine and not {saved_class, mine} <= _SAME_STATE:
         raise CheckpointError(
             f"the checkpoint holds the state of {saved_class}, this run uses {mine}: use the same optimizer, or load "
             "with load_optimizer=False"
         )
     optimizer.state.clear()
     for owned in optimizer.owned_runs():
+        if owned.native:
+            optimizer.load_native_state(owned, _state_of(owned, reader)[0])
+            continue
         for master, state in zip(owned.masters, _state_of(owned, reader), strict=True):
             if state:
                 optimizer.state[master] = state
@@ -294,7 +322,7 @@ def _state_of(owned: OwnedRun, reader: CheckpointReader) -> list[dict[str, Any]]
         if kind not in ("master", "param"):
             chunks = torch.split(reader.read(owned.run.name, kind, owned.run), sizes)
             for state, master, chunk in zip(states, owned.masters, chunks, strict=True):
-                state[kind] = chunk.clone().view(master.shape).to(device)
+                state[kind] = chunk.to(device, master.dtype, copy=True).view(master.shape)
     for key, value in reader.scalars(owned.run.name).items():
         for state in states:
             if key.endswith(_PYTHON_NUMBER):

@@ -14,6 +14,7 @@ from hf_zero.config.status import NO_EFFECT, NOT_YET
 
 ZERO = "zero_optimization"
 OFFLOADS = (f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer")
+MOMENTS = "optimizer.params.fp32_optimizer_states"
 
 
 def refusals(values: Mapping[str, Any], problems: Problems) -> list[str]:
@@ -96,6 +97,21 @@ def _check_offload(values: Mapping[str, Any], problems: Problems) -> None:
             optimizer,
             "it needs stage 1, 2 or 3, but the stage is 0: nothing is sharded there",
             f"Set {ZERO}.stage to 1, 2 or 3, or remove offload_optimizer.",
+        )
+    offloaded = optimizer not in (None, "none")
+    if look_up(values, MOMENTS) is False and not offloaded:
+        problems.add(
+            MOMENTS,
+            False,
+            "moments in 16 bits belong to the native Adam, which updates offloaded optimizer state only",
+            f'Remove it, or set {OFFLOADS[1]}.device to "cpu" or "nvme".',
+        )
+    if look_up(values, f"{OFFLOADS[1]}.delayed_update") is True and not offloaded:
+        problems.add(
+            f"{OFFLOADS[1]}.delayed_update",
+            True,
+            "there is nothing to delay: the update runs on the device, not beside it",
+            f'Remove it, or set {OFFLOADS[1]}.device to "cpu" or "nvme".',
         )
     ratio = look_up(values, f"{OFFLOADS[1]}.ratio")
     if isinstance(ratio, float) and ratio < 1.0 and stage != 3:

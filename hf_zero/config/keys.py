@@ -79,8 +79,8 @@ OFFLOAD_OPTIMIZER = Block(
         "nvme_path": text(),
         "buffer_count": count(4, low=1, auto=True),
         "pin_memory": flag(True, auto=True),
-        "pipeline_read": flag(False, auto=True),
-        "pipeline_write": flag(False, auto=True),
+        "pipeline_read": flag(True, auto=True),  # DeepSpeed: false; here the staging pool bounds the memory either way
+        "pipeline_write": flag(True, auto=True),
         "fast_init": flag(False, auto=True),
         "ratio": real(1.0, high=1.0, auto=True),
         "super_offload": flag(False, auto=True),

@@ -23,7 +23,7 @@ from hf_zero.config.autofill import (
     is_absent,
     is_auto,
 )
-from hf_zero.config.checks import cross_problems, notices, refusals
+from hf_zero.config.checks import MOMENTS, cross_problems, notices, refusals
 from hf_zero.config.keys import ROOT
 from hf_zero.config.optimizers import torch_form
 from hf_zero.config.parse import Parsed, look_up, put
@@ -36,6 +36,7 @@ from hf_zero.config.resolved import (
     DEFAULT,
     FILE,
     INFERRED,
+    Aio,
     ResolvedConfig,
     zero_section,
 )
@@ -225,6 +226,9 @@ class _Resolver:
             steps_per_print=values["steps_per_print"],
             dataloader_drop_last=values["dataloader_drop_last"],
             gather_for_generation=values["gather_for_generation"],
+            aio=Aio(**values["aio"]),
+            force_native_adam=values["zero_force_ds_cpu_optimizer"],
+            moments_16bit=look_up(values, MOMENTS) is False,
             optimizer=torch_form(optimizer) if optimizer else None,
             scheduler=copy.deepcopy(scheduler) if scheduler else None,
             settings=settings,

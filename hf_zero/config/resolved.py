@@ -39,14 +39,26 @@ class OffloadOptimizer:
     nvme_path: str | None = None
     buffer_count: int = 4
     pin_memory: bool = True
-    pipeline_read: bool = False
-    pipeline_write: bool = False
+    pipeline_read: bool = True
+    pipeline_write: bool = True
     fast_init: bool = False
     ratio: float = 1.0
     super_offload: bool = False
     cpuadam_cores_perc: float = 0.8
     delayed_update: bool = False
     delayed_update_start: int = 0
+
+
+@dataclass(frozen=True)
+class Aio:
+    """aio: how the files of `nvme` are read and written."""
+
+    block_size: int = 1 << 20  # bytes
+    queue_depth: int = 8
+    intra_op_parallelism: int = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+    use_gds: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,9 @@ class ResolvedConfig:
     steps_per_print: int  # 0: never
     dataloader_drop_last: bool
     gather_for_generation: str
+    aio: Aio
+    force_native_adam: bool  # zero_force_ds_cpu_optimizer: an offloaded update is native, or the optimizer is refused
+    moments_16bit: bool  # optimizer.params.fp32_optimizer_states is false
     optimizer: dict[str, Any] | None  # {"type": a class of torch.optim, "params": its arguments}
     scheduler: dict[str, Any] | None
     # Dotted path -> value, for every key that has one: what the fields above say and the rest.

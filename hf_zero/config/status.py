@@ -90,15 +90,7 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("amp", _enabled, 'Use "bf16": {"enabled": true}, or bf16=True in TrainingArguments (autocast over fp32).'),
     NotYet("msamp", _enabled, 'Use "bf16": {"enabled": true}.'),
     NotYet("torch_autocast", _enabled, "Under Trainer, bf16=True gives autocast over fp32; else use torch.autocast."),
-    NotYet(
-        "zero_optimization.offload_optimizer.device",
-        _other_than("none"),
-        'Set it to "none"; a higher stage or more ranks need less memory too.',
-    ),
-    NotYet("zero_optimization.offload_optimizer.delayed_update", _true, "Remove it."),
-    NotYet(
-        "zero_optimization.offload_param.device", _other_than("none"), 'Set it to "none"; more ranks need less memory.'
-    ),
+    NotYet("zero_optimization.offload_optimizer.super_offload", _true, "Remove it: updates run beside the forward."),
     NotYet("zero_optimization.zenflow", _given, "Remove the block."),
     NotYet("zero_optimization.zero_hpz_partition_size", _above(1), _ZEROPP),
     NotYet("zero_optimization.zero_quantized_weights", _true, _ZEROPP),
@@ -110,7 +102,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("zero_optimization.ignore_unused_parameters", _false, "Remove it: unused parameters count as zeros."),
     NotYet("optimizer.type", _one_of(*OTHER_OPTIMIZERS), "Use AdamW, Adam or SGD, which are exact on shards."),
     NotYet("optimizer.params.bias_correction", _false, "Remove it: torch's Adam always corrects the bias."),
-    NotYet("optimizer.params.fp32_optimizer_states", _false, "Remove it: optimizer states are kept in fp32."),
     NotYet(
         "scheduler", _block, "Remove the block and build a torch or transformers scheduler (Trainer does so itself)."
     ),
@@ -177,7 +168,6 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.compute_grad_norm": "the norm is computed when it is asked for",
     "zero_optimization.load_from_fp32_weights": "masters always come from the fp32 values where a checkpoint has them",
     "zero_optimization.elastic_checkpoint": "every checkpoint loads at any number of ranks",
-    "zero_optimization.sub_group_size": "the update goes from unit to unit",
     "zero_optimization.stage3_max_reuse_distance": "a unit is released as soon as it has been used",
     "zero_optimization.stage3_module_granularity_threshold": "units are whole layers",
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": "a gather needs no copy, so there is nothing to save",
@@ -193,7 +183,6 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.log_trace_cache_warnings": _NO_TRACE,
     "zero_optimization.enable_sanity_checks": "they are always on",
     "zero_optimization.save_muon_momentum_buffer_in_memory": _OFFLOAD_ONLY,
-    "zero_force_ds_cpu_optimizer": _OFFLOAD_ONLY,
     "bf16.immediate_grad_update": "gradients are always taken as they are ready",
     "bf16.check_grad_overflow": "bf16 has the range of fp32",
     "optimizer.legacy_fusion": "torch's optimizers are used",

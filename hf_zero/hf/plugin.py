@@ -269,6 +269,7 @@ class ZeroAcceleratorMixin(Accelerator):
         engines = self._engines()
         for engine in engines:
             engine.require_all_ranks("accelerator.save_state")
+            engine.finish_updates()
         with self._without_engines(keep=writes_weights):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         for index, engine in enumerate(engines):

@@ -86,7 +86,21 @@ def train(
         if len(set(everyone := gather_object([chosen]))) > 1:
             raise CheckpointError(f"ranks would resume from different checkpoints: {everyone} (in rank order).")
         resume_from_checkpoint = chosen
-    return orig(resume_from_checkpoint, *args, **kwargs)
+    result = orig(resume_from_checkpoint, *args, **kwargs)
+    finish_updates(self)
+    return result
+
+
+def save_checkpoint(self: Any, orig: Original, *args: Any, **kwargs: Any) -> None:
+    """What is saved has every update, delayed ones too."""
+    finish_updates(self)
+    orig(*args, **kwargs)
+
+
+def finish_updates(trainer: Any) -> None:
+    engine = _engine(trainer)
+    if engine is not None:
+        engine.finish_updates()
 
 
 def save(self: Any, orig: Original, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -186,6 +200,7 @@ _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "create_optimizer": (create_optimizer, ("model",)),
     "train": (train, ("resume_from_checkpoint",)),
     "_save": (save, ("output_dir", "state_dict")),
+    "_save_checkpoint": (save_checkpoint, ("model", "trial")),
     "_save_optimizer_and_scheduler": (save_optimizer_and_scheduler, ("output_dir",)),
     "_load_from_checkpoint": (load_from_checkpoint, ("resume_from_checkpoint", "model")),
     "_load_optimizer_and_scheduler": (load_optimizer_and_scheduler, ("checkpoint",)),
@@ -210,6 +225,9 @@ class ZeroTrainerMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         return train(self, self._stock("train"), *args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        save_checkpoint(self, self._stock("_save_checkpoint"), *args, **kwargs)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         save(self, self._stock("_save"), *args, **kwargs)

@@ -1,1 +1,5 @@
-"""The user's optimizer on shards."""
+"""The user's optimizer on shards, and an Adam for parameters in CPU memory."""
+
+from hf_zero.optim.cpu_adam import CPUAdam
+
+__all__ = ["CPUAdam"]

@@ -66,5 +66,29 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
         )
 
 
+# What the native Adam stands in for when states are offloaded: exactly these classes, for a subclass may do more.
+_NATIVE = frozenset(["torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "hf_zero.optim.cpu_adam.CPUAdam"])
+
+
+def check_native(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError if the native Adam cannot do what `optimizer` would."""
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    by_torch = (
+        'run it in torch, on the host, with "zero_force_ds_cpu_optimizer": false (offload_optimizer.device "cpu" only)'
+    )
+    if kind not in _NATIVE:
+        raise ConfigError(
+            f"optimizer {kind} cannot update offloaded states: the native update serves torch.optim.Adam, "
+            f"torch.optim.AdamW and hf_zero.optim.CPUAdam.\nUse one of these, or {by_torch}."
+        )
+    for group in optimizer.param_groups:
+        for option in ("amsgrad", "capturable", "differentiable"):
+            if group.get(option):
+                raise ConfigError(
+                    f"optimizer {type(optimizer).__name__}({option}=True) cannot update offloaded states: the native "
+                    f"Adam does not have it.\nRemove {option}, or {by_torch}."
+                )
+
+
 def _is_elementwise(kind: type) -> bool:
     return kind.__module__.startswith("torch.optim") and f"torch.optim.{kind.__name__}" in _ELEMENTWISE

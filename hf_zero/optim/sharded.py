@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hf_zero.comm import Comm
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.layout import Run
-from hf_zero.optim.rules import check_optimizer
+from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
+from hf_zero.optim.owned import OwnedRun, own_run
+from hf_zero.optim.rules import check_native, check_optimizer
 from hf_zero.optim.window import WindowFacts, clip_coefficient, settle_window
 from hf_zero.runtime.grads import GradBuffer, GradReducer
 from hf_zero.runtime.order import UseOrder
-
-
-@dataclass(frozen=True)
-class OwnedRun:
-    """What this rank updates of one parameter."""
-
-    buffer: GradBuffer
-    index: int  # of the parameter in the buffer
-    run: Run
-    masters: list[torch.Tensor]  # views of the master shard: what the user's optimizer holds in its param groups
-    grads: list[torch.Tensor]  # views of the gradient shard, as `masters`
+from hf_zero.shard.buffer import FlatBuffer
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -38,6 +29,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer: Built over the model's own parameters. State it already has is cut to the shards.
         reducer: Holds the gradient buffers of all trainable parameters.
         clip: `gradient_clipping`; 0 means the caller clips, or nobody.
+        offload: How offloaded states are updated natively.
     """
 
     def __init__(
@@ -49,11 +41,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         clip: float,
         allow_untested: bool,
+        offload: HostAdamSettings,
         after_step: Callable[[], None],
     ) -> None:
         # Not calling super().__init__: the state and the groups are the inner optimizer's own.
         sharded = any(buffer.flat.layout.world_size > 1 for buffer in reducer.buffers)
         check_optimizer(optimizer, sharded=sharded, allow_untested=allow_untested)
+        native = any(buffer.flat.home.native for buffer in reducer.buffers)
+        if native:
+            check_native(optimizer)
         self.optimizer = optimizer
         self._reducer = reducer
         self._comm = comm
@@ -61,8 +57,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip = clip
         self._after_step = after_step
         self._facts: WindowFacts | None = None
+        self._factor = 1.0  # what clipping multiplies natively updated gradients with, in the update itself
         self.last_norm: float | None = None
+        moments = getattr(optimizer, "moments_dtype", None) or offload.moments_dtype
+        self._first_state: list[tuple[OwnedRun, dict[str, Any]]] = []  # of runs that are updated natively
         self._owned = self._cut_groups()
+        self._native = self._make_native(dataclasses.replace(offload, moments_dtype=moments)) if native else None
 
     # ---------------------------------------------------------------- the optimizer's face
     @property
@@ -89,21 +89,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what has been accumulated in this window."""
+        if self._native is not None:
+            self._native.rollback()
         self._reducer.clear()
         self._facts = None
+        self._factor = 1.0
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale the mean gradient so that its L2 norm is at most `max_norm`; return the norm before.
 
         All ranks must call. `inf` only measures. Follows torch.nn.utils.clip_grad_norm_.
         """
-        norm = self._settle().norm
-        factor = clip_coefficient(norm, max_norm)
+        facts = self._settle()
+        factor = clip_coefficient(facts.norm, max_norm)
         if factor != 1.0:
+            self._factor *= factor
             for buffer in self._reducer.buffers:
-                buffer.shard.scale(factor)
-        self.last_norm = norm
-        return norm
+                if not buffer.flat.home.native:
+                    buffer.shard.scale(factor)
+            self._facts = dataclasses.replace(facts, norm=facts.norm * factor)
+        self.last_norm = facts.norm
+        return facts.norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -116,22 +122,47 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for buffer in self._reducer.buffers:
             buffer.flat.check_views()
         facts = self._settle()
+        clipped = self._factor != 1.0
         if self._clip > 0:
             self.clip_grad_norm(self._clip)
-        self.last_norm = facts.norm
-        number = {id(buffer): i for i, buffer in enumerate(self._reducer.buffers)}
-        for owned in self._owned:
-            present = facts.has_grad[number[id(owned.buffer)]][owned.index]
-            for master, grad in zip(owned.masters, owned.grads, strict=True):
-                master.grad = grad.to(master.dtype) if present else None
-        self.optimizer.step()
-        for owned in self._owned:
-            for master in owned.masters:
-                master.grad = None
+        elif not clipped:
+            self.last_norm = facts.norm
+        has_grad = {id(buffer): facts.has_grad[i] for i, buffer in enumerate(self._reducer.buffers)}
+        if self._native is not None:
+            with self._comm.stop_together():
+                self._native.step(has_grad, self._factor)
+        self._update_by_torch(has_grad)
         self._publish()
         self._reducer.clear()
         self._facts = None
+        self._factor = 1.0
         self._after_step()
+
+    def gradient_is_final(self, buffer: GradBuffer) -> None:
+        """In the last backward before the step: the gradient of `buffer` is complete."""
+        if self._native is not None and self._clip <= 0:
+            self._native.gradient_is_final(buffer)
+
+    def finish_updates(self) -> None:
+        """Wait for updates that run beside the training, delayed ones too, and let their parameters be seen.
+
+        All ranks must call.
+        """
+        if self._native is None:
+            return
+        pending = self._native.unpublished()
+        with self._comm.stop_together():
+            self._native.finish()
+        self._gather_resident(pending)
+
+    @property
+    def has_delayed_update(self) -> bool:
+        """Whether an update waits to be published by the next step, or by `finish_updates`."""
+        return self._native is not None and self._native.has_delayed
+
+    def close(self) -> None:
+        if self._native is not None:
+            self._native.close()
 
     # ---------------------------------------------------------------- inside
     def _settle(self) -> WindowFacts:
@@ -140,17 +171,51 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._facts = settle_window(self._reducer, self._comm, self._orders)
         return self._facts
 
+    def _update_by_torch(self, has_grad: Mapping[int, Sequence[bool]]) -> None:
+        # Called without any gradient too: it runs the user's step hooks, and schedulers look for the call.
+        for owned in self._owned:
+            present = has_grad[id(owned.buffer)][owned.index]
+            for master, grad in zip(owned.masters, owned.grads, strict=False):
+                master.grad = grad.to(master.dtype) if present else None
+        self.optimizer.step()
+        for owned in self._owned:
+            for master in owned.masters:
+                master.grad = None
+
     def _publish(self) -> None:
         """Masters -> parameters: cast, and gather where parameters stay whole on ranks that own a part each."""
-        gathering = []
+        changed = []
         for buffer in self._reducer.buffers:
-            flat = buffer.flat
-            flat.refresh()
-            if not flat.on_demand and flat.layout.world_size > 1:
-                flat.gather_start()
-                gathering.append(flat)
+            if not buffer.flat.home.native:
+                buffer.flat.refresh()
+                changed.append(buffer.flat)
+        self._gather_resident(changed)
+        if self._native is not None:
+            # In the order of the updates: the gather of one runs beside the update of the next.
+            self._gather_resident(self._native.just_updated())
+
+    def _gather_resident(self, flats: Sequence[FlatBuffer]) -> None:
+        gathering = []
+        for flat in flats:
+            if not flat.on_demand:
+                flat.finish_update()
+                if flat.layout.world_size > 1:
+                    flat.gather_start()
+                    gathering.append(flat)
         for flat in gathering:
             flat.gather_finish()
+
+    def _make_native(self, settings: HostAdamSettings) -> HostAdam:
+        groups = {id(master): group for group in self.optimizer.param_groups for master in group["params"]}
+        owned = [(run, groups[id(run.masters[0])]) for run in self._owned if run.native]
+        # Backward in the order of reduces is forward; what is whole for everybody is waited for, so it comes first.
+        forward = self._reducer.buffers[::-1]
+        order = sorted(forward, key=lambda buffer: buffer.flat.on_demand)
+        native = HostAdam(owned, order, settings)
+        for run, state in self._first_state:
+            native.load_run(run, state)
+        self._first_state.clear()
+        return native
 
     def _cut_groups(self) -> list[OwnedRun]:
         places = {}
@@ -178,32 +243,45 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 run = runs[id(buffer)].get(buffer.flat.layout.slots[index].name)
                 if run is None:
                     continue  # other ranks own all of it
-                assert buffer.flat.master is not None
-                masters, grads = _same_cut(buffer.flat.master.run_tensors(run), buffer.shard.run_tensors(run))
-                piece = OwnedRun(buffer, index, run, masters, grads)
+                piece = own_run(buffer, index, run)
                 owned.append(piece)
-                mine.extend(masters)
+                mine.extend(piece.masters)
                 if param in old_state:
-                    new_state.update(_cut_state(old_state[param], piece))
+                    cut = _cut_state(old_state[param], piece)
+                    if piece.native:
+                        self._first_state.append((piece, cut[piece.masters[0]]))
+                    else:
+                        new_state.update(cut)
             group["params"] = mine
         old_state.clear()
         old_state.update(new_state)
         return owned
 
+    def native_state(self, owned: OwnedRun) -> dict[str, Any] | None:
+        """The state of a run that is updated natively (see HostAdam.state_of); None for others."""
+        if not owned.native or self._native is None:
+            return None
+        return self._native.state_of(owned)
+
+    def load_native_state(self, owned: OwnedRun, state: Mapping[str, Any]) -> None:
+        """Set the state of a natively updated run; {} is the state before the first update."""
+        assert self._native is not None
+        self._native.load_run(owned, state)
+
+    def restart_at(self, step: int) -> None:
+        """`step` updates have been made before, in another run."""
+        if self._native is not None:
+            self._native.restart_at(step)
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state beside the masters, on whatever medium."""
+        tensors = [value for state in self.state.values() for value in state.values()]
+        held = sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
+        return held + (0 if self._native is None else self._native.moment_bytes())
+
     def owned_runs(self) -> Iterator[OwnedRun]:
         """What this rank updates, in the order of the param groups."""
         yield from self._owned
-
-
-def _same_cut(a: list[torch.Tensor], b: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Two lists that tile one run, one of them perhaps in one piece, cut at the same places."""
-    if len(a) == len(b):
-        return a, b
-    if len(a) == 1:
-        return list(torch.split(a[0].view(-1), [tensor.numel() for tensor in b])), b
-    if len(b) == 1:
-        return a, list(torch.split(b[0].view(-1), [tensor.numel() for tensor in a]))
-    raise AssertionError(f"a run cut into {len(a)} and {len(b)} tensors")
 
 
 def _cut_state(state: dict[str, Any], owned: OwnedRun) -> dict[torch.Tensor, dict[str, Any]]:

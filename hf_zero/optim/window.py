@@ -81,6 +81,7 @@ def local_norm_sq(buffers: Sequence[GradBuffer], comm: Comm) -> torch.Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=comm.device)
     for buffer in buffers:
+        buffer.wait_for_copies()
         parts = [part for part in buffer.shard.parts if part.numel()]
         if not parts:
             continue
@@ -88,7 +89,7 @@ def local_norm_sq(buffers: Sequence[GradBuffer], comm: Comm) -> torch.Tensor:
         norms = torch._foreach_norm(parts, 2, dtype=at_least_fp32)
         squares = torch.stack(norms).double().square().sum()
         replicas = comm.world_size // buffer.flat.layout.world_size
-        total += squares / replicas
+        total += squares.to(comm.device) / replicas
     return total
 
 

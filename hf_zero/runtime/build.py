@@ -11,16 +11,26 @@ import torch
 from torch import nn
 
 from hf_zero.comm import Comm
+from hf_zero.config import ResolvedConfig
 from hf_zero.errors import DivergenceError
 from hf_zero.layout import UnitLayout
 from hf_zero.runtime.grads import GradBuffer, GradSettings, MemoryPool
+from hf_zero.runtime.homes import Draft, Homes, OffloadSettings
 from hf_zero.runtime.plan import UnitPlan, keeps_small_parameters_whole, plan_unit
 from hf_zero.shard.buffer import FlatBuffer
-from hf_zero.shard.partition import UnitSpec, partition
+from hf_zero.shard.partition import UnitKind, UnitSpec, partition
 from hf_zero.shard.unit import ShardUnit
-from hf_zero.store.base import ShardStore
 
 logger = logging.getLogger(__name__)
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """The type that a configuration names, such as "bfloat16"."""
+    if name is None:
+        return None
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -34,21 +44,44 @@ class BuildSettings:
     cast_to: torch.dtype | None  # bf16.enabled: parameters' type; None keeps the model's own types
     keep_fp32: tuple[str, ...]  # name patterns that a cast leaves in fp32
     grads: GradSettings
+    offload: OffloadSettings
+
+    @classmethod
+    def of(cls, config: ResolvedConfig, scale: float) -> BuildSettings:
+        """`scale` multiplies every gradient; see GradSettings."""
+        zero = config.zero
+        return cls(
+            stage=config.stage,
+            bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
+            persistence_threshold=zero.stage3_param_persistence_threshold,
+            model_persistence_threshold=zero.stage3_model_persistence_threshold,
+            cast_to=torch_dtype(config.dtype),
+            keep_fp32=config.keep_fp32,
+            grads=GradSettings(
+                torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), scale
+            ),
+            offload=OffloadSettings.of(config),
+        )
+
+    def plan(self, kind: UnitKind, world_size: int) -> UnitPlan:
+        return plan_unit(self.stage, kind, world_size, offloaded=self.offload.param.device != "none")
 
 
 @dataclass(frozen=True)
 class BuiltUnits:
+    homes: Homes
     units: list[ShardUnit]
     grads: list[GradBuffer]  # in the order of reduces: the last layer first, root and persistent units last
     pool: MemoryPool
 
 
-def build_units(model: nn.Module, settings: BuildSettings, comm: Comm, store: ShardStore) -> BuiltUnits:
+def build_units(model: nn.Module, settings: BuildSettings, comm: Comm) -> BuiltUnits:
     """Take the model's parameters over. All ranks must call; rank 0's values win.
 
-    Raises ConfigError for parameters that cannot be cut, DivergenceError if the ranks built different models.
+    Raises ConfigError for parameters that cannot be cut, DivergenceError if the ranks built different models,
+    OffloadError where a folder to offload to cannot be used.
     """
-    if keeps_small_parameters_whole(settings.stage) and comm.world_size > 1:
+    if keeps_small_parameters_whole(settings.stage) and settings.plan(UnitKind.LAYER, comm.world_size).on_demand:
         threshold = settings.persistence_threshold
     else:
         threshold = 0
@@ -57,18 +90,20 @@ def build_units(model: nn.Module, settings: BuildSettings, comm: Comm, store: Sh
     )
     _tell_lost_strides(specs, comm)
     dtype_of = _dtype_rule(model, settings)
-    drafts = [(spec, _layouts(spec, settings, comm, dtype_of)) for spec in specs]
-    _check_equal(comm, [layout for _, layouts in drafts for layout in layouts])
+    drafts = [(spec, _drafts(spec, settings, comm, dtype_of)) for spec in specs]
+    everything = [draft for _, mine in drafts for draft in mine]
+    _check_equal(comm, [draft.layout for draft in everything])
+    homes = Homes(settings.offload, comm, everything)
     units: list[ShardUnit] = []
     eager: dict[int, bool] = {}
-    for spec, layouts in drafts:
-        plan = plan_unit(settings.stage, spec.kind, comm.world_size)
+    for spec, mine in drafts:
         params = dict(spec.params)
         buffers = []
-        for layout, dtype in layouts.items():
-            members = [params[slot.name] for slot in layout.slots]
-            buffers.append(FlatBuffer(layout, members, comm, store, on_demand=plan.on_demand, dtype=dtype))
-            eager[id(buffers[-1])] = plan.eager
+        for draft in mine:
+            members = [params[slot.name] for slot in draft.layout.slots]
+            home = homes.home_of(draft)
+            buffers.append(FlatBuffer(draft.layout, members, comm, home, on_demand=draft.on_demand, dtype=draft.dtype))
+            eager[id(buffers[-1])] = settings.plan(spec.kind, comm.world_size).eager
         unit = ShardUnit(spec.name, spec.kind, spec.module, buffers)
         if unit.on_demand:
             unit.release()
@@ -76,27 +111,27 @@ def build_units(model: nn.Module, settings: BuildSettings, comm: Comm, store: Sh
     _share_buffers(model, comm)
     pool = MemoryPool(comm.device)
     flats = [flat for unit in _reduce_order(units) for flat in unit.buffers if flat.layout.trainable]
-    grads = [GradBuffer(flat, comm, pool, settings.grads, eager=eager[id(flat)]) for flat in flats]
-    return BuiltUnits(units, grads, pool)
+    grads = [GradBuffer(flat, comm, pool, settings.grads, homes.host, eager=eager[id(flat)]) for flat in flats]
+    return BuiltUnits(homes, units, grads, pool)
 
 
 def _reduce_order(units: list[ShardUnit]) -> Iterable[ShardUnit]:
     """Backward meets the last layer first, and the parts of the root unit and of the persistent one all the time."""
-    layers = [unit for unit in units if unit.kind.value == "layer"]
-    others = [unit for unit in units if unit.kind.value != "layer"]
+    layers = [unit for unit in units if unit.kind is UnitKind.LAYER]
+    others = [unit for unit in units if unit.kind is not UnitKind.LAYER]
     return [*reversed(layers), *others]
 
 
-def _layouts(
+def _drafts(
     spec: UnitSpec, settings: BuildSettings, comm: Comm, dtype_of: Callable[[str, nn.Parameter], torch.dtype]
-) -> dict[UnitLayout, torch.dtype]:
-    """One layout per type and trainability."""
-    plan: UnitPlan = plan_unit(settings.stage, spec.kind, comm.world_size)
+) -> list[Draft]:
+    """One flat buffer per type and trainability."""
+    plan = settings.plan(spec.kind, comm.world_size)
     groups: dict[tuple[torch.dtype, bool], dict[str, tuple[int, ...]]] = {}
     for name, param in spec.params:
         groups.setdefault((dtype_of(name, param), param.requires_grad), {})[name] = tuple(param.shape)
     limit = min(settings.bucket_numel, comm.max_bucket_numel or settings.bucket_numel)
-    layouts = {}
+    drafts = []
     for (dtype, trainable), shapes in groups.items():
         kind = str(dtype).removeprefix("torch.")
         layout = UnitLayout.build(
@@ -107,8 +142,8 @@ def _layouts(
             world_size=comm.world_size if plan.sharded else 1,
             max_bucket_numel=limit,
         )
-        layouts[layout] = dtype
-    return layouts
+        drafts.append(Draft(layout, dtype, plan.on_demand))
+    return drafts
 
 
 def _dtype_rule(model: nn.Module, settings: BuildSettings) -> Callable[[str, nn.Parameter], torch.dtype]:

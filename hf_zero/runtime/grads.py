@@ -13,7 +13,7 @@ of the step tells all ranks which buffers have such a rest, and they reduce it t
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ import torch
 from hf_zero.comm import Comm, Pending
 from hf_zero.shard.buffer import FlatBuffer
 from hf_zero.shard.tensors import ShardTensor
+from hf_zero.store import DeviceStore, HostStore
+from hf_zero.store.copies import CopyStream
 
 _MAX_IN_FLIGHT = 2
 
@@ -71,24 +73,38 @@ class GradBuffer:
     """
 
     whole: torch.Tensor | None  # 1-D [padded_numel]: what has arrived here since the last reduce started
-    shard: ShardTensor  # accumulation type; parts of the resident whole where that exists
+    shard: ShardTensor  # accumulation type; on the host if the update is there, else parts of a resident whole
 
-    def __init__(self, flat: FlatBuffer, comm: Comm, pool: MemoryPool, settings: GradSettings, *, eager: bool) -> None:
+    def __init__(
+        self,
+        flat: FlatBuffer,
+        comm: Comm,
+        pool: MemoryPool,
+        settings: GradSettings,
+        host: HostStore,
+        *,
+        eager: bool,
+    ) -> None:
         self.flat = flat
         self.eager = eager
         self._comm = comm
         self._pool = pool
         self._scale = settings.scale
         self._wire = settings.wire_dtype
-        layout = flat.layout
         if settings.accum_dtype is not None:
             self.dtype = settings.accum_dtype
         else:
             self.dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        self._resident = None if eager else self._zeros(layout.padded_numel)
-        memory = self._zeros(layout.shard_numel) if self._resident is None else self._resident
-        self.shard = ShardTensor(layout, flat.rank, memory, in_full=self._resident is not None)
+        self._host = host
+        self._on_host = flat.full.device.type != "cpu" and not isinstance(flat.home.master, DeviceStore)
+        self._copies = CopyStream(flat.full.device)
+        self._memories = 0
+        self._resident, self.shard = self._make_memory(eager)
+        self._spare: tuple[torch.Tensor | None, ShardTensor] | None = None
+        self._reader: Pending | None = None  # an update that still reads `shard`
+        self._on_its_way: torch.Event | None = None  # the last copy to the host
         self.whole = None
+        self.num_reduces = 0  # so far
         self.seen = [False] * len(flat.params)  # had a gradient on this rank in this window
         self._written = [False] * len(flat.params)  # has a value in `whole`
         self._arrived: set[int] = set()  # in this backward
@@ -96,8 +112,47 @@ class GradBuffer:
         self._flying: torch.Tensor | None = None  # the whole that the reduce under way reads
         self._empty = True  # `shard` holds nothing of this window yet
 
-    def _zeros(self, numel: int) -> torch.Tensor:
-        return torch.zeros(numel, dtype=self.dtype, device=self.flat.full.device)
+    def _make_memory(self, eager: bool) -> tuple[torch.Tensor | None, ShardTensor]:
+        """(the whole gradient that stays between micro-steps or None, the shard)"""
+        layout, rank, device = self.flat.layout, self.flat.rank, self.flat.full.device
+        resident = None if eager else torch.zeros(layout.padded_numel, dtype=self.dtype, device=device)
+        self._memories += 1
+        if self._on_host:
+            key = f"{layout.name}/grad/{self._memories}"
+            self._host.create(key, layout.shard_numel, self.dtype)
+            return resident, ShardTensor(layout, rank, self._host.tensor(key), in_full=False)
+        if resident is not None:
+            return resident, ShardTensor(layout, rank, resident, in_full=True)
+        memory = torch.zeros(layout.shard_numel, dtype=self.dtype, device=device)
+        return None, ShardTensor(layout, rank, memory, in_full=False)
+
+    # ---------------------------------------------------------------- an update reads the shard
+    def lend(self, reader: Pending, *, swap: bool) -> ShardTensor:
+        """The shard, for an update that reads it until `reader` is over.
+
+        Args:
+            swap: The next window gets memory of its own and does not wait for the reader.
+        """
+        self.wait_for_copies()
+        lent = self.shard
+        if not swap:
+            self._reader = reader
+            return lent
+        spare = self._spare or self._make_memory(self.eager)
+        self._spare = (self._resident, lent)
+        self._resident, self.shard = spare
+        return lent
+
+    def wait_for_copies(self) -> None:
+        """Return when what has been reduced has reached the host."""
+        if self._on_its_way is not None:
+            self._on_its_way.synchronize()
+            self._on_its_way = None
+
+    def _reclaim(self) -> None:
+        if self._reader is not None:
+            reader, self._reader = self._reader, None
+            reader.wait()
 
     # ---------------------------------------------------------------- arrival
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
@@ -119,6 +174,7 @@ class GradBuffer:
 
     def _fresh_whole(self) -> torch.Tensor:
         if self._resident is not None and self._empty and not self._flight:
+            self._reclaim()
             return self._resident
         whole = self._pool.take(self.flat.layout.padded_numel, self.dtype)
         end = 0
@@ -148,12 +204,15 @@ class GradBuffer:
             if not self._written[index]:
                 self.whole[slot.offset : slot.end].zero_()
         self._written = [False] * len(self._written)
+        self._reclaim()
         layout = self.flat.layout
+        self.num_reduces += 1
         self._flying, self.whole = self.whole, None
         for (start, numel), mine in zip(layout.buckets(), self.shard.parts, strict=True):
             bucket = self._flying[start : start + numel]
             if layout.world_size == self._comm.world_size:
-                result = mine if self._empty else torch.empty_like(mine)
+                in_place = self._empty and mine.device == bucket.device
+                result = mine if in_place else torch.empty_like(mine, device=bucket.device)
                 pending = self._comm.reduce_scatter(result, bucket, layout.name, wire_dtype=self._wire)
             else:
                 result = bucket
@@ -163,7 +222,9 @@ class GradBuffer:
     def reduce_finish(self) -> None:
         for pending, result, mine in self._flight:
             pending.wait()
-            if result.data_ptr() != mine.data_ptr():
+            if result.device != mine.device:
+                self._copy_to_host(result, mine)
+            elif result.data_ptr() != mine.data_ptr():
                 mine.add_(result, alpha=self._scale)
             elif self._scale != 1.0:
                 mine.mul_(self._scale)
@@ -173,6 +234,15 @@ class GradBuffer:
                 self._pool.give(self._flying)
         self._flying = None
         self._flight.clear()
+
+    def _copy_to_host(self, result: torch.Tensor, mine: torch.Tensor) -> None:
+        """Move a reduced part from the compute device to the host, or add it to what is there."""
+        result = result.mul_(self._scale)
+        if self._empty:
+            self._on_its_way = self._copies.copy(mine, result)
+        else:
+            self.wait_for_copies()
+            mine.add_(result.to(mine.device))
 
     def end_backward(self) -> None:
         self._arrived.clear()
@@ -190,21 +260,34 @@ class GradBuffer:
     def drop_missing(self) -> None:
         """No gradient reached this shard in the window: it counts as zero."""
         if self._empty:
+            self._reclaim()
             self.shard.zero()
             self._empty = False
+        self.wait_for_copies()
 
 
 class GradReducer:
     """Starts the reduces in the fixed order as early as it can. See [Note: One reduce per unit and backward]."""
 
-    def __init__(self, buffers: list[GradBuffer], *, overlap: bool, on_arrival: bool) -> None:
+    def __init__(
+        self,
+        buffers: list[GradBuffer],
+        *,
+        overlap: bool,
+        on_arrival: bool,
+        on_final: Callable[[GradBuffer], None] = lambda buffer: None,
+    ) -> None:
         """`buffers` in the order of reduces, the same on all ranks.
 
         Args:
             overlap: False makes backward wait for each reduce.
             on_arrival: Start a reduce when its gradients are there; False if other collectives run in backward.
+            on_final: Called in the last backward before the step when a buffer's reduce is over, so that its shard
+                holds the gradient of the window unless more arrives late.
         """
         self.buffers = buffers
+        self._on_final = on_final
+        self._final: set[int] = set()  # ids of buffers whose reduce under way is the last of the window
         self._overlap = overlap
         self._on_arrival = on_arrival
         self._started: set[int] = set()  # ids of buffers whose reduce has started in this backward
@@ -221,7 +304,7 @@ class GradReducer:
             while self._next < len(self.buffers) and self.buffers[self._next].is_complete:
                 if not self._due(self.buffers[self._next], boundary):
                     return
-                self._start(self.buffers[self._next])
+                self._start(self.buffers[self._next], final=boundary)
                 self._next += 1
 
     def unit_left(self, flats: Sequence[FlatBuffer], *, boundary: bool) -> None:
@@ -229,7 +312,7 @@ class GradReducer:
         mine = {id(flat) for flat in flats}
         for buffer in self.buffers:
             if id(buffer.flat) in mine and id(buffer) not in self._started and self._due(buffer, boundary):
-                self._start(buffer)
+                self._start(buffer, final=boundary)
 
     def _due(self, buffer: GradBuffer, boundary: bool) -> bool:
         return buffer.eager or (boundary and not self._reduced)
@@ -240,7 +323,7 @@ class GradReducer:
             return
         for buffer in self.buffers:
             if id(buffer) not in self._started and self._due(buffer, boundary):
-                self._start(buffer)
+                self._start(buffer, final=boundary)
         self._reduced = self._reduced or boundary
         self._finish()
 
@@ -267,21 +350,29 @@ class GradReducer:
         for buffer in self.buffers:
             buffer.clear()
 
-    def _start(self, buffer: GradBuffer) -> None:
+    def _start(self, buffer: GradBuffer, *, final: bool = False) -> None:
         if buffer in self._flying:
             self._flying.remove(buffer)
-            buffer.reduce_finish()
+            self._over(buffer)
         while len(self._flying) >= _MAX_IN_FLIGHT:
-            self._flying.popleft().reduce_finish()
+            self._over(self._flying.popleft())
         buffer.reduce_start()
         self._started.add(id(buffer))
+        if final:
+            self._final.add(id(buffer))
         self._flying.append(buffer)
         if not self._overlap:
-            self._flying.popleft().reduce_finish()
+            self._over(self._flying.popleft())
+
+    def _over(self, buffer: GradBuffer) -> None:
+        buffer.reduce_finish()
+        if id(buffer) in self._final:
+            self._final.discard(id(buffer))
+            self._on_final(buffer)
 
     def _finish(self) -> None:
         while self._flying:
-            self._flying.popleft().reduce_finish()
+            self._over(self._flying.popleft())
         self._started.clear()
         self._next = 0
         self._any_arrival = False

@@ -112,8 +112,8 @@ class ModelHooks:
             self._handles.append(model.register_forward_pre_hook(_eager(before), prepend=True, with_kwargs=True))
         self._handles.append(model.register_forward_hook(_eager(after)))
 
-    def on_state_dict(self, model: nn.Module) -> None:
-        """Give every tensor of `model.state_dict()` a storage of its own, over the same memory.
+    def on_state_dict(self, model: nn.Module, check: Callable[[], None]) -> None:
+        """Call `check` before `model.state_dict()`, and give its tensors a storage each, over the same memory.
 
         Whole parameters lie one behind the other in flat buffers, and safetensors and accelerate take tensors of one
         storage for tied: they would save the first of them only.
@@ -124,6 +124,10 @@ class ModelHooks:
                 if isinstance(value, torch.Tensor) and not value.requires_grad and value.numel():
                     state[name] = torch.utils.dlpack.from_dlpack(value)
 
+        def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            check()
+
+        self._handles.append(model.register_state_dict_pre_hook(before))
         self._handles.append(model.register_state_dict_post_hook(after))
 
     # ---------------------------------------------------------------- units that are gathered on demand

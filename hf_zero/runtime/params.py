@@ -16,6 +16,8 @@ from hf_zero.shard.unit import ShardUnit, UnitState
 
 # One unit ahead hides its gather behind the compute of the unit before; more would only hold memory.
 _MAX_UNITS_AHEAD = 1
+# A shard on a slow medium is read further ahead, into staging memory; the pool says how far that goes.
+_MAX_READS_AHEAD = 4
 
 
 class Phase(enum.Enum):
@@ -159,6 +161,9 @@ class OnDemandParams:
     def _prefetch(self, phase: Phase) -> None:
         if not self._limits.ahead:
             return
+        for unit in itertools.islice(self.orders[phase].upcoming(), _MAX_UNITS_AHEAD, _MAX_READS_AHEAD):
+            if unit.state is UnitState.SHARDED:
+                unit.prefetch()
         ahead = 0
         for unit in itertools.islice(self.orders[phase].upcoming(), _MAX_UNITS_AHEAD):
             ahead += unit.numel

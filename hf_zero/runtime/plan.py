@@ -34,9 +34,11 @@ _ROWS = {
 }
 
 
-def plan_unit(stage: int, kind: UnitKind, world_size: int) -> UnitPlan:
-    """The row for `stage`; persistent units, and a world of one (nothing to gather), stay whole as at stage 2."""
-    if stage == 3 and (kind is UnitKind.PERSISTENT or world_size == 1):
+def plan_unit(stage: int, kind: UnitKind, world_size: int, *, offloaded: bool) -> UnitPlan:
+    """The row for `stage`. Persistent units stay whole as at stage 2; so does all in a world of one, where there is
+    nothing to gather, unless the shards are `offloaded` to another medium than the device's memory.
+    """
+    if stage == 3 and (kind is UnitKind.PERSISTENT or (world_size == 1 and not offloaded)):
         return _ROWS[2]
     return _ROWS[stage]
 

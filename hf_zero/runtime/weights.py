@@ -12,7 +12,6 @@ from hf_zero.comm import Comm
 from hf_zero.errors import CheckpointError, StateError
 from hf_zero.runtime.params import OnDemandParams
 from hf_zero.shard.partition import clean_name, tied_names
-from hf_zero.shard.tensors import ShardTensor
 from hf_zero.shard.unit import ShardUnit, UnitState
 
 
@@ -116,12 +115,11 @@ class WholeWeights:
 
     def _load_unit(self, unit: ShardUnit, state: Mapping[str, torch.Tensor]) -> None:
         for buffer in unit.buffers:
-            targets = [buffer.shard] + ([buffer.master] if buffer.master not in (None, buffer.shard) else [])
+            targets = list(buffer.owned().values())
             for run in buffer.layout.runs(buffer.rank):
                 if run.name in state:
                     flat = state[run.name].reshape(-1)
                     for target in targets:
-                        assert isinstance(target, ShardTensor)
                         target.write_run(run, torch.cat([flat[piece.start : piece.end] for piece in run.pieces]))
             if not buffer.on_demand:
                 for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):

@@ -9,7 +9,9 @@ at placeholders before the memory goes, so that reading a released parameter giv
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,8 +19,21 @@ from torch import nn
 from hf_zero.comm import Comm, Pending, wait_all
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
+from hf_zero.shard.stored import StoredShard
 from hf_zero.shard.tensors import ShardTensor
+from hf_zero.store import DeviceStore, HostStore
 from hf_zero.store.base import Lease, ShardStore
+from hf_zero.store.copies import CopyStream
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where the data of one flat buffer lives between uses."""
+
+    param: ShardStore  # its shard, where parameters are whole around their use only
+    master: ShardStore  # master weights, and the moments of a native update
+    native: bool  # the native rule updates the masters tile by tile; else torch does, and they stay in memory
+    tile_numel: int
 
 
 class FlatBuffer:
@@ -28,19 +43,21 @@ class FlatBuffer:
       - Gathered parameters are views of `full`; a gather needs no copy-out.
       - A released parameter keeps its identity, shape, type and device; its data is one NaN element of its own,
         expanded with stride 0, and must still be NaN at the next gather.
-      - `master` exists for trainable parameters only, and shares memory with `shard` where the types agree.
+      - `master` exists for trainable parameters only, and is `shard` itself where type and medium agree.
+      - While `update` is not over, it may be writing to the shard: whoever reads the shard waits for it first.
     """
 
     full: torch.Tensor  # 1-D [padded_numel], the parameters' type
-    shard: ShardTensor  # the parameters' type
-    master: ShardTensor | None  # fp32 (fp64 for fp64 parameters)
+    shard: ShardTensor | StoredShard  # the parameters' type
+    master: ShardTensor | StoredShard | None  # fp32 (fp64 for fp64 parameters)
+    update: Pending | None
 
     def __init__(
         self,
         layout: UnitLayout,
         params: Sequence[nn.Parameter],
         comm: Comm,
-        store: ShardStore,
+        home: Home,
         *,
         on_demand: bool,
         dtype: torch.dtype,
@@ -50,11 +67,14 @@ class FlatBuffer:
         self.params = list(params)
         self.on_demand = on_demand
         self.dtype = dtype
+        self.home = home
+        self.update = None
         self._comm = comm
-        self._store = store
         self._rank = comm.rank if layout.world_size > 1 else 0
         self._pending: list[Pending] = []
+        self._copies = CopyStream(comm.device)
         self._lease: Lease | None = None
+        self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
         self._ghost = torch.full((len(self.params),), torch.nan, dtype=dtype, device=self._device)
         self._placeholders = [self._ghost[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
@@ -75,41 +95,88 @@ class FlatBuffer:
         self.master = self._own_master(whole) if self.layout.trainable else None
         self.bind_views()
 
-    def _own_shard(self) -> ShardTensor:
+    def _own_shard(self) -> ShardTensor | StoredShard:
         in_full = ShardTensor(self.layout, self._rank, self.full, in_full=True)
-        if not self.on_demand:
-            return in_full
-        key = f"{self.layout.name}/param"
-        self._store.create(key, self.layout.shard_numel, self.dtype)
-        with self._store.lease([key], write=True) as lease:
-            shard = ShardTensor(self.layout, self._rank, lease.tensors[0], in_full=False)
-            shard.copy_from(in_full)
-        return shard
+        return self._keep(in_full, self.home.param, "param", self.dtype) if self.on_demand else in_full
 
-    def _own_master(self, whole: torch.Tensor) -> ShardTensor:
-        if whole.dtype == self.dtype:
-            return self.shard
-        key = f"{self.layout.name}/master"
-        self._store.create(key, self.layout.shard_numel, whole.dtype)
-        with self._store.lease([key], write=True) as lease:
-            master = ShardTensor(self.layout, self._rank, lease.tensors[0], in_full=False)
-            master.copy_from(ShardTensor(self.layout, self._rank, whole, in_full=True))
-        return master
+    def _own_master(self, whole: torch.Tensor) -> ShardTensor | StoredShard:
+        in_full = ShardTensor(self.layout, self._rank, whole, in_full=True)
+        if self.home.native:
+            tile = self.home.tile_numel
+            master = StoredShard(self.layout, self._rank, self.home.master, "master", whole.dtype, tile)
+            master.copy_from(in_full)
+            return master
+        if whole.dtype == self.dtype and isinstance(self.shard, ShardTensor):
+            on_device = isinstance(self.home.master, DeviceStore)
+            if self.shard.memory.device == (self._device if on_device else torch.device("cpu")):
+                return self.shard
+        return self._keep(in_full, self.home.master, "master", whole.dtype)
+
+    def _keep(
+        self, values: ShardTensor, store: ShardStore, kind: str, dtype: torch.dtype
+    ) -> ShardTensor | StoredShard:
+        """A shard of its own with these values: a tensor for good where the store is memory."""
+        if not isinstance(store, DeviceStore | HostStore):
+            stored = StoredShard(self.layout, self._rank, store, kind, dtype, max(self.layout.shard_numel, 1))
+            stored.copy_from(values)
+            return stored
+        store.create(f"{self.layout.name}/{kind}", self.layout.shard_numel, dtype)
+        memory = store.tensor(f"{self.layout.name}/{kind}")
+        kept = ShardTensor(self.layout, self._rank, memory, in_full=False)
+        kept.copy_from(values)
+        return kept
 
     # ---------------------------------------------------------------- whole <-> released
+    def prefetch(self) -> None:
+        """Start bringing the shard near where it is on a slow medium. No communication; any rank may call."""
+        if self.on_demand and isinstance(self.shard, StoredShard) and self.update is None:
+            self.shard.store.prefetch([tile.key for tile in self.shard.tiles])
+
     def gather_start(self) -> None:
         """Start making the parameters whole. All ranks must call, in the same order."""
         if self.on_demand:
             self.check_placeholders()
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            self._lease = self._store.lease([f"{self.layout.name}/param"])
-        for (start, numel), part in zip(self.layout.buckets(), self.shard.parts, strict=True):
-            self._pending.append(self._comm.all_gather(self.full[start : start + numel], part, self.layout.name))
+        # Where the shard comes from the host, the copy and the all-gather behind it stay off the compute stream.
+        away = self.home.master is not self.home.param or not isinstance(self.home.param, DeviceStore)
+        with self._copies.beside() if away else contextlib.nullcontext():
+            self.finish_update()
+            with self._comm.stop_together():
+                parts = self._parts_on_device()
+            for (start, numel), part in zip(self.layout.buckets(), parts, strict=True):
+                self._pending.append(self._comm.all_gather(self.full[start : start + numel], part, self.layout.name))
+
+    def _parts_on_device(self) -> list[torch.Tensor]:
+        """This rank's part of every bucket, on the compute device; valid until `gather_finish`."""
+        shard = self.shard
+        if isinstance(shard, StoredShard):
+            if not shard.tiles:
+                return ShardTensor(self.layout, self._rank, self.full, in_full=True).parts
+            self._lease = shard.store.lease([shard.tiles[0].key])
+            shard = ShardTensor(self.layout, self._rank, self._lease.tensors[0], in_full=False)
+        if shard.memory.device == self.full.device:
+            return shard.parts
+        # Straight into this rank's place in the full buffer: from there the all-gather takes it.
+        places = ShardTensor(self.layout, self._rank, self.full, in_full=True).parts
+        for place, part in zip(places, shard.parts, strict=True):
+            place.copy_(part, non_blocking=True)
+        self._copied = torch.Event(self.full.device.type)
+        self._copied.record()
+        return places
+
+    def finish_update(self) -> None:
+        """Wait for an update of the shard that is under way."""
+        if self.update is not None:
+            pending, self.update = self.update, None
+            with self._comm.stop_together():
+                pending.wait()
 
     def gather_finish(self) -> None:
         wait_all(self._pending)
         self._pending.clear()
         if self._lease is not None:
+            if self._copied is not None:  # what was lent is read until here
+                self._copied.synchronize()
             self._lease.release()
             self._lease = None
         if self.on_demand:
@@ -157,8 +224,12 @@ class FlatBuffer:
     # ---------------------------------------------------------------- around the optimizer step
     def refresh(self) -> None:
         """Bring the parameters' type up to date with the master weights after an update."""
-        if self.master is not None and self.master is not self.shard:
-            self.shard.copy_from(self.master)
+        if self.master is None or self.master is self.shard:
+            return
+        if isinstance(self.master, StoredShard) and isinstance(self.shard, ShardTensor):
+            self.master.copy_into(self.shard)
+        else:
+            self.shard.copy_from(self.master)  # type: ignore[arg-type]
 
     def accept_whole(self) -> None:
         """Take edits of the gathered parameters over into shard and master."""
@@ -177,20 +248,23 @@ class FlatBuffer:
     def full_bytes(self) -> int:
         return self.full.numel() * self.full.element_size()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor this buffer owns, by what it is for."""
-        owned = {"parameters": self.shard.memory}
+    def owned(self) -> dict[str, ShardTensor | StoredShard]:
+        """What this buffer keeps between uses, by what it is for."""
+        owned = {"parameters": self.shard}
         if self.master is not None and self.master is not self.shard:
-            owned["master"] = self.master.memory
+            owned["master"] = self.master
         return owned
 
     def detach(self) -> None:
         """Give the (gathered) parameters memory of their own and forget the rest."""
         for param, view in zip(self.params, self._views, strict=True):
             param.data = view.clone()
-        for kind in ("param", "master"):
-            if f"{self.layout.name}/{kind}" in self._store.usage():
-                self._store.drop(f"{self.layout.name}/{kind}")
+        for kind, store in (("param", self.home.param), ("master", self.home.master)):
+            if f"{self.layout.name}/{kind}" in store.usage():
+                store.drop(f"{self.layout.name}/{kind}")
+        for shard in self.owned().values():
+            if isinstance(shard, StoredShard):
+                shard.drop()
 
 
 def master_dtype_of(dtype: torch.dtype) -> torch.dtype:

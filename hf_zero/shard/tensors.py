@@ -29,6 +29,14 @@ class ShardTensor:
         self.in_full = in_full
         self.parts: list[torch.Tensor] = list(self._cut())
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.memory.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel() * self.memory.element_size()
+
     def _cut(self) -> Iterator[torch.Tensor]:
         for start, numel in self.layout.buckets():
             part = numel // self.layout.world_size

@@ -38,6 +38,11 @@ class ShardUnit:
         self.numel = sum(buffer.layout.padded_numel for buffer in buffers)
         self.full_bytes = sum(buffer.full_bytes for buffer in buffers)
 
+    def prefetch(self) -> None:
+        """Start bringing the shards near where they are on a slow medium. No communication."""
+        for buffer in self.buffers:
+            buffer.prefetch()
+
     def gather_start(self) -> None:
         """Start making the parameters whole. All ranks must call, in the same order."""
         self._expect(UnitState.SHARDED)

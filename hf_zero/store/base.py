@@ -3,23 +3,49 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import torch
 
 
+@dataclasses.dataclass
+class StoreStats:
+    """What a store has done so far. A read or write is one key; the waits are of the threads that use the store."""
+
+    reads: int = 0
+    writes: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    read_wait_s: float = 0.0
+    write_wait_s: float = 0.0
+    memory_wait_s: float = 0.0  # for staging memory; waits for writes that have it count here too
+
+
 class Lease:
     """Tensors of a store that may be used until `release` (or the end of the `with` block).
 
-    Invariant: the tensors of a lease stay valid and at their place until it is released.
+    Invariant: the tensors of a lease stay valid and at their place until it is released. What is kept of them after
+    that may be the content of another key, so a copy to or from a device has to be over. Releasing twice does nothing.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], finish: Callable[[bool], None] | None = None) -> None:
         self.tensors = list(tensors)
+        self._finish = finish  # called once at the end, with whether changes are to be kept
 
     def release(self) -> None:
+        self._end(keep=True)
+
+    def discard(self) -> None:
+        """Release without keeping changes, where the store can: half-made changes are not worth writing."""
+        self._end(keep=False)
+
+    def _end(self, keep: bool) -> None:
         self.tensors = []
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish(keep)
 
     def __enter__(self) -> Lease:
         return self
@@ -27,16 +53,25 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        if error is None:
+            self.release()
+        else:
+            self.discard()
 
 
 class ShardStore(abc.ABC):
     """Keeps 1-D tensors under string keys on one medium.
 
     Order of calls: `create` once per key, then any number of (`prefetch`, `lease`, release), `flush` before the
-    contents are read by somebody else (a checkpoint), `drop` at the end. One writer per key at a time. An I/O error
-    surfaces at the next `lease` or `flush` of the key, and the key stays unusable.
+    contents are read by somebody else (a checkpoint), `drop` of single keys, `close` at the end. Several threads may
+    use one store, but a key is leased by one of them at a time. An I/O error surfaces at the next `lease` or `flush`
+    of the key, and the key stays unusable.
+
+    Staged writes exist where `can_stage` is True: what a lease with `staged=True` changed is kept beside the content,
+    which reads go on seeing, until `commit` makes it the content or `rollback` forgets it.
     """
+
+    can_stage = False
 
     @abc.abstractmethod
     def create(self, key: str, numel: int, dtype: torch.dtype) -> None:
@@ -44,11 +79,19 @@ class ShardStore(abc.ABC):
 
     @abc.abstractmethod
     def prefetch(self, keys: Sequence[str]) -> None:
-        """Start bringing `keys` to the device; `lease` will find them there."""
+        """Start bringing `keys` to where `lease` hands them out. A hint: it never waits, and may do nothing."""
 
     @abc.abstractmethod
-    def lease(self, keys: Sequence[str], *, write: bool = False) -> Lease:
-        """The tensors of `keys` on the compute device; `write` says that they will be changed."""
+    def lease(
+        self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
+    ) -> Lease:
+        """The tensors of `keys` in memory: of the compute device in DeviceStore, of the host in the others.
+
+        Args:
+            write: They will be changed; the changes are kept at release.
+            overwrite: With `write`: every element will be set, so the content need not be read and is undefined.
+            staged: With `write`: keep the changes aside until `commit` or `rollback`; needs `can_stage`.
+        """
 
     @abc.abstractmethod
     def flush(self) -> None:
@@ -61,3 +104,27 @@ class ShardStore(abc.ABC):
     @abc.abstractmethod
     def usage(self) -> dict[str, int]:
         """Bytes under each key."""
+
+    def stats(self) -> StoreStats:
+        """Zeros where a lease is the content itself."""
+        return StoreStats()
+
+    def commit(self, keys: Sequence[str]) -> None:
+        """Make what was written with `staged=True` the content of `keys`."""
+        raise AssertionError(f"{type(self).__name__} cannot stage writes (can_stage is False)")
+
+    def rollback(self, keys: Sequence[str]) -> None:
+        """Forget what was written to `keys` with `staged=True`."""
+        raise AssertionError(f"{type(self).__name__} cannot stage writes (can_stage is False)")
+
+    def close(self) -> None:
+        """Give back files and threads; nothing of the store can be used any more. Twice is once."""
+        return None
+
+
+def check_in_place(store: ShardStore, write: bool, overwrite: bool, staged: bool) -> None:
+    """The flags of a lease of a store whose leases are its own tensors."""
+    if staged:
+        raise AssertionError(f"{type(store).__name__} cannot stage writes (can_stage is False)")
+    if overwrite and not write:
+        raise AssertionError("overwrite=True needs write=True")

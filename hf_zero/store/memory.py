@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_zero.store.base import Lease, ShardStore
+from hf_zero.store.base import Lease, ShardStore, check_in_place
 
 
 class DeviceStore(ShardStore):
@@ -28,7 +28,10 @@ class DeviceStore(ShardStore):
     def prefetch(self, keys: Sequence[str]) -> None:
         return None
 
-    def lease(self, keys: Sequence[str], *, write: bool = False) -> Lease:
+    def lease(
+        self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
+    ) -> Lease:
+        check_in_place(self, write, overwrite, staged)
         return Lease([self._tensors[key] for key in keys])
 
     def flush(self) -> None:

@@ -1,0 +1,181 @@
+"""The Adam and AdamW update of ranges of CPU tensors, in one pass over memory.
+
+Fused into the pass: the gradient's unscale and clip factor, its conversion from bf16 or fp16, and the copy of the
+updated parameter rounded to its own type. The results are the same bits for every number of threads, every instruction
+set and every way to cut a range into spans; they differ from torch.optim.Adam's by the rounding of last bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from hf_zero.errors import ConfigError, NativeError
+from hf_zero.native.library import library
+from hf_zero.native.threads import default_threads
+
+SIMD_VARIABLE = "HF_ZERO_SIMD"
+SIMD_LEVELS = ("default", "v3", "v4")  # numbered as hz_simd: baseline, AVX2, AVX-512
+
+_NONE = 0
+_TYPES = {torch.float32: 1, torch.float64: 2, torch.bfloat16: 3, torch.float16: 4}  # hz_dtype
+_SPAN = struct.Struct("@6q5d2i")  # hz_adam_span
+_BATCH = struct.Struct("@5P3qPqd4i")  # hz_adam_batch
+
+
+class AdamSpan(NamedTuple):
+    """A contiguous range of elements that share hyper-parameters."""
+
+    start: int  # elements, from the start of master / exp_avg / exp_avg_sq
+    numel: int
+    grad_start: int  # elements, from the start of grad
+    out_start: int  # elements, from the start of out
+    index: int  # type: ignore[assignment]  # of its first element within its parameter: the seed of the stochastic rounding of bf16 moments
+    step: int  # number of this update, from 1
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool  # AdamW (True) or L2 (False)
+    bias_correction: bool = True
+
+
+class AdamBatch(NamedTuple):
+    """Spans over one set of tensors, all of them 1-D, contiguous, on the CPU.
+
+    master is fp32 or fp64; the moments are of its type, or both bf16 beside an fp32 master; grad is fp32, bf16, fp16,
+    or fp64 with an fp64 master; out takes the updated parameters, rounded to nearest even, in any of the four types.
+    """
+
+    spans: Sequence[AdamSpan]
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    grad: torch.Tensor
+    out: torch.Tensor | None = None
+    grad_scale: float = 1.0  # multiplies the gradient; negative: maximize
+
+
+def adam_step(
+    spans: Sequence[AdamSpan],
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    grad_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    threads: int | None = None,
+) -> None:
+    """Update one set of tensors; see `AdamBatch` and `adam_step_batches`."""
+    adam_step_batches([AdamBatch(spans, master, exp_avg, exp_avg_sq, grad, out, grad_scale)], threads=threads)
+
+
+def adam_step_batches(batches: Sequence[AdamBatch], *, threads: int | None = None) -> None:
+    """Update all batches in one call, on `threads` threads (default: `default_threads()`; small work takes fewer).
+
+    The GIL is released. Calls from several Python threads run one after another. Spans must not overlap.
+    Version counters of autograd are not advanced: the caller does that where autograd may look.
+
+    Raises:
+        NativeError: The library is missing, or threads cannot be started.
+        ConfigError: HF_ZERO_SIMD or HF_ZERO_CPU_THREADS is wrong.
+    """
+    # The spans stay referenced until the call is over: the packed batches hold their addresses.
+    spans = [b"".join(itertools.starmap(_SPAN.pack, batch.spans)) for batch in batches]
+    packed = b"".join(map(_pack, batches, spans))
+    code = _function()(packed, len(batches), default_threads() if threads is None else threads, _simd())
+    if code > 0:
+        raise NativeError(
+            f"the Adam update failed before it changed anything: {os.strerror(code)}. It could not start its threads "
+            "or allocate memory: lower HF_ZERO_CPU_THREADS, or raise the limit on processes (ulimit -u)."
+        )
+    if code:
+        words = "; ".join(map(_describe, batches))
+        raise AssertionError(f"spans out of bounds, or types that do not go together: {words}")
+
+
+def _pack(batch: AdamBatch, spans: bytes) -> bytes:
+    spans_, master, exp_avg, exp_avg_sq, grad, out, grad_scale = batch
+    for tensor in (master, exp_avg, exp_avg_sq, grad, out):
+        if tensor is not None and not (tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == "cpu"):
+            raise AssertionError(f"not a 1-D contiguous CPU tensor: {_describe(batch)}")
+    numel = master.numel()
+    if not numel == exp_avg.numel() == exp_avg_sq.numel() or exp_avg.dtype != exp_avg_sq.dtype:
+        raise AssertionError(f"master and moments do not go together: {_describe(batch)}")
+    return _BATCH.pack(
+        master.data_ptr(),
+        exp_avg.data_ptr(),
+        exp_avg_sq.data_ptr(),
+        grad.data_ptr(),
+        0 if out is None else out.data_ptr(),
+        numel,
+        grad.numel(),
+        0 if out is None else out.numel(),
+        ctypes.cast(ctypes.c_char_p(spans), ctypes.c_void_p).value or 0,
+        len(spans_),
+        grad_scale,
+        _TYPES.get(master.dtype, -1),
+        _TYPES.get(exp_avg.dtype, -1),
+        _TYPES.get(grad.dtype, -1),
+        _NONE if out is None else _TYPES.get(out.dtype, -1),
+    )
+
+
+def _describe(batch: AdamBatch) -> str:
+    tensors = {name: getattr(batch, name) for name in ("master", "exp_avg", "exp_avg_sq", "grad", "out")}
+    words = [f"{name} {t.dtype} {list(t.shape)} on {t.device}" for name, t in tensors.items() if t is not None]
+    return f"{', '.join(words)}; {len(batch.spans)} spans, the first of them {batch.spans[0] if batch.spans else None}"
+
+
+def _simd() -> int:
+    """HF_ZERO_SIMD as a number, or -1: the best that the CPU has."""
+    named = os.environ.get(SIMD_VARIABLE)
+    if not named:
+        return -1
+    best = library().hz_simd_level()
+    if named not in SIMD_LEVELS[: best + 1]:
+        raise ConfigError(
+            f"{SIMD_VARIABLE}={named!r}: this CPU has {', '.join(SIMD_LEVELS[: best + 1])}. "
+            "Unset it: the results are the same bits at every level"
+        )
+    return SIMD_LEVELS.index(named)
+
+
+@cache
+def _function() -> Callable[..., int]:
+    function = library().hz_adam_step
+    function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32]
+    function.restype = ctypes.c_int32
+    return function
+
+
+def memory_traffic(
+    written: Sequence[torch.Tensor], read: torch.Tensor, *, threads: int | None = None, streaming: bool = False
+) -> None:
+    """Read and write the three tensors `written`, and read a fourth one: the traffic of an fp32 Adam, for benchmarks.
+
+    All are fp32, contiguous and of one size. `streaming` writes past the caches.
+    """
+    tensors = (*written, read)
+    if len(tensors) != 4 or any(t.dtype != torch.float32 or not t.is_contiguous() for t in tensors):
+        raise AssertionError("expected four contiguous fp32 tensors")
+    if streaming and any(t.data_ptr() % 64 for t in written):
+        raise AssertionError("streaming needs tensors that start at a cache line")
+    if len({t.numel() for t in tensors}) != 1:
+        raise AssertionError("expected four tensors of one size")
+    function = library().hz_traffic
+    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64, ctypes.c_int32, ctypes.c_int32]
+    function.restype = ctypes.c_int32
+    count = default_threads() if threads is None else threads
+    code = function(*(t.data_ptr() for t in tensors), read.numel(), count, streaming)
+    if code:
+        raise NativeError(f"the threads of the measurement could not be started: {os.strerror(code)}")

@@ -1,0 +1,31 @@
+"""Host memory that a disk reads from and writes to at full speed."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+_HUGE_PAGE = 2 << 20
+
+
+def transfer_memory(nbytes: int) -> torch.Tensor:
+    """`nbytes` zero bytes (1-D, uint8) from a page's start on, on huge pages where the system has them.
+
+    A block on small pages is a list of hundreds of them, more than many devices take in one command:
+    scripts/bench_io.py measures what huge pages bring. Memory is taken when it is first touched, and given back to the
+    system with the last tensor that refers to it.
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    # Less than one huge page is not worth the space that its alignment costs.
+    slack = _HUGE_PAGE if nbytes >= _HUGE_PAGE else 0
+    memory = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if slack and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without them: small pages work, too
+            slack = 0
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_PAGE if slack else 0
+    return whole[start : start + nbytes]

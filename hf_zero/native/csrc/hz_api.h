@@ -1,0 +1,65 @@
+// C interface of the library's general part and of the Adam update. hf_zero/native/{library,adam}.py mirror it by
+// hand: every change here raises HZ_ABI_VERSION, and the same number stands in library.py.
+#pragma once
+
+#include <cstdint>
+
+#include "hz_export.h"
+
+#define HZ_ABI_VERSION 1
+
+// Element types; hf_zero/native/adam.py has the same numbers.
+enum hz_dtype : int32_t { HZ_NONE = 0, HZ_F32 = 1, HZ_F64 = 2, HZ_BF16 = 3, HZ_F16 = 4 };
+
+// Instruction sets; AUTO takes the best that the CPU has. Results are the same bits at every level.
+enum hz_simd : int32_t { HZ_SIMD_AUTO = -1, HZ_SIMD_DEFAULT = 0, HZ_SIMD_V3 = 1, HZ_SIMD_V4 = 2 };
+
+// A contiguous range of elements that share hyper-parameters; see AdamSpan in adam.py.
+struct hz_adam_span {
+    int64_t start;
+    int64_t numel;
+    int64_t grad_start;
+    int64_t out_start;
+    int64_t index;
+    int64_t step;
+    double lr;
+    double beta1;
+    double beta2;
+    double eps;
+    double weight_decay;
+    int32_t decoupled;
+    int32_t bias_correction;
+};
+
+// Spans over one set of tensors. master is F32 or F64; moments are of its type, or BF16 with an F32 master.
+struct hz_adam_batch {
+    void* master;
+    void* exp_avg;
+    void* exp_avg_sq;
+    const void* grad;
+    void* out;  // the updated parameter rounded to out_type, or null with HZ_NONE
+    int64_t state_numel;  // elements behind master, exp_avg and exp_avg_sq
+    int64_t grad_numel;
+    int64_t out_numel;
+    const hz_adam_span* spans;
+    int64_t num_spans;
+    double grad_scale;  // multiplies the gradient, in the master's precision
+    int32_t master_type;
+    int32_t moment_type;
+    int32_t grad_type;
+    int32_t out_type;
+};
+
+HZ_API int32_t hz_abi_version(void);
+
+// The best level that this CPU has.
+HZ_API int32_t hz_simd_level(void);
+
+// One Adam or AdamW update of all spans of all batches, on up to `threads` threads (fewer where the work is small).
+// Returns 0; or -1 (types or span out of bounds, nothing was changed); or errno of what failed (nothing was changed).
+HZ_API int32_t hz_adam_step(const hz_adam_batch* batches, int64_t num_batches, int32_t threads, int32_t simd);
+
+// Reads four streams of floats and writes three of them, with next to no arithmetic: what memory allows an fp32 Adam.
+// `streaming` writes past the caches. Same threads and chunks as hz_adam_step. Returns 0 or errno.
+HZ_API int32_t hz_traffic(float* a, float* b, float* c, const float* d, int64_t numel, int32_t threads,
+                          int32_t streaming);

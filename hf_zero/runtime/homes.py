@@ -1,0 +1,200 @@
+"""Decides on which store every flat buffer keeps its shards, and makes the stores.
+
+| offload_optimizer | master weights and moments | update | | offload_param | parameter shard at stage 3 |
+|---|---|---|---|---|---|
+| none | device | torch | | none | device |
+| cpu | host | native, or torch | | cpu | host |
+| nvme | disk | native | | nvme | host up to max_in_cpu elements, then disk |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from hf_zero.comm import Comm
+from hf_zero.config.resolved import OffloadOptimizer, OffloadParam, ResolvedConfig
+from hf_zero.errors import OffloadError
+from hf_zero.layout import UnitLayout
+from hf_zero.native.aio import AioSettings
+from hf_zero.shard.buffer import Home, master_dtype_of
+from hf_zero.store import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
+from hf_zero.store.staging import page_rounded
+
+# Elements of one tile: large enough for a disk's full rate, small enough that a few of them are little memory.
+MAX_TILE_NUMEL = 1 << 22
+# Master and two moments: what a tile of the native update has on its store.
+_STATES = 3
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """What of the configuration decides where shards live."""
+
+    param: OffloadParam
+    optimizer: OffloadOptimizer
+    aio: AioSettings
+    sub_group_numel: int  # `sub_group_size`
+    native: bool  # offloaded states are updated by native code, not by torch on the host
+
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> OffloadSettings:
+        zero, aio = config.zero, config.aio
+        return cls(
+            param=zero.offload_param,
+            optimizer=zero.offload_optimizer,
+            aio=AioSettings(
+                block_size=aio.block_size,
+                queue_depth=aio.queue_depth,
+                threads=aio.intra_op_parallelism,
+                single_submit=aio.single_submit,
+                overlap_events=aio.overlap_events,
+            ),
+            sub_group_numel=zero.sub_group_size,
+            # torch's optimizers keep their state in memory.
+            native=config.force_native_adam or zero.offload_optimizer.device == "nvme",
+        )
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A flat buffer that is to be made."""
+
+    layout: UnitLayout
+    dtype: torch.dtype
+    on_demand: bool
+
+
+class Homes:
+    """The stores of one engine. All ranks must construct it; what goes wrong on one rank is raised on all of them."""
+
+    def __init__(self, settings: OffloadSettings, comm: Comm, drafts: Sequence[Draft]) -> None:
+        self._settings = settings
+        self._comm = comm
+        self.device = DeviceStore(comm.device)
+        self.host = HostStore(comm.device, pin=settings.optimizer.pin_memory or settings.param.pin_memory)
+        self._folders: dict[str, SwapFolder] = {}
+        self.disks: dict[str, DiskStore] = {}  # "optimizer", "parameters"
+        self._offloaded = self._choose_offloaded(drafts)
+        self._on_disk = self._choose_on_disk(drafts)
+        made = _on_all_ranks(comm, "offload folders", lambda: self._make_stores(drafts))
+        self._states, self._params = made
+
+    # ---------------------------------------------------------------- who lives where
+    def home_of(self, draft: Draft) -> Home:
+        offloaded = draft.layout.name in self._offloaded
+        if not draft.on_demand or self._settings.param.device == "none":
+            param: ShardStore = self.device
+        else:
+            param = self._params if draft.layout.name in self._on_disk else self.host
+        return Home(
+            param=param,
+            master=self._states if offloaded else self.device,
+            native=offloaded and self._settings.native,
+            tile_numel=max(1, min(self._settings.sub_group_numel, MAX_TILE_NUMEL)),
+        )
+
+    def _choose_offloaded(self, drafts: Sequence[Draft]) -> frozenset[str]:
+        """Names of the layouts whose masters leave the device: a share of `ratio` of the elements, whole buffers."""
+        if self._settings.optimizer.device == "none":
+            return frozenset()
+        trainable = [draft.layout for draft in drafts if draft.layout.trainable]
+        wanted = self._settings.optimizer.ratio * sum(layout.numel for layout in trainable)
+        chosen = set()
+        so_far = 0
+        for layout in trainable:
+            if so_far < wanted:
+                chosen.add(layout.name)
+                so_far += layout.numel
+        return frozenset(chosen)
+
+    def _choose_on_disk(self, drafts: Sequence[Draft]) -> frozenset[str]:
+        """Names of the layouts whose parameter shard is on disk: what `max_in_cpu` elements of memory do not hold."""
+        if self._settings.param.device != "nvme":
+            return frozenset()
+        chosen = set()
+        in_memory = 0
+        for draft in drafts:
+            if draft.on_demand and in_memory + draft.layout.shard_numel > self._settings.param.max_in_cpu:
+                chosen.add(draft.layout.name)
+            elif draft.on_demand:
+                in_memory += draft.layout.shard_numel
+        return frozenset(chosen)
+
+    # ---------------------------------------------------------------- stores
+    def _make_stores(self, drafts: Sequence[Draft]) -> tuple[ShardStore, ShardStore]:
+        """(for masters and moments, for parameter shards)"""
+        optimizer, param = self._settings.optimizer, self._settings.param
+        states: ShardStore = self.host
+        if optimizer.device == "nvme":
+            one_tile = _STATES * page_rounded(self._state_tile_bytes(drafts))
+            pool = self._pool(optimizer.buffer_count * one_tile, optimizer.pin_memory)
+            disk = DiskStore(
+                self._folder(optimizer.nvme_path),
+                "optimizer",
+                aio=self._settings.aio,
+                pool=pool,
+                preallocate=not optimizer.fast_init,
+                read_ahead=optimizer.pipeline_read,
+                write_behind=optimizer.pipeline_write,
+            )
+            states = self.disks["optimizer"] = disk
+        params: ShardStore = self.host
+        if self._on_disk:
+            sizes = [d.layout.shard_numel * d.dtype.itemsize for d in drafts if d.layout.name in self._on_disk]
+            itemsize = max(d.dtype.itemsize for d in drafts if d.layout.name in self._on_disk)
+            one = page_rounded(min(max(sizes), param.buffer_size * itemsize))
+            disk = DiskStore(
+                self._folder(param.nvme_path),
+                "parameters",
+                aio=self._settings.aio,
+                pool=self._pool(param.buffer_count * one, param.pin_memory),
+                preallocate=True,
+            )
+            params = self.disks["parameters"] = disk
+        return states, params
+
+    def _state_tile_bytes(self, drafts: Sequence[Draft]) -> int:
+        limit = max(1, min(self._settings.sub_group_numel, MAX_TILE_NUMEL))
+        mine = [draft for draft in drafts if draft.layout.name in self._offloaded]
+        return max((min(d.layout.shard_numel, limit) * master_dtype_of(d.dtype).itemsize for d in mine), default=1)
+
+    def _pool(self, nbytes: int, pin: bool) -> StagingPool:
+        return StagingPool(max(nbytes, 1), device=self._comm.device, pin=pin)
+
+    def _folder(self, path: str | None) -> SwapFolder:
+        assert path is not None  # the configuration was checked
+        if path not in self._folders:
+            self._folders[path] = SwapFolder(path, self._comm.rank)
+        return self._folders[path]
+
+    def disk_bytes(self) -> int:
+        return sum(sum(disk.usage().values()) for disk in self.disks.values())
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Counters of the stores on disk: "optimizer", "parameters"."""
+        return {name: disk.stats() for name, disk in self.disks.items()}
+
+    def close(self) -> None:
+        """Forget what is on disk and remove the files."""
+        for disk in self.disks.values():
+            disk.close()
+        for folder in self._folders.values():
+            folder.close()
+
+
+def _on_all_ranks(comm: Comm, what: str, work: Callable[[], _T]) -> _T:
+    """Run `work` on every rank; raise on every rank what went wrong on any."""
+    error: str | None = None
+    try:
+        result = work()
+    except OffloadError as problem:
+        error = str(problem)
+    errors = [f"rank {rank}: {text}" for rank, text in enumerate(comm.all_gather_object(error, what)) if text]
+    if errors:
+        raise OffloadError("\n".join(errors))
+    return result
