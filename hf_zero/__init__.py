@@ -13,6 +13,7 @@ _EXPORTS = {
     "ConfigError": "hf_zero.errors",
     "DivergenceError": "hf_zero.errors",
     "NativeError": "hf_zero.errors",
+    "OffloadError": "hf_zero.errors",
     "StateError": "hf_zero.errors",
     "ZeroConfig": "hf_zero.config",
     "ZeroEngine": "hf_zero.engine",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ class ZeroEngine:
             on_arrival=not self.is_sharded,
             on_final=self._gradient_is_final,
         )
-        self.weights = WholeWeights(model, self.units, self.params, self.comm)
+        self.weights = WholeWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
         self._no_sync = False
         self._teardowns: list[Callable[[], None]] = []
         self._install()
@@ -209,6 +210,9 @@ class ZeroEngine:
 
         Raises ConfigError for an optimizer that cannot be right on shards.
         """
+        if self.optimizer is not None:  # another Trainer on the same model: the state starts anew, as with torch
+            self.finish_updates()
+            self.optimizer.close()
         self.optimizer = ShardedOptimizer(
             optimizer,
             self.reducer,
@@ -308,8 +312,8 @@ class ZeroEngine:
     def memory_report(self) -> dict[str, int]:
         """Bytes on this rank: what lives between steps by kind, and the peaks of what comes and goes.
 
-        The kinds count every medium; `disk` and `host` say how much of `total` is on disk and in the host's memory
-        beside the device's. `gathered_peak` counts whole parameters of on-demand units, `gradients_peak` whole
+        The kinds count every medium; `device`, `host` and `disk` say where `total` lies, `host` with what waits there
+        to be published. `gathered_peak` counts whole parameters of on-demand units, `gradients_peak` whole
         gradients before their reduce, both inside forward and backward.
         """
         report = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
@@ -324,6 +328,7 @@ class ZeroEngine:
         report["total"] = sum(report.values())
         report["disk"] = self.homes.disk_bytes()
         report["host"] = sum(self.homes.host.usage().values())
+        report["device"] = max(report["total"] - report["disk"] - self.homes.host_bytes(), 0)
         report["gathered_peak"] = self.params.peak_live_bytes
         report["gradients_peak"] = self.pool.peak_live_bytes
         return report
@@ -360,16 +365,22 @@ class ZeroEngine:
 
 
 class _Arrival:
-    """Where one parameter's gradient goes."""
+    """Where one parameter's gradient goes.
 
-    def __init__(self, engine: ZeroEngine, buffer: Any, index: int) -> None:
-        self._engine = engine
-        self._buffer = buffer
+    By weak references: Python's collector does not see the hooks that autograd keeps, and a model that is forgotten
+    without a teardown must be freed with its engine.
+    """
+
+    def __init__(self, engine: ZeroEngine, buffer: GradBuffer, index: int) -> None:
+        self._engine = weakref.ref(engine)
+        self._buffer = weakref.ref(buffer)
         self._index = index
 
     def __call__(self, grad: torch.Tensor) -> None:
-        boundary = self._engine.is_gradient_accumulation_boundary()
-        self._engine.reducer.arrived(self._buffer, self._index, grad, boundary=boundary)
+        engine, buffer = self._engine(), self._buffer()
+        if engine is not None and buffer is not None:
+            boundary = engine.is_gradient_accumulation_boundary()
+            engine.reducer.arrived(buffer, self._index, grad, boundary=boundary)
 
 
 def engine_of(model: Any) -> ZeroEngine | None:
@@ -381,12 +392,4 @@ def engine_of(model: Any) -> ZeroEngine | None:
             return engine
         modules = state.get("_modules", {})
         model = modules.get("_orig_mod") or modules.get("module")
-    return None
-
-
-def unit_of(engine: ZeroEngine, param: nn.Parameter) -> ShardUnit | None:
-    """The unit that holds `param`."""
-    for unit in engine.units:
-        if any(mine is param for buffer in unit.buffers for mine in buffer.params):
-            return unit
     return None

@@ -133,6 +133,9 @@ def test_keys_of_an_offloaded_update_need_one() -> None:
     assert "optimizer.params.fp32_optimizer_states = false: moments in 16 bits" in text
     text = message({ZERO: {"stage": 2, "offload_optimizer": {"device": "none", "delayed_update": True}}})
     assert "delayed_update = true: there is nothing to delay" in text
+    block = {"stage": 2, "offload_optimizer": {"device": "cpu", "delayed_update": True}}
+    text = message({"zero_force_ds_cpu_optimizer": False, ZERO: block})
+    assert "delayed_update = true: it belongs to the native Adam" in text
 
 
 def test_offload_against_the_stage() -> None:

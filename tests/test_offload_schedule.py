@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +45,11 @@ def rows(step: int) -> torch.Tensor:
     return torch.randn(6, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
 
-def start(stage: int, offload: dict[str, Any], **config: Any) -> ZeroEngine:
+def start(stage: int, offload: dict[str, Any], params: str = "none", **config: Any) -> ZeroEngine:
     model, optimizer = build()
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "offload_optimizer": offload}
+    if params != "none":
+        zero["offload_param"] = {"device": params, "nvme_path": offload.get("nvme_path"), "max_in_cpu": 0}
     return hf_zero.initialize(model=model, optimizer=optimizer, config={"zero_optimization": zero, **config})[0]
 
 
@@ -92,8 +98,10 @@ def _apply(model: nn.Module, optimizer: torch.optim.Optimizer, grads: list[torch
     optimizer.step()
 
 
-def train_delayed(stage: int, offload: dict[str, Any], clip: float) -> tuple[list[float], dict[str, torch.Tensor]]:
-    engine = start(stage, offload, gradient_clipping=clip)
+def train_delayed(
+    stage: int, offload: dict[str, Any], clip: float, params: str
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = start(stage, offload, params, gradient_clipping=clip)
     losses = []
     for step in range(STEPS):
         losses.append(backward(engine, step))
@@ -104,7 +112,9 @@ def train_delayed(stage: int, offload: dict[str, Any], clip: float) -> tuple[lis
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_delayed_update(stage: int, first: int, tmp_path: Path) -> None:
-    for device, clip in (("cpu", 0.0), ("nvme", 0.05)):
+    for device, clip, params in (("cpu", 0.0, "none"), ("nvme", 0.05, "none"), ("nvme", 0.0, "nvme")):
+        if params != "none" and stage < 3:
+            continue
         offload = {
             "device": device,
             "nvme_path": str(tmp_path),
@@ -112,7 +122,7 @@ def test_delayed_update(stage: int, first: int, tmp_path: Path) -> None:
             "delayed_update_start": first,
         }
         want_losses, want = delayed_reference(first, clip)
-        losses, weights = run_ranks(train_delayed, 2, stage, offload, clip, timeout=60)[0]
+        losses, weights = run_ranks(train_delayed, 2, stage, offload, clip, params, timeout=60)[0]
         assert losses == pytest.approx(want_losses, rel=1e-9)
         assert_near(weights, want)
         at_once = delayed_reference(STEPS, clip)[0]
@@ -139,9 +149,9 @@ def plain(script: str) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-def scripted(script: str, stage: int, folder: str) -> tuple[dict[str, torch.Tensor], int]:
+def scripted(script: str, stage: int, folder: str, params: str) -> tuple[dict[str, torch.Tensor], int]:
     """(weights, updates that had begun when `step` was called)"""
-    engine = start(stage, {"device": "nvme", "nvme_path": folder})
+    engine = start(stage, {"device": "nvme", "nvme_path": folder}, params)
     assert engine.optimizer is not None and engine.optimizer._native is not None
     early = 0
     for step in range(STEPS):
@@ -150,6 +160,9 @@ def scripted(script: str, stage: int, folder: str) -> tuple[dict[str, torch.Tens
         if script == "skip" and step % 2:
             engine.zero_grad()
             continue
+        if script == "look":  # whole parameters while updates run, or wait for their step
+            with torch.no_grad(), hf_zero.gathered_params(engine.module):
+                engine.module(rows(step))
         if script == "lr":
             engine.optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
         if script == "clip":
@@ -161,11 +174,12 @@ def scripted(script: str, stage: int, folder: str) -> tuple[dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("script", ["plain", "skip", "lr", "clip", "twice"])
+@pytest.mark.parametrize("script", ["plain", "skip", "lr", "clip", "twice", "look"])
 def test_early_updates_are_undone(script: str, stage: int, tmp_path: Path) -> None:
-    weights, early = run_ranks(scripted, 2, script, stage, str(tmp_path), timeout=60)[0]
-    assert_near(weights, plain(script))
-    assert early > 0, "no update began in backward"
+    for params in ("none", "nvme")[: 2 if stage == 3 else 1]:
+        weights, early = run_ranks(scripted, 2, script, stage, str(tmp_path), params, timeout=60)[0]
+        assert_near(weights, plain(script))
+        assert early > 0, "no update began in backward"
 
 
 def look_too_early(stage: int) -> str:
@@ -183,3 +197,105 @@ def look_too_early(stage: int) -> str:
 
 def test_parameters_without_their_delayed_update_are_not_given_away() -> None:
     assert all("engine.finish_updates()" in text for text in run_ranks(look_too_early, 2, 2, timeout=60))
+
+
+# -------------------------------------------------------------------- around the training
+def edit(stage: int, device: str, folder: str) -> float:
+    offload = {"device": device, "nvme_path": folder, "delayed_update": True}
+    engine = start(stage, offload, "cpu" if stage == 3 else "none")
+    for step in range(2):
+        backward(engine, step)
+        engine.step()
+    with hf_zero.gathered_params(engine.module, write_rank=0):
+        engine.module.head.data.fill_(7.0)
+    return float((engine.full_state_dict(keep=True)["head"] - 7.0).abs().max())
+
+
+@pytest.mark.parametrize(("stage", "device"), [(2, "cpu"), (3, "cpu"), (3, "nvme")])
+def test_an_edit_is_not_overwritten_by_a_delayed_update(stage: int, device: str, tmp_path: Path) -> None:
+    assert run_ranks(edit, 2, stage, device, str(tmp_path), timeout=60) == [0.0, 0.0]
+
+
+def second_optimizer(stage: int, device: str, folder: str) -> dict[str, torch.Tensor]:
+    engine = start(stage, {"device": device, "nvme_path": folder, "delayed_update": True})
+    for step in range(2):
+        backward(engine, step)
+        engine.step()
+    optimizer = torch.optim.AdamW(engine.module.parameters(), lr=1e-2, weight_decay=0.1)
+    engine.attach_optimizer(optimizer)
+    for step in range(2, 4):
+        backward(engine, step)
+        engine.step()
+    return engine.full_state_dict(keep=True)
+
+
+def second_optimizer_in_one_process() -> dict[str, torch.Tensor]:
+    """Each optimizer makes two updates; the second one of each is delayed past nothing: it is waited for."""
+    model, _ = build()
+    for first in (0, 2):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        grads = []
+        for step in (first, first + 1):
+            model(rows(step)).backward()
+            grads.append([param.grad for param in model.parameters()])
+            optimizer.zero_grad()
+            if len(grads) == 2:
+                _apply(model, optimizer, grads[0])
+        _apply(model, optimizer, grads[1])
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_second_optimizer_starts_anew(device: str, tmp_path: Path) -> None:
+    got = run_ranks(second_optimizer, 2, 2, device, str(tmp_path), timeout=60)[0]
+    assert_near(got, second_optimizer_in_one_process())
+
+
+def forget(folder: str) -> tuple[bool, list[str], int]:
+    """(the engine is gone, its swap files, threads that still update)"""
+    before = threading.active_count()
+    engine = start(3, {"device": "nvme", "nvme_path": folder}, "nvme")
+    backward(engine, 0)
+    engine.step()
+    engine.finish_updates()
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    dist.barrier()
+    files = [path.name for path in Path(folder).glob("hf_zero_swap/*/*/*.swap")]
+    return gone() is None, files, threading.active_count() - before
+
+
+def test_a_forgotten_model_leaves_nothing(tmp_path: Path) -> None:
+    assert run_ranks(forget, 2, str(tmp_path), timeout=60) == [(True, [], 0)] * 2
+
+
+def moments(optimizer: str) -> tuple[int, int]:
+    """(bytes of masters, of moments)"""
+    from hf_zero.optim import CPUAdam
+
+    torch.manual_seed(3)
+    model = Net()
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}
+    config: dict[str, Any] = {"zero_optimization": zero}
+    made = None
+    if optimizer == "client":
+        made = CPUAdam(model.parameters(), lr=1e-2, fp32_optimizer_states=False)
+    else:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "fp32_optimizer_states": False}}
+    engine = hf_zero.initialize(model=model, optimizer=made, config=config)[0]
+    for step in range(3):
+        engine.backward(engine(rows(step).float().chunk(2)[engine.rank]))
+        engine.step()
+    report = engine.memory_report()
+    return report["master"], report["optimizer"]
+
+
+@pytest.mark.parametrize("optimizer", ["client", "configured"])
+def test_moments_in_16_bits(optimizer: str) -> None:
+    masters, both_moments = run_ranks(moments, 2, optimizer, timeout=60)[0]
+    assert both_moments == masters

@@ -14,6 +14,7 @@ from hf_zero.config.status import NO_EFFECT, NOT_YET
 
 ZERO = "zero_optimization"
 OFFLOADS = (f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer")
+FORCE = "zero_force_ds_cpu_optimizer"
 MOMENTS = "optimizer.params.fp32_optimizer_states"
 
 
@@ -113,6 +114,15 @@ def _check_offload(values: Mapping[str, Any], problems: Problems) -> None:
             "there is nothing to delay: the update runs on the device, not beside it",
             f'Remove it, or set {OFFLOADS[1]}.device to "cpu" or "nvme".',
         )
+    if optimizer == "cpu" and look_up(values, FORCE) is False:
+        for key, on in ((MOMENTS, False), (f"{OFFLOADS[1]}.delayed_update", True)):
+            if look_up(values, key) is on:
+                problems.add(
+                    key,
+                    on,
+                    f"it belongs to the native Adam, and {FORCE} = false leaves the update to torch",
+                    f"Remove it, or remove {FORCE}.",
+                )
     ratio = look_up(values, f"{OFFLOADS[1]}.ratio")
     if isinstance(ratio, float) and ratio < 1.0 and stage != 3:
         problems.add(

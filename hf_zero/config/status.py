@@ -183,6 +183,9 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.log_trace_cache_warnings": _NO_TRACE,
     "zero_optimization.enable_sanity_checks": "they are always on",
     "zero_optimization.save_muon_momentum_buffer_in_memory": _OFFLOAD_ONLY,
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": (
+        "the update takes the cores of this process over its local ranks; HF_ZERO_CPU_THREADS sets another number"
+    ),
     "bf16.immediate_grad_update": "gradients are always taken as they are ready",
     "bf16.check_grad_overflow": "bf16 has the range of fp32",
     "optimizer.legacy_fusion": "torch's optimizers are used",

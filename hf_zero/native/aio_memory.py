@@ -9,18 +9,23 @@ import torch
 _HUGE_PAGE = 2 << 20
 
 
-def transfer_memory(nbytes: int) -> torch.Tensor:
+def transfer_memory(nbytes: int, *, fork: bool = True) -> torch.Tensor:
     """`nbytes` zero bytes (1-D, uint8) from a page's start on, on huge pages where the system has them.
 
     A block on small pages is a list of hundreds of them, more than many devices take in one command:
     scripts/bench_io.py measures what huge pages bring. Memory is taken when it is first touched, and given back to the
     system with the last tensor that refers to it.
+
+    `fork=False` keeps it out of forked children: a page that is shared with a child can be copied while the disk still
+    writes to the old one.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     # Less than one huge page is not worth the space that its alignment costs.
     slack = _HUGE_PAGE if nbytes >= _HUGE_PAGE else 0
     memory = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if not fork and hasattr(mmap, "MADV_DONTFORK"):
+        memory.madvise(mmap.MADV_DONTFORK)
     if slack and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)

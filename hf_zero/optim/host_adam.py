@@ -14,6 +14,7 @@ The numbers are those of the sequential order, whatever runs beside what:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,7 @@ class HostAdam:
         library()  # a missing one is said here, not in the middle of the first step
         self._settings = settings
         self._worker = UpdateWorker()
+        weakref.finalize(self, self._worker.close).atexit = False
         self._groups = {id(run): group for run, group in owned}
         by_buffer: dict[int, list[OwnedRun]] = {}
         for run, _ in owned:
@@ -227,3 +229,6 @@ class HostAdam:
         self._worker.close()
         for state in self.states.values():
             state.drop()
+        for sink in self._sinks.values():
+            sink.close_for_good()
+        self._sinks.clear()

@@ -146,7 +146,7 @@ class UpdateJob:
         state, store = self.state, self.state.master.store
         grads = self._grads
         assert grads is not None
-        out = self._sink.open(keep_rest=any(hyper is None for hyper in self.hypers)) if state.cuts else None
+        out = self._sink.open() if state.cuts else None
         for tile in range(len(state.cuts)):
             with store.lease(state.keys(tile), write=True, staged=self.staged) as lease:
                 if tile + 1 < len(state.cuts):
@@ -154,6 +154,7 @@ class UpdateJob:
                 else:
                     look_ahead()
                 master, exp_avg, exp_avg_sq = lease.tensors
+                self._keep_rest(tile, master, out)
                 for sign in (1.0, -1.0):
                     spans = list(self._spans(tile, grads.in_full, sign < 0))
                     if spans:
@@ -163,6 +164,13 @@ class UpdateJob:
             self._sink.close()
         self._grads = None
         self._over.set()
+
+    def _keep_rest(self, tile: int, master: torch.Tensor, out: torch.Tensor | None) -> None:
+        """Parameters that are not updated: they are their masters, rounded."""
+        for cut in self.state.cuts[tile]:
+            if self.hypers[cut.number] is None and out is not None:
+                place = cut.in_full if self._sink.in_full else cut.in_shard
+                out[place : place + cut.numel].copy_(master[cut.start : cut.start + cut.numel])
 
     def _spans(self, tile: int, grads_in_full: bool, maximize: bool) -> Iterator[AdamSpan]:
         out_in_full = self._sink.in_full

@@ -91,4 +91,6 @@ def check_native(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_elementwise(kind: type) -> bool:
+    if f"{kind.__module__}.{kind.__name__}" in _NATIVE:
+        return True
     return kind.__module__.startswith("torch.optim") and f"torch.optim.{kind.__name__}" in _ELEMENTWISE

@@ -59,10 +59,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._facts: WindowFacts | None = None
         self._factor = 1.0  # what clipping multiplies natively updated gradients with, in the update itself
         self.last_norm: float | None = None
-        moments = getattr(optimizer, "moments_dtype", None) or offload.moments_dtype
+        groups = optimizer.param_groups  # CPUAdam says there what the configuration says for torch's
+        if any(group.get("fp32_optimizer_states") is False for group in groups):
+            offload = dataclasses.replace(offload, moments_dtype=torch.bfloat16)
         self._first_state: list[tuple[OwnedRun, dict[str, Any]]] = []  # of runs that are updated natively
         self._owned = self._cut_groups()
-        self._native = self._make_native(dataclasses.replace(offload, moments_dtype=moments)) if native else None
+        self._native = self._make_native(offload) if native else None
 
     # ---------------------------------------------------------------- the optimizer's face
     @property

@@ -52,7 +52,7 @@ class UpdateWorker:
         with self._wake:
             self._closed = True
             self._wake.notify()
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
 
@@ -67,10 +67,11 @@ class UpdateWorker:
             if self._error is None:
                 try:
                     job.run(self._look_ahead)
-                    continue
                 except BaseException as error:  # it is raised where the job is waited for
                     self._error = error
-            job.fail(self._error)
+            if self._error is not None:
+                job.fail(self._error)
+            del job  # while it waits, this thread keeps nobody's tensors alive
 
     def _look_ahead(self) -> None:
         with self._wake:

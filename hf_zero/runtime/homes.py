@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -83,6 +84,9 @@ class Homes:
         self._on_disk = self._choose_on_disk(drafts)
         made = _on_all_ranks(comm, "offload folders", lambda: self._make_stores(drafts))
         self._states, self._params = made
+        # A model that is forgotten without a teardown takes its files with it; at exit the folders do so themselves.
+        self._closing = weakref.finalize(self, _close, self.disks, self._folders)
+        self._closing.atexit = False
 
     # ---------------------------------------------------------------- who lives where
     def home_of(self, draft: Draft) -> Home:
@@ -172,6 +176,10 @@ class Homes:
             self._folders[path] = SwapFolder(path, self._comm.rank)
         return self._folders[path]
 
+    def host_bytes(self) -> int:
+        """Bytes on the host store, without copies that wait to be published."""
+        return sum(size for key, size in self.host.usage().items() if not key.endswith("/staged"))
+
     def disk_bytes(self) -> int:
         return sum(sum(disk.usage().values()) for disk in self.disks.values())
 
@@ -181,10 +189,14 @@ class Homes:
 
     def close(self) -> None:
         """Forget what is on disk and remove the files."""
-        for disk in self.disks.values():
-            disk.close()
-        for folder in self._folders.values():
-            folder.close()
+        self._closing()
+
+
+def _close(disks: dict[str, DiskStore], folders: dict[str, SwapFolder]) -> None:
+    for disk in disks.values():
+        disk.close()
+    for folder in folders.values():
+        folder.close()
 
 
 def _on_all_ranks(comm: Comm, what: str, work: Callable[[], _T]) -> _T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -18,16 +18,26 @@ from hf_zero.shard.unit import ShardUnit, UnitState
 class WholeWeights:
     """Reads and writes the weights of one engine's model as whole tensors."""
 
-    def __init__(self, model: nn.Module, units: list[ShardUnit], params: OnDemandParams, comm: Comm) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[ShardUnit],
+        params: OnDemandParams,
+        comm: Comm,
+        before_write: Callable[[], None],
+    ) -> None:
         self._model = model
         self._units = units
         self._params = params
         self._comm = comm
+        self._before_write = before_write  # nothing may write to the masters beside an edit
 
     @contextlib.contextmanager
     def gathered(self, units: Iterable[ShardUnit], write_rank: int | None = None) -> Iterator[None]:
         """Make `units` whole inside the block; with `write_rank`, that rank's edits are kept. All ranks must call."""
         units = list(units)
+        if write_rank is not None:
+            self._before_write()
         mine = [unit for unit in units if unit.state is not UnitState.FULL]
         if write_rank is not None and len(mine) < sum(unit.on_demand for unit in units):
             raise StateError(

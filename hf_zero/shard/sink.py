@@ -23,8 +23,8 @@ class ParamSink(abc.ABC):
     in_full = False  # whether what `open` gives is indexed by places in the flat buffer, not in the shard
 
     @abc.abstractmethod
-    def open(self, *, keep_rest: bool) -> torch.Tensor:
-        """Host memory, 1-D, for the new values; `keep_rest`: what is not written keeps its value."""
+    def open(self) -> torch.Tensor:
+        """Host memory, 1-D, for the new values of all parameters."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -38,6 +38,10 @@ class ParamSink(abc.ABC):
     def discard(self) -> None:
         """The new values are not wanted."""
 
+    def close_for_good(self) -> None:
+        """There will be no other update."""
+        return None
+
 
 class DirectSink(ParamSink):
     """The update writes into the shard itself: host memory that nobody reads meanwhile."""
@@ -46,7 +50,7 @@ class DirectSink(ParamSink):
         self._shard = shard
         self.in_full = shard.in_full
 
-    def open(self, *, keep_rest: bool) -> torch.Tensor:
+    def open(self) -> torch.Tensor:
         return self._shard.memory
 
     def close(self) -> None:
@@ -68,16 +72,15 @@ class StagedSink(ParamSink):
     def __init__(self, shard: ShardTensor, host: HostStore) -> None:
         layout = shard.layout
         self._shard = shard
-        key = f"{layout.name}/staged"
-        host.create(key, layout.shard_numel, shard.memory.dtype)
-        self._staged = ShardTensor(layout, shard.rank, host.tensor(key), in_full=False)
+        self._host = host
+        self._key = f"{layout.name}/staged"
+        host.create(self._key, layout.shard_numel, shard.memory.dtype)
+        self._staged = ShardTensor(layout, shard.rank, host.tensor(self._key), in_full=False)
         self._copied: torch.Event | None = None  # the last publication has left the host
 
-    def open(self, *, keep_rest: bool) -> torch.Tensor:
+    def open(self) -> torch.Tensor:
         if self._copied is not None:
             self._copied.synchronize()
-        if keep_rest:
-            self._staged.copy_from(self._shard)
         return self._staged.memory
 
     def close(self) -> None:
@@ -93,6 +96,11 @@ class StagedSink(ParamSink):
     def discard(self) -> None:
         return None
 
+    def close_for_good(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._host.drop(self._key)
+
 
 class StoredSink(ParamSink):
     """The shard is on a slow medium: the update fills a loan of it, which is written when it is closed."""
@@ -102,11 +110,10 @@ class StoredSink(ParamSink):
         self._is_staged = staged
         self._lease: Lease | None = None
 
-    def open(self, *, keep_rest: bool) -> torch.Tensor:
+    def open(self) -> torch.Tensor:
         keys = [tile.key for tile in self._shard.tiles]
-        self._lease = self._shard.store.lease(keys, write=True, staged=self._is_staged, overwrite=not keep_rest)
-        if not keep_rest:
-            self._lease.tensors[0].zero_()  # padding is zero
+        self._lease = self._shard.store.lease(keys, write=True, staged=self._is_staged, overwrite=True)
+        self._lease.tensors[0].zero_()  # padding is zero
         return self._lease.tensors[0]
 
     def close(self) -> None:

@@ -90,7 +90,8 @@ class ShardStore(abc.ABC):
         Args:
             write: They will be changed; the changes are kept at release.
             overwrite: With `write`: every element will be set, so the content need not be read and is undefined.
-            staged: With `write`: keep the changes aside until `commit` or `rollback`; needs `can_stage`.
+            staged: With `write`: keep the changes aside until `commit` or `rollback`; needs `can_stage`. With
+                `overwrite` too, another lease may read the content meanwhile.
         """
 
     @abc.abstractmethod

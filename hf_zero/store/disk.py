@@ -18,62 +18,11 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_zero.errors import OffloadError
 from hf_zero.native.aio import AioSettings
 from hf_zero.store.base import Lease, ShardStore, StoreStats
+from hf_zero.store.disk_entry import Entry, Flight
 from hf_zero.store.staging import StagingBlock, StagingPool
-from hf_zero.store.swap import Region, SwapFile, SwapFolder, Transfer
-
-
-@dataclasses.dataclass(eq=False)
-class _Entry:
-    """One key."""
-
-    key: str
-    numel: int
-    dtype: torch.dtype
-    region: Region
-    blank: bool = True  # never written: zeros, whatever the region holds
-    leased: bool = False
-    flight: _Flight | None = None  # of the content: read ahead, or being written
-    staged: Region | None = None
-    staged_flight: _Flight | None = None
-    failure: str | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def check(self) -> None:
-        if self.failure is not None:
-            raise OffloadError(self.failure)
-
-    def tensor(self, block: StagingBlock | None) -> torch.Tensor:
-        if block is None:
-            return torch.empty(0, dtype=self.dtype)
-        return block.memory[: self.nbytes].view(self.dtype)
-
-
-@dataclasses.dataclass(eq=False)
-class _Flight:
-    """A transfer of a key, and the memory it uses."""
-
-    entry: _Entry
-    block: StagingBlock
-    transfer: Transfer
-    is_write: bool
-
-    @property
-    def leased(self) -> bool:
-        """A lease has taken the block over, so it is not to be given back."""
-        return self.entry.leased and self.entry.flight is self
-
-    def leave(self) -> None:
-        """The entry must not find it any more; it may have another one by now."""
-        if self.entry.flight is self:
-            self.entry.flight = None
-        if self.entry.staged_flight is self:
-            self.entry.staged_flight = None
+from hf_zero.store.swap import Region, SwapFile, SwapFolder
 
 
 class DiskStore(ShardStore):
@@ -111,9 +60,9 @@ class DiskStore(ShardStore):
         self._file = SwapFile(self.path, aio=aio, preallocate=preallocate)
         self.engine = self._file.engine
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
-        self._ahead: dict[_Flight, None] = {}  # reads without a lease, in the order they were asked for
-        self._writes: dict[_Flight, None] = {}  # in the order of their start
+        self._entries: dict[str, Entry] = {}
+        self._ahead: dict[Flight, None] = {}  # reads without a lease, in the order they were asked for
+        self._writes: dict[Flight, None] = {}  # in the order of their start
         self._stats = StoreStats()
         self._closed = False
         pool.register(self)
@@ -130,7 +79,7 @@ class DiskStore(ShardStore):
         with self._lock:
             if key in self._entries:
                 raise AssertionError(f"{key} exists already")
-            self._entries[key] = _Entry(key, numel, dtype, self._file.reserve(numel * dtype.itemsize))
+            self._entries[key] = Entry(key, numel, dtype, self._file.reserve(numel * dtype.itemsize))
 
     def prefetch(self, keys: Sequence[str]) -> None:
         if not self._read_ahead:
@@ -153,20 +102,24 @@ class DiskStore(ShardStore):
     ) -> Lease:
         if (overwrite or staged) and not write:
             raise AssertionError("overwrite=True and staged=True need write=True")
-        entries = self._claim(keys, write=write, staged=staged)
-        blocks: dict[_Entry, StagingBlock] = {}
+        aside = staged and overwrite
+        entries = self._claim(keys, write=write, staged=staged, aside=aside)
+        blocks: dict[Entry, StagingBlock] = {}
         try:
-            self._take_over(entries, blocks)
-            self._fill(entries, blocks, read=not overwrite, write=write)
+            self._take_over(entries, blocks, aside=aside)
+            if not aside:
+                self._fill(entries, blocks, read=not overwrite, write=write)
             if staged:
                 self._make_room_for_staged(entries)
         except BaseException:
-            self._finish(entries, blocks, keep=False, staged=False)
+            self._finish(entries, blocks, keep=False, staged=False, aside=aside)
             raise
         tensors = [entry.tensor(blocks.get(entry)) for entry in entries]
-        return Lease(tensors, lambda keep: self._finish(entries, blocks, keep=write and keep, staged=staged))
+        return Lease(
+            tensors, lambda keep: self._finish(entries, blocks, keep=write and keep, staged=staged, aside=aside)
+        )
 
-    def _claim(self, keys: Sequence[str], *, write: bool, staged: bool) -> list[_Entry]:
+    def _claim(self, keys: Sequence[str], *, write: bool, staged: bool, aside: bool) -> list[Entry]:
         with self._lock:
             self._check_file()
             entries = [self._entries[key] for key in keys]
@@ -175,20 +128,23 @@ class DiskStore(ShardStore):
                     if flight is not None and flight.transfer.poll():
                         self._record(flight)
                 entry.check()
-                if entry.leased or keys.count(entry.key) > 1:
+                if (entry.aside if aside else entry.leased) or keys.count(entry.key) > 1:
                     raise AssertionError(f"{entry.key} is leased already")
                 if write and not staged and entry.staged is not None:
                     raise AssertionError(f"{entry.key} has a staged write: commit or roll back first")
             for entry in entries:
+                if aside:
+                    entry.aside = True
+                    continue
                 entry.leased = True
                 if entry.flight is not None:
                     self._ahead.pop(entry.flight, None)
             return entries
 
-    def _take_over(self, entries: list[_Entry], blocks: dict[_Entry, StagingBlock]) -> None:
+    def _take_over(self, entries: list[Entry], blocks: dict[Entry, StagingBlock], *, aside: bool) -> None:
         """Memory for every key: that of its read or write under way, or new memory, which may be waited for."""
         for entry in entries:
-            if entry.flight is not None:
+            if entry.flight is not None and not aside:
                 blocks[entry] = entry.flight.block
                 self._pool.pass_on(entry.flight.block, to_thread=True)
         missing = [entry for entry in entries if entry.nbytes and entry not in blocks]
@@ -197,7 +153,7 @@ class DiskStore(ShardStore):
         with self._lock:
             self._stats.memory_wait_s += time.perf_counter() - started
 
-    def _fill(self, entries: list[_Entry], blocks: dict[_Entry, StagingBlock], *, read: bool, write: bool) -> None:
+    def _fill(self, entries: list[Entry], blocks: dict[Entry, StagingBlock], *, read: bool, write: bool) -> None:
         """Return when the blocks hold the contents (`read`) and nothing but the lease uses them (`write`)."""
         with self._lock:
             for entry in entries:
@@ -211,7 +167,7 @@ class DiskStore(ShardStore):
             elif write or not flight.is_write:  # what is being written may be looked at, but not changed
                 self._await(flight)
 
-    def _await(self, flight: _Flight) -> None:
+    def _await(self, flight: Flight) -> None:
         """Wait for a transfer of a leased key; after that its block is the lease's alone."""
         self._wait(flight)
         with self._lock:
@@ -220,7 +176,7 @@ class DiskStore(ShardStore):
             self._record(flight)
         flight.entry.check()
 
-    def _make_room_for_staged(self, entries: list[_Entry]) -> None:
+    def _make_room_for_staged(self, entries: list[Entry]) -> None:
         for entry in entries:
             if entry.staged_flight is not None:  # the new write replaces it
                 self._end_write(entry.staged_flight)
@@ -228,20 +184,26 @@ class DiskStore(ShardStore):
             with self._lock:
                 entry.staged = entry.staged or self._file.reserve(entry.nbytes)
 
-    def _finish(self, entries: list[_Entry], blocks: dict[_Entry, StagingBlock], *, keep: bool, staged: bool) -> None:
+    def _finish(
+        self, entries: list[Entry], blocks: dict[Entry, StagingBlock], *, keep: bool, staged: bool, aside: bool
+    ) -> None:
         """The end of a lease: start its writes, or hand back its memory."""
         writes = []
         for entry in entries:
-            if entry.flight is not None and not entry.flight.is_write:  # the lease failed while it was read
+            # The lease failed while it was read.
+            if not aside and entry.flight is not None and not entry.flight.is_write:
                 entry.flight.transfer.wait()
                 entry.flight = None
         with self._lock:
             for entry in entries:
-                entry.leased = False
+                if aside:
+                    entry.aside = False
+                else:
+                    entry.leased = False
                 block = blocks.get(entry)
                 if block is None:
                     continue
-                if entry.flight is not None:  # a write that this lease only looked at
+                if entry.flight is not None and not aside:  # a write that this lease only looked at
                     self._pool.pass_on(block, to_thread=False)
                     if entry.flight.transfer.finished:
                         self._settle(entry.flight)
@@ -326,12 +288,12 @@ class DiskStore(ShardStore):
         self._pool.give(flight.block)
         return True
 
-    def _end_write(self, flight: _Flight) -> None:
+    def _end_write(self, flight: Flight) -> None:
         self._wait(flight)
         with self._lock:
             self._settle(flight)
 
-    def _wait(self, flight: _Flight) -> None:
+    def _wait(self, flight: Flight) -> None:
         started = time.perf_counter()
         flight.transfer.wait()
         waited = time.perf_counter() - started
@@ -341,7 +303,7 @@ class DiskStore(ShardStore):
             else:
                 self._stats.read_wait_s += waited
 
-    def _retire(self, flight: _Flight | None, region: Region | None) -> None:
+    def _retire(self, flight: Flight | None, region: Region | None) -> None:
         """Give back the memory of a transfer, and the room of a content that is no longer needed."""
         if flight is not None:
             flight.transfer.wait()
@@ -356,7 +318,7 @@ class DiskStore(ShardStore):
                 self._file.release(region)
 
     # ---------------------------------------------------------------- below: the lock is held
-    def _settle(self, flight: _Flight) -> None:
+    def _settle(self, flight: Flight) -> None:
         """Note the result of a write that has ended, and give its memory back unless a lease has it."""
         self._record(flight)
         if flight in self._writes and not flight.leased:
@@ -364,27 +326,27 @@ class DiskStore(ShardStore):
             flight.leave()
             self._pool.give(flight.block)
 
-    def _not_leased(self, key: str) -> _Entry:
+    def _not_leased(self, key: str) -> Entry:
         entry = self._entries[key]
-        if entry.leased:
+        if entry.leased or entry.aside:
             raise AssertionError(f"{key} is leased")
         return entry
 
-    def _record(self, flight: _Flight) -> None:
+    def _record(self, flight: Flight) -> None:
         if flight.transfer.error is not None and flight.entry.failure is None:
             flight.entry.failure = str(flight.transfer.error)
 
-    def _read(self, entry: _Entry, block: StagingBlock) -> _Flight:
+    def _read(self, entry: Entry, block: StagingBlock) -> Flight:
         self._stats.reads += 1
         self._stats.bytes_read += entry.nbytes
-        return _Flight(entry, block, self._file.read(block.memory, entry.region, entry.key), is_write=False)
+        return Flight(entry, block, self._file.read(block.memory, entry.region, entry.key), is_write=False)
 
-    def _write(self, entry: _Entry, block: StagingBlock, *, staged: bool) -> _Flight:
+    def _write(self, entry: Entry, block: StagingBlock, *, staged: bool) -> Flight:
         self._stats.writes += 1
         self._stats.bytes_written += entry.nbytes
         region = entry.staged if staged else entry.region
         assert region is not None
-        flight = _Flight(entry, block, self._file.write(block.memory, region, entry.key), is_write=True)
+        flight = Flight(entry, block, self._file.write(block.memory, region, entry.key), is_write=True)
         self._writes[flight] = None
         if staged:
             entry.staged_flight = flight

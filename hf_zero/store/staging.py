@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from hf_zero.errors import OffloadError
+from hf_zero.native.aio_memory import transfer_memory
 
 PAGE = mmap.PAGESIZE
 
@@ -49,19 +50,9 @@ class HostMemory:
         self.pinned_bytes = 0
 
     def allocate(self, nbytes: int, *, fork: bool = True) -> torch.Tensor:
-        """uint8 [nbytes rounded up to pages]. The memory lives as long as any view of the tensor.
-
-        `fork=False` keeps it out of forked children: a page that is shared with a child can be copied while the disk
-        still writes to the old one.
-        """
-        size = page_rounded(nbytes)
-        if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if not fork and hasattr(mmap, "MADV_DONTFORK"):
-            pages.madvise(mmap.MADV_DONTFORK)
-        block = torch.frombuffer(pages, dtype=torch.uint8)
-        if self._pin:
+        """uint8 [nbytes rounded up to pages]; see transfer_memory. It lives as long as any view of the tensor."""
+        block = transfer_memory(page_rounded(nbytes), fork=fork)
+        if self._pin and block.numel():
             self._register(block)
         return block
 
