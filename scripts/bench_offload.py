@@ -90,6 +90,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     def batch_of(name: str, step: int) -> dict[str, torch.Tensor]:
         return benchlib.make_batch(size.vocab, (args.micro_batch, args.seq), dist.get_rank(), step)
 
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of memory counts from here
     before = {name: _moved(made) for name, made in variants.items()}
     counts = {"rounds": args.rounds, "steps": args.steps, "warmup": args.warmup}
     series = benchlib.measure_in_turn(variants, batch_of, **counts, say=say)

@@ -179,6 +179,7 @@ def test_report(capsys: Capture) -> None:
     assert facts["packages"]["torch"].startswith("2.")
     assert facts["torch"]["backends"]["gloo"] is True
     assert facts["cpu"]["cores"] >= 1
+    assert facts["native_library"].endswith(".so") and facts["io_engine"] in ("io_uring", "threads")
     assert main(["report"]) == 0
     assert "native library" in capsys.readouterr().out
 

@@ -83,6 +83,26 @@ def test_a_path_that_one_rank_cannot_use(tmp_path: Path) -> None:
     )
 
 
+def start_on_a_full_disk(folder: str, device: str, param: str) -> None:
+    if os.environ["RANK"] == "1":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+    start(folder, param=param, device=device)
+
+
+@pytest.mark.parametrize(("device", "param"), [("nvme", "none"), ("none", "nvme")])
+def test_a_disk_that_is_full_at_the_start(device: str, param: str, tmp_path: Path) -> None:
+    """Space is reserved before the first step, so that is when a rank says so."""
+    fails_on_every_rank(
+        start_on_a_full_disk,
+        str(tmp_path),
+        device,
+        param,
+        kind="OffloadError",
+        said=["rank 1", str(tmp_path), "File too large", "bytes"],
+    )
+
+
 def start_with(name: str, folder: str, config: dict[str, Any]) -> None:
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,

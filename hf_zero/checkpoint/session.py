@@ -22,7 +22,7 @@ from hf_zero.checkpoint.save import (
 )
 from hf_zero.checkpoint.state import Chunked, RunState, Scalar
 from hf_zero.comm import Comm
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, OffloadError
 from hf_zero.layout import Run
 from hf_zero.optim.owned import OwnedRun
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -110,7 +110,7 @@ def _together(comm: Comm, what: str, work: Callable[[], _T]) -> list[_T]:
     result: Any = None
     try:
         result = work()
-    except (CheckpointError, OSError) as problem:
+    except (CheckpointError, OffloadError, OSError) as problem:
         error = str(problem)
     outcomes = comm.all_gather_object((error, result), what)
     failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]

@@ -1,10 +1,9 @@
-"""`hf-zero report`: versions, devices and the native library, for a bug report."""
+"""`hf-zero report`: versions, devices, the native library and what it can do here, for a bug report."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.resources
 import json
 import os
 import platform
@@ -12,6 +11,7 @@ from typing import Any
 
 from hf_zero.checkpoint.manifest import package_version
 from hf_zero.cli.text import format_bytes, print_table
+from hf_zero.errors import NativeError, ZeroError
 
 NAME = "report"
 SUMMARY = "show versions, devices and the native library"
@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> None:
         "cpu": {"cores": len(os.sched_getaffinity(0)), "memory_bytes": _memory_bytes()},
         "torch": _torch_facts(),
         "native_library": _native_library(),
+        "io_engine": _io_engine(),
     }
     if args.json:
         print(json.dumps(facts))
@@ -72,13 +73,26 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def _native_library() -> str | None:
-    """The path of the compiled library beside the package, or None."""
+    """The path of the compiled library, or None where it is missing or does not fit."""
+    from hf_zero.native.library import library
+
     try:
-        folder = importlib.resources.files("hf_zero.native")
-    except ModuleNotFoundError:
+        return library()._name
+    except NativeError:
         return None
-    names = [entry for entry in folder.iterdir() if entry.name.endswith((".so", ".dylib", ".dll"))]
-    return str(names[0]) if names else None
+
+
+def _io_engine() -> str | None:
+    """How files are read and written on this system; None without the library."""
+    from hf_zero.native.aio import AioQueue
+
+    try:
+        queue = AioQueue()
+    except ZeroError:
+        return None
+    engine = queue.engine
+    queue.close()
+    return engine
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -93,6 +107,7 @@ def _print(facts: dict[str, Any]) -> None:
             ("cuda", torch_facts["cuda"] or "torch was built without it"),
             ("devices", "; ".join(devices) or "none, training runs on the CPU"),
             ("backends", ", ".join(name for name, there in torch_facts["backends"].items() if there) or "none"),
-            ("native library", facts["native_library"] or "not present"),
+            ("native library", facts["native_library"] or "not present: pip install -e . builds it"),
+            ("disk i/o", facts["io_engine"] or "not available"),
         ]
     )

@@ -27,7 +27,6 @@ from hf_zero.optim.host_state import MOMENTS, HostState, Hyper, UpdateJob
 from hf_zero.optim.owned import OwnedRun
 from hf_zero.optim.update_worker import UpdateWorker
 from hf_zero.runtime.grads import GradBuffer
-from hf_zero.shard.buffer import FlatBuffer
 from hf_zero.shard.sink import ParamSink, make_sink, must_stage
 from hf_zero.store import HostStore
 
@@ -82,7 +81,7 @@ class HostAdam:
         self._clipped_last = False
         self._delayed: list[UpdateJob] = []
         self._running: list[UpdateJob] = []
-        self._changed: list[FlatBuffer] = []
+        self._is_waiting = False  # an update is delayed
         self._step = 0
 
     def restart_at(self, step: int) -> None:
@@ -115,8 +114,10 @@ class HostAdam:
             job.rollback()
 
     # ---------------------------------------------------------------- the step
-    def step(self, has_grad: Mapping[int, Sequence[bool]], factor: float) -> None:
-        """Start the updates of this step.
+    def step(self, has_grad: Mapping[int, Sequence[bool]], factor: float) -> bool:
+        """Start the updates of this step; return whether parameters change now: the same on all ranks.
+
+        A rank may own nothing of a buffer, or of all, and still takes part in what follows from a change.
 
         Args:
             has_grad: By id of the gradient buffer: whether each of its parameters had a gradient on any rank.
@@ -124,8 +125,7 @@ class HostAdam:
         """
         self._clipped_last = factor != 1.0
         delayed = self._is_delayed()
-        self._changed = [job.state.flat for job in self._delayed]
-        self.finish()
+        published = self.finish()
         jobs = []
         for key, state in self.states.items():
             present = [has_grad[key][run.index] for run in state.owned]
@@ -138,12 +138,13 @@ class HostAdam:
         self._step += 1
         if delayed:
             self._delayed = jobs
-            return
+            self._is_waiting = True
+            return published
         self._worker.bring_forward(jobs)
         self._running = jobs
-        self._changed = [job.state.flat for job in jobs]
         for job in jobs:
             job.state.flat.update = job
+        return True
 
     def _take_early(self, key: int, present: list[bool], factor: float) -> UpdateJob | None:
         job = self._early.pop(key, None)
@@ -178,28 +179,21 @@ class HostAdam:
         return self._settings.delay_from is not None and self._step >= self._settings.delay_from
 
     # ---------------------------------------------------------------- waiting
-    def just_updated(self) -> list[FlatBuffer]:
-        """Buffers whose parameters the last step changes, or has changed, in the order of their updates."""
-        changed, self._changed = self._changed, []
-        return changed
-
     @property
     def has_delayed(self) -> bool:
-        return bool(self._delayed)
+        """Whether an update waits for the next step to be published; the same on all ranks."""
+        return self._is_waiting
 
-    def unpublished(self) -> list[FlatBuffer]:
-        """Buffers that an update which has not been waited for will change."""
-        running = [job.state.flat for job in self._running if job.state.flat.update is job]
-        return [*running, *(job.state.flat for job in self._delayed)]
-
-    def finish(self) -> None:
-        """Finish and publish everything that has been started by a step, delayed updates included."""
+    def finish(self) -> bool:
+        """Finish and publish everything that has been started by a step; return whether a delayed update was."""
+        was_waiting, self._is_waiting = self._is_waiting, False
         jobs = [*self._running, *self._delayed]
         self._running, self._delayed = [], []
         for job in jobs:
             job.wait()
             if job.state.flat.update is job:
                 job.state.flat.update = None
+        return was_waiting
 
     # ---------------------------------------------------------------- state in and out
     def state_of(self, owned: OwnedRun) -> dict[str, Any]:

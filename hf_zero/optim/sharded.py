@@ -63,6 +63,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if any(group.get("fp32_optimizer_states") is False for group in groups):
             offload = dataclasses.replace(offload, moments_dtype=torch.bfloat16)
         self._first_state: list[tuple[OwnedRun, dict[str, Any]]] = []  # of runs that are updated natively
+        self._native_flats: list[FlatBuffer] = []  # in the order of their updates; the same on all ranks
         self._owned = self._cut_groups()
         self._native = self._make_native(offload) if native else None
 
@@ -130,11 +131,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         elif not clipped:
             self.last_norm = facts.norm
         has_grad = {id(buffer): facts.has_grad[i] for i, buffer in enumerate(self._reducer.buffers)}
+        changed = False
         if self._native is not None:
             with self._comm.stop_together():
-                self._native.step(has_grad, self._factor)
+                changed = self._native.step(has_grad, self._factor)
         self._update_by_torch(has_grad)
-        self._publish()
+        self._publish(native_too=changed)
         self._reducer.clear()
         self._facts = None
         self._factor = 1.0
@@ -152,10 +154,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self._native is None:
             return
-        pending = self._native.unpublished()
         with self._comm.stop_together():
-            self._native.finish()
-        self._gather_resident(pending)
+            changed = self._native.finish()
+        if changed:
+            self._gather_resident(self._native_flats)
 
     @property
     def has_delayed_update(self) -> bool:
@@ -184,7 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for master in owned.masters:
                 master.grad = None
 
-    def _publish(self) -> None:
+    def _publish(self, *, native_too: bool) -> None:
         """Masters -> parameters: cast, and gather where parameters stay whole on ranks that own a part each."""
         changed = []
         for buffer in self._reducer.buffers:
@@ -192,9 +194,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 buffer.flat.refresh()
                 changed.append(buffer.flat)
         self._gather_resident(changed)
-        if self._native is not None:
+        if native_too:
             # In the order of the updates: the gather of one runs beside the update of the next.
-            self._gather_resident(self._native.just_updated())
+            self._gather_resident(self._native_flats)
 
     def _gather_resident(self, flats: Sequence[FlatBuffer]) -> None:
         gathering = []
@@ -213,9 +215,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Backward in the order of reduces is forward; what is whole for everybody is waited for, so it comes first.
         forward = self._reducer.buffers[::-1]
         order = sorted(forward, key=lambda buffer: buffer.flat.on_demand)
-        native = HostAdam(owned, order, settings)
-        for run, state in self._first_state:
-            native.load_run(run, state)
+        self._native_flats = [buffer.flat for buffer in order if buffer.flat.home.native]
+        with self._comm.stop_together():
+            native = HostAdam(owned, order, settings)
+            for run, state in self._first_state:
+                native.load_run(run, state)
         self._first_state.clear()
         return native
 

@@ -102,13 +102,18 @@ def build_units(model: nn.Module, settings: BuildSettings, comm: Comm) -> BuiltU
         for draft in mine:
             members = [params[slot.name] for slot in draft.layout.slots]
             home = homes.home_of(draft)
-            buffers.append(FlatBuffer(draft.layout, members, comm, home, on_demand=draft.on_demand, dtype=draft.dtype))
-            eager[id(buffers[-1])] = settings.plan(spec.kind, comm.world_size).eager
+            with comm.stop_together():  # the disk may be full on one rank
+                flat = FlatBuffer(draft.layout, members, comm, home, on_demand=draft.on_demand, dtype=draft.dtype)
+            buffers.append(flat)
+            eager[id(flat)] = settings.plan(spec.kind, comm.world_size).eager
         unit = ShardUnit(spec.name, spec.kind, spec.module, buffers)
         if unit.on_demand:
             unit.release()
         units.append(unit)
     _share_buffers(model, comm)
+    comm.barrier(
+        "all shards"
+    )  # rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own
     pool = MemoryPool(comm.device)
     flats = [flat for unit in _reduce_order(units) for flat in unit.buffers if flat.layout.trainable]
     grads = [GradBuffer(flat, comm, pool, settings.grads, homes.host, eager=eager[id(flat)]) for flat in flats]
