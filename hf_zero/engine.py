@@ -35,6 +35,7 @@ from hf_zero.shard.unit import ShardUnit
 logger = logging.getLogger(__name__)
 
 _KEY = "_hf_zero_engine"
+_LIVE: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()  # engines whose model is still there
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
@@ -90,8 +91,7 @@ class ZeroEngine:
             on_final=self._gradient_is_final,
         )
         self.weights = WholeWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
-        self._no_sync = False
-        self._teardowns: list[Callable[[], None]] = []
+        self._no_sync, self._teardowns = False, list[Callable[[], None]]()
         self._install()
         self._announce()
 
@@ -133,6 +133,7 @@ class ZeroEngine:
                 elif unit.on_demand:
                     self._hooks.on_layer(unit, self.params, watch, self.device.type)
         model.__dict__[_KEY] = self
+        _LIVE.add(self)
         model.__dict__["no_sync"] = lambda: self.no_sync()
         if self.is_sharded:
             # transformers' generate runs on all ranks in step where it sees this, and LayerDrop runs every layer.
@@ -323,8 +324,7 @@ class ZeroEngine:
                     report[kind] += shard.nbytes
         for grads in self.reducer.buffers:
             report["gradients"] += grads.shard.nbytes
-        if self.optimizer is not None:
-            report["optimizer"] = self.optimizer.state_bytes()
+        report["optimizer"] = 0 if self.optimizer is None else self.optimizer.state_bytes()
         report["total"] = sum(report.values())
         report["disk"] = self.homes.disk_bytes()
         report["host"] = sum(self.homes.host.usage().values())
@@ -352,6 +352,7 @@ class ZeroEngine:
         if self.optimizer is not None:
             self.optimizer.close()
         self.homes.close()
+        _LIVE.discard(self)
         for undo in self._teardowns:
             undo()
 
@@ -381,6 +382,10 @@ class _Arrival:
         if engine is not None and buffer is not None:
             boundary = engine.is_gradient_accumulation_boundary()
             engine.reducer.arrived(buffer, self._index, grad, boundary=boundary)
+
+
+def live_engines() -> list[ZeroEngine]:
+    return list(_LIVE)
 
 
 def engine_of(model: Any) -> ZeroEngine | None:

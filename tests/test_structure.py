@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(["runtime"]),
     frozenset(["optim"]),
     frozenset(["checkpoint"]),
-    frozenset(["engine", "access"]),
+    frozenset(["engine", "access", "loading"]),
     frozenset(["initializer", "hf", "cli", "run"]),
     frozenset(["__init__"]),  # the public names, above all of them
 )
@@ -36,6 +36,7 @@ SIDEWAYS = frozenset(
         ("config", "errors"),
         ("native", "errors"),
         ("access", "engine"),
+        ("loading", "engine"),
         ("initializer", "hf"),
         ("run", "hf"),
         ("cli", "hf"),

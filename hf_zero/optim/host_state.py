@@ -121,6 +121,7 @@ class UpdateJob:
         self.staged = staged
         self._sink = sink
         self._grads: ShardTensor | None = None
+        self._arriving: torch.Event | None = None  # the gradient has reached the host
         self._reduces = 0
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -129,7 +130,7 @@ class UpdateJob:
 
     def borrow(self, *, swap: bool) -> None:
         """Take the gradient; see GradBuffer.lend."""
-        self._grads = self.state.grads.lend(self, swap=swap)
+        self._grads, self._arriving = self.state.grads.lend(self, swap=swap)
         self._reduces = self.state.grads.num_reduces
 
     @property
@@ -146,6 +147,8 @@ class UpdateJob:
         state, store = self.state, self.state.master.store
         grads = self._grads
         assert grads is not None
+        if self._arriving is not None:
+            self._arriving.synchronize()
         out = self._sink.open() if state.cuts else None
         for tile in range(len(state.cuts)):
             with store.lease(state.keys(tile), write=True, staged=self.staged) as lease:

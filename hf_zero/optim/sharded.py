@@ -13,6 +13,7 @@ from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.owned import OwnedRun, own_run
 from hf_zero.optim.rules import check_native, check_optimizer
+from hf_zero.optim.whole import assemble, whole_state
 from hf_zero.optim.window import WindowFacts, clip_coefficient, settle_window
 from hf_zero.runtime.grads import GradBuffer, GradReducer
 from hf_zero.runtime.order import UseOrder
@@ -167,6 +168,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         if self._native is not None:
             self._native.close()
+
+    # ---------------------------------------------------------------- whole gradients and state
+    @torch.no_grad()
+    def full_grad(self, flat: FlatBuffer, index: int) -> torch.Tensor | None:
+        """See access.full_grad. The window stays open: more may be accumulated after it."""
+        found = next(((i, one) for i, one in enumerate(self._reducer.buffers) if one.flat is flat), None)
+        facts = self._facts or settle_window(self._reducer, self._comm, self._orders)
+        if found is None or not facts.has_grad[found[0]][index]:
+            return None
+        grads = found[1]
+        factor = self._factor if flat.home.native else 1.0  # elsewhere clipping has scaled the gradient itself
+        return assemble(flat, index, self._comm, lambda run: grads.shard.read_run(run) * factor, grads.dtype)
+
+    @torch.no_grad()
+    def full_state(self, flat: FlatBuffer, index: int, kind: str) -> torch.Tensor | None:
+        """See access.full_optimizer_state."""
+        owned = next((one for one in self._owned if one.buffer.flat is flat and one.index == index), None)
+        if owned is None:
+            return whole_state(flat, index, kind, self._comm, None)
+        mine: dict[str, Any] | None = self.native_state(owned)
+        if mine is None:
+            mine = {}
+            for key in self.state.get(owned.masters[0], {}):
+                values = [self.state[master][key] for master in owned.masters]
+                cut = isinstance(values[0], torch.Tensor) and values[0].dim() > 0
+                mine[key] = torch.cat([value.reshape(-1) for value in values]) if cut else values[0]
+        if mine and flat.master is not None:
+            mine["master"] = flat.master
+        return whole_state(flat, index, kind, self._comm, mine)
 
     # ---------------------------------------------------------------- inside
     def _settle(self) -> WindowFacts:

@@ -127,21 +127,21 @@ class GradBuffer:
         return None, ShardTensor(layout, rank, memory, in_full=False)
 
     # ---------------------------------------------------------------- an update reads the shard
-    def lend(self, reader: Pending, *, swap: bool) -> ShardTensor:
-        """The shard, for an update that reads it until `reader` is over.
+    def lend(self, reader: Pending, *, swap: bool) -> tuple[ShardTensor, torch.Event | None]:
+        """The shard, for an update that reads it until `reader` is over, and what to wait for before it is read.
 
         Args:
             swap: The next window gets memory of its own and does not wait for the reader.
         """
-        self.wait_for_copies()
-        lent = self.shard
+        lent, event = self.shard, self._on_its_way
         if not swap:
             self._reader = reader
-            return lent
+            return lent, event
         spare = self._spare or self._make_memory(self.eager)
         self._spare = (self._resident, lent)
         self._resident, self.shard = spare
-        return lent
+        self._on_its_way = None
+        return lent, event
 
     def wait_for_copies(self) -> None:
         """Return when what has been reduced has reached the host."""

@@ -15,6 +15,18 @@ from hf_zero.shard.partition import clean_name, tied_names
 from hf_zero.shard.unit import ShardUnit, UnitState
 
 
+def own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers in state_dict order, under plain names."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{clean_name(path)}." if clean_name(path) else ""
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield prefix + name, param
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
+
+
 class WholeWeights:
     """Reads and writes the weights of one engine's model as whole tensors."""
 
@@ -77,28 +89,17 @@ class WholeWeights:
             return {}
         aliases = tied_names(self._model)
         ordered: dict[str, torch.Tensor] = {}
-        for name, tensor in self._own_tensors():
+        for name, tensor in own_tensors(self._model):
             if aliases.get(name, name) in whole:
                 ordered[name] = whole[aliases.get(name, name)]
             elif not isinstance(tensor, nn.Parameter) and not trainable_only:
                 ordered[name] = tensor.detach().to("cpu", copy=True)
         return ordered
 
-    def _own_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters and persistent buffers in state_dict order, under plain names."""
-        for path, module in self._model.named_modules(remove_duplicate=False):
-            prefix = f"{clean_name(path)}." if clean_name(path) else ""
-            for name, param in module._parameters.items():
-                if param is not None:
-                    yield prefix + name, param
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield prefix + name, buffer
-
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
         """See ZeroEngine.load_full_state_dict."""
         names = tied_names(self._model)
-        own = dict(self._own_tensors())
+        own = dict(own_tensors(self._model))
         wanted = {names.get(name, name): tensor for name, tensor in own.items()}
         given = {names.get(clean_name(name), clean_name(name)): name for name in state}
         problems = [f"missing: {name}" for name in wanted if name not in given]

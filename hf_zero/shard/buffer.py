@@ -174,11 +174,14 @@ class FlatBuffer:
     def gather_finish(self) -> None:
         wait_all(self._pending)
         self._pending.clear()
+        if self._copied is not None:
+            self._copied.wait()  # the compute stream; an all-gather in between has waited already
         if self._lease is not None:
             if self._copied is not None:  # what was lent is read until here
                 self._copied.synchronize()
             self._lease.release()
             self._lease = None
+        self._copied = None
         if self.on_demand:
             self.bind_views()
 
