@@ -19,6 +19,7 @@ _EXPORTS = {
     "ZeroEngine": "hf_zero.engine",
     "engine_of": "hf_zero.engine",
     "initialize": "hf_zero.initializer",
+    "shard": "hf_zero.initializer",
     "full_grad": "hf_zero.access",
     "full_optimizer_state": "hf_zero.access",
     "full_param": "hf_zero.access",

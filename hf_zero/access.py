@@ -12,9 +12,9 @@ from torch import nn
 from hf_zero.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.shard.buffer import FlatBuffer
-from hf_zero.shard.partition import clean_name, tied_names
-from hf_zero.shard.unit import ShardUnit
+from hf_zero.shards.buffer import FlatBuffer
+from hf_zero.shards.partition import clean_name, tied_names
+from hf_zero.shards.unit import ShardUnit
 
 
 @contextlib.contextmanager

@@ -29,8 +29,8 @@ from hf_zero.runtime.guards import ModelGuards
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
 from hf_zero.runtime.params import OnDemandParams, Phase, PrefetchLimits
 from hf_zero.runtime.weights import WholeWeights
-from hf_zero.shard.partition import UnitKind, check_parameters
-from hf_zero.shard.unit import ShardUnit
+from hf_zero.shards.partition import UnitKind, check_parameters
+from hf_zero.shards.unit import ShardUnit
 
 logger = logging.getLogger(__name__)
 

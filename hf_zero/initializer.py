@@ -1,10 +1,10 @@
-"""`initialize`: one call that puts ZeRO under a plain PyTorch loop."""
+"""`initialize` puts ZeRO under a plain PyTorch loop; `shard` spreads a second model beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from hf_zero import comm as communication
-from hf_zero.config import ZeroConfig
+from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import ConfigError
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -58,11 +58,7 @@ def initialize(
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     resolved = loaded.resolve(model=model, world_size=world_size, client_optimizer=optimizer is not None)
     made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)
-    engine = ZeroEngine(model, resolved)
-    if engine.is_sharded and hasattr(model, "save_pretrained"):  # a model of transformers or PEFT
-        from hf_zero.hf.weights import install_save_pretrained
-
-        install_save_pretrained(model, engine)
+    engine = _make_engine(model, resolved)
     sharded = engine.attach_optimizer(made) if made is not None else None
     if lr_scheduler is not None:
         is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
@@ -78,6 +74,44 @@ def initialize(
             drop_last=resolved.dataloader_drop_last,
         )
     return engine, sharded, loader, engine.lr_scheduler
+
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def shard(
+    model: ModelT, config: ZeroConfig | Mapping[str, Any] | str | Path | None = None, *, train: bool = False
+) -> ModelT:
+    """Spread a second model over the ranks: a reference, a teacher, a reward model. All ranks must call.
+
+    It has an engine of its own, with its own stage and offload, beside that of the model in training. The model is
+    changed in place and returned: call it as before, on all ranks in the same order.
+
+    Args:
+        config: A path, a dict, a JSON string or a ZeroConfig; None means stage 3. What it says of training does not
+            count where `train` is false.
+        train: False freezes all parameters, so that there are neither gradients nor masters. True leaves them alone;
+            engine_of(model).attach_optimizer(optimizer) then trains it.
+    Raises:
+        ConfigError: Everything that is wrong with the configuration, at once.
+        StateError: The model has an engine already.
+    """
+    if not train:
+        model.requires_grad_(False)
+    loaded = _load_config(None, {"zero_optimization": {"stage": 3}} if config is None else config)
+    communication.ensure_process_group(communication.default_device())
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    _make_engine(model, loaded.resolve(model=model, world_size=world_size, client_optimizer=True))
+    return model
+
+
+def _make_engine(model: nn.Module, resolved: ResolvedConfig) -> ZeroEngine:
+    engine = ZeroEngine(model, resolved)
+    if engine.is_sharded and hasattr(model, "save_pretrained"):  # a model of transformers or PEFT
+        from hf_zero.hf.weights import install_save_pretrained
+
+        install_save_pretrained(model, engine)
+    return engine
 
 
 def _load_config(args: Any, config: Any) -> ZeroConfig:

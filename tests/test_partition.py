@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_zero.errors import ConfigError
-from hf_zero.shard.partition import UnitKind, check_parameters, partition, persistent_parameters
+from hf_zero.shards.partition import UnitKind, check_parameters, partition, persistent_parameters
 
 
 def names(model: nn.Module, **settings: int) -> dict[str, list[str]]:

@@ -21,7 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(["errors", "layout", "config"]),
     frozenset(["native", "comm"]),
     frozenset(["store"]),
-    frozenset(["shard"]),
+    frozenset(["shards"]),
     frozenset(["runtime"]),
     frozenset(["optim"]),
     frozenset(["checkpoint"]),

@@ -26,11 +26,11 @@ from hf_zero.errors import CheckpointError, OffloadError
 from hf_zero.layout import Run
 from hf_zero.optim.owned import OwnedRun
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.shard.buffer import FlatBuffer
-from hf_zero.shard.partition import clean_name, tied_names
-from hf_zero.shard.stored import StoredShard
-from hf_zero.shard.tensors import ShardTensor
-from hf_zero.shard.unit import ShardUnit
+from hf_zero.shards.buffer import FlatBuffer
+from hf_zero.shards.partition import clean_name, tied_names
+from hf_zero.shards.stored import StoredShard
+from hf_zero.shards.tensors import ShardTensor
+from hf_zero.shards.unit import ShardUnit
 
 # Optimizer state that is a Python number, not a tensor of one element, keeps its kind through a file by this suffix.
 _PYTHON_NUMBER = "@python"

@@ -27,7 +27,7 @@ from hf_zero.optim.host_state import MOMENTS, HostState, Hyper, UpdateJob
 from hf_zero.optim.owned import OwnedRun
 from hf_zero.optim.update_worker import UpdateWorker
 from hf_zero.runtime.grads import GradBuffer
-from hf_zero.shard.sink import ParamSink, make_sink, must_stage
+from hf_zero.shards.sink import ParamSink, make_sink, must_stage
 from hf_zero.store import HostStore
 
 

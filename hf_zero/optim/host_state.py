@@ -12,9 +12,9 @@ import torch
 from hf_zero.native.adam import AdamSpan, adam_step
 from hf_zero.optim.owned import OwnedRun
 from hf_zero.runtime.grads import GradBuffer
-from hf_zero.shard.sink import ParamSink
-from hf_zero.shard.stored import StoredShard
-from hf_zero.shard.tensors import ShardTensor
+from hf_zero.shards.sink import ParamSink
+from hf_zero.shards.stored import StoredShard
+from hf_zero.shards.tensors import ShardTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -8,8 +8,8 @@ import torch
 
 from hf_zero.layout import Run
 from hf_zero.runtime.grads import GradBuffer
-from hf_zero.shard.stored import StoredShard
-from hf_zero.shard.tensors import ShardTensor
+from hf_zero.shards.stored import StoredShard
+from hf_zero.shards.tensors import ShardTensor
 
 
 @dataclass(frozen=True)

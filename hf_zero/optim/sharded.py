@@ -17,7 +17,7 @@ from hf_zero.optim.whole import assemble, whole_state
 from hf_zero.optim.window import WindowFacts, clip_coefficient, settle_window
 from hf_zero.runtime.grads import GradBuffer, GradReducer
 from hf_zero.runtime.order import UseOrder
-from hf_zero.shard.buffer import FlatBuffer
+from hf_zero.shards.buffer import FlatBuffer
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

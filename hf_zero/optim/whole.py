@@ -10,9 +10,9 @@ import torch
 from hf_zero.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.layout import Run
-from hf_zero.shard.buffer import FlatBuffer
-from hf_zero.shard.stored import StoredShard
-from hf_zero.shard.tensors import ShardTensor
+from hf_zero.shards.buffer import FlatBuffer
+from hf_zero.shards.stored import StoredShard
+from hf_zero.shards.tensors import ShardTensor
 
 
 def assemble(

@@ -17,9 +17,9 @@ from hf_zero.layout import UnitLayout
 from hf_zero.runtime.grads import GradBuffer, GradSettings, MemoryPool
 from hf_zero.runtime.homes import Draft, Homes, OffloadSettings
 from hf_zero.runtime.plan import UnitPlan, keeps_small_parameters_whole, plan_unit
-from hf_zero.shard.buffer import FlatBuffer
-from hf_zero.shard.partition import UnitKind, UnitSpec, partition
-from hf_zero.shard.unit import ShardUnit
+from hf_zero.shards.buffer import FlatBuffer
+from hf_zero.shards.partition import UnitKind, UnitSpec, partition
+from hf_zero.shards.unit import ShardUnit
 
 logger = logging.getLogger(__name__)
 

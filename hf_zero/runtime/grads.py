@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.comm import Comm, Pending
-from hf_zero.shard.buffer import FlatBuffer
-from hf_zero.shard.tensors import ShardTensor
+from hf_zero.shards.buffer import FlatBuffer
+from hf_zero.shards.tensors import ShardTensor
 from hf_zero.store import DeviceStore, HostStore
 from hf_zero.store.copies import CopyStream
 

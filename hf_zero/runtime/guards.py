@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.errors import StateError
-from hf_zero.shard.unit import ShardUnit, UnitState
+from hf_zero.shards.unit import ShardUnit, UnitState
 
 
 class ModelGuards:

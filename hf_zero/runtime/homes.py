@@ -21,7 +21,7 @@ from hf_zero.config.resolved import OffloadOptimizer, OffloadParam, ResolvedConf
 from hf_zero.errors import OffloadError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.aio import AioSettings
-from hf_zero.shard.buffer import Home, master_dtype_of
+from hf_zero.shards.buffer import Home, master_dtype_of
 from hf_zero.store import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
 from hf_zero.store.staging import page_rounded
 

@@ -32,8 +32,8 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.runtime.autocast import AutocastCopies
 from hf_zero.runtime.params import OnDemandParams, Phase
 from hf_zero.runtime.tree import map_tensors, tensors_in
-from hf_zero.shard.partition import UnitKind
-from hf_zero.shard.unit import ShardUnit
+from hf_zero.shards.partition import UnitKind
+from hf_zero.shards.unit import ShardUnit
 
 
 def in_backward() -> bool:

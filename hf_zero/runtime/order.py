@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
-from hf_zero.shard.unit import ShardUnit
+from hf_zero.shards.unit import ShardUnit
 
 # Digests travel in a float64 vote as d and d*d, which must stay exact: 24 bits squared are 48.
 _DIGEST_MASK = (1 << 24) - 1

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.runtime.order import UseOrder
-from hf_zero.shard.partition import UnitKind
-from hf_zero.shard.unit import ShardUnit, UnitState
+from hf_zero.shards.partition import UnitKind
+from hf_zero.shards.unit import ShardUnit, UnitState
 
 # One unit ahead hides its gather behind the compute of the unit before; more would only hold memory.
 _MAX_UNITS_AHEAD = 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_zero.shard.partition import UnitKind
+from hf_zero.shards.partition import UnitKind
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import nn
 from hf_zero.comm import Comm
 from hf_zero.errors import CheckpointError, StateError
 from hf_zero.runtime.params import OnDemandParams
-from hf_zero.shard.partition import clean_name, tied_names
-from hf_zero.shard.unit import ShardUnit, UnitState
+from hf_zero.shards.partition import clean_name, tied_names
+from hf_zero.shards.unit import ShardUnit, UnitState
 
 
 def own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,8 +6,8 @@ import enum
 
 from torch import nn
 
-from hf_zero.shard.buffer import FlatBuffer
-from hf_zero.shard.partition import UnitKind
+from hf_zero.shards.buffer import FlatBuffer
+from hf_zero.shards.partition import UnitKind
 
 
 class UnitState(enum.Enum):

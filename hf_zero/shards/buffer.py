@@ -19,8 +19,8 @@ from torch import nn
 from hf_zero.comm import Comm, Pending, wait_all
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
-from hf_zero.shard.stored import StoredShard
-from hf_zero.shard.tensors import ShardTensor
+from hf_zero.shards.stored import StoredShard
+from hf_zero.shards.tensors import ShardTensor
 from hf_zero.store import DeviceStore, HostStore
 from hf_zero.store.base import Lease, ShardStore
 from hf_zero.store.copies import CopyStream

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.layout import Run, UnitLayout
-from hf_zero.shard.tensors import ShardTensor
+from hf_zero.shards.tensors import ShardTensor
 from hf_zero.store.base import ShardStore
 
 

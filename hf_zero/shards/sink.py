@@ -10,9 +10,9 @@ import abc
 
 import torch
 
-from hf_zero.shard.buffer import FlatBuffer
-from hf_zero.shard.stored import StoredShard
-from hf_zero.shard.tensors import ShardTensor
+from hf_zero.shards.buffer import FlatBuffer
+from hf_zero.shards.stored import StoredShard
+from hf_zero.shards.tensors import ShardTensor
 from hf_zero.store.base import Lease
 from hf_zero.store.host import HostStore
 
