@@ -87,7 +87,7 @@ def look(stage: int, medium: dict[str, Any]) -> Seen:
     return seen
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize("medium", MEDIA)
 def test_whole_gradients_and_states(stage: int, medium: str, tmp_path: Path) -> None:
     blocks = {name: {**block, "nvme_path": str(tmp_path)} for name, block in MEDIA[medium].items()}

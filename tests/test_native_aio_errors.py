@@ -19,6 +19,9 @@ import torch
 from hf_zero.native.aio import AioError, AioFile, AioQueue
 from tests.test_native_aio import at_address, content, io_uring_works, noise
 
+# Most of them start processes of their own.
+pytestmark = pytest.mark.slow
+
 BLOCK = 64 << 10
 MIB = 1 << 20
 

@@ -128,7 +128,7 @@ def test_resume_at_another_world_size_and_stage(saved_stage: int, tmp_path: Path
         assert got["lr"] == want["lr"], label
 
 
-@pytest.mark.parametrize("saved_on", MEDIA[1:])
+@pytest.mark.parametrize("saved_on", [pytest.param("cpu", marks=pytest.mark.slow), *MEDIA[2:]])
 def test_resume_on_another_medium(saved_on: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     want = run_ranks(save, 2, 3, folder, False, saved_on)[0]

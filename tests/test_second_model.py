@@ -107,7 +107,7 @@ SECOND: dict[str, dict[str, Any] | None] = {
 }
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("second", SECOND)
 def test_preference_training_with_a_sharded_reference(second: str, stage: int, tmp_path: Path) -> None:
     config = SECOND[second]

@@ -21,6 +21,9 @@ from tests.harness.ranks import run_ranks
 from tests.test_store_disk import KIB, MIB, disk_store, fill, until
 from tests.test_stores import ROOT, get, pattern, put
 
+# Most of them start processes of their own.
+pytestmark = pytest.mark.slow
+
 
 # -------------------------------------------------------------------- failures of the disk
 @contextlib.contextmanager

@@ -155,6 +155,7 @@ def test_zero_arguments_is_one_class_per_base() -> None:
     assert zero_arguments(TrainingArguments) is TrainingArguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "seq2seq", "sft"])
 def test_training_args_bin_loads_in_a_fresh_process(tmp_path: Path, kind: str) -> None:
     if kind == "sft":
