@@ -351,6 +351,7 @@ def quick_folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(quick_folder: Path) -> None:
     """400 MB with one tensor of 240 MB: the promise is that tensor plus 200 MB, the streams need some 20 MB."""
     names = {"big": (60_000_000,), "small": (40_000, 1000)}

@@ -74,6 +74,7 @@ def test_expected_errors_are_returned() -> None:
         run_ranks(_sum_over_ranks, 1, torch.ones(1), expect_error=True)
 
 
+@pytest.mark.slow
 def test_a_hang_fails_with_the_stack_of_the_rank() -> None:
     started = time.monotonic()
     text = r"^hang: rank\(s\) \[.*1\][\s\S]*_sleep_on[\s\S]*before the sleep"

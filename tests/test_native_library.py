@@ -18,6 +18,9 @@ from hf_zero.native.adam import SIMD_VARIABLE, AdamSpan, adam_step
 from hf_zero.native.library import LIBRARY_VARIABLE, library
 from hf_zero.native.threads import default_threads
 
+# Each of them starts a Python of its own.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 SPAN = AdamSpan(0, 4, 0, 0, 0, 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, True)
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -59,6 +60,7 @@ def grown(device: str, folder: str) -> tuple[int, int, int]:
     return anonymous_bytes(), report["master"] + report["optimizer"], 4 * 3 * 4 * (1 << 17)
 
 
+@pytest.mark.slow
 def test_states_on_disk_take_the_memory_of_the_pool(tmp_path: Path) -> None:
     on_host, states, _ = run_ranks(grown, 1, "cpu", str(tmp_path), timeout=90)[0]
     on_disk, _, pool = run_ranks(grown, 1, "nvme", str(tmp_path), timeout=90)[0]
@@ -78,6 +80,7 @@ def slope(folder: str) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_steps_and_checkpoints(tmp_path: Path) -> None:
     for sizes in run_ranks(slope, 2, str(tmp_path), timeout=90):
         assert sizes[-1] - sizes[3] < 2 * MIB, f"MiB: {[size / MIB for size in sizes]}"

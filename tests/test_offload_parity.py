@@ -78,7 +78,7 @@ def test_matrix_in_single(model: str, world: int, tmp_path: Path) -> None:
     check(matrix(model, world, tmp_path, steps=5, single=True))
 
 
-@pytest.mark.parametrize("clip", [0.1, 0.0])
+@pytest.mark.parametrize("clip", [pytest.param(0.1, marks=pytest.mark.slow), 0.0])
 def test_media_give_the_same_bits(clip: float, tmp_path: Path) -> None:
     """Without clipping, updates on disk run inside backward; sequential I/O and whole-shard tiles are other orders."""
     case = Case("tied", 2, 4, steps=6, single=True, clip=clip)

@@ -264,6 +264,7 @@ def skip_a_layer(stage: int) -> float:
     return 0.0
 
 
+@pytest.mark.slow
 def test_ranks_that_use_other_layers_get_an_error_instead_of_a_hang() -> None:
     outcomes = run_ranks(skip_a_layer, 2, 3, expect_error=True, timeout=40)
     assert all(isinstance(outcome, RankFailure) for outcome in outcomes)

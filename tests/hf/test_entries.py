@@ -35,6 +35,7 @@ def assert_same(got: Outcome, want: Outcome, *, label: str) -> None:
         assert worst <= 2e-6 + 1e-5 * tensor.abs().max().item(), f"{label}: {name} differs by {worst}"
 
 
+@pytest.mark.slow
 def test_trainer(tmp_path: Path) -> None:
     want = launch(runs.train, "ddp", 0, str(tmp_path / "ddp"))
     assert max(want.norms) > 0.5, "vacuous: nothing was clipped"
@@ -52,6 +53,7 @@ def test_unmodified_sft_trainer(lora: bool, tmp_path: Path) -> None:
         assert_same(got, want, label=f"stage {stage}")
 
 
+@pytest.mark.slow
 def test_accelerate_loop(tmp_path: Path) -> None:
     want = launch(runs.accelerate_loop, "ddp", 0, str(tmp_path / "ddp"))
     for stage in range(4):
@@ -107,6 +109,7 @@ def run(stage: int, folder: str, resume: str | None, settings: dict[str, Any]) -
     return results[0]
 
 
+@pytest.mark.slow
 def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
     """The newest checkpoint has no manifest, as after a kill in mid-save: training goes on from the one before."""
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
