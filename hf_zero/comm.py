@@ -16,8 +16,8 @@ import functools
 import os
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ GLOO_BUCKET_NUMEL = 1 << 20
 # Seconds that a call which needs every rank waits for the others before it says who is missing.
 PRESENCE_TIMEOUT_S = 12.0
 _RING_SIZE = 16
+_T = TypeVar("_T")
 
 
 class Pending(Protocol):
@@ -168,6 +169,23 @@ class Comm:
 
     def barrier(self, what: str) -> None:
         self.all_gather_object(None, what)
+
+    def together(
+        self, what: str, work: Callable[[], _T], *, catch: tuple[type[Exception], ...], raise_as: type[ZeroError]
+    ) -> list[_T]:
+        """Run `work` on every rank; return what each gave, or raise on every rank what went wrong on any.
+
+        For small results, which travel. Errors of other kinds than `catch` leave this rank at once.
+        """
+        error, results = None, list[_T]()
+        try:
+            results.append(work())
+        except catch as problem:
+            error = str(problem)
+        outcomes = self.all_gather_object((error, results), what)
+        if failed := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]:
+            raise raise_as("\n".join(failed))
+        return [value for _, (value,) in outcomes]
 
     def require_all_ranks(self, name: str, timeout_s: float | None = None) -> None:
         """Return once every rank has called this with the same `name`; raise StateError if some do not come.

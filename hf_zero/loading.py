@@ -46,15 +46,12 @@ def _load_into_engine(engine: ZeroEngine, folder: str | Path, tag: str | None, s
     engine.require_all_ranks("load_fp32_into")
     opened: list[LazyStateDict] = []
     matched: dict[str, str] = {}
-    problem = None
-    try:
+
+    def match() -> None:
         opened.append(load_fp32_state_dict(folder, tag))
-        matched = match_names(dict(own_tensors(engine.module)), opened[0], strict=strict)
-    except CheckpointError as error:
-        problem = f"rank {engine.rank}: {error}"
-    problems = [text for text in engine.comm.all_gather_object(problem, "load_fp32_into") if text is not None]
-    if problems:
-        raise CheckpointError("\n".join(problems))
+        matched.update(match_names(dict(own_tensors(engine.module)), opened[0], strict=strict))
+
+    engine.comm.together("load_fp32_into", match, catch=(CheckpointError,), raise_as=CheckpointError)
     with opened[0] as state:
         units = [[slot.name for buffer in unit.buffers for slot in buffer.layout.slots] for unit in engine.units]
         buffers = list(matched.keys() - {name for names in units for name in names})

@@ -105,18 +105,7 @@ def save(session: Session, folder: Path, client_state: Any) -> Path:
 
 
 def _together(comm: Comm, what: str, work: Callable[[], _T]) -> list[_T]:
-    """Run `work` on every rank; return what each gave, or raise on every rank what went wrong on any."""
-    error: str | None = None
-    result: Any = None
-    try:
-        result = work()
-    except (CheckpointError, OffloadError, OSError) as problem:
-        error = str(problem)
-    outcomes = comm.all_gather_object((error, result), what)
-    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]
-    if failed:
-        raise CheckpointError("\n".join(failed))
-    return [value for _, value in outcomes]
+    return comm.together(what, work, catch=(CheckpointError, OffloadError, OSError), raise_as=CheckpointError)
 
 
 def _info(session: Session, client_state: Any) -> SaveInfo:

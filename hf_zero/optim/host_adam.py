@@ -197,7 +197,7 @@ class HostAdam:
 
     # ---------------------------------------------------------------- state in and out
     def state_of(self, owned: OwnedRun) -> dict[str, Any]:
-        """By kind: the (stored shard, run) of each moment, and "step"; {} before the first update of the run."""
+        """By kind: the stored shard of each moment, and "step"; {} before the first update of the run."""
         state, number = self._find(owned)
         if not state.steps[number]:
             return {}

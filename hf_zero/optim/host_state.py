@@ -94,10 +94,6 @@ class HostState:
     def keys(self, tile: int) -> list[str]:
         return [shard.tiles[tile].key for shard in (self.master, *self.moments)]
 
-    # ---------------------------------------------------------------- for checkpoints
-    def shards(self) -> dict[str, StoredShard]:
-        return {"master": self.master, **dict(zip(MOMENTS, self.moments, strict=True))}
-
     def drop(self) -> None:
         for moment in self.moments:
             moment.drop()
@@ -158,10 +154,10 @@ class UpdateJob:
                     look_ahead()
                 master, exp_avg, exp_avg_sq = lease.tensors
                 self._keep_rest(tile, master, out)
-                for sign in (1.0, -1.0):
-                    spans = list(self._spans(tile, grads.in_full, sign < 0))
+                for maximize in {hyper.maximize for hyper in self.hypers if hyper is not None}:
+                    spans = list(self._spans(tile, grads.in_full, maximize))
                     if spans:
-                        scale = sign * self.factor
+                        scale = -self.factor if maximize else self.factor
                         adam_step(spans, master, exp_avg, exp_avg_sq, grads.memory, grad_scale=scale, out=out)
         if state.cuts:
             self._sink.close()

@@ -22,7 +22,6 @@ from hf_zero.comm import Comm, Pending
 from hf_zero.shards.buffer import FlatBuffer
 from hf_zero.shards.tensors import ShardTensor
 from hf_zero.store import DeviceStore, HostStore
-from hf_zero.store.copies import CopyStream
 
 _MAX_IN_FLIGHT = 2
 
@@ -97,7 +96,6 @@ class GradBuffer:
             self.dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
         self._host = host
         self._on_host = flat.full.device.type != "cpu" and not isinstance(flat.home.master, DeviceStore)
-        self._copies = CopyStream(flat.full.device)
         self._memories = 0
         self._resident, self.shard = self._make_memory(eager)
         self._spare: tuple[torch.Tensor | None, ShardTensor] | None = None
@@ -239,7 +237,7 @@ class GradBuffer:
         """Move a reduced part from the compute device to the host, or add it to what is there."""
         result = result.mul_(self._scale)
         if self._empty:
-            self._on_its_way = self._copies.copy(mine, result)
+            self._on_its_way = self.flat.home.copies.copy(mine, result)
         else:
             self.wait_for_copies()
             mine.add_(result.to(mine.device))

@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -23,13 +23,13 @@ from hf_zero.layout import UnitLayout
 from hf_zero.native.aio import AioSettings
 from hf_zero.shards.buffer import Home, master_dtype_of
 from hf_zero.store import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
+from hf_zero.store.copies import CopyStream
 from hf_zero.store.staging import page_rounded
 
 # Elements of one tile: large enough for a disk's full rate, small enough that a few of them are little memory.
 MAX_TILE_NUMEL = 1 << 22
 # Master and two moments: what a tile of the native update has on its store.
 _STATES = 3
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,16 @@ class Homes:
         self._settings = settings
         self._comm = comm
         self.device = DeviceStore(comm.device)
+        self._copies = CopyStream(comm.device)
         self.host = HostStore(comm.device, pin=settings.optimizer.pin_memory or settings.param.pin_memory)
         self._folders: dict[str, SwapFolder] = {}
         self.disks: dict[str, DiskStore] = {}  # "optimizer", "parameters"
         self._offloaded = self._choose_offloaded(drafts)
         self._on_disk = self._choose_on_disk(drafts)
-        made = _on_all_ranks(comm, "offload folders", lambda: self._make_stores(drafts))
-        self._states, self._params = made
+        self._states: ShardStore = self.host
+        self._params: ShardStore = self.host
+        work = functools.partial(self._make_disks, drafts)
+        comm.together("offload folders", work, catch=(OffloadError,), raise_as=OffloadError)
         # A model that is forgotten without a teardown takes its files with it; at exit the folders do so themselves.
         self._closing = weakref.finalize(self, _close, self.disks, self._folders)
         self._closing.atexit = False
@@ -99,6 +102,7 @@ class Homes:
             param=param,
             master=self._states if offloaded else self.device,
             native=offloaded and self._settings.native,
+            copies=self._copies,
             tile_numel=max(1, min(self._settings.sub_group_numel, MAX_TILE_NUMEL)),
         )
 
@@ -130,10 +134,9 @@ class Homes:
         return frozenset(chosen)
 
     # ---------------------------------------------------------------- stores
-    def _make_stores(self, drafts: Sequence[Draft]) -> tuple[ShardStore, ShardStore]:
-        """(for masters and moments, for parameter shards)"""
+    def _make_disks(self, drafts: Sequence[Draft]) -> None:
+        """The stores for masters and moments, and for parameter shards, where they are not the host's memory."""
         optimizer, param = self._settings.optimizer, self._settings.param
-        states: ShardStore = self.host
         if optimizer.device == "nvme":
             one_tile = _STATES * page_rounded(self._state_tile_bytes(drafts))
             pool = self._pool(optimizer.buffer_count * one_tile, optimizer.pin_memory)
@@ -146,8 +149,7 @@ class Homes:
                 read_ahead=optimizer.pipeline_read,
                 write_behind=optimizer.pipeline_write,
             )
-            states = self.disks["optimizer"] = disk
-        params: ShardStore = self.host
+            self._states = self.disks["optimizer"] = disk
         if self._on_disk:
             sizes = [d.layout.shard_numel * d.dtype.itemsize for d in drafts if d.layout.name in self._on_disk]
             itemsize = max(d.dtype.itemsize for d in drafts if d.layout.name in self._on_disk)
@@ -159,8 +161,7 @@ class Homes:
                 pool=self._pool(param.buffer_count * one, param.pin_memory),
                 preallocate=True,
             )
-            params = self.disks["parameters"] = disk
-        return states, params
+            self._params = self.disks["parameters"] = disk
 
     def _state_tile_bytes(self, drafts: Sequence[Draft]) -> int:
         limit = max(1, min(self._settings.sub_group_numel, MAX_TILE_NUMEL))
@@ -197,16 +198,3 @@ def _close(disks: dict[str, DiskStore], folders: dict[str, SwapFolder]) -> None:
         disk.close()
     for folder in folders.values():
         folder.close()
-
-
-def _on_all_ranks(comm: Comm, what: str, work: Callable[[], _T]) -> _T:
-    """Run `work` on every rank; raise on every rank what went wrong on any."""
-    error: str | None = None
-    try:
-        result = work()
-    except OffloadError as problem:
-        error = str(problem)
-    errors = [f"rank {rank}: {text}" for rank, text in enumerate(comm.all_gather_object(error, what)) if text]
-    if errors:
-        raise OffloadError("\n".join(errors))
-    return result

@@ -21,7 +21,7 @@ from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.shards.stored import StoredShard
 from hf_zero.shards.tensors import ShardTensor
-from hf_zero.store import DeviceStore, HostStore
+from hf_zero.store import DeviceStore, MemoryStore
 from hf_zero.store.base import Lease, ShardStore
 from hf_zero.store.copies import CopyStream
 
@@ -32,6 +32,7 @@ class Home:
 
     param: ShardStore  # its shard, where parameters are whole around their use only
     master: ShardStore  # master weights, and the moments of a native update
+    copies: CopyStream  # for what goes between host and device; one for all buffers
     native: bool  # the native rule updates the masters tile by tile; else torch does, and they stay in memory
     tile_numel: int
 
@@ -72,7 +73,6 @@ class FlatBuffer:
         self._comm = comm
         self._rank = comm.rank if layout.world_size > 1 else 0
         self._pending: list[Pending] = []
-        self._copies = CopyStream(comm.device)
         self._lease: Lease | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
@@ -116,7 +116,7 @@ class FlatBuffer:
         self, values: ShardTensor, store: ShardStore, kind: str, dtype: torch.dtype
     ) -> ShardTensor | StoredShard:
         """A shard of its own with these values: a tensor for good where the store is memory."""
-        if not isinstance(store, DeviceStore | HostStore):
+        if not isinstance(store, MemoryStore):
             stored = StoredShard(self.layout, self._rank, store, kind, dtype, max(self.layout.shard_numel, 1))
             stored.copy_from(values)
             return stored
@@ -139,7 +139,7 @@ class FlatBuffer:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
         # Where the shard comes from the host, the copy and the all-gather behind it stay off the compute stream.
         away = self.home.master is not self.home.param or not isinstance(self.home.param, DeviceStore)
-        with self._copies.beside() if away else contextlib.nullcontext():
+        with self.home.copies.beside() if away else contextlib.nullcontext():
             self.finish_update()
             with self._comm.stop_together():
                 parts = self._parts_on_device()

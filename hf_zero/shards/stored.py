@@ -92,11 +92,6 @@ class StoredShard:
                 at += chunk.numel()
             start += part.numel()
 
-    def fill(self, value: float) -> None:
-        for tile in self.tiles:
-            with self.store.lease([tile.key], write=True, overwrite=True) as lease:
-                lease.tensors[0].fill_(value)
-
     def drop(self) -> None:
         for tile in self.tiles:
             self.store.drop(tile.key)

@@ -121,11 +121,3 @@ class ShardStore(abc.ABC):
     def close(self) -> None:
         """Give back files and threads; nothing of the store can be used any more. Twice is once."""
         return None
-
-
-def check_in_place(store: ShardStore, write: bool, overwrite: bool, staged: bool) -> None:
-    """The flags of a lease of a store whose leases are its own tensors."""
-    if staged:
-        raise AssertionError(f"{type(store).__name__} cannot stage writes (can_stage is False)")
-    if overwrite and not write:
-        raise AssertionError("overwrite=True needs write=True")

@@ -1,25 +1,30 @@
-"""Shards in the memory of the compute device."""
+"""Shards that stay in memory: of the compute device, and what a store in the host's memory has in common with it."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 
 import torch
 
-from hf_zero.store.base import Lease, ShardStore, check_in_place
+from hf_zero.store.base import Lease, ShardStore
 
 
-class DeviceStore(ShardStore):
-    """Every shard is a tensor on the device that computes; a lease hands out the tensor itself."""
+class MemoryStore(ShardStore):
+    """Every shard is one tensor; a lease hands out the tensor itself."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = device  # the one that computes
         self._tensors: dict[str, torch.Tensor] = {}
+
+    @abc.abstractmethod
+    def _allocate(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros."""
 
     def create(self, key: str, numel: int, dtype: torch.dtype) -> None:
         if key in self._tensors:
             raise AssertionError(f"{key} exists already")
-        self._tensors[key] = torch.zeros(numel, dtype=dtype, device=self.device)
+        self._tensors[key] = self._allocate(key, numel, dtype)
 
     def tensor(self, key: str) -> torch.Tensor:
         """The one tensor behind `key`; it stays where it is until `drop`, so an optimizer may hold views of it."""
@@ -31,7 +36,10 @@ class DeviceStore(ShardStore):
     def lease(
         self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
     ) -> Lease:
-        check_in_place(self, write, overwrite, staged)
+        if staged:
+            raise AssertionError(f"{type(self).__name__} cannot stage writes (can_stage is False)")
+        if overwrite and not write:
+            raise AssertionError("overwrite=True needs write=True")
         return Lease([self._tensors[key] for key in keys])
 
     def flush(self) -> None:
@@ -42,3 +50,10 @@ class DeviceStore(ShardStore):
 
     def usage(self) -> dict[str, int]:
         return {key: tensor.numel() * tensor.element_size() for key, tensor in self._tensors.items()}
+
+
+class DeviceStore(MemoryStore):
+    """Shards on the device that computes."""
+
+    def _allocate(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
