@@ -31,25 +31,15 @@ EXACT = 1e-5  # largest relative difference of a loss from the first variant's
 FIO_BYTES = 1 << 30
 
 
-class Zero:
-    """hf_zero through its plain loop."""
+class Zero(benchlib.ZeroLoop):
+    """A variant of one size and configuration."""
 
     def __init__(self, size: ModelSize, args: argparse.Namespace, config: dict[str, Any]) -> None:
-        import hf_zero
-
         model = size.build()
         if args.dtype == "bf16":
             model = model.to(torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01, fused=True)
-        self.engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
-
-    def backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss: torch.Tensor = self.engine(**batch).loss
-        self.engine.backward(loss)
-        return loss.detach()
-
-    def update(self) -> None:
-        self.engine.step()
+        super().__init__(model, optimizer, config)
 
     def finish(self) -> None:
         if not self.engine.config.zero.offload_optimizer.delayed_update:

@@ -100,23 +100,7 @@ class FSDP2(Torch):
         return contextlib.nullcontext()  # fully_shard casts
 
 
-class Zero:
-    """hf_zero through its plain loop."""
-
-    def __init__(self, model: nn.Module, args: argparse.Namespace, config: dict[str, Any]) -> None:
-        import hf_zero
-
-        optimizer = make_optimizer(model.parameters(), args)
-        self.engine, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
-
-    def backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss: torch.Tensor = self.engine(**batch).loss
-        self.engine.backward(loss)
-        return loss.detach()
-
-    def update(self) -> None:
-        self.engine.step()
-
+class Zero(benchlib.ZeroLoop):
     def state_bytes(self) -> int:
         total: int = self.engine.memory_report()["total"]
         return total
@@ -148,7 +132,8 @@ def zero_config(name: str, args: argparse.Namespace, hidden: int) -> dict[str, A
 def make_variant(name: str, size: ModelSize, args: argparse.Namespace) -> Torch | Zero:
     model = size.build()
     if name.startswith("zero"):
-        return Zero(model, args, zero_config(name, args, size.hidden))
+        optimizer = make_optimizer(model.parameters(), args)
+        return Zero(model, optimizer, zero_config(name, args, size.hidden))
     return {"plain": Torch, "ddp": DDP, "fsdp2": FSDP2}[name](model, args)
 
 

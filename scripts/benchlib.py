@@ -161,6 +161,23 @@ class Variant(Protocol):
     def update(self) -> None: ...
 
 
+class ZeroLoop:
+    """hf_zero through its plain loop."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> None:
+        import hf_zero
+
+        self.engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = self.engine(**batch).loss
+        self.engine.backward(loss)
+        return loss.detach()
+
+    def update(self) -> None:
+        self.engine.step()
+
+
 @dataclasses.dataclass
 class Series:
     """What was measured of one variant: on one rank, and after `over_ranks` on all of them."""
