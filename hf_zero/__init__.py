@@ -26,6 +26,7 @@ _EXPORTS = {
     "gathered_params": "hf_zero.access",
     "load_fp32_into": "hf_zero.loading",
     "load_fp32_state_dict": "hf_zero.checkpoint.whole",
+    "sharded_init": "hf_zero.hf.model_seams",
     "Seq2SeqTrainer": "hf_zero.hf.trainer",
     "Seq2SeqTrainingArguments": "hf_zero.hf.arguments",
     "Trainer": "hf_zero.hf.trainer",

@@ -7,12 +7,10 @@ on every rank: collectives are matched by order, so another order anywhere is a 
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import dataclasses
 import datetime
-import functools
 import os
 import time
 import traceback
@@ -23,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from hf_zero.errors import ConfigError, DivergenceError, OffloadError, StateError, ZeroError
+from hf_zero.errors import DivergenceError, OffloadError, StateError, ZeroError
+from hf_zero.processes import backend_for, default_device, ensure_process_group, leave_cleanly_at_exit
 
 # Elements per collective on gloo: larger single calls fall out of the cache (scripts/bench_comm.py measures it).
 GLOO_BUCKET_NUMEL = 1 << 20
@@ -85,13 +84,21 @@ class Comm:
             return
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.world_size = len(ranks)
-        self.backend = _backend_for(device)
+        self.backend = backend_for(device)
         if self.world_size > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
             self._group = dist.new_group(ranks, backend=self.backend, timeout=timeout)
             self._group_name = self._group.group_name
-            _leave_cleanly_at_exit()
+            leave_cleanly_at_exit()
         self.rank = dist.get_rank(self._group) if self._group is not None else 0
+
+    @classmethod
+    def join(cls, device: torch.device | None = None, *, group: Any = None, timeout_s: float = 600.0) -> Comm:
+        """For the accelerator of this process, or the CPU, where `device` is None. All ranks must call."""
+        device = device or default_device()
+        device = torch.device("cpu") if device.type == "cpu" else device  # without the index that "cpu:0" has
+        ensure_process_group(device)
+        return cls(device, group=group, timeout_s=timeout_s)
 
     # ---------------------------------------------------------------- what the runtime needs
     @property
@@ -200,6 +207,7 @@ class Comm:
         keys = [f"hf_zero/{group}/{name}/{self._presence[name]}/{rank}" for rank in range(self.world_size)]
         store.set(keys[self.rank], "1")
         deadline = time.monotonic() + timeout_s
+        pause = 0.0002  # ranks in step come within less than a millisecond; others are not worth a busy store
         while not store.check(keys):
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -210,7 +218,8 @@ class Comm:
                     f"Call {name} on every rank (outside `if rank == 0`); it writes on one rank by itself.\n"
                     f"Called from: {_call_site()}"
                 )
-            time.sleep(0.01)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
         self._presence[name] += 1
         # Rank 0 may host the store: it must not leave, and end the process, while another rank is still asking.
         self.barrier(name)
@@ -342,53 +351,6 @@ class _Work:
 def wait_all(pending: Sequence[Pending]) -> None:
     for item in pending:
         item.wait()
-
-
-def ensure_process_group(device: torch.device) -> None:
-    """Join the process group that a launcher described in the environment, if there is one and none is joined yet."""
-    if dist.is_initialized():
-        return
-    if "WORLD_SIZE" not in os.environ:
-        _check_started_alone()
-    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
-        return
-    dist.init_process_group(_backend_for(device))
-
-
-def _check_started_alone() -> None:
-    """Refuse to train N separate models because N processes were started without torch's launcher."""
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if int(os.environ.get(name) or "1") > 1:
-            raise ConfigError(
-                f"{name}={os.environ[name]}: this is one of several processes, but WORLD_SIZE and MASTER_ADDR are not "
-                "set, so each of them would train a model of its own.\nStart one torchrun (or accelerate launch) per "
-                "node instead: it starts the processes of the node and tells them of each other."
-            )
-
-
-@functools.cache
-def _leave_cleanly_at_exit() -> None:
-    """gloo's threads abort a process that exits while a group exists; a job that succeeded would report a failure."""
-
-    def leave() -> None:
-        if dist.is_initialized() and dist.get_backend() == "gloo":
-            dist.destroy_process_group()
-
-    atexit.register(leave)
-
-
-def default_device() -> torch.device:
-    """The accelerator of this process if there is one, else the CPU."""
-    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    if torch.accelerator.is_available() and not use_cpu:
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None
-        return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
-    return torch.device("cpu")
-
-
-def _backend_for(device: torch.device) -> str:
-    return "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device.type)
 
 
 def _call_site() -> str:

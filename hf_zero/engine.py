@@ -16,21 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero import comm as communication
 from hf_zero.checkpoint import session
 from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
 from hf_zero.errors import StateError
 from hf_zero.optim.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.runtime.build import BuildSettings, build_units, torch_dtype
+from hf_zero.runtime.arrival import Arrival
+from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_buffers, torch_dtype
 from hf_zero.runtime.grads import GradBuffer, GradReducer
 from hf_zero.runtime.guards import ModelGuards
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
-from hf_zero.runtime.params import OnDemandParams, Phase, PrefetchLimits
+from hf_zero.runtime.memory import memory_report
+from hf_zero.runtime.params import OnDemandParams, PrefetchLimits
 from hf_zero.runtime.weights import WholeWeights
 from hf_zero.shards.partition import UnitKind, check_parameters
-from hf_zero.shards.unit import ShardUnit
+from hf_zero.shards.unit import ShardUnit, UnitState
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class ZeroEngine:
             configuration's. Trainer and Accelerate scale the loss themselves and pass 1.
         group: Ranks that share the model; None means all.
         device: Where parameters live and compute; None takes the accelerator of this process, or the CPU.
+        built: Units of this model that were made already (see renewal.py); None makes them from whole parameters.
+        train: False keeps neither masters nor gradients: the model runs, and `renewal.renew` makes it trainable.
     All ranks must construct it. Raises ConfigError, StateError (the model has an engine), DivergenceError.
     """
 
@@ -60,6 +63,8 @@ class ZeroEngine:
         accumulation_steps: int | None = None,
         group: Any = None,
         device: torch.device | None = None,
+        built: BuiltUnits | None = None,
+        train: bool = True,
     ) -> None:
         if engine_of(model) is not None:
             raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
@@ -71,12 +76,12 @@ class ZeroEngine:
         self.lr_scheduler: Any = None
         self.micro_steps = 0
         self.global_steps = 0
-        device = device or communication.default_device()
-        device = torch.device("cpu") if device.type == "cpu" else device  # without the index that "cpu:0" has
-        communication.ensure_process_group(device)
-        self.comm = Comm(device, group=group, timeout_s=config.desync_timeout)
-        scale = 1.0 / (self.comm.world_size * self.accumulation_steps)
-        built = build_units(model, BuildSettings.of(config, scale), self.comm)
+        self.trains = train
+        if built is None:
+            comm = Comm.join(device, group=group, timeout_s=config.desync_timeout)
+            built = build_units(model, BuildSettings.of(config, self._scale(comm), train=train), comm)
+        self.comm = built.comm
+        share_buffers(model, self.comm)
         self.homes = built.homes
         self.units = built.units
         self.pool = built.pool
@@ -94,6 +99,9 @@ class ZeroEngine:
         self._no_sync, self._teardowns = False, list[Callable[[], None]]()
         self._install()
         self._announce()
+
+    def _scale(self, comm: Comm) -> float:
+        return 1.0 / (comm.world_size * self.accumulation_steps)
 
     def _announce(self) -> None:
         """What a reader of the log needs to know, once, from rank 0."""
@@ -117,14 +125,15 @@ class ZeroEngine:
 
     def _install(self) -> None:
         model = self.module
-        watch = BackwardWatch(self.params.begin_backward, self._end_backward)
+        begin = self.params.begin_backward if self.trains else self._refuse_backward
+        watch = BackwardWatch(begin, self._end_backward)
         self._hooks = ModelHooks()
         self._guards = ModelGuards(model, self.units)
         self._hooks.on_state_dict(model, self._check_current)
+        boundary = weakref.WeakMethod(self.is_gradient_accumulation_boundary)
         for buffer in self.reducer.buffers:
             for index, param in enumerate(buffer.flat.params):
-                arrived = _Arrival(self, buffer, index)
-                self._hooks.on_gradient(param, arrived)
+                self._hooks.on_gradient(param, Arrival(self.reducer, buffer, index, boundary))
         self._hooks.on_model(model, watch, torch_dtype(self.config.dtype))
         if self.is_sharded:
             for unit in self.units:
@@ -209,8 +218,12 @@ class ZeroEngine:
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """Point the param groups of `optimizer` at this rank's master shards, in place.
 
-        Raises ConfigError for an optimizer that cannot be right on shards.
+        Raises ConfigError for an optimizer that cannot be right on shards, StateError for an engine without masters.
         """
+        if not self.trains:
+            raise StateError(
+                "this model is held for inference only: give hf_zero.initialize the optimizer, or prepare both"
+            )
         if self.optimizer is not None:  # another Trainer on the same model: the state starts anew, as with torch
             self.finish_updates()
             self.optimizer.close()
@@ -254,6 +267,13 @@ class ZeroEngine:
 
     def _unit_left(self, unit: ShardUnit) -> None:
         self.reducer.unit_left(unit.buffers, boundary=self.is_gradient_accumulation_boundary())
+
+    def _refuse_backward(self) -> None:
+        raise StateError(
+            f"rank {self.rank}: backward through a model that hf_zero holds for inference only: it has neither "
+            "gradients nor master weights.\nTo train it, hand it to a Trainer, to accelerator.prepare or, with an "
+            "optimizer, to hf_zero.initialize."
+        )
 
     def _end_backward(self) -> None:
         with torch.no_grad():
@@ -317,33 +337,30 @@ class ZeroEngine:
         to be published. `gathered_peak` counts whole parameters of on-demand units, `gradients_peak` whole
         gradients before their reduce, both inside forward and backward.
         """
-        report = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
-        for unit in self.units:
-            for buffer in unit.buffers:
-                for kind, shard in buffer.owned().items():
-                    report[kind] += shard.nbytes
-        for grads in self.reducer.buffers:
-            report["gradients"] += grads.shard.nbytes
-        report["optimizer"] = 0 if self.optimizer is None else self.optimizer.state_bytes()
-        report["total"] = sum(report.values())
-        report["disk"] = self.homes.disk_bytes()
-        report["host"] = sum(self.homes.host.usage().values())
-        report["device"] = max(report["total"] - report["disk"] - self.homes.host_bytes(), 0)
-        report["gathered_peak"] = self.params.peak_live_bytes
-        report["gradients_peak"] = self.pool.peak_live_bytes
-        return report
+        state_bytes = 0 if self.optimizer is None else self.optimizer.state_bytes()
+        return memory_report(self.units, self.reducer, self.homes, state_bytes) | {
+            "gathered_peak": self.params.peak_live_bytes,
+            "gradients_peak": self.pool.peak_live_bytes,
+        }
 
     def teardown(self) -> None:
         """Give the plain model back: whole parameters, no hooks. All ranks must call."""
-        self.params.release_all()
-        self.finish_updates()
-        self._hooks.remove()
-        self._guards.remove()
+        self.retire()
         for unit in self.units:
             if unit.on_demand:
-                self.params.before_use(unit, Phase.FORWARD)
+                self.params.make_full(unit)
             for buffer in unit.buffers:
                 buffer.detach()
+        self.homes.close()
+
+    def retire(self) -> None:
+        """Take everything off the model but its units, which another engine is to take over. All ranks must call."""
+        self.finish_updates()
+        for unit in self.units:
+            if unit.state is UnitState.GATHERING:
+                self.params.make_full(unit)
+        self._hooks.remove()
+        self._guards.remove()
         for module in self.module.modules():
             for mark in _MARKS:
                 module.__dict__.pop(mark, None)
@@ -351,37 +368,17 @@ class ZeroEngine:
             self.module.__dict__.pop(name, None)
         if self.optimizer is not None:
             self.optimizer.close()
-        self.homes.close()
         _LIVE.discard(self)
         for undo in self._teardowns:
             undo()
 
     def on_teardown(self, undo: Callable[[], None]) -> None:
-        """Call `undo` at the end of `teardown`."""
+        """Call `undo` when the engine leaves the model."""
         self._teardowns.append(undo)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         # A deep copy of a model whose parameters are whole is a plain model: it has no engine.
         return None
-
-
-class _Arrival:
-    """Where one parameter's gradient goes.
-
-    By weak references: Python's collector does not see the hooks that autograd keeps, and a model that is forgotten
-    without a teardown must be freed with its engine.
-    """
-
-    def __init__(self, engine: ZeroEngine, buffer: GradBuffer, index: int) -> None:
-        self._engine = weakref.ref(engine)
-        self._buffer = weakref.ref(buffer)
-        self._index = index
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        engine, buffer = self._engine(), self._buffer()
-        if engine is not None and buffer is not None:
-            boundary = engine.is_gradient_accumulation_boundary()
-            engine.reducer.arrived(buffer, self._index, grad, boundary=boundary)
 
 
 def live_engines() -> list[ZeroEngine]:

@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hf_zero import comm as communication
 from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import ConfigError
 from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.processes import join_processes
+from hf_zero.renewal import new_engine
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -38,8 +39,10 @@ def initialize(
 
     Args:
         args: Something with a `zero_config`, `zero` or `deepspeed_config` path, used where `config` is None.
+        model: Whole, built alike on all ranks, or loaded in shards.
         optimizer: A torch optimizer over the model's parameters, or a function that makes one from them; None builds
-            the one of the configuration's optimizer block over `model_parameters` (or all trainable parameters).
+            the one of the configuration's optimizer block over `model_parameters` (or all trainable parameters). With
+            neither, the engine is for inference: it keeps no gradients and no master weights.
         training_data: A map-style dataset, for a DataLoader with this rank's share of it in micro-batches.
         lr_scheduler: A torch scheduler, or a function that makes one from the optimizer; stepped by `engine.step()`.
         config: A path, a dict, a JSON string or a ZeroConfig. `config_params` is DeepSpeed's older name for it.
@@ -54,11 +57,10 @@ def initialize(
     if mpu is not None:
         raise ConfigError("initialize(mpu=...): model parallelism beside hf_zero is not supported")
     loaded = _load_config(args, config if config is not None else config_params)
-    communication.ensure_process_group(communication.default_device())
-    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    world_size = join_processes()
     resolved = loaded.resolve(model=model, world_size=world_size, client_optimizer=optimizer is not None)
     made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)
-    engine = _make_engine(model, resolved)
+    engine = _make_engine(model, resolved, train=made is not None)
     sharded = engine.attach_optimizer(made) if made is not None else None
     if lr_scheduler is not None:
         is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
@@ -99,18 +101,17 @@ def shard(
     if not train:
         model.requires_grad_(False)
     loaded = _load_config(None, {"zero_optimization": {"stage": 3}} if config is None else config)
-    communication.ensure_process_group(communication.default_device())
-    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    _make_engine(model, loaded.resolve(model=model, world_size=world_size, client_optimizer=True))
+    world_size = join_processes()
+    _make_engine(model, loaded.resolve(model=model, world_size=world_size, client_optimizer=True), train=train)
     return model
 
 
-def _make_engine(model: nn.Module, resolved: ResolvedConfig) -> ZeroEngine:
-    engine = ZeroEngine(model, resolved)
+def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool) -> ZeroEngine:
+    engine = new_engine(model, resolved, train=train)
     if engine.is_sharded and hasattr(model, "save_pretrained"):  # a model of transformers or PEFT
-        from hf_zero.hf.weights import install_save_pretrained
+        from hf_zero.hf.install import install_on_model
 
-        install_save_pretrained(model, engine)
+        install_on_model(model, engine)
     return engine
 
 

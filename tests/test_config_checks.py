@@ -55,7 +55,6 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     "scheduler": ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, None),
     "gradient_allreduce_op": ("sum", "mean"),
     "managed_gradient_accumulation": (False, True),
-    "gather_for_generation": ("once", "auto"),
     "sequence_parallel_size": (2, 1),
     "data_types.param_dtype": ("bf16", None),
     "data_types.buffer_dtype": ("bf16", None),

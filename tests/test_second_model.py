@@ -88,7 +88,7 @@ def train(stage: int, second: dict[str, Any] | None) -> dict[str, Any]:
         assert torch.equal(kept[name], value), name
     report = other.memory_report()
     with pytest.raises(hf_zero.StateError, match="already has"):
-        hf_zero.shard(reference)
+        hf_zero.shard(policy)
     other.teardown()
     assert hf_zero.engine_of(reference) is None
     return {"losses": losses, "weights": engine.full_state_dict(keep=True), "report": report}

@@ -51,10 +51,6 @@ def _above(limit: int) -> Test:
     return lambda value: isinstance(value, int) and value > limit
 
 
-def _other_than(*off: Any) -> Test:
-    return lambda value: value is not None and value not in off
-
-
 def _one_of(*names: str) -> Test:
     return lambda value: value in names
 
@@ -108,7 +104,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("sparse_gradients", _true, _DROP),
     NotYet("gradient_allreduce_op", _one_of("sum"), 'Set it to "mean", or multiply the loss by the number of ranks.'),
     NotYet("managed_gradient_accumulation", _false, "Remove it; engine.no_sync() skips the reduction where wanted."),
-    NotYet("gather_for_generation", _other_than("auto"), 'Set it to "auto".'),
     NotYet("sequence_parallel_size", _above(1), _DROP),
     NotYet("graph_harvesting", _true, _DROP),
     NotYet("data_types.param_dtype", _given, 'Remove it: "bf16": {"enabled": true} chooses the dtype of parameters.'),

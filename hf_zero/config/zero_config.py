@@ -12,6 +12,10 @@ from hf_zero.config.problems import Problem, raise_all
 from hf_zero.config.resolve import Surroundings, resolve
 from hf_zero.config.resolved import ResolvedConfig
 
+# Blocks and keys of the file that say how parameters are kept and moved.
+_OF_PARAMETERS = ("zero_optimization", "aio", "desync_timeout", "gather_for_generation")
+_OF_OPTIMIZER = ("offload_optimizer", "cpu_offload")
+
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -120,6 +124,12 @@ class ZeroConfig:
         if outcome.config is None:
             raise AssertionError("a configuration without problems must resolve")
         return outcome.config
+
+    def for_parameters(self) -> ZeroConfig:
+        """What it says of keeping parameters, and nothing of training: what a model is loaded under."""
+        kept = {name: value for name, value in self.raw.items() if name in _OF_PARAMETERS}
+        zero = {name: value for name, value in kept.get("zero_optimization", {}).items() if name not in _OF_OPTIMIZER}
+        return ZeroConfig.load({**kept, "zero_optimization": zero})
 
     def __repr__(self) -> str:
         return f"ZeroConfig({self.source}, stage={self.stage})"

@@ -25,11 +25,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Seam:
-    """A method of a foreign class that ours wraps: `wrap(original)` is put in its place."""
+    """A method of a foreign class that ours wraps: `wrap(original)` is put in its place.
+
+    For static and class methods `wrap` gets and gives the plain function.
+    """
 
     owner: type
     name: str
-    parameters: tuple[str, ...]  # leading ones, `self` not counted
+    parameters: tuple[str, ...]  # leading ones after the first
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 
     def problem(self) -> str | None:
@@ -38,7 +41,7 @@ class Seam:
         method = self.owner.__dict__.get(self.name)
         if method is None:
             return f"{where} is missing"
-        found = tuple(inspect.signature(method).parameters)[1:]
+        found = tuple(inspect.signature(_plain(method)).parameters)[1:]
         if found[: len(self.parameters)] != self.parameters:
             return f"{where} takes ({', '.join(found)}), expected ({', '.join(self.parameters)}, ...)"
         return None
@@ -49,6 +52,11 @@ class _Patch:
     seam: Seam
     original: Callable[..., Any]
     ours: Callable[..., Any]
+
+
+def _plain(method: Any) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(method, "__func__", method)
+    return function
 
 
 class Activation:
@@ -102,7 +110,9 @@ class Activation:
         check_seams(seams)
         for seam in seams:
             original = seam.owner.__dict__[seam.name]
-            ours = functools.wraps(original)(seam.wrap(original))
+            ours = functools.wraps(_plain(original))(seam.wrap(_plain(original)))
+            if isinstance(original, staticmethod | classmethod):
+                ours = type(original)(ours)  # type: ignore[assignment]
             setattr(seam.owner, seam.name, ours)
             self._patches.append(_Patch(seam, original, ours))
 
@@ -158,7 +168,8 @@ def check_seams(seams: list[Seam]) -> None:
 def all_seams() -> list[Seam]:
     """Every method of transformers and accelerate that ours wraps."""
     # Here, because these modules import this one for the active configuration.
+    from hf_zero.hf.model_seams import model_seams
     from hf_zero.hf.plugin import accelerator_seams
     from hf_zero.hf.trainer import trainer_seams
 
-    return [*trainer_seams(), *accelerator_seams()]
+    return [*trainer_seams(), *accelerator_seams(), *model_seams()]

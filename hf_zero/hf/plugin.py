@@ -30,7 +30,9 @@ from hf_zero.hf.adapters import live_state
 from hf_zero.hf.checkpoints import state_to_load
 from hf_zero.hf.conflicts import accelerator_conflicts, model_conflicts
 from hf_zero.hf.enable import ACTIVATION, Seam
-from hf_zero.hf.weights import apart, install_save_pretrained
+from hf_zero.hf.install import install_on_model
+from hf_zero.hf.weights import apart
+from hf_zero.renewal import new_engine
 
 logger = logging.getLogger(__name__)
 
@@ -79,19 +81,20 @@ class ZeroPlugin:
             return self.config.resolve(self._args, model, world_size)
         return self.config.resolve(_arguments_of(accelerator), model, world_size, client_optimizer=True)
 
-    def create_engine(self, accelerator: Accelerator, model: nn.Module) -> ZeroEngine:
-        """Build the engine of `model`. All ranks must call."""
+    def create_engine(self, accelerator: Accelerator, model: nn.Module, *, train: bool) -> ZeroEngine:
+        """Build the engine of `model`, which may have been loaded in shards. All ranks must call."""
         resolved = self.resolve(accelerator, model)
         raise_all(self.config.source, model_conflicts(model, resolved.stage))
         # Trainer and accelerate scale the loss for accumulation, and ZeroAcceleratedOptimizer sees to clipping.
-        engine = ZeroEngine(
+        engine = new_engine(
             model,
             dataclasses.replace(resolved, gradient_clipping=0.0),
             accumulation_steps=1,
             device=accelerator.device,
+            # Masters keep what a cast to 16 bits drops, so a model that is evaluated first has them from the start.
+            train=train or resolved.dtype is not None,
         )
-        if engine.is_sharded:
-            install_save_pretrained(model, engine)
+        install_on_model(model, engine)
         return engine
 
     def wrap_optimizer(
@@ -141,8 +144,9 @@ class ZeroAcceleratorMixin(Accelerator):
         """
         plain: Any = model._orig_mod if is_compiled_module(model) else model
         engine = engine_of(plain)
-        if engine is None and self._needs_engine(plain, evaluation_mode):
-            engine = self.zero_plugin.create_engine(self, plain)
+        is_ready = engine is not None and (engine.trains or evaluation_mode)
+        if not is_ready and self._needs_engine(plain, evaluation_mode):
+            engine = self.zero_plugin.create_engine(self, plain, train=not evaluation_mode)
         if engine is not None:
             device_placement = False  # the engine has placed it
         # accelerate's part: autocast and torch.compile. evaluation_mode keeps it from wrapping the model.

@@ -43,11 +43,12 @@ class BuildSettings:
     model_persistence_threshold: int
     cast_to: torch.dtype | None  # bf16.enabled: parameters' type; None keeps the model's own types
     keep_fp32: tuple[str, ...]  # name patterns that a cast leaves in fp32
+    train: bool  # parameters that require gradients get masters and gradients
     grads: GradSettings
     offload: OffloadSettings
 
     @classmethod
-    def of(cls, config: ResolvedConfig, scale: float) -> BuildSettings:
+    def of(cls, config: ResolvedConfig, scale: float, *, train: bool = True) -> BuildSettings:
         """`scale` multiplies every gradient; see GradSettings."""
         zero = config.zero
         return cls(
@@ -57,6 +58,7 @@ class BuildSettings:
             model_persistence_threshold=zero.stage3_model_persistence_threshold,
             cast_to=torch_dtype(config.dtype),
             keep_fp32=config.keep_fp32,
+            train=train,
             grads=GradSettings(
                 torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), scale
             ),
@@ -69,15 +71,22 @@ class BuildSettings:
 
 @dataclass(frozen=True)
 class BuiltUnits:
+    comm: Comm
     homes: Homes
     units: list[ShardUnit]
     grads: list[GradBuffer]  # in the order of reduces: the last layer first, root and persistent units last
     pool: MemoryPool
 
 
-def build_units(model: nn.Module, settings: BuildSettings, comm: Comm) -> BuiltUnits:
+Fill = Callable[[FlatBuffer], None]
+
+
+def build_units(
+    model: nn.Module, settings: BuildSettings, comm: Comm, fill: Fill = FlatBuffer.fill_from_params
+) -> BuiltUnits:
     """Take the model's parameters over. All ranks must call; rank 0's values win.
 
+    `fill` gives a flat buffer its first values: from whole parameters, unless they are elsewhere.
     Raises ConfigError for parameters that cannot be cut, DivergenceError if the ranks built different models,
     OffloadError where a folder to offload to cannot be used.
     """
@@ -103,21 +112,22 @@ def build_units(model: nn.Module, settings: BuildSettings, comm: Comm) -> BuiltU
             members = [params[slot.name] for slot in draft.layout.slots]
             home = homes.home_of(draft)
             with comm.stop_together():  # the disk may be full on one rank
-                flat = FlatBuffer(draft.layout, members, comm, home, on_demand=draft.on_demand, dtype=draft.dtype)
+                flat = FlatBuffer(
+                    draft.layout, members, comm, home, on_demand=draft.on_demand, dtype=draft.dtype, fill=fill
+                )
             buffers.append(flat)
             eager[id(flat)] = settings.plan(spec.kind, comm.world_size).eager
         unit = ShardUnit(spec.name, spec.kind, spec.module, buffers)
         if unit.on_demand:
             unit.release()
         units.append(unit)
-    _share_buffers(model, comm)
     comm.barrier(
         "all shards"
     )  # rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own
     pool = MemoryPool(comm.device)
     flats = [flat for unit in _reduce_order(units) for flat in unit.buffers if flat.layout.trainable]
     grads = [GradBuffer(flat, comm, pool, settings.grads, homes.host, eager=eager[id(flat)]) for flat in flats]
-    return BuiltUnits(homes, units, grads, pool)
+    return BuiltUnits(comm, homes, units, grads, pool)
 
 
 def _reduce_order(units: list[ShardUnit]) -> Iterable[ShardUnit]:
@@ -134,7 +144,8 @@ def _drafts(
     plan = settings.plan(spec.kind, comm.world_size)
     groups: dict[tuple[torch.dtype, bool], dict[str, tuple[int, ...]]] = {}
     for name, param in spec.params:
-        groups.setdefault((dtype_of(name, param), param.requires_grad), {})[name] = tuple(param.shape)
+        trainable = param.requires_grad and settings.train
+        groups.setdefault((dtype_of(name, param), trainable), {})[name] = tuple(param.shape)
     limit = min(settings.bucket_numel, comm.max_bucket_numel or settings.bucket_numel)
     drafts = []
     for (dtype, trainable), shapes in groups.items():
@@ -174,9 +185,14 @@ def _dtype_rule(model: nn.Module, settings: BuildSettings) -> Callable[[str, nn.
 
 def _tell_lost_strides(specs: list[UnitSpec], comm: Comm) -> None:
     """Flat buffers hold elements in logical order; a channels_last weight becomes contiguous, which is only slower."""
-    names = [name for spec in specs for name, param in spec.params if not param.is_contiguous()]
+    names = [name for spec in specs for name, param in spec.params if _has_other_strides(param)]
     if names and comm.rank == 0:
         logger.warning("%d parameters lose their memory format (channels_last), first: %s", len(names), names[0])
+
+
+def _has_other_strides(param: nn.Parameter) -> bool:
+    is_placeholder = not any(param.stride())  # of another engine
+    return not param.is_contiguous() and not is_placeholder
 
 
 def _check_equal(comm: Comm, layouts: list[UnitLayout]) -> None:
@@ -193,7 +209,7 @@ def _check_equal(comm: Comm, layouts: list[UnitLayout]) -> None:
         )
 
 
-def _share_buffers(model: nn.Module, comm: Comm) -> None:
+def share_buffers(model: nn.Module, comm: Comm) -> None:
     """Buffers go to the compute device, with rank 0's values."""
     for module in model.modules():
         for name, value in module._buffers.items():

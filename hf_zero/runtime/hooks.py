@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.runtime.autocast import AutocastCopies
 from hf_zero.runtime.params import OnDemandParams, Phase
+from hf_zero.runtime.reads import OutsideReads
 from hf_zero.runtime.tree import map_tensors, tensors_in
 from hf_zero.shards.partition import UnitKind
 from hf_zero.shards.unit import ShardUnit
@@ -47,7 +48,12 @@ class BackwardWatch:
     def __init__(self, on_start: Callable[[], None], on_end: Callable[[], None]) -> None:
         self._on_start = on_start
         self._on_end = on_end
+        self._also_at_end: list[Callable[[], None]] = []
         self._task = -1
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Call `call` too when a backward is over."""
+        self._also_at_end.append(call)
 
     def watch(self, output: Any) -> None:
         """Watch the tensors that a forward returned; call outside of any backward."""
@@ -69,6 +75,8 @@ class BackwardWatch:
     def _finish(self) -> None:
         self._task = -1
         self._on_end()
+        for call in self._also_at_end:
+            call()
 
 
 class ModelHooks:
@@ -76,11 +84,14 @@ class ModelHooks:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._reads: OutsideReads | None = None
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._reads is not None:
+            self._reads.remove()
 
     # ---------------------------------------------------------------- gradients
     def on_gradient(self, param: nn.Parameter, arrived: Callable[[torch.Tensor], None]) -> None:
@@ -90,6 +101,8 @@ class ModelHooks:
             grad = leaf.grad
             if grad is not None:
                 leaf.grad = None
+                if self._reads is not None:
+                    self._reads.check_gradient(leaf, grad)
                 arrived(grad)
 
         self._handles.append(param.register_post_accumulate_grad_hook(hook))
@@ -177,6 +190,8 @@ class ModelHooks:
         module that owns root parameters opens the same scope; the outermost one closes it.
         """
         scope: list[nn.Module] = []
+        reads = self._reads = OutsideReads(unit.module, params)
+        watch.at_end(reads.close)
 
         def before(module: nn.Module, args: Any) -> None:
             inside = in_backward()
@@ -184,6 +199,7 @@ class ModelHooks:
             if not inside and not scope:
                 scope.append(module)
                 params.begin_forward()
+                reads.open()
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if in_backward() or not scope or scope[0] is not module:
@@ -194,6 +210,8 @@ class ModelHooks:
                 params.hold(unit)
                 if module is not unit.module:  # which on_model watches
                     watch.watch(output)
+            else:
+                reads.close()
             params.after_use(unit)
 
         for module in root_modules(unit):

@@ -10,18 +10,29 @@ import torch
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples, mappings and dataclasses."""
+    """Every tensor in nested lists, tuples, mappings and dataclasses, and in the attributes of any other object."""
+    if not _is_container(value) and not isinstance(value, torch.nn.Module | type):
+        # One level only: what a forward returns in a class of its own, but not all that hangs on it.
+        value = list(getattr(value, "__dict__", {}).values())
+    yield from _in_containers(value)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | Mapping | list | tuple) or dataclasses.is_dataclass(value)
+
+
+def _in_containers(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from _in_containers(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_in(item)
+            yield from _in_containers(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            yield from _in_containers(getattr(value, field.name))
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

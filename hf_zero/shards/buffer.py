@@ -10,7 +10,8 @@ at placeholders before the memory goes, so that reading a released parameter giv
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +63,9 @@ class FlatBuffer:
         *,
         on_demand: bool,
         dtype: torch.dtype,
+        fill: Callable[[FlatBuffer], None],
     ) -> None:
-        """Take over whole parameters. All ranks must call; rank 0's values win."""
+        """`fill` gives the first values by one of the three fill_ methods. All ranks must call."""
         self.layout = layout
         self.params = list(params)
         self.on_demand = on_demand
@@ -78,10 +80,11 @@ class FlatBuffer:
         self._device = comm.device
         self._ghost = torch.full((len(self.params),), torch.nan, dtype=dtype, device=self._device)
         self._placeholders = [self._ghost[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
-        self._take_over()
+        fill(self)
 
-    # ---------------------------------------------------------------- construction
-    def _take_over(self) -> None:
+    # ---------------------------------------------------------------- first values
+    def fill_from_params(self) -> None:
+        """Take over whole parameters. All ranks must call; rank 0's values win."""
         master_dtype = master_dtype_of(self.dtype) if self.layout.trainable else self.dtype
         whole = torch.zeros(self.layout.padded_numel, dtype=master_dtype, device=self._device)
         with torch.no_grad():
@@ -89,41 +92,71 @@ class FlatBuffer:
                 whole[slot.offset : slot.end].copy_(param.detach().reshape(-1))
         for start, numel in self.layout.buckets():
             self._comm.broadcast(whole[start : start + numel], f"first weights of {self.layout.name}")
-        self.full = whole if master_dtype == self.dtype else whole.to(self.dtype)
-        self._views = [self.full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
-        self.shard = self._own_shard()
-        self.master = self._own_master(whole) if self.layout.trainable else None
+        self._set_full(whole if master_dtype == self.dtype else whole.to(self.dtype))
+        self._set_shards(ShardTensor(self.layout, self._rank, whole, in_full=True))
         self.bind_views()
 
-    def _own_shard(self) -> ShardTensor | StoredShard:
-        in_full = ShardTensor(self.layout, self._rank, self.full, in_full=True)
-        return self._keep(in_full, self.home.param, "param", self.dtype) if self.on_demand else in_full
+    def fill_later(self) -> None:
+        """Start with zeros: whoever knows the values writes this rank's runs into the shard."""
+        if self.layout.trainable:
+            raise AssertionError(f"{self.layout.name}: masters would not follow")
+        full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self._device)
+        self._set_full(full if self.on_demand else full.zero_())
+        self._set_shards(None)
+        self.bind_views()
 
-    def _own_master(self, whole: torch.Tensor) -> ShardTensor | StoredShard:
-        in_full = ShardTensor(self.layout, self._rank, whole, in_full=True)
+    def fill_from(self, old: FlatBuffer) -> None:
+        """Take the shard of a buffer with the same parameters at the same places. No communication."""
+        best = old.master if old.master is not None else old.shard
+        reuse = old.dtype == self.dtype and not self.on_demand
+        full = old.full if reuse else torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self._device)
+        if not self.on_demand and not reuse:
+            full.copy_(old.full)
+        self._set_full(full)
+        self._set_shards(best)
+        self.bind_views()
+
+    def _set_full(self, full: torch.Tensor) -> None:
+        self.full = full
+        self._views = [full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+
+    def _set_shards(self, values: ShardTensor | StoredShard | None) -> None:
+        """Make shard and master, with these values or zeros."""
+        in_full = ShardTensor(self.layout, self._rank, self.full, in_full=True)
+        keep = functools.partial(self._keep, values)
+        self.shard = keep(self.home.param, "param", self.dtype) if self.on_demand else in_full
+        self.master = self._own_master(values) if self.layout.trainable and values is not None else None
+
+    def _own_master(self, values: ShardTensor | StoredShard) -> ShardTensor | StoredShard:
+        dtype = master_dtype_of(self.dtype)
         if self.home.native:
             tile = self.home.tile_numel
-            master = StoredShard(self.layout, self._rank, self.home.master, "master", whole.dtype, tile)
-            master.copy_from(in_full)
+            master = StoredShard(self.layout, self._rank, self.home.master, "master", dtype, tile)
+            master.copy_from(values)
             return master
-        if whole.dtype == self.dtype and isinstance(self.shard, ShardTensor):
+        if dtype == self.dtype and isinstance(self.shard, ShardTensor):
             on_device = isinstance(self.home.master, DeviceStore)
             if self.shard.memory.device == (self._device if on_device else torch.device("cpu")):
                 return self.shard
-        return self._keep(in_full, self.home.master, "master", whole.dtype)
+        return self._keep(values, self.home.master, "master", dtype)
 
     def _keep(
-        self, values: ShardTensor, store: ShardStore, kind: str, dtype: torch.dtype
+        self, values: ShardTensor | StoredShard | None, store: ShardStore, kind: str, dtype: torch.dtype
     ) -> ShardTensor | StoredShard:
-        """A shard of its own with these values: a tensor for good where the store is memory."""
+        """A shard of its own with these values, or zeros: a tensor for good where the store is memory."""
         if not isinstance(store, MemoryStore):
-            stored = StoredShard(self.layout, self._rank, store, kind, dtype, max(self.layout.shard_numel, 1))
-            stored.copy_from(values)
+            numel = max(self.layout.shard_numel, 1)
+            stored = StoredShard(self.layout, self._rank, store, kind, dtype, numel)
+            if values is not None:
+                stored.copy_from(values)
             return stored
         store.create(f"{self.layout.name}/{kind}", self.layout.shard_numel, dtype)
         memory = store.tensor(f"{self.layout.name}/{kind}")
         kept = ShardTensor(self.layout, self._rank, memory, in_full=False)
-        kept.copy_from(values)
+        if isinstance(values, StoredShard):
+            values.copy_into(kept)
+        elif values is not None:
+            kept.copy_from(values)
         return kept
 
     # ---------------------------------------------------------------- whole <-> released
@@ -258,16 +291,28 @@ class FlatBuffer:
             owned["master"] = self.master
         return owned
 
+    def holds(self, index: int) -> bool:
+        """Whether a parameter is still what this buffer made it: its placeholder, or its view of the full buffer."""
+        param = self.params[index]
+        known = (self._placeholders[index], self._views[index])
+        return any(param.data_ptr() == mine.data_ptr() and param.shape == mine.shape for mine in known)
+
     def detach(self) -> None:
         """Give the (gathered) parameters memory of their own and forget the rest."""
         for param, view in zip(self.params, self._views, strict=True):
             param.data = view.clone()
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the full buffer and the shards; the parameters live elsewhere by now."""
         for kind, store in (("param", self.home.param), ("master", self.home.master)):
             if f"{self.layout.name}/{kind}" in store.usage():
                 store.drop(f"{self.layout.name}/{kind}")
         for shard in self.owned().values():
             if isinstance(shard, StoredShard):
                 shard.drop()
+        self.full = self.full.new_empty(0)
+        self._views = []
 
 
 def master_dtype_of(dtype: torch.dtype) -> torch.dtype:

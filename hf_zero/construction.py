@@ -1,0 +1,153 @@
+"""Cuts a model into shards while it is being constructed, so that it is never whole anywhere.
+
+Modules are really constructed and initialised, with the caller's random numbers; what is finished is cut at once into
+small units of its own, and at the end those are exchanged for the units of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_hooks
+
+from hf_zero.comm import Comm
+from hf_zero.config import ResolvedConfig
+from hf_zero.engine import ZeroEngine
+from hf_zero.errors import StateError
+from hf_zero.layout import UnitLayout
+from hf_zero.runtime.build import BuildSettings, build_units
+from hf_zero.runtime.succession import Succession
+from hf_zero.shards.buffer import FlatBuffer, Home
+from hf_zero.shards.partition import UnitKind
+from hf_zero.shards.unit import ShardUnit, UnitState
+from hf_zero.store import DeviceStore
+from hf_zero.store.copies import CopyStream
+
+
+class ShardedConstruction:
+    """Watches modules being put together, on all ranks alike; rank 0's values win.
+
+    A module is finished when its parent has been put into a module of its own: until then the parent's constructor may
+    still initialise it. So what is whole at a time is what is between a module and its grandparent, and the children
+    of the outermost module.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        home = DeviceStore(comm.device)
+        self._home = Home(param=home, master=home, copies=CopyStream(comm.device), native=False, tile_numel=1)
+        self._units: dict[int, ShardUnit] = {}  # by id of the parameter
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Cut what is finished inside the block.
+
+        Raises:
+            StateError: A constructor wrote to parameters of a module that had been finished.
+        """
+        handles = [
+            torch_hooks.register_module_module_registration_hook(self._module_registered),
+            torch_hooks.register_module_parameter_registration_hook(self._parameter_registered),
+        ]
+        try:
+            yield
+        except RuntimeError as error:
+            if "single memory location" not in str(error):
+                raise
+            raise StateError(
+                f"rank {self._comm.rank}: a constructor initialised parameters below its own children, which are in "
+                "shards by then.\nInitialise parameters in the constructor of their module or of its parent, or "
+                "inside `with hf_zero.gathered_params(model, write_rank=0):` once the model is built."
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        self._seen.add(module)
+
+    def _module_registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is None:
+            return
+        self._seen.add(parent)
+        self._inner.add(child)
+        for finished in child.children():
+            self._cut(finished)
+
+    def _cut(self, module: nn.Module) -> None:
+        """Put the parameters of `module` itself into shards. All ranks must call."""
+        groups: dict[torch.dtype, dict[str, nn.Parameter]] = {}
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) not in self._units and param.is_floating_point() and not param.is_meta:
+                groups.setdefault(param.dtype, {})[f"{type(module).__name__}.{name}"] = param
+        if not groups:
+            return
+        label = f"{type(module).__name__} {next(self._numbers)}"
+        unit = ShardUnit(label, UnitKind.LAYER, module, [self._buffer(label, *item) for item in groups.items()])
+        unit.release()
+        for params in groups.values():
+            self._units.update({id(param): unit for param in params.values()})
+
+    def _buffer(self, name: str, dtype: torch.dtype, params: dict[str, nn.Parameter]) -> FlatBuffer:
+        kind = str(dtype).removeprefix("torch.")
+        layout = UnitLayout.build(
+            f"{name}/{kind}",
+            {name: tuple(param.shape) for name, param in params.items()},
+            dtype=kind,
+            trainable=False,
+            world_size=self._comm.world_size,
+            max_bucket_numel=self._comm.max_bucket_numel,
+        )
+        fill = FlatBuffer.fill_from_params
+        return FlatBuffer(
+            layout, list(params.values()), self._comm, self._home, on_demand=True, dtype=dtype, fill=fill
+        )
+
+    @contextlib.contextmanager
+    def whole(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Inside, the parameters of `modules` themselves are whole; rank 0's changes are kept. All ranks must call."""
+        params = [param for module in modules for param in module.parameters(recurse=False)]
+        units = {id(unit): unit for param in params if (unit := self._units.get(id(param))) is not None}.values()
+        mine = [unit for unit in units if unit.state is UnitState.SHARDED]
+        with torch.no_grad():
+            for unit in mine:
+                unit.gather_start()
+                unit.gather_finish()
+        yield
+        with torch.no_grad():
+            for unit in mine:
+                for buffer in unit.buffers:
+                    for start, numel in buffer.layout.buckets():
+                        self._comm.broadcast(buffer.full[start : start + numel], f"first weights of {unit.name}")
+                    buffer.accept_whole()
+                unit.release()
+
+    # ---------------------------------------------------------------- the end
+    def finish(self, resolve: Callable[[nn.Module], ResolvedConfig]) -> list[ZeroEngine]:
+        """Put every outermost module under an engine. All ranks must call."""
+        roots = [module for module in self._seen if module not in self._inner and _has_parameters(module)]
+        succession = Succession({id(unit): unit for unit in self._units.values()}.values())
+        engines = []
+        for root in sorted(roots, key=self._first_number):
+            config = resolve(root)
+            built = build_units(root, BuildSettings.of(config, 1.0, train=False), self._comm, succession.fill)
+            engines.append(ZeroEngine(root, config, built=built, train=False))
+        succession.finish()
+        return engines
+
+    def _first_number(self, root: nn.Module) -> int:
+        """The same order on every rank: by what was cut first."""
+        names = [self._units[id(param)].name for param in root.parameters() if id(param) in self._units]
+        return min((int(name.rpartition(" ")[2]) for name in names), default=next(self._numbers))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(param.is_floating_point() and not param.is_meta for param in module.parameters())
