@@ -33,6 +33,7 @@ _EXPORTS = {
     "TrainingArguments": "hf_zero.hf.arguments",
     "ZeroPlugin": "hf_zero.hf.plugin",
     "ZeroTrainerMixin": "hf_zero.hf.trainer",
+    "HfZeroConfig": "hf_zero.hf.enable",
     "disable": "hf_zero.hf.enable",
     "enable": "hf_zero.hf.enable",
     "zero_arguments": "hf_zero.hf.arguments",

@@ -135,6 +135,25 @@ def enable(config: ZeroConfig | str | Path | Mapping[str, Any]) -> None:
     ACTIVATION.activate(ZeroConfig.load(config), for_everyone=True)
 
 
+class HfZeroConfig:
+    """What from_pretrained and from_config follow, for scripts without a Trainer (DeepSpeed: HfDeepSpeedConfig).
+
+    In force from when it is made, before the model is, until `disable` or the next configuration; it need not be kept.
+
+    Args:
+        config: Path of a JSON file, a dict, a JSON string, or a ZeroConfig.
+    Raises:
+        ConfigError: The configuration is wrong.
+    """
+
+    def __init__(self, config: ZeroConfig | str | Path | Mapping[str, Any]) -> None:
+        self.config = ZeroConfig.load(config)
+        ACTIVATION.activate(self.config, for_everyone=False)
+
+    def is_zero3(self) -> bool:
+        return self.config.stage == 3
+
+
 def disable() -> None:
     """End what `enable` or `TrainingArguments(zero=...)` began: no active configuration, every original in place.
 

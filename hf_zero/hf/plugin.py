@@ -32,7 +32,7 @@ from hf_zero.hf.conflicts import accelerator_conflicts, model_conflicts
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.install import install_on_model
 from hf_zero.hf.weights import apart
-from hf_zero.renewal import new_engine
+from hf_zero.renewal import engines_inside, new_engine
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ class ZeroPlugin:
         """Build the engine of `model`, which may have been loaded in shards. All ranks must call."""
         resolved = self.resolve(accelerator, model)
         raise_all(self.config.source, model_conflicts(model, resolved.stage))
+        if resolved.stage == 3 and accelerator.num_processes > 1 and accelerator.is_main_process:
+            _tell_missed_sharding(model)
         # Trainer and accelerate scale the loss for accumulation, and ZeroAcceleratedOptimizer sees to clipping.
         engine = new_engine(
             model,
@@ -313,6 +315,18 @@ class ZeroAcceleratorMixin(Accelerator):
 def writes_weights(engine: ZeroEngine) -> bool:
     """Whether whole weights are written beside the engine's own files: always, unless they were turned off."""
     return engine.config.stage < 3 or engine.config.zero.stage3_gather_16bit_weights_on_model_save is not False
+
+
+def _tell_missed_sharding(model: nn.Module) -> None:
+    """Say so where a model was loaded whole on every rank, because the configuration came too late."""
+    loaded_from = getattr(getattr(model, "config", None), "name_or_path", "")
+    if loaded_from and not engines_inside(model):
+        logger.warning(
+            "%s was loaded whole on every rank (%.2f GB each) before it was cut. To load each rank's part only, make "
+            "TrainingArguments(zero=...), or call hf_zero.enable(...), before from_pretrained.",
+            loaded_from,
+            sum(param.numel() * param.element_size() for param in model.parameters()) / 1e9,
+        )
 
 
 # Accelerator class -> the same with the mixin in front.

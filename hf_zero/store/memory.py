@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from hf_zero.store.base import Lease, ShardStore
@@ -56,4 +57,8 @@ class DeviceStore(MemoryStore):
     """Shards on the device that computes."""
 
     def _allocate(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self.device)
+        if self.device.type != "cpu" or not numel:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        # Pages that are zero until they are touched: torch.zeros would touch them, just to have them overwritten.
+        raw = np.zeros(numel * dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(raw).view(dtype)
