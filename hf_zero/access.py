@@ -13,49 +13,65 @@ from hf_zero.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.shards.buffer import FlatBuffer
-from hf_zero.shards.partition import clean_name, tied_names
+from hf_zero.shards.partition import clean_name
 from hf_zero.shards.unit import ShardUnit
+
+Target = nn.Module | nn.Parameter
 
 
 @contextlib.contextmanager
 def gathered_params(
-    model: nn.Module, names: Iterable[str] | None = None, *, write_rank: int | None = None
+    target: Target | Iterable[Target], names: Iterable[str] | None = None, *, write_rank: int | None = None
 ) -> Iterator[None]:
-    """Show whole parameters inside the block, at every stage.
+    """Show whole parameters inside the block, at every stage. All ranks must enter and leave together.
 
-    All ranks must enter and leave together. May be nested for reading. Peak extra memory: the units of the named
-    parameters at full size.
+    May be nested, and entered between forward and backward, for reading. Forwards and `generate` inside need no
+    further communication. Peak extra memory: the units of the named parameters at full size; where parameters are
+    whole for ever (stages 0-2), a copy of them on the host of the writing rank.
 
     Args:
-        model: The model that hf_zero manages; any other module is left as it is.
-        names: Parameter names as in `model.named_parameters()`; None means all.
-        write_rank: Rank whose edits are kept on exit. None means that edits are lost.
+        target: A model, a module inside one, a parameter, or an iterable of these (a generator too). What hf_zero
+            does not manage is left as it is: edits of it stay on the rank that made them.
+        names: Only these parameters of `target`, then one module: names as in its `named_parameters()`.
+        write_rank: Rank whose edits are kept, masters included, when all ranks leave the block without an exception.
+            None is for reading.
     Raises:
-        ConfigError: A name is unknown (all unknown names are listed).
-        StateError: A write while units are in use, between forward and backward.
+        ConfigError: A name is unknown (all unknown names are listed); `write_rank` is no rank.
+        StateError: Not all ranks came, or they named other parameters. A write between forward and backward, or inside
+            another gathered_params. On leaving with `write_rank`, on every rank and with no edit kept: another rank
+            wrote something else, or a rank left by an exception (there that exception goes on). On leaving without:
+            this rank wrote in place, by what torch counts (a write through `param.data` is not noticed); at stage 3
+            such a write is lost, at stages 0-2 it has reached this rank's copy only.
     """
-    engine = engine_of(model)
-    if engine is None:
-        yield
-        return
-    with engine.weights.gathered(_units_of(engine, model, names), write_rank):
+    chosen = _parameters_of(target, names)
+    with contextlib.ExitStack() as stack:
+        for engine, units in _units_by_engine(chosen):
+            _check_ranks_agree(engine, units, write_rank)
+            if write_rank is None:
+                stack.enter_context(engine.weights.looked_at(units))
+            else:
+                stack.enter_context(engine.weights.edited(units, write_rank))
         yield
 
 
-def full_param(target: nn.Module | nn.Parameter, name: str | None = None) -> torch.Tensor:
-    """A copy of one whole parameter, on its device. All ranks must call.
+def full_param(target: Target, name: str | None = None) -> torch.Tensor:
+    """A copy of one whole parameter, in its own type, on its device. All ranks must call. Gathers its unit only.
 
     Args:
         target: The parameter itself, or the model and the parameter's `name` in it.
+    Raises:
+        ConfigError: No parameter has this name.
+        StateError: Not all ranks called.
     """
-    found = _find(target, name)
-    if found is None:
-        return _plain(target, name).detach().clone()
-    with found.engine.weights.gathered([found.unit]):
-        return found.buffer.params[found.index].detach().clone()
+    place = find_parameter(target, name)
+    if place is None:
+        return plain_parameter(target, name).detach().clone()
+    place.engine.require_all_ranks("full_param")
+    with place.engine.weights.gathered([place.unit]):
+        return place.buffer.params[place.index].detach().clone()
 
 
-def full_grad(target: nn.Module | nn.Parameter, name: str | None = None) -> torch.Tensor | None:
+def full_grad(target: Target, name: str | None = None) -> torch.Tensor | None:
     """A copy of one parameter's whole gradient as the step will use it, between backward and step.
 
     The mean over ranks of what this window has accumulated so far, clipped if it has been; 1 tensor of the
@@ -65,84 +81,140 @@ def full_grad(target: nn.Module | nn.Parameter, name: str | None = None) -> torc
     Args:
         target: The parameter itself, or the model and the parameter's `name` in it.
     Raises:
+        ConfigError: No parameter has this name.
         StateError: Not all ranks called; the model has no optimizer yet.
     """
-    found = _find(target, name)
-    if found is None:
-        grad = _plain(target, name).grad
+    place = find_parameter(target, name)
+    if place is None:
+        grad = plain_parameter(target, name).grad
         return None if grad is None else grad.detach().clone()
-    found.engine.require_all_ranks("full_grad")
-    return _optimizer(found).full_grad(found.buffer, found.index)
+    place.engine.require_all_ranks("full_grad")
+    return place.optimizer.full_grad(place.buffer, place.index)
 
 
-def full_optimizer_state(target: nn.Module | nn.Parameter, kind: str, name: str | None = None) -> torch.Tensor | None:
+def full_optimizer_state(target: Target, kind: str, name: str | None = None) -> torch.Tensor | None:
     """A copy of one parameter's whole optimizer state, such as "exp_avg", wherever it is kept.
 
-    Of the parameter's shape, in the state's type, on the compute device; "master" gives the fp32 master weights; None
-    before the first update. All ranks must call.
+    Of the parameter's shape, in the state's type, on the compute device; "master" gives the fp32 master weights (fp64
+    for fp64 parameters), at any time; other kinds give None before the first update. All ranks must call.
 
     Args:
         target: The parameter itself, or the model and the parameter's `name` in it.
     Raises:
+        ConfigError: No parameter has this name.
         StateError: Not all ranks called; the model has no optimizer yet; no such state (those there are are named).
     """
-    found = _find(target, name)
-    if found is None:
+    place = find_parameter(target, name)
+    if place is None:
         raise StateError(
             "full_optimizer_state reads the state of a model that hf_zero trains; read optimizer.state[param]"
         )
-    found.engine.require_all_ranks("full_optimizer_state")
-    found.engine.finish_updates()
-    return _optimizer(found).full_state(found.buffer, found.index, kind)
+    place.engine.require_all_ranks("full_optimizer_state")
+    place.engine.finish_updates()
+    return place.optimizer.full_state(place.buffer, place.index, kind)
 
 
+# -------------------------------------------------------------------- where things are
 @dataclass(frozen=True)
-class _Found:
+class Place:
+    """Where hf_zero keeps a parameter."""
+
     engine: ZeroEngine
     unit: ShardUnit
     buffer: FlatBuffer
     index: int  # of the parameter in the buffer
 
+    @property
+    def name(self) -> str:
+        return self.buffer.layout.slots[self.index].name
 
-def _find(target: nn.Module | nn.Parameter, name: str | None) -> _Found | None:
-    """Where hf_zero keeps a parameter; None if it does not."""
-    param = _plain(target, name)
-    engines = [engine_of(target)] if isinstance(target, nn.Module) else list(live_engines())
-    for engine in engines:
-        for unit in engine.units if engine is not None else ():
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.buffer.layout.slots[self.index].shape
+
+    @property
+    def optimizer(self) -> ShardedOptimizer:
+        if self.engine.optimizer is None:
+            raise StateError(
+                "this model has no optimizer yet: hf_zero.initialize or engine.attach_optimizer gives it one"
+            )
+        return self.engine.optimizer
+
+
+def find_parameter(target: Target, name: str | None) -> Place | None:
+    """Where hf_zero keeps one parameter; None if it does not. Raises ConfigError for an unknown name."""
+    param = plain_parameter(target, name)
+    for engine in live_engines():
+        for unit in engine.units:
             for buffer in unit.buffers:
                 for index, mine in enumerate(buffer.params):
                     if mine is param:
-                        assert engine is not None
-                        return _Found(engine, unit, buffer, index)
+                        return Place(engine, unit, buffer, index)
     return None
 
 
-def _plain(target: nn.Module | nn.Parameter, name: str | None) -> nn.Parameter:
+def plain_parameter(target: Target, name: str | None) -> nn.Parameter:
+    """The parameter that `target` and `name` stand for. Raises ConfigError for an unknown name."""
     if not isinstance(target, nn.Module):
         return target
-    named = {clean_name(path): param for path, param in target.named_parameters(remove_duplicate=False)}
-    if name is None or clean_name(name) not in named:
-        raise ConfigError(f"no parameter of this model is called {name}; names are those of model.named_parameters()")
-    return named[clean_name(name)]
+    if name is None:
+        raise ConfigError("which parameter? Pass the parameter itself, or the model and its `name` in it")
+    return _named(target, [name])[0]
 
 
-def _optimizer(found: _Found) -> ShardedOptimizer:
-    if found.engine.optimizer is None:
-        raise StateError("this model has no optimizer yet: hf_zero.initialize or engine.attach_optimizer gives it one")
-    return found.engine.optimizer
-
-
-def _units_of(engine: ZeroEngine, model: nn.Module, names: Iterable[str] | None) -> list[ShardUnit]:
-    units = engine.units
-    if names is None:
-        return list(units)
-    aliases = tied_names(model)
-    wanted = {aliases.get(clean_name(name), clean_name(name)) for name in names}
-    known = {slot.name: unit for unit in units for buffer in unit.buffers for slot in buffer.layout.slots}
-    unknown = sorted(wanted - known.keys())
+def _named(module: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
+    known = {clean_name(path): param for path, param in module.named_parameters(remove_duplicate=False)}
+    engine = engine_of(module)
+    if engine is not None and engine.module is not module:  # a wrapper around the model: its names count as well
+        for path, param in engine.module.named_parameters(remove_duplicate=False):
+            known.setdefault(clean_name(path), param)
+    wanted = [clean_name(name) for name in names]
+    unknown = sorted({name for name in wanted if name not in known})
     if unknown:
         raise ConfigError(
             f"no parameter of this model is called {', '.join(unknown)}; names are those of model.named_parameters()"
         )
-    return list({id(known[name]): known[name] for name in sorted(wanted)}.values())
+    return [known[name] for name in wanted]
+
+
+def _parameters_of(target: Target | Iterable[Target], names: Iterable[str] | None) -> list[nn.Parameter]:
+    if isinstance(target, nn.Module):
+        return list(target.parameters()) if names is None else _named(target, names)
+    if names is not None:
+        raise ConfigError("gathered_params: `names` are names in one module; pass the model, or parameters alone")
+    if isinstance(target, nn.Parameter):
+        return [target]
+    return [param for one in target for param in _parameters_of(one, None)]
+
+
+def _units_by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ZeroEngine, list[ShardUnit]]]:
+    """The units that hold these parameters, in an order that is the same on all ranks."""
+    places = {
+        id(param): (engine, unit)
+        for engine in live_engines()
+        for unit in engine.units
+        for buffer in unit.buffers
+        for param in buffer.params
+    }
+    found: dict[int, tuple[ZeroEngine, dict[int, ShardUnit]]] = {}
+    for param in params:
+        if id(param) in places:
+            engine, unit = places[id(param)]
+            found.setdefault(id(engine), (engine, {}))[1][id(unit)] = unit
+    return [(engine, [unit for unit in engine.units if id(unit) in chosen]) for engine, chosen in found.values()]
+
+
+def _check_ranks_agree(engine: ZeroEngine, units: list[ShardUnit], write_rank: int | None) -> None:
+    """Collectives are matched by order: ranks that name other parameters would take each other's values."""
+    if write_rank is not None and not 0 <= write_rank < engine.world_size:
+        raise ConfigError(f"gathered_params: write_rank={write_rank}, but ranks are 0 to {engine.world_size - 1}")
+    engine.require_all_ranks("gathered_params")
+    mine = ([unit.name for unit in units], write_rank)
+    everyone = engine.comm.all_gather_object(mine, "gathered_params")
+    if any(theirs != mine for theirs in everyone):
+        said = [f"rank {rank}: units {names[:5]}, write_rank={one}" for rank, (names, one) in enumerate(everyone)]
+        raise StateError(
+            "gathered_params was called for other parameters, or with another write_rank, on some ranks:\n"
+            + "\n".join(said)
+            + "\nGive all ranks the same arguments."
+        )

@@ -22,11 +22,9 @@ from hf_zero.config import ResolvedConfig
 from hf_zero.errors import StateError
 from hf_zero.optim.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.runtime.arrival import Arrival
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_buffers, torch_dtype
+from hf_zero.runtime.fittings import Callbacks, Fitted, ModelFittings
 from hf_zero.runtime.grads import GradBuffer, GradReducer
-from hf_zero.runtime.guards import ModelGuards
-from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
 from hf_zero.runtime.memory import memory_report
 from hf_zero.runtime.params import OnDemandParams, PrefetchLimits
 from hf_zero.runtime.weights import WholeWeights
@@ -35,9 +33,9 @@ from hf_zero.shards.unit import ShardUnit, UnitState
 
 logger = logging.getLogger(__name__)
 
+Dressing = Callable[["ZeroEngine"], None]
 _KEY = "_hf_zero_engine"
 _LIVE: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()  # engines whose model is still there
-_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 class ZeroEngine:
@@ -79,15 +77,16 @@ class ZeroEngine:
         self.trains = train
         if built is None:
             comm = Comm.join(device, group=group, timeout_s=config.desync_timeout)
-            built = build_units(model, BuildSettings.of(config, self._scale(comm), train=train), comm)
+            built = build_units(
+                model, BuildSettings.of(config, 1 / (comm.world_size * self.accumulation_steps), train=train), comm
+            )
         self.comm = built.comm
         share_buffers(model, self.comm)
         self.homes = built.homes
         self.units = built.units
         self.pool = built.pool
         zero = config.zero
-        ahead = zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0
-        limits = PrefetchLimits(ahead, zero.stage3_max_live_parameters)
+        limits = PrefetchLimits(zero.overlap_comm * zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
         self.params = OnDemandParams(self.units, limits, on_left=self._unit_left)
         self.reducer = GradReducer(
             built.grads,
@@ -97,11 +96,9 @@ class ZeroEngine:
         )
         self.weights = WholeWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
         self._no_sync, self._teardowns = False, list[Callable[[], None]]()
-        self._install()
+        self.dressings: list[Dressing] = []
+        self._fittings = self._fit()
         self._announce()
-
-    def _scale(self, comm: Comm) -> float:
-        return 1.0 / (comm.world_size * self.accumulation_steps)
 
     def _announce(self) -> None:
         """What a reader of the log needs to know, once, from rank 0."""
@@ -123,32 +120,22 @@ class ZeroEngine:
             sum(len(buffer.params) for unit in kept for buffer in unit.buffers),
         )
 
-    def _install(self) -> None:
-        model = self.module
-        begin = self.params.begin_backward if self.trains else self._refuse_backward
-        watch = BackwardWatch(begin, self._end_backward)
-        self._hooks = ModelHooks()
-        self._guards = ModelGuards(model, self.units)
-        self._hooks.on_state_dict(model, self._check_current)
-        boundary = weakref.WeakMethod(self.is_gradient_accumulation_boundary)
-        for buffer in self.reducer.buffers:
-            for index, param in enumerate(buffer.flat.params):
-                self._hooks.on_gradient(param, Arrival(self.reducer, buffer, index, boundary))
-        self._hooks.on_model(model, watch, torch_dtype(self.config.dtype))
-        if self.is_sharded:
-            for unit in self.units:
-                if unit.kind is UnitKind.ROOT:
-                    self._hooks.on_root(unit, self.params, watch)
-                elif unit.on_demand:
-                    self._hooks.on_layer(unit, self.params, watch, self.device.type)
-        model.__dict__[_KEY] = self
+    def _fit(self) -> ModelFittings:
+        """Put the engine on its model."""
+        dtype = torch_dtype(self.config.dtype)
+        fitted = Fitted(self.module, self.units, self.params, self.reducer, self.device, dtype)
+        callbacks = Callbacks(
+            backward_starts=self.params.begin_backward if self.trains else self._refuse_backward,
+            backward_ends=self._end_backward,
+            state_dict=self._check_current,
+            boundary=weakref.WeakMethod(self.is_gradient_accumulation_boundary),
+            deepcopy=self._deepcopy,
+        )
         _LIVE.add(self)
-        model.__dict__["no_sync"] = lambda: self.no_sync()
-        if self.is_sharded:
-            # transformers' generate runs on all ranks in step where it sees this, and LayerDrop runs every layer.
-            # torch.compile refuses a module with the first mark unless it has the second.
-            for module in model.modules():
-                module.__dict__.update(dict.fromkeys(_MARKS, True))
+        fittings = ModelFittings(fitted, callbacks, {_KEY: self, "no_sync": lambda: self.no_sync()})
+        for dressing in self.dressings:
+            dressing(self)
+        return fittings
 
     # ---------------------------------------------------------------- identity
     @property
@@ -359,18 +346,34 @@ class ZeroEngine:
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 self.params.make_full(unit)
-        self._hooks.remove()
-        self._guards.remove()
-        for module in self.module.modules():
-            for mark in _MARKS:
-                module.__dict__.pop(mark, None)
-        for name in (_KEY, "no_sync"):
-            self.module.__dict__.pop(name, None)
+        self._take_off()
         if self.optimizer is not None:
             self.optimizer.close()
         _LIVE.discard(self)
-        for undo in self._teardowns:
-            undo()
+
+    def _take_off(self) -> None:
+        self._fittings.take_off()
+        while self._teardowns:
+            self._teardowns.pop()()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, the model is a plain module with placeholders: nothing of the engine is on it."""
+        self._take_off()
+        try:
+            yield
+        finally:
+            self._fittings = self._fit()
+
+    def _deepcopy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        from hf_zero.duplication import deepcopy_of  # which makes engines
+
+        return deepcopy_of(self, module, memo)
+
+    def dress(self, dressing: Dressing) -> None:
+        """Call `dressing(engine)` now and whenever the engine comes back to its model: it puts something on it."""
+        self.dressings.append(dressing)
+        dressing(self)
 
     def on_teardown(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the engine leaves the model."""

@@ -111,7 +111,7 @@ def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool) -> 
     if engine.is_sharded and hasattr(model, "save_pretrained"):  # a model of transformers or PEFT
         from hf_zero.hf.install import install_on_model
 
-        install_on_model(model, engine)
+        install_on_model(engine)
     return engine
 
 

@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(["runtime"]),
     frozenset(["optim"]),
     frozenset(["checkpoint"]),
-    frozenset(["engine", "access", "fragments", "ema", "weight_copy", "loading", "renewal", "construction"]),
+    frozenset("engine access fragments ema weight_copy loading renewal construction duplication".split()),
     frozenset(["initializer", "hf", "cli", "run"]),
     frozenset(["__init__"]),  # the public names, above all of them
 )
@@ -43,6 +43,8 @@ SIDEWAYS = frozenset(
         ("weight_copy", "engine"),
         ("renewal", "engine"),
         ("construction", "engine"),
+        ("duplication", "engine"),
+        ("engine", "duplication"),
         ("loading", "engine"),
         ("initializer", "hf"),
         ("run", "hf"),

@@ -54,7 +54,7 @@ def replace_all(stage: int, config: tuple[tuple[str, Any], ...], how: str) -> di
     else:
         with hf_zero.gathered_params(engine.module, write_rank=1), torch.no_grad():
             for name, param in engine.module.named_parameters():
-                param.copy_(other[name] if engine.rank == 1 else torch.zeros(()))
+                param.copy_(other[name] if engine.rank == 1 else param)
         engine.module.scale.copy_(other["scale"])
     loaded = engine.full_state_dict(keep=True)
     for group in engine.optimizer.param_groups:

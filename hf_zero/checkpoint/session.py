@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +33,14 @@ from hf_zero.shards.stored import StoredShard
 from hf_zero.shards.tensors import ShardTensor
 from hf_zero.shards.unit import ShardUnit
 
+logger = logging.getLogger(__name__)
+
 # Optimizer state that is a Python number, not a tensor of one element, keeps its kind through a file by this suffix.
 _PYTHON_NUMBER = "@python"
 # Optimizers that keep the same state under the same names: one goes on where the other stopped.
 _SAME_STATE = frozenset(["Adam", "AdamW", "CPUAdam"])
+# Kinds that the optimizer does not know, such as an average of the weights.
+_ATTACHED = "attached."
 _T = TypeVar("_T")
 
 
@@ -79,6 +84,8 @@ def save(session: Session, folder: Path, client_state: Any) -> Path:
     one, is then still whole.
     """
     comm = session.comm
+    if session.optimizer is not None:
+        session.optimizer.check_active("a checkpoint")
     info = _info(session, client_state)
     _together(comm, "checkpoint contents", lambda: check_info(info))
     save_id = _together(comm, "checkpoint folder", lambda: prepare_folder(folder) if comm.rank == 0 else "")[0]
@@ -176,6 +183,7 @@ def _run_states(session: Session) -> Iterator[RunState]:
                 continue
             tensors: dict[str, torch.Tensor | Chunked] = {"master": _readable(buffer.master, run)}
             scalars: dict[str, Scalar] = {}
+            tensors.update((kind, shards[buffer].read_run(run)) for kind, shards in _attached(session.optimizer))
             if run.name in owned and session.optimizer is not None:
                 more, scalars = _optimizer_state(session.optimizer, owned[run.name])
                 tensors.update(more)
@@ -198,6 +206,11 @@ def _optimizer_state(
     tensors = {kind: _readable(value, owned.run) for kind, value in native.items() if isinstance(value, StoredShard)}
     scalars = {kind: float(value) for kind, value in native.items() if not isinstance(value, StoredShard)}
     return tensors, dict(scalars)
+
+
+def _attached(optimizer: ShardedOptimizer | None) -> list[tuple[str, dict[FlatBuffer, ShardTensor]]]:
+    """Kinds in the files, and shards, of what is kept beside the state that the optimizer itself has."""
+    return [] if optimizer is None else [(_ATTACHED + kind, shards) for kind, shards in optimizer.attached.items()]
 
 
 def _owned_by_name(optimizer: ShardedOptimizer | None) -> dict[str, OwnedRun]:
@@ -234,11 +247,14 @@ def load(session: Session, folder: Path, *, load_optimizer: bool) -> Loaded:
     Raises CheckpointError on every rank: no manifest, files missing or damaged, parameters that do not fit.
     """
     comm = session.comm
+    if session.optimizer is not None:
+        session.optimizer.check_active("loading a checkpoint")
     with _open_together(session, folder) as reader:
         with torch.no_grad():
             _together(comm, "weights", lambda: _load_weights(session, reader))
             if load_optimizer and session.optimizer is not None:
                 _together(comm, "optimizer state", lambda: _load_optimizer(session, reader))
+                _load_attached(session, reader)
         manifest = reader.manifest
     if session.lr_scheduler is not None and "lr_scheduler" in manifest.extra and load_optimizer:
         state = {key: value for key, value in manifest.extra["lr_scheduler"].items() if value is not None}
@@ -302,13 +318,45 @@ def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
 
 
+def load_attached(session: Session, folder: Path, kind: str) -> None:
+    """Restore one attached kind alone from `folder`. All ranks must call.
+
+    Raises CheckpointError on every rank: as `load`, and where the folder does not hold this kind.
+    """
+    with _open_together(session, folder) as reader:
+        stored = {name for kinds in reader.manifest.kinds.values() for name in kinds}
+        if _ATTACHED + kind not in stored:
+            raise CheckpointError(f"{folder} holds no {kind!r}: it was saved without, or under another name")
+        _load_attached(session, reader, only=kind)
+
+
+def _load_attached(session: Session, reader: CheckpointReader, *, only: str | None = None) -> None:
+    """What a checkpoint does not hold of an attached kind starts from the weights, which have been loaded."""
+    new = set()
+    for kind, shards in _attached(session.optimizer):
+        if only is not None and kind != _ATTACHED + only:
+            continue
+        for buffer, shard in shards.items():
+            for run in buffer.layout.runs(buffer.rank):
+                found = kind if kind in reader.kinds(run.name) else "master"
+                new.update([kind] if found != kind else [])
+                values = (
+                    reader.read(run.name, kind, run)
+                    if found == kind
+                    else reader.read_weights(run.name, run, shard.dtype)
+                )
+                shard.write_run(run, values)
+    if new and session.comm.rank == 0:
+        logger.warning("%s: %s starts anew from the weights", reader.folder, ", ".join(sorted(new)))
+
+
 def _state_of(owned: OwnedRun, reader: CheckpointReader) -> list[dict[str, Any]]:
     """The saved optimizer state for each tensor of a run."""
     states: list[dict[str, Any]] = [{} for _ in owned.masters]
     sizes = [master.numel() for master in owned.masters]
     device = owned.masters[0].device
     for kind in reader.kinds(owned.run.name):
-        if kind not in ("master", "param"):
+        if kind not in ("master", "param") and not kind.startswith(_ATTACHED):
             chunks = torch.split(reader.read(owned.run.name, kind, owned.run), sizes)
             for state, master, chunk in zip(states, owned.masters, chunks, strict=True):
                 state[kind] = chunk.to(device, master.dtype, copy=True).view(master.shape)

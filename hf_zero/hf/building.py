@@ -41,4 +41,4 @@ def constructing(construction: ShardedConstruction, resolve: Callable[[nn.Module
     with construction.watching(), initialising(construction):
         yield
     for engine in construction.finish(resolve):
-        install_on_model(engine.module, engine)
+        install_on_model(engine)

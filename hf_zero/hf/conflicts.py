@@ -124,7 +124,8 @@ def model_conflicts(model: nn.Module, stage: int) -> list[Problem]:
         text = f"{name} was loaded with a device_map ({', '.join(devices)}), but ranks place their parts themselves."
         problems.append(Problem("model", text, "Load it without device_map."))
     if stage == 3 and is_quantized(model):
-        text = f"{name} is quantized, and stage 3 cannot cut quantized parameters."
+        packed = f" (first: {', '.join(_packed_names(model)[:3])})" if _packed_names(model) else ""
+        text = f"{name} is quantized{packed}, and stage 3 cannot cut packed parameters."
         problems.append(Problem("model", text, "Use stage 2, or load it unquantized."))
     return problems
 
@@ -134,4 +135,10 @@ def is_quantized(model: nn.Module) -> bool:
     flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
     if any(getattr(model, flag, False) for flag in flags) or getattr(model, "hf_quantizer", None) is not None:
         return True
-    return any(param.dtype in (torch.uint8, torch.int8) for param in model.parameters())
+    return bool(_packed_names(model))
+
+
+def _packed_names(model: nn.Module) -> list[str]:
+    """Parameters of one byte per element: packed integers, or floats that mean nothing without their scale."""
+    types = {name: param.dtype for name, param in model.named_parameters()}
+    return [name for name, dtype in types.items() if dtype.itemsize == 1 and dtype != torch.bool]

@@ -96,15 +96,13 @@ class _Calls:
     def continuous_batching(
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Continuous batching takes no notice of other ranks, so it runs on whole weights only."""
-        if not _is_whole(self._engine):
-            raise StateError(
-                f"rank {self._engine.rank}: continuous batching (generate_batch, init_continuous_batching, "
-                'cache_implementation="paged") runs as many forwards as the requests of its own rank need, but the '
-                "weights are sharded: other ranks would not come to gather them.\nUse generate without it, or call it "
-                "inside `with hf_zero.gathered_params(model):`, which every rank enters."
-            )
-        return original(*args, **kwargs)
+        """Continuous batching takes no notice of other ranks, and forwards in a thread of its own."""
+        raise StateError(
+            f"rank {self._engine.rank}: continuous batching (generate_batch, init_continuous_batching, "
+            'cache_implementation="paged") runs as many forwards as the requests of its own rank need, but the '
+            "weights are sharded: other ranks would not come to gather them.\nUse generate without it, or call "
+            "engine.teardown() on every rank first, which leaves the plain model."
+        )
 
     @contextmanager
     def _gathered(self, given: Mapping[str, Any]) -> Iterator[None]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from hf_zero.engine import ZeroEngine
 from hf_zero.hf.generation import install_generate
 from hf_zero.hf.resizing import install_resize
 from hf_zero.hf.weights import install_save_pretrained
 
 
-def install_on_model(model: nn.Module, engine: ZeroEngine) -> None:
+def install_on_model(engine: ZeroEngine) -> None:
     """Let saving, generating and resizing work on shards; until the engine leaves the model."""
     if engine.is_sharded:
-        install_save_pretrained(model, engine)
-        install_generate(model, engine)
-        install_resize(model, engine)
+        engine.dress(_install)
+
+
+def _install(engine: ZeroEngine) -> None:
+    install_save_pretrained(engine.module, engine)
+    install_generate(engine.module, engine)
+    install_resize(engine.module, engine)

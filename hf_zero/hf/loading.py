@@ -257,7 +257,7 @@ class ShardedLoad:
                     buffer.gather_start()
                     buffer.gather_finish()
         engine = ZeroEngine(self._model, self._config, built=built, train=False)
-        install_on_model(self._model, engine)
+        install_on_model(engine)
         return engine
 
 

@@ -96,7 +96,7 @@ class ZeroPlugin:
             # Masters keep what a cast to 16 bits drops, so a model that is evaluated first has them from the start.
             train=train or resolved.dtype is not None,
         )
-        install_on_model(model, engine)
+        install_on_model(engine)
         return engine
 
     def wrap_optimizer(

@@ -30,6 +30,7 @@ from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin, writes_weights
 from hf_zero.hf.weights import full_weights, restore_weights
+from hf_zero.weight_copy import copy_weights
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +87,22 @@ def train(
         if len(set(everyone := gather_object([chosen]))) > 1:
             raise CheckpointError(f"ranks would resume from different checkpoints: {everyone} (in rank order).")
         resume_from_checkpoint = chosen
+    if _plugin(self) is not None:
+        _mix_references_by_shards(self)
     result = orig(resume_from_checkpoint, *args, **kwargs)
     finish_updates(self)
     return result
+
+
+def _mix_references_by_shards(trainer: Any) -> None:
+    """TRL's callback that moves a reference towards the policy writes to parameters, which may be placeholders."""
+    for callback in trainer.callback_handler.callbacks:
+        if callable(getattr(type(callback), "sync_target_model", None)):
+            callback.sync_target_model = _mix_weights
+
+
+def _mix_weights(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+    copy_weights(model, target_model, tau=alpha)
 
 
 def save_checkpoint(self: Any, orig: Original, *args: Any, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,3 +52,20 @@ def _same_cut(a: list[torch.Tensor], b: list[torch.Tensor]) -> tuple[list[torch.
     if len(b) == 1:
         return a, list(torch.split(b[0].view(-1), [tensor.numel() for tensor in a]))
     raise AssertionError(f"a run cut into {len(a)} and {len(b)} tensors")
+
+
+def cut_state(state: dict[str, Any], owned: OwnedRun) -> dict[torch.Tensor, dict[str, Any]]:
+    """State that the optimizer had for a whole parameter, for the tensors that this rank updates of it."""
+    numel = owned.buffer.flat.layout.slots[owned.index].numel
+    cut: dict[torch.Tensor, dict[str, Any]] = {master: {} for master in owned.masters}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
+            flat = value.detach().reshape(-1)
+            mine = torch.cat([flat[piece.start : piece.end] for piece in owned.run.pieces])
+            chunks = torch.split(mine, [master.numel() for master in owned.masters])
+            for master, chunk in zip(owned.masters, chunks, strict=True):
+                cut[master][key] = chunk.clone().view(master.shape)
+        else:
+            for master in owned.masters:
+                cut[master][key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return cut

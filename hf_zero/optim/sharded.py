@@ -11,13 +11,23 @@ import torch
 from hf_zero.comm import Comm
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
-from hf_zero.optim.owned import OwnedRun, own_run
+from hf_zero.optim.owned import OwnedRun, cut_state, own_run
 from hf_zero.optim.rules import check_native, check_optimizer
-from hf_zero.optim.whole import assemble, whole_state
+from hf_zero.optim.whole import (
+    assemble,
+    changed_state,
+    check_kind,
+    joined_state,
+    read_state,
+    run_of,
+    whole_state,
+    write_state,
+)
 from hf_zero.optim.window import WindowFacts, clip_coefficient, settle_window
 from hf_zero.runtime.grads import GradBuffer, GradReducer
 from hf_zero.runtime.order import UseOrder
 from hf_zero.shards.buffer import FlatBuffer
+from hf_zero.shards.tensors import ShardTensor
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -59,6 +69,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._after_step = after_step
         self._facts: WindowFacts | None = None
         self._factor = 1.0  # what clipping multiplies natively updated gradients with, in the update itself
+        self._clipped = False  # by the caller, in this window
+        self.attached: dict[str, dict[FlatBuffer, ShardTensor]] = {}  # kind -> shards that checkpoints hold too
+        self.suspended = ""  # why there can be neither a step nor a checkpoint now
         self.last_norm: float | None = None
         groups = optimizer.param_groups  # CPUAdam says there what the configuration says for torch's
         if any(group.get("fp32_optimizer_states") is False for group in groups):
@@ -95,9 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Forget what has been accumulated in this window."""
         if self._native is not None:
             self._native.rollback()
-        self._reducer.clear()
-        self._facts = None
-        self._factor = 1.0
+        self._forget_window()
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale the mean gradient so that its L2 norm is at most `max_norm`; return the norm before.
@@ -107,6 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         facts = self._settle()
         factor = clip_coefficient(facts.norm, max_norm)
         if factor != 1.0:
+            self._clipped = True
             self._factor *= factor
             for buffer in self._reducer.buffers:
                 if not buffer.flat.home.native:
@@ -123,13 +135,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise StateError("a closure cannot be used on shards: call backward, then step()")
+        self.check_active("a step")
         for buffer in self._reducer.buffers:
             buffer.flat.check_views()
         facts = self._settle()
-        clipped = self._factor != 1.0
         if self._clip > 0:
             self.clip_grad_norm(self._clip)
-        elif not clipped:
+        elif not self._clipped:
             self.last_norm = facts.norm
         has_grad = {id(buffer): facts.has_grad[i] for i, buffer in enumerate(self._reducer.buffers)}
         changed = False
@@ -138,10 +150,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 changed = self._native.step(has_grad, self._factor)
         self._update_by_torch(has_grad)
         self._publish(native_too=changed)
-        self._reducer.clear()
-        self._facts = None
-        self._factor = 1.0
+        self._forget_window()
         self._after_step()
+
+    def _forget_window(self) -> None:
+        self._reducer.clear()
+        self._facts, self._factor, self._clipped = None, 1.0, False
 
     def gradient_is_final(self, buffer: GradBuffer) -> None:
         """In the last backward before the step: the gradient of `buffer` is complete."""
@@ -160,6 +174,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if changed:
             self._gather_resident(self._native_flats)
 
+    def check_active(self, what: str) -> None:
+        """Raise StateError while something else is in the place of the weights."""
+        if self.suspended:
+            raise StateError(f"rank {self._comm.rank}: {what} is not possible {self.suspended}")
+
     @property
     def has_delayed_update(self) -> bool:
         """Whether an update waits to be published by the next step, or by `finish_updates`."""
@@ -169,34 +188,93 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._native is not None:
             self._native.close()
 
-    # ---------------------------------------------------------------- whole gradients and state
+    # ---------------------------------------------------------------- gradients and state of one parameter
     @torch.no_grad()
     def full_grad(self, flat: FlatBuffer, index: int) -> torch.Tensor | None:
         """See access.full_grad. The window stays open: more may be accumulated after it."""
-        found = next(((i, one) for i, one in enumerate(self._reducer.buffers) if one.flat is flat), None)
-        facts = self._facts or settle_window(self._reducer, self._comm, self._orders)
-        if found is None or not facts.has_grad[found[0]][index]:
+        found = self._settled(flat, index)
+        if found is None:
             return None
-        grads = found[1]
-        factor = self._factor if flat.home.native else 1.0  # elsewhere clipping has scaled the gradient itself
+        grads, factor = found
         return assemble(flat, index, self._comm, lambda run: grads.shard.read_run(run) * factor, grads.dtype)
+
+    @torch.no_grad()
+    def local_grad(self, flat: FlatBuffer, index: int) -> torch.Tensor | None:
+        """What this rank owns of a gradient as the step will use it, 1-D; see fragments.local_grad."""
+        found = self._settled(flat, index)
+        run = run_of(flat, index)
+        return None if found is None or run is None else found[0].shard.read_run(run) * found[1]
+
+    @torch.no_grad()
+    def set_grad(self, flat: FlatBuffer, index: int, values: torch.Tensor | None) -> None:
+        """Let the step use these values, 1-D, for the elements that this rank owns. All ranks must call.
+
+        Raises StateError for a parameter without gradient memory.
+        """
+        grads = next((one for one in self._reducer.buffers if one.flat is flat), None)
+        if grads is None:
+            raise StateError(f"{flat.layout.slots[index].name} is frozen: it has no gradient")
+        self._settle()
+        if self._native is not None:
+            self._native.rollback()  # an update that began in backward has used the old values
+            for native in (one for one in self._reducer.buffers if one.flat.home.native):
+                native.shard.scale(self._factor)
+            self._factor = 1.0
+        run = run_of(flat, index)
+        if run is not None and values is not None:
+            grads.shard.write_run(run, values)
+        grads.seen[index] = True
+        self._facts = None  # the norm has changed: the step votes again
 
     @torch.no_grad()
     def full_state(self, flat: FlatBuffer, index: int, kind: str) -> torch.Tensor | None:
         """See access.full_optimizer_state."""
-        owned = next((one for one in self._owned if one.buffer.flat is flat and one.index == index), None)
+        if kind == "master" and flat.master is not None:
+            return assemble(flat, index, self._comm, flat.master.read_run, flat.master.dtype)
+        return whole_state(flat, index, kind, self._comm, self._state_of(flat, index))
+
+    @torch.no_grad()
+    def local_state(self, flat: FlatBuffer, index: int, kind: str) -> torch.Tensor | None:
+        """What this rank owns of a state, 1-D, or 0-dim where it is a number; None if it owns nothing."""
+        run = run_of(flat, index)
+        if run is not None and kind == "master" and flat.master is not None:
+            return flat.master.read_run(run)
+        mine = self._state_of(flat, index)
+        return None if run is None or not mine else read_state(flat, index, kind, mine, run)
+
+    @torch.no_grad()
+    def set_state(self, flat: FlatBuffer, index: int, kind: str, values: torch.Tensor | None, *, number: bool) -> None:
+        """Set what this rank owns of a state: 1-D, or 0-dim where it is a `number`. All ranks must call.
+
+        Raises StateError on all ranks; see check_kind.
+        """
+        owned, mine = self._owned_of(flat, index), self._state_of(flat, index)
+        check_kind(flat, index, kind, self._comm, mine, number=number)
+        if owned is None or values is None or not mine:
+            return
+        if owned.native:
+            self.load_native_state(owned, changed_state(mine, kind, owned.run, values))
+        else:
+            write_state([self.state[master] for master in owned.masters], kind, values)
+
+    def _state_of(self, flat: FlatBuffer, index: int) -> dict[str, Any] | None:
+        """This rank's state of a parameter by kind; {} before the first update, None if it owns nothing of it."""
+        owned = self._owned_of(flat, index)
         if owned is None:
-            return whole_state(flat, index, kind, self._comm, None)
-        mine: dict[str, Any] | None = self.native_state(owned)
-        if mine is None:
-            mine = {}
-            for key in self.state.get(owned.masters[0], {}):
-                values = [self.state[master][key] for master in owned.masters]
-                cut = isinstance(values[0], torch.Tensor) and values[0].dim() > 0
-                mine[key] = torch.cat([value.reshape(-1) for value in values]) if cut else values[0]
-        if mine and flat.master is not None:
-            mine["master"] = flat.master
-        return whole_state(flat, index, kind, self._comm, mine)
+            return None
+        mine = self.native_state(owned)
+        return mine if mine is not None else joined_state([self.state.get(master, {}) for master in owned.masters])
+
+    def _owned_of(self, flat: FlatBuffer, index: int) -> OwnedRun | None:
+        return next((one for one in self._owned if one.buffer.flat is flat and one.index == index), None)
+
+    def _settled(self, flat: FlatBuffer, index: int) -> tuple[GradBuffer, float] | None:
+        """(where the gradient of this window is, what clipping multiplies it with); None if no rank has one."""
+        facts = self._facts or settle_window(self._reducer, self._comm, self._orders)
+        for number, grads in enumerate(self._reducer.buffers):
+            if grads.flat is flat and facts.has_grad[number][index]:
+                return grads, self._factor if flat.home.native else 1.0  # elsewhere the gradient itself was scaled
+        return None
 
     # ---------------------------------------------------------------- inside
     def _settle(self) -> WindowFacts:
@@ -283,7 +361,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 owned.append(piece)
                 mine.extend(piece.masters)
                 if param in old_state:
-                    cut = _cut_state(old_state[param], piece)
+                    cut = cut_state(old_state[param], piece)
                     if piece.native:
                         self._first_state.append((piece, cut[piece.masters[0]]))
                     else:
@@ -313,25 +391,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Bytes of optimizer state beside the masters, on whatever medium."""
         tensors = [value for state in self.state.values() for value in state.values()]
         held = sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
+        held += sum(shard.nbytes for shards in self.attached.values() for shard in shards.values())
         return held + (0 if self._native is None else self._native.moment_bytes())
 
     def owned_runs(self) -> Iterator[OwnedRun]:
         """What this rank updates, in the order of the param groups."""
         yield from self._owned
-
-
-def _cut_state(state: dict[str, Any], owned: OwnedRun) -> dict[torch.Tensor, dict[str, Any]]:
-    """State that the optimizer had for a whole parameter, for the tensors that this rank updates of it."""
-    numel = owned.buffer.flat.layout.slots[owned.index].numel
-    cut: dict[torch.Tensor, dict[str, Any]] = {master: {} for master in owned.masters}
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
-            flat = value.detach().reshape(-1)
-            mine = torch.cat([flat[piece.start : piece.end] for piece in owned.run.pieces])
-            chunks = torch.split(mine, [master.numel() for master in owned.masters])
-            for master, chunk in zip(owned.masters, chunks, strict=True):
-                cut[master][key] = chunk.clone().view(master.shape)
-        else:
-            for master in owned.masters:
-                cut[master][key] = value.clone() if isinstance(value, torch.Tensor) else value
-    return cut

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.errors import StateError
 from hf_zero.shards.unit import ShardUnit, UnitState
 
+DeepCopy = Callable[[nn.Module, dict[int, Any]], nn.Module]
+
 
 class ModelGuards:
     """Guards on the modules that own on-demand parameters. `remove` takes all of them off."""
 
-    def __init__(self, model: nn.Module, units: list[ShardUnit]) -> None:
+    def __init__(self, model: nn.Module, units: list[ShardUnit], deepcopy: DeepCopy) -> None:
+        """`deepcopy(module, memo)` copies the model, or a module in it."""
         self._handles: list[RemovableHandle] = []
         self._overridden: list[tuple[nn.Module, str]] = []
         owner = {id(param): unit for unit in units if unit.on_demand for b in unit.buffers for param in b.params}
@@ -29,7 +33,7 @@ class ModelGuards:
                 self._guard_apply(module, path, mine)
         for module in model.modules():
             if any(id(param) in owner for param in module.parameters()):
-                self._override(module, "__deepcopy__", _no_deepcopy)
+                self._override(module, "__deepcopy__", functools.partial(deepcopy, module))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -83,10 +87,3 @@ class ModelGuards:
             return module
 
         self._override(module, "_apply", apply)
-
-
-def _no_deepcopy(memo: dict[int, Any]) -> nn.Module:
-    raise StateError(
-        "a sharded model cannot be deep-copied: the copy would hold placeholders.\nLoad a second model with "
-        "from_pretrained, or copy the weights with engine.full_state_dict(keep=True) on all ranks."
-    )

@@ -22,6 +22,7 @@ on an output. So a backward that builds a graph releases nothing until a backwar
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -97,12 +98,14 @@ class ModelHooks:
     def on_gradient(self, param: nn.Parameter, arrived: Callable[[torch.Tensor], None]) -> None:
         """Call `arrived(grad)` whenever autograd has added to `param.grad`, and take the gradient away."""
 
+        mine = weakref.ref(self)  # Python's collector does not see what autograd's hooks refer to
+
         def hook(leaf: torch.Tensor) -> None:
-            grad = leaf.grad
-            if grad is not None:
+            grad, hooks = leaf.grad, mine()
+            if grad is not None and hooks is not None:
                 leaf.grad = None
-                if self._reads is not None:
-                    self._reads.check_gradient(leaf, grad)
+                if hooks._reads is not None:
+                    hooks._reads.check_gradient(leaf, grad)
                 arrived(grad)
 
         self._handles.append(param.register_post_accumulate_grad_hook(hook))

@@ -45,9 +45,10 @@ class Succession:
         """Give `buffer` its first values. All ranks must call, in the same order."""
         places = [self._places.get(id(param)) for param in buffer.params]
         source = places[0].buffer if places and places[0] is not None else None
-        if source is not None and self._is_same_cut(source, buffer):
+        held = source is not None and all(id(param) in self._places for param in source.params)
+        if source is not None and held and buffer.fits(source, buffer.params):
             source.check_placeholders()
-            buffer.fill_from(source)
+            buffer.fill_from(source, share=True)
         else:
             for place in places:
                 if place is not None:
@@ -61,15 +62,6 @@ class Succession:
             buffer.discard()
         self._left.clear()
         self._places.clear()
-
-    def _is_same_cut(self, old: FlatBuffer, new: FlatBuffer) -> bool:
-        def cut(buffer: FlatBuffer) -> object:
-            layout = buffer.layout
-            slots = [(id(param), slot.shape) for param, slot in zip(buffer.params, layout.slots, strict=True)]
-            return buffer.on_demand, layout.world_size, layout.bucket_numel, slots
-
-        held = all(id(param) in self._places for param in old.params)
-        return held and cut(old) == cut(new)
 
     def _moved(self, params: Iterable[nn.Parameter]) -> None:
         for param in params:

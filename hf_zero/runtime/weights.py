@@ -9,9 +9,13 @@ import torch
 from torch import nn
 
 from hf_zero.comm import Comm
-from hf_zero.errors import CheckpointError, StateError
+from hf_zero.errors import CheckpointError, DivergenceError, OffloadError, StateError
+from hf_zero.layout import Run
+from hf_zero.runtime.edits import EditWatch
 from hf_zero.runtime.params import OnDemandParams
+from hf_zero.shards.buffer import FlatBuffer
 from hf_zero.shards.partition import clean_name, tied_names
+from hf_zero.shards.tensors import ShardTensor
 from hf_zero.shards.unit import ShardUnit, UnitState
 
 
@@ -45,36 +49,111 @@ class WholeWeights:
         self._before_write = before_write  # nothing may write to the masters beside an edit
 
     @contextlib.contextmanager
-    def gathered(self, units: Iterable[ShardUnit], write_rank: int | None = None) -> Iterator[None]:
-        """Make `units` whole inside the block; with `write_rank`, that rank's edits are kept. All ranks must call."""
+    def gathered(self, units: Iterable[ShardUnit]) -> Iterator[None]:
+        """Make `units` whole inside the block, for reading. All ranks must call."""
+        with self._params.pinned([unit for unit in units if unit.state is not UnitState.FULL]):
+            yield
+
+    @contextlib.contextmanager
+    def looked_at(self, units: Iterable[ShardUnit]) -> Iterator[None]:
+        """As `gathered`, for code that is not ours: raises StateError on a rank that wrote to a parameter."""
         units = list(units)
-        if write_rank is not None:
-            self._before_write()
-        mine = [unit for unit in units if unit.state is not UnitState.FULL]
-        if write_rank is not None and len(mine) < sum(unit.on_demand for unit in units):
+        with self.gathered(units):
+            watch = EditWatch([buffer for unit in units for buffer in unit.buffers], by_value=False)
+            yield
+            if all(unit.state is UnitState.FULL for unit in units) and (edited := watch.edited()):
+                raise StateError(
+                    f"rank {self._comm.rank} wrote to parameter(s) that were gathered for reading, and no other rank "
+                    f"hears of it: {_some(list(edited))}.\nName the rank whose edits are to be kept: "
+                    "hf_zero.gathered_params(..., write_rank=0)."
+                )
+
+    @contextlib.contextmanager
+    def edited(self, units: Iterable[ShardUnit], write_rank: int) -> Iterator[None]:
+        """Make `units` whole inside the block and keep the edits of `write_rank`: all or none. All ranks must call.
+
+        Raises StateError on every rank, with nothing kept, if another rank wrote or any rank left by an exception.
+        """
+        units = list(units)
+        self.check_idle(units)
+        self._before_write()
+        with self.gathered(units):
+            buffers = [buffer for unit in units for buffer in unit.buffers]
+            # What is whole for ever is edited in place. Masters are no copy of it: they may be the same memory.
+            resident = [buffer for buffer in buffers if not buffer.on_demand]
+            writes = self._comm.rank == write_rank
+            saved = [buffer.full.to("cpu", copy=True) for buffer in resident] if writes else []
+            watch = EditWatch(buffers, by_value=True)
+            try:
+                yield
+                error = None
+            except (DivergenceError, OffloadError):
+                raise  # the ranks cannot talk any more
+            except Exception as problem:
+                error = problem
+            if any(unit.state is not UnitState.FULL for unit in units):
+                raise StateError("a step inside gathered_params(..., write_rank=...): parameters have changed twice")
+            try:
+                names = self._agree_on_edits(watch, write_rank, error)
+            except StateError:
+                for buffer, values in zip(resident, saved, strict=False):
+                    buffer.full.copy_(values)
+                self._broadcast(resident, write_rank)
+                for buffer in resident:
+                    buffer.bind_views()
+                if error is not None:
+                    raise error from None
+                raise
+            changed = [buffer for buffer in buffers if any(slot.name in names for slot in buffer.layout.slots)]
+            self._broadcast(changed, write_rank)
+            for buffer in changed:
+                _take_over(buffer, names)
+
+    def check_idle(self, units: Iterable[ShardUnit]) -> None:
+        """Raise StateError if one of `units` is in use: its values cannot be replaced now."""
+        on_demand = [unit for unit in units if unit.on_demand]
+        if any(unit.state is UnitState.FULL or self._params.awaits_backward for unit in on_demand):
             raise StateError(
                 "parameters cannot be written between forward and backward, or inside another gathered_params: units "
                 "are in use. Write before the forward or after engine.step()."
             )
-        with torch.no_grad():
-            for unit in mine:
-                self._params.make_full(unit)
-        try:
-            yield
-            if write_rank is not None:
-                self._keep_edits(units, write_rank)
-        finally:
-            for unit in mine:
-                self._params.make_sharded(unit)
 
-    def _keep_edits(self, units: Iterable[ShardUnit], write_rank: int) -> None:
-        with torch.no_grad():
-            for unit in units:
-                for buffer in unit.buffers:
-                    for start, numel in buffer.layout.buckets():
-                        bucket = buffer.full[start : start + numel]
-                        self._comm.broadcast(bucket, f"edits of {buffer.layout.name}", src=write_rank)
-                    buffer.accept_whole()
+    def _agree_on_edits(self, watch: EditWatch, write_rank: int, error: Exception | None) -> set[str]:
+        """Names of what `write_rank` has edited. All ranks must call; raises StateError on all of them."""
+        mine = dict[str, int]()
+        try:
+            if error is None:
+                watch.take_replaced()
+                mine = watch.edited()
+        except StateError as problem:
+            error = problem
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        everyone = self._comm.all_gather_object((text, mine), "edits")
+        failed = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(everyone) if theirs is not None]
+        if failed:
+            raise StateError("an edit of parameters broke off, and nothing of it is kept:\n" + "\n".join(failed))
+        kept = everyone[write_rank][1]
+        strays = []
+        for rank, (_, theirs) in enumerate(everyone):
+            lost = [name for name, bits in theirs.items() if kept.get(name) != bits]  # the same edit is no loss
+            if lost:
+                strays.append(f"rank {rank}: {_some(lost)}")
+        if strays:
+            raise StateError(
+                f"gathered_params(..., write_rank={write_rank}) keeps the edits of rank {write_rank} alone, but other "
+                "ranks made other edits, and none is kept:\n"
+                + "\n".join(strays)
+                + f"\nWrite under `if rank == {write_rank}`."
+            )
+        return set(kept)
+
+    def _broadcast(self, buffers: Iterable[FlatBuffer], src: int) -> None:
+        for buffer in buffers:
+            for start, numel in buffer.layout.buckets():
+                bucket = buffer.full[start : start + numel]
+                self._comm.broadcast(bucket, f"edits of {buffer.layout.name}", src=src)
+            if not buffer.on_demand:  # a backward that saved the old values must say so, as in plain torch
+                torch.autograd.graph.increment_version(buffer.params)
 
     def state_dict(self, keep: bool, *, trainable_only: bool) -> dict[str, torch.Tensor]:
         """See ZeroEngine.full_state_dict."""
@@ -117,14 +196,18 @@ class WholeWeights:
             raise CheckpointError(f"rank {self._comm.rank}: shapes differ:\n  " + "\n  ".join(shapes))
         with torch.no_grad():
             for unit in self._units:
-                self._params.make_sharded(unit)
                 mine = {slot.name for buffer in unit.buffers for slot in buffer.layout.slots}
-                self._load_unit(unit, {name: state[given[name]] for name in mine & given.keys()})
+                self.set_unit(unit, {name: state[given[name]] for name in mine & given.keys()})
             for name, tensor in wanted.items():
                 if not isinstance(tensor, nn.Parameter) and name in given:
                     tensor.copy_(state[given[name]])
 
-    def _load_unit(self, unit: ShardUnit, state: Mapping[str, torch.Tensor]) -> None:
+    def set_unit(self, unit: ShardUnit, state: Mapping[str, torch.Tensor]) -> None:
+        """Set parameters of a unit that is not in use, masters too, from whole tensors. No communication.
+
+        `state` must be the same on every rank, with the shapes of the parameters.
+        """
+        self._params.make_sharded(unit)  # it may have been gathered ahead
         for buffer in unit.buffers:
             targets = list(buffer.owned().values())
             for run in buffer.layout.runs(buffer.rank):
@@ -136,3 +219,47 @@ class WholeWeights:
                 for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
                     if slot.name in state:
                         param.copy_(state[slot.name])
+
+    def set_piece(self, unit: ShardUnit, buffer: FlatBuffer, run: Run | None, values: torch.Tensor | None) -> None:
+        """Set what this rank owns of a parameter of a unit that is not in use, masters too. All ranks must call.
+
+        `values` is 1-D [run.numel]; None where this rank owns nothing.
+        """
+        self._params.make_sharded(unit)
+        if run is not None and values is not None:
+            for target in buffer.owned().values():
+                target.write_run(run, values)
+        share_resident(buffer)
+
+
+def share_resident(buffer: FlatBuffer) -> None:
+    """Where parameters are whole for ever: make them so again from what each rank owns. All ranks must call."""
+    if buffer.on_demand:
+        return
+    if buffer.layout.world_size > 1:
+        buffer.gather_start()
+        buffer.gather_finish()
+    torch.autograd.graph.increment_version(buffer.params)  # a backward that saved the old values must say so
+
+
+def _take_over(buffer: FlatBuffer, names: set[str]) -> None:
+    """Bring shard and master of these parameters up to date with what `full` holds.
+
+    A master keeps its digits where the parameter is still what it rounds to.
+    """
+    whole = ShardTensor(buffer.layout, buffer.rank, buffer.full, in_full=True)
+    for run in buffer.layout.runs(buffer.rank):
+        if run.name not in names:
+            continue
+        values = whole.read_run(run)
+        if buffer.on_demand:
+            buffer.shard.write_run(run, values)
+        master = buffer.master
+        if master is not None and master is not buffer.shard:
+            old = master.read_run(run)
+            values = values.to(old.device)
+            master.write_run(run, torch.where(old.to(buffer.dtype) == values, old, values.to(old.dtype)))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -105,16 +105,27 @@ class FlatBuffer:
         self._set_shards(None)
         self.bind_views()
 
-    def fill_from(self, old: FlatBuffer) -> None:
-        """Take the shard of a buffer with the same parameters at the same places. No communication."""
+    def fill_from(self, old: FlatBuffer, *, share: bool) -> None:
+        """Take the shard of a buffer with the same parameters at the same places. No communication.
+
+        `share`: the old buffer will be discarded, so that its full buffer may be kept.
+        """
         best = old.master if old.master is not None else old.shard
-        reuse = old.dtype == self.dtype and not self.on_demand
+        reuse = share and old.dtype == self.dtype and not self.on_demand
         full = old.full if reuse else torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self._device)
         if not self.on_demand and not reuse:
             full.copy_(old.full)
         self._set_full(full)
         self._set_shards(best)
         self.bind_views()
+
+    def fits(self, other: FlatBuffer, params: Sequence[nn.Parameter]) -> bool:
+        """Whether `other` has `params` at the places where this one has its own, and nothing else."""
+        mine, theirs = self.layout, other.layout
+        same_cut = mine.world_size == theirs.world_size and mine.bucket_numel == theirs.bucket_numel
+        shapes = [slot.shape for slot in mine.slots] == [slot.shape for slot in theirs.slots]
+        same = len(params) == len(other.params) and all(a is b for a, b in zip(params, other.params, strict=True))
+        return same_cut and shapes and same and self.on_demand == other.on_demand
 
     def _set_full(self, full: torch.Tensor) -> None:
         self.full = full

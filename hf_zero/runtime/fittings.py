@@ -1,0 +1,87 @@
+"""Everything that an engine puts on its model: hooks, guards, marks and attributes. It comes off and goes on again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.runtime.arrival import Arrival
+from hf_zero.runtime.grads import GradReducer
+from hf_zero.runtime.guards import DeepCopy, ModelGuards
+from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
+from hf_zero.runtime.params import OnDemandParams
+from hf_zero.shards.partition import UnitKind
+from hf_zero.shards.unit import ShardUnit
+
+# Where transformers sees the first, generate runs on all ranks in step and LayerDrop runs every layer. torch.compile
+# refuses a module with it, unless it has the second.
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What the engine is asked or told."""
+
+    backward_starts: Callable[[], None]
+    backward_ends: Callable[[], None]
+    state_dict: Callable[[], None]  # before model.state_dict()
+    boundary: weakref.WeakMethod[Callable[[], bool]]  # whether this micro-batch is the last one before the update
+    deepcopy: DeepCopy
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A model and what its engine made of it."""
+
+    model: nn.Module
+    units: list[ShardUnit]
+    params: OnDemandParams
+    reducer: GradReducer
+    device: torch.device
+    input_dtype: torch.dtype | None  # floating inputs are cast to it
+
+
+class ModelFittings:
+    """Put on at construction; `take_off` removes all of it.
+
+    Args:
+        attributes: Of the model itself, by name.
+    """
+
+    def __init__(self, fitted: Fitted, callbacks: Callbacks, attributes: dict[str, Any]) -> None:
+        self._model = fitted.model
+        self._attributes = attributes
+        self._hooks = ModelHooks()
+        self._guards = ModelGuards(fitted.model, fitted.units, callbacks.deepcopy)
+        self._hook(fitted, callbacks)
+        fitted.model.__dict__.update(attributes)
+        if any(unit.on_demand for unit in fitted.units):
+            for module in fitted.model.modules():
+                module.__dict__.update(dict.fromkeys(_MARKS, True))
+
+    def _hook(self, fitted: Fitted, callbacks: Callbacks) -> None:
+        watch = BackwardWatch(callbacks.backward_starts, callbacks.backward_ends)
+        self._hooks.on_state_dict(fitted.model, callbacks.state_dict)
+        for buffer in fitted.reducer.buffers:
+            for index, param in enumerate(buffer.flat.params):
+                self._hooks.on_gradient(param, Arrival(fitted.reducer, buffer, index, callbacks.boundary))
+        self._hooks.on_model(fitted.model, watch, fitted.input_dtype)
+        for unit in fitted.units:
+            if unit.on_demand and unit.kind is UnitKind.ROOT:
+                self._hooks.on_root(unit, fitted.params, watch)
+            elif unit.on_demand:
+                self._hooks.on_layer(unit, fitted.params, watch, fitted.device.type)
+
+    def take_off(self) -> None:
+        self._hooks.remove()
+        self._guards.remove()
+        for module in self._model.modules():
+            for mark in _MARKS:
+                module.__dict__.pop(mark, None)
+        for name in self._attributes:
+            self._model.__dict__.pop(name, None)
