@@ -25,10 +25,10 @@ from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_buffers, torch_dtype
 from hf_zero.runtime.fittings import Callbacks, Fitted, ModelFittings
 from hf_zero.runtime.grads import GradBuffer, GradReducer
-from hf_zero.runtime.memory import memory_report
 from hf_zero.runtime.params import OnDemandParams, PrefetchLimits
+from hf_zero.runtime.report import memory_report, start_line
 from hf_zero.runtime.weights import WholeWeights
-from hf_zero.shards.partition import UnitKind, check_parameters
+from hf_zero.shards.partition import check_parameters
 from hf_zero.shards.unit import ShardUnit, UnitState
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class ZeroEngine:
     ) -> None:
         if engine_of(model) is not None:
             raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
-        check_parameters(model)  # before there is a process group that an error would leave half made
+        check_parameters(model, cut=config.stage == 3)  # before there is a process group to leave half made
         self.module = model
         self.config = config
         self.accumulation_steps = accumulation_steps or config.gradient_accumulation_steps
@@ -106,19 +106,7 @@ class ZeroEngine:
             return
         for notice in self.config.notices:
             logger.warning(notice)
-        kept = [unit for unit in self.units if unit.kind is UnitKind.PERSISTENT]
-        grads = {f"{buffer.dtype}".removeprefix("torch.") for buffer in self.reducer.buffers}
-        logger.info(
-            "hf_zero: stage %d on %d rank(s), %d units; gradients accumulate in %s and are reduced in %s; "
-            "Total persistent parameters: %d in %d params",
-            self.config.stage,
-            self.world_size,
-            len(self.units),
-            "/".join(sorted(grads)) or "nothing",
-            self.config.communication_data_type or "the same type",
-            sum(buffer.layout.numel for unit in kept for buffer in unit.buffers),
-            sum(len(buffer.params) for unit in kept for buffer in unit.buffers),
-        )
+        logger.info("hf_zero: %s", start_line(self.config, self.world_size, self.units, self.reducer))
 
     def _fit(self) -> ModelFittings:
         """Put the engine on its model."""
@@ -290,14 +278,22 @@ class ZeroEngine:
         self.finish_updates()
         self.weights.load_state_dict(state, strict=strict)
 
-    def save_checkpoint(self, folder: str | Path, tag: str | None = None, client_state: Any = None) -> Path:
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        tag: str | None = None,
+        client_state: Any = None,
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
         """Write a checkpoint into `folder` (or `folder/tag`); it loads at any world size and stage.
 
-        All ranks must call.
+        All ranks must call. Without frozen parameters it loads only where these are the same already.
         """
         self.require_all_ranks("save_checkpoint")
         self.finish_updates()
-        return session.save(self._session(), session.tagged(Path(folder), tag), client_state)
+        return session.save(
+            self._session(), session.tagged(Path(folder), tag), client_state, exclude_frozen_parameters
+        )
 
     def load_checkpoint(self, folder: str | Path, tag: str | None = None, *, load_optimizer: bool = True) -> Any:
         """Restore weights, optimizer state and counters; returns the saved client_state. All ranks must call."""

@@ -131,21 +131,20 @@ def job(variant: str, ranks: int, folder: Path, python: str) -> list[dict[str, f
     return measured
 
 
-def make(folder: Path, hidden: int, layers: int, tied: bool) -> None:
+def make(folder: Path, hidden: int, layers: int, *, tied: bool, vocab: int = 32000) -> None:
     """A Llama of random weights in several files, unless it is there."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    wanted = {"hidden_size": hidden, "num_hidden_layers": layers, "tie_word_embeddings": tied}
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": vocab}
+    wanted = {**sizes, "tie_word_embeddings": tied}
     path = folder / "config.json"
     if path.is_file() and wanted.items() <= json.loads(path.read_text()).items():
         return
     for old in folder.glob("*.safetensors*"):
         old.unlink()
     heads = hidden // 64
-    config = LlamaConfig(
-        vocab_size=32000, intermediate_size=hidden * 8 // 3 // 64 * 64, num_attention_heads=heads, **wanted
-    )
+    config = LlamaConfig(intermediate_size=hidden * 8 // 3 // 64 * 64, num_attention_heads=heads, **wanted)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model.to_empty(device="cpu")
@@ -222,7 +221,7 @@ def main() -> None:
         run_rank(arguments.rank_of, str(arguments.folder), arguments.out)
         return
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    make(arguments.folder, arguments.hidden, arguments.layers, not arguments.untied)
+    make(arguments.folder, arguments.hidden, arguments.layers, tied=not arguments.untied)
     warm(arguments.folder)
     good = memory(arguments.folder, arguments)
     if not arguments.memory:

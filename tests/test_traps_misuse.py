@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -137,8 +136,6 @@ def test_a_placeholder_has_the_logical_shape_and_no_memory() -> None:
 MISUSES: dict[str, tuple[Callable[[ZeroEngine], Any], tuple[str, ...]]] = {
     "state_dict": (lambda engine: engine.module.state_dict(), ("full_state_dict", "gathered_params")),
     "state_dict of a layer": (lambda engine: engine.module.layers[1].state_dict(), ("layers.1.", "full_state_dict")),
-    "deepcopy": (lambda engine: copy.deepcopy(engine.module), ("copied", "full_state_dict")),
-    "deepcopy of a layer": (lambda engine: copy.deepcopy(engine.module.layers[1]), ()),
     "half": (lambda engine: engine.module.half(), ("sharded", "float16")),
     "to(dtype)": (lambda engine: engine.module.to(torch.bfloat16), ("sharded", "bfloat16")),
     "float": (lambda engine: engine.module.float(), ("sharded", "float32")),

@@ -137,6 +137,8 @@ def plan_tensors(manifest: Mapping[str, Any], options: Options) -> list[Tensor]:
         if unit["trainable"] or not options.only_trainable:
             kinds = manifest["kinds"].get(name, {})  # empty for a parameter of no elements
             kind = next((kind for kind in WEIGHT_KINDS if kind in kinds), "")
+            if name in manifest["extra"].get("frozen_digests", {}):
+                raise ConsolidateError(f"frozen parameters were not saved ({name}): take --only-trainable")
             stored = CODES[kinds.get(kind, info["dtype"])]
             if options.dtype and stored.startswith("F8"):
                 raise ConsolidateError(f"cannot convert {name}, which is {TORCH_NAMES[stored]}: leave the dtype out")

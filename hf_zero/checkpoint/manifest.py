@@ -49,6 +49,10 @@ DTYPE_CODES = {
 }
 
 
+# In `extra`: name -> digest of the frozen parameters that were not saved.
+FROZEN_DIGESTS = "frozen_digests"
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """A tensor of the model: its name in `state_dict()`, shape, and element type without "torch."."""

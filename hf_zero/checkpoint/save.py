@@ -32,6 +32,7 @@ from hf_zero.checkpoint.files import CHUNK_BYTES, ChecksumWriter, written_atomic
 from hf_zero.checkpoint.manifest import (
     BUFFER_KIND,
     DTYPE_CODES,
+    FROZEN_DIGESTS,
     SCRIPT_NAME,
     WEIGHT_KINDS,
     FileInfo,
@@ -272,11 +273,12 @@ def _delete_rank_files(folder: str | Path, keep: set[str]) -> None:
 def _check_complete(info: SaveInfo, records: Sequence[FileRecord], kinds: Mapping[str, Mapping[str, str]]) -> None:
     problems = []
     laid_out = {slot.name: slot for layout in info.layouts for slot in layout.slots}
+    absent = info.extra.get(FROZEN_DIGESTS, {})
     for name, slot in laid_out.items():
         saved = sum(record.numels.get(name, 0) for record in records)
         if saved != slot.numel:
             problems.append(f"{name}: {saved} of {slot.numel} elements")
-        elif saved and not any(kind in kinds[name] for kind in WEIGHT_KINDS):
+        elif saved and name not in absent and not any(kind in kinds[name] for kind in WEIGHT_KINDS):
             problems.append(f"{name}: no weights, only {sorted(kinds[name])}")
     named = {param.name: param.shape for param in info.params}
     problems += [f"{name}: not in the list of parameters" for name in laid_out.keys() - named.keys()]

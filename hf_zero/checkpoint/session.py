@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from hf_zero.checkpoint.frozen import FrozenShards, check_frozen, whole_digests
 from hf_zero.checkpoint.load import CheckpointReader, open_checkpoint
-from hf_zero.checkpoint.manifest import SaveInfo, TensorInfo
+from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, SaveInfo, TensorInfo
 from hf_zero.checkpoint.save import (
     build_manifest,
     check_info,
@@ -55,6 +56,7 @@ class Session:
     lr_scheduler: Any
     stage: int
     global_step: int
+    exclude_frozen: bool = False  # frozen weights are not saved, but their digests: [Note: Digests of frozen weights]
 
     @property
     def buffers(self) -> list[FlatBuffer]:
@@ -77,16 +79,20 @@ def tagged(folder: Path, tag: str | None) -> Path:
 
 
 # -------------------------------------------------------------------- save
-def save(session: Session, folder: Path, client_state: Any) -> Path:
-    """Write a checkpoint into `folder`. All ranks must call. See [Note: Commit order] in save.py.
+def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool = False) -> Path:
+    """Write a checkpoint into `folder`, with `exclude_frozen` without the weights of frozen parameters.
+
+    All ranks must call. See [Note: Commit order] in save.py.
 
     Raises CheckpointError on every rank if any rank could not write its part; the folder's old checkpoint, if it held
     one, is then still whole.
     """
     comm = session.comm
+    session = replace(session, exclude_frozen=exclude_frozen)
     if session.optimizer is not None:
         session.optimizer.check_active("a checkpoint")
-    info = _info(session, client_state)
+    frozen = whole_digests(comm, _frozen_shards(session)) if session.exclude_frozen else {}
+    info = _info(session, client_state, frozen)
     _together(comm, "checkpoint contents", lambda: check_info(info))
     save_id = _together(comm, "checkpoint folder", lambda: prepare_folder(folder) if comm.rank == 0 else "")[0]
     writes = comm.rank < session.num_writers
@@ -115,7 +121,16 @@ def _together(comm: Comm, what: str, work: Callable[[], _T]) -> list[_T]:
     return comm.together(what, work, catch=(CheckpointError, OffloadError, OSError), raise_as=CheckpointError)
 
 
-def _info(session: Session, client_state: Any) -> SaveInfo:
+def _frozen_shards(session: Session) -> FrozenShards:
+    return [
+        (run, _readable(buffer.shard, run))
+        for buffer in session.buffers
+        if buffer.master is None and (buffer.layout.world_size > 1 or session.comm.rank == 0)
+        for run in buffer.layout.runs(buffer.rank)
+    ]
+
+
+def _info(session: Session, client_state: Any, frozen: dict[str, str]) -> SaveInfo:
     layouts = tuple(buffer.layout for buffer in session.buffers)
     dtypes = {slot.name: layout.dtype for layout in layouts for slot in layout.slots}
     aliases = tied_names(session.model)
@@ -125,6 +140,8 @@ def _info(session: Session, client_state: Any) -> SaveInfo:
         if name in dtypes:
             params.append(TensorInfo(name, tuple(param.shape), dtypes[name]))
     extra: dict[str, Any] = {"processes": session.comm.world_size}
+    if frozen:
+        extra[FROZEN_DIGESTS] = frozen
     if session.lr_scheduler is not None:
         extra["lr_scheduler"] = _plain(session.lr_scheduler.state_dict())
     if session.optimizer is not None:
@@ -179,7 +196,8 @@ def _run_states(session: Session) -> Iterator[RunState]:
     for buffer in session.buffers:
         for run in buffer.layout.runs(buffer.rank):
             if buffer.master is None:
-                yield RunState(buffer.layout.name, run, {"param": _readable(buffer.shard, run)})
+                weights = {} if session.exclude_frozen else {"param": _readable(buffer.shard, run)}
+                yield RunState(buffer.layout.name, run, weights)
                 continue
             tensors: dict[str, torch.Tensor | Chunked] = {"master": _readable(buffer.master, run)}
             scalars: dict[str, Scalar] = {}
@@ -251,6 +269,7 @@ def load(session: Session, folder: Path, *, load_optimizer: bool) -> Loaded:
         session.optimizer.check_active("loading a checkpoint")
     with _open_together(session, folder) as reader:
         with torch.no_grad():
+            check_frozen(comm, reader, _frozen_shards(session))
             _together(comm, "weights", lambda: _load_weights(session, reader))
             if load_optimizer and session.optimizer is not None:
                 _together(comm, "optimizer state", lambda: _load_optimizer(session, reader))
@@ -277,8 +296,11 @@ def _open_together(session: Session, folder: Path) -> CheckpointReader:
 
 
 def _load_weights(session: Session, reader: CheckpointReader) -> None:
+    absent = reader.manifest.extra.get(FROZEN_DIGESTS, {})  # found to be the same
     for buffer in session.buffers:
         for run in buffer.layout.runs(buffer.rank):
+            if run.name in absent:
+                continue
             target = buffer.shard if buffer.master is None else buffer.master
             target.write_run(run, reader.read_weights(run.name, run, target.dtype))
         buffer.refresh()

@@ -43,6 +43,20 @@ def is_peft_model(model: nn.Module) -> bool:
     return isinstance(model, PeftModel)
 
 
+def keeps_base(model: Any) -> bool:
+    """Whether the adapters of a PeftModel were made without changing its base model.
+
+    PiSSA, OLoRA and the like move a part of every base weight into the adapter, so what is left is in no other file.
+    """
+    plain = (True, False, "gaussian", "orthogonal")
+    return all(getattr(config, "init_lora_weights", True) in plain for config in model.peft_config.values())
+
+
+def computes_its_adapters(model: Any) -> bool:
+    """Whether the adapter files of a PeftModel hold what it computes (prompt learning), and no weight itself."""
+    return is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values())
+
+
 @contextlib.contextmanager
 def names_of_saved_modules(model: nn.Module) -> Iterator[None]:
     """Inside, PEFT may ask the modules that it saves whole (`modules_to_save`) for their names while they are sharded.

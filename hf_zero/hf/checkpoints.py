@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_zero.checkpoint.manifest import check_files, manifest_path, offer, read_manifest, zero_folder
+from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, check_files, manifest_path, offer, read_manifest, zero_folder
 from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,11 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 def has_sharded_state(folder: str | Path) -> bool:
     """Whether masters and optimizer state were committed to `folder`."""
     return manifest_path(folder).is_file()
+
+
+def lacks_frozen_weights(folder: str | Path) -> bool:
+    """Whether the sharded state in `folder` was committed without the weights that are not trained."""
+    return bool(read_manifest(folder).extra.get(FROZEN_DIGESTS))
 
 
 def why_torn(folder: str | Path) -> str | None:

@@ -24,8 +24,8 @@ from transformers.trainer_pt_utils import reissue_pt_warnings, remove_dummy_chec
 
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError
-from hf_zero.hf.adapters import is_peft_model, whole_prompt_encoders
-from hf_zero.hf.checkpoints import checkpoint_to_resume, has_sharded_state
+from hf_zero.hf.adapters import computes_its_adapters, is_peft_model, keeps_base, whole_prompt_encoders
+from hf_zero.hf.checkpoints import checkpoint_to_resume, has_sharded_state, lacks_frozen_weights
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin, writes_weights
@@ -142,7 +142,7 @@ def save_optimizer_and_scheduler(self: Any, orig: Original, output_dir: str) -> 
     if engine is None:
         orig(output_dir)
         return
-    engine.save_checkpoint(output_dir)
+    engine.save_checkpoint(output_dir, exclude_frozen_parameters=_has_frozen_weights_elsewhere(self, engine))
     if self.args.should_save:
         with warnings.catch_warnings(record=True) as caught:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
@@ -156,8 +156,11 @@ def load_from_checkpoint(
     if _plugin(self) is None:
         orig(resume_from_checkpoint, model)
         return
-    if not has_sharded_state(resume_from_checkpoint):
-        target = self.model if model is None else model
+    target = self.model if model is None else model
+    # Frozen weights that are in no file either, those of a PEFT model's base, are compared when the engine loads.
+    if not has_sharded_state(resume_from_checkpoint) or (
+        lacks_frozen_weights(resume_from_checkpoint) and not computes_its_adapters(target)
+    ):
         restore_weights(target, Path(resume_from_checkpoint), engine_of(target))
 
 
@@ -185,6 +188,13 @@ def load_optimizer_and_scheduler(self: Any, orig: Original, checkpoint: str | No
     reissue_pt_warnings(caught)
 
 
+def _has_frozen_weights_elsewhere(trainer: Any, engine: ZeroEngine) -> bool:
+    """Whether the engine's files can do without frozen weights: they are in the model's file beside, or the base's."""
+    if is_peft_model(trainer.model):
+        return keeps_base(trainer.model)
+    return writes_weights(engine)
+
+
 def load_best_model(self: Any, orig: Original) -> None:
     """Load the best checkpoint's weights into the live shards: from its masters where it has them."""
     engine = _engine(self)
@@ -193,7 +203,7 @@ def load_best_model(self: Any, orig: Original) -> None:
         return
     best = self.state.best_model_checkpoint
     logger.info("Loading best model from %s (score: %s).", best, self.state.best_metric)
-    if has_sharded_state(best):
+    if has_sharded_state(best):  # frozen weights have not moved since
         engine.load_checkpoint(best, load_optimizer=False)
     else:
         restore_weights(self.model, Path(best), engine)

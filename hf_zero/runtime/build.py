@@ -168,6 +168,8 @@ def _dtype_rule(model: nn.Module, settings: BuildSettings) -> Callable[[str, nn.
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):  # transformers' convention
         for module in model.modules():
             own.update(getattr(module, attribute, None) or ())
+    # Parts of names: "wo", but "mlp.gate.weight" and "embed.*.norm" too.
+    kept_parts = [f"*.{part}.*" for part in own]
     # Buffers are never cast, and a batch norm wants its weights in the type of its running statistics.
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     with_statistics = {id(param) for module in norms for param in module.parameters(recurse=False)}
@@ -175,7 +177,7 @@ def _dtype_rule(model: nn.Module, settings: BuildSettings) -> Callable[[str, nn.
     def rule(name: str, param: nn.Parameter) -> torch.dtype:
         if settings.cast_to is None:
             return param.dtype
-        kept = id(param) in with_statistics or any(part in own for part in name.split("."))
+        kept = id(param) in with_statistics or any(fnmatch.fnmatch(f".{name}.", part) for part in kept_parts)
         if kept or any(fnmatch.fnmatch(name, pattern) for pattern in settings.keep_fp32):
             return torch.float32
         return settings.cast_to

@@ -73,9 +73,12 @@ def partition(
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Floating-point parameters under the names that a plain (not compiled) model gives them, shared ones once."""
+    """Floating-point parameters under the names that a plain (not compiled) model gives them, shared ones once.
+
+    Those of one byte are left alone, like integers: without the scale beside them they are no numbers to cast or cut.
+    """
     for name, param in model.named_parameters():
-        if param.is_floating_point():
+        if param.is_floating_point() and param.dtype.itemsize > 1:
             yield clean_name(name), param
 
 
@@ -95,8 +98,8 @@ def clean_name(name: str) -> str:
     return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Refuse parameters that cannot be cut, all of them in one message."""
+def check_parameters(model: nn.Module, *, cut: bool = False) -> None:
+    """Refuse parameters that cannot be flattened, with `cut` also those that cannot be cut; all in one message."""
     problems = []
     for name, param in model.named_parameters():
         kind = type(param.data).__name__
@@ -106,6 +109,8 @@ def check_parameters(model: nn.Module) -> None:
             problems.append(f"{name} is a DTensor: tensor parallelism and hf_zero cannot cut the same parameter")
         elif param.is_complex():
             problems.append(f"{name} has complex type {param.dtype}: keep it as two real parameters")
+        elif cut and param.dtype.itemsize == 1 and param.dtype != torch.bool:
+            problems.append(f"{name} is packed ({param.dtype}): use stage 2, or an unquantized model")
         elif param.is_sparse or param.layout != torch.strided:
             problems.append(f"{name} has layout {param.layout}: only dense parameters can be cut")
     if problems:
