@@ -27,6 +27,7 @@ from hf_zero.runtime.fittings import Callbacks, Fitted, ModelFittings
 from hf_zero.runtime.grads import GradBuffer, GradReducer
 from hf_zero.runtime.params import OnDemandParams, PrefetchLimits
 from hf_zero.runtime.report import memory_report, start_line
+from hf_zero.runtime.thaw import Thaw
 from hf_zero.runtime.weights import WholeWeights
 from hf_zero.shards.partition import check_parameters
 from hf_zero.shards.unit import ShardUnit, UnitState
@@ -77,23 +78,19 @@ class ZeroEngine:
         self.trains = train
         if built is None:
             comm = Comm.join(device, group=group, timeout_s=config.desync_timeout)
-            built = build_units(
-                model, BuildSettings.of(config, 1 / (comm.world_size * self.accumulation_steps), train=train), comm
-            )
+            scale = 1 / (comm.world_size * self.accumulation_steps)
+            built = build_units(model, BuildSettings.of(config, scale, train=train), comm)
         self.comm = built.comm
         share_buffers(model, self.comm)
-        self.homes = built.homes
-        self.units = built.units
-        self.pool = built.pool
-        zero = config.zero
-        limits = PrefetchLimits(zero.overlap_comm * zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
-        self.params = OnDemandParams(self.units, limits, on_left=self._unit_left)
+        self.homes, self.units, self.pool = built.homes, built.units, built.pool
+        self.params = OnDemandParams(self.units, PrefetchLimits.of(config.zero), on_left=self._unit_left)
         self.reducer = GradReducer(
             built.grads,
-            overlap=zero.overlap_comm,
+            overlap=config.zero.overlap_comm,
             on_arrival=not self.is_sharded,
             on_final=self._gradient_is_final,
         )
+        self._thaw = Thaw(built, self.params, self._take_in)
         self.weights = WholeWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
         self._no_sync, self._teardowns = False, list[Callable[[], None]]()
         self.dressings: list[Dressing] = []
@@ -113,6 +110,7 @@ class ZeroEngine:
         dtype = torch_dtype(self.config.dtype)
         fitted = Fitted(self.module, self.units, self.params, self.reducer, self.device, dtype)
         callbacks = Callbacks(
+            forward_starts=self._thaw.look,
             backward_starts=self.params.begin_backward if self.trains else self._refuse_backward,
             backward_ends=self._end_backward,
             state_dict=self._check_current,
@@ -213,6 +211,11 @@ class ZeroEngine:
             after_step=self._after_step,
         )
         return self.optimizer
+
+    def _take_in(self, added: list[GradBuffer]) -> None:
+        self._fittings.on_gradients(added)
+        if self.optimizer is not None:
+            self.optimizer.take_in(added)
 
     def _gradient_is_final(self, buffer: GradBuffer) -> None:
         if self.optimizer is not None:

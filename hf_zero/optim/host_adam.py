@@ -67,15 +67,8 @@ class HostAdam:
         self._settings = settings
         self._worker = UpdateWorker()
         weakref.finalize(self, self._worker.close).atexit = False
-        self._groups = {id(run): group for run, group in owned}
-        by_buffer: dict[int, list[OwnedRun]] = {}
-        for run, _ in owned:
-            by_buffer.setdefault(id(run.buffer), []).append(run)
-        self.states = {
-            id(buffer): HostState(buffer, by_buffer[id(buffer)], settings.moments_dtype)
-            for buffer in order
-            if id(buffer) in by_buffer
-        }
+        self._groups: dict[int, Mapping[str, Any]] = {}
+        self.states: dict[int, HostState] = {}
         self._sinks: dict[tuple[int, bool], ParamSink] = {}
         self._early: dict[int, UpdateJob] = {}
         self._clipped_last = False
@@ -83,6 +76,17 @@ class HostAdam:
         self._running: list[UpdateJob] = []
         self._is_waiting = False  # an update is delayed
         self._step = 0
+        self.take_in(owned, order)
+
+    def take_in(self, owned: Sequence[tuple[OwnedRun, Mapping[str, Any]]], order: Sequence[GradBuffer]) -> None:
+        """Update the buffers of `order` too; `owned` as for the constructor."""
+        by_buffer: dict[int, list[OwnedRun]] = {}
+        for run, group in owned:
+            self._groups[id(run)] = group
+            by_buffer.setdefault(id(run.buffer), []).append(run)
+        for buffer in order:
+            if id(buffer) in by_buffer:
+                self.states[id(buffer)] = HostState(buffer, by_buffer[id(buffer)], self._settings.moments_dtype)
 
     def restart_at(self, step: int) -> None:
         """`step` updates have been made before, in another run."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hf_zero.errors import ConfigError
 from hf_zero.layout import Run
 from hf_zero.runtime.grads import GradBuffer
 from hf_zero.shards.stored import StoredShard
@@ -69,3 +71,67 @@ def cut_state(state: dict[str, Any], owned: OwnedRun) -> dict[torch.Tensor, dict
             for master in owned.masters:
                 cut[master][key] = value.clone() if isinstance(value, torch.Tensor) else value
     return cut
+
+
+class CutGroups:
+    """Puts the elements that this rank updates into an optimizer's param groups, in the place of whole parameters.
+
+    Parameters without masters wait, with their group, until `take` gets a buffer that trains them.
+    """
+
+    native_state: list[
+        tuple[OwnedRun, dict[str, Any]]
+    ]  # of the runs taken last that are updated natively: what the optimizer had for them
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._state = dict(optimizer.state)
+        self._live_state = optimizer.state
+        self._live_state.clear()
+        self._waiting: list[tuple[dict[str, Any], torch.Tensor]] = []
+        self.native_state = []
+        for group in optimizer.param_groups:
+            self.wait_for(group, list(group["params"]))
+            group["params"] = []
+
+    def wait_for(self, group: dict[str, Any], params: Iterable[torch.Tensor]) -> None:
+        self._waiting.extend((group, param) for param in params)
+
+    def take(self, buffers: Sequence[GradBuffer]) -> list[OwnedRun]:
+        """What this rank updates of the waiting parameters that are in `buffers`."""
+        places = {id(p): (buffer, i) for buffer in buffers for i, p in enumerate(buffer.flat.params)}
+        runs = {id(b): {run.name: run for run in b.flat.layout.runs(b.flat.rank)} for b in buffers}
+        taken: list[OwnedRun] = []
+        left = []
+        self.native_state = []
+        for group, param in self._waiting:
+            if id(param) not in places:
+                left.append((group, param))
+                continue
+            buffer, index = places[id(param)]
+            run = runs[id(buffer)].get(buffer.flat.layout.slots[index].name)
+            if run is None:
+                continue  # other ranks own all of it
+            owned = own_run(buffer, index, run)
+            taken.append(owned)
+            group["params"].extend(owned.masters)
+            self._move_state(param, owned)
+        self._waiting = left
+        return taken
+
+    def _move_state(self, param: torch.Tensor, owned: OwnedRun) -> None:
+        if param not in self._state:
+            return
+        cut = cut_state(self._state.pop(param), owned)
+        if owned.native:
+            self.native_state.append((owned, cut[owned.masters[0]]))
+        else:
+            self._live_state.update(cut)
+
+    def refuse_strangers(self) -> None:
+        """Raise ConfigError if a trainable parameter is no parameter of the model."""
+        for _, param in self._waiting:
+            if param.requires_grad:
+                raise ConfigError(
+                    f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not a trainable "
+                    "parameter of the model given to hf_zero.\nBuild the optimizer over model.parameters()."
+                )

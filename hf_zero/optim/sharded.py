@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from hf_zero.comm import Comm
-from hf_zero.errors import ConfigError, StateError
+from hf_zero.errors import StateError
 from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
-from hf_zero.optim.owned import OwnedRun, cut_state, own_run
+from hf_zero.optim.owned import CutGroups, OwnedRun
 from hf_zero.optim.rules import check_native, check_optimizer
 from hf_zero.optim.whole import (
     assemble,
@@ -76,10 +76,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = optimizer.param_groups  # CPUAdam says there what the configuration says for torch's
         if any(group.get("fp32_optimizer_states") is False for group in groups):
             offload = dataclasses.replace(offload, moments_dtype=torch.bfloat16)
-        self._first_state: list[tuple[OwnedRun, dict[str, Any]]] = []  # of runs that are updated natively
         self._native_flats: list[FlatBuffer] = []  # in the order of their updates; the same on all ranks
-        self._owned = self._cut_groups()
-        self._native = self._make_native(offload) if native else None
+        self._offload = offload
+        self._cut = CutGroups(optimizer)
+        self._owned = self._cut.take(reducer.buffers)
+        self._cut.refuse_strangers()
+        self._native: HostAdam | None = None
+        if native:
+            with comm.stop_together():
+                self._native = HostAdam([], [], offload)
+            self._update_natively(self._owned, reducer.buffers)
 
     # ---------------------------------------------------------------- the optimizer's face
     @property
@@ -102,7 +108,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise StateError("parameters cannot be added to an optimizer that runs on shards; build it with all of them")
+        """Train more of the model's parameters: those that are frozen now join once they require gradients.
+
+        All ranks must call, alike.
+        """
+        given = param_group["params"]
+        params = [given] if isinstance(given, torch.Tensor) else list(given)
+        self.optimizer.add_param_group({**param_group, "params": []})
+        self._cut.wait_for(self.optimizer.param_groups[-1], params)
+        held = {id(run.buffer) for run in self._owned if run.native}
+        self.take_in([buffer for buffer in self._reducer.buffers if id(buffer) not in held])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what has been accumulated in this window."""
@@ -317,59 +332,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for flat in gathering:
             flat.gather_finish()
 
-    def _make_native(self, settings: HostAdamSettings) -> HostAdam:
-        groups = {id(master): group for group in self.optimizer.param_groups for master in group["params"]}
-        owned = [(run, groups[id(run.masters[0])]) for run in self._owned if run.native]
-        # Backward in the order of reduces is forward; what is whole for everybody is waited for, so it comes first.
-        forward = self._reducer.buffers[::-1]
-        order = sorted(forward, key=lambda buffer: buffer.flat.on_demand)
-        self._native_flats = [buffer.flat for buffer in order if buffer.flat.home.native]
-        with self._comm.stop_together():
-            native = HostAdam(owned, order, settings)
-            for run, state in self._first_state:
-                native.load_run(run, state)
-        self._first_state.clear()
-        return native
+    def take_in(self, added: Sequence[GradBuffer]) -> None:
+        """Update the parameters of buffers that the reducer has got since, as far as a group holds them.
 
-    def _cut_groups(self) -> list[OwnedRun]:
-        places = {}
-        for buffer in self._reducer.buffers:
-            for index, param in enumerate(buffer.flat.params):
-                places[id(param)] = (buffer, index)
-        runs = {
-            id(buffer): {run.name: run for run in buffer.flat.layout.runs(buffer.flat.rank)}
-            for buffer in self._reducer.buffers
-        }
-        owned: list[OwnedRun] = []
-        old_state = self.optimizer.state
-        new_state: dict[torch.Tensor, Any] = {}
-        for group in self.optimizer.param_groups:
-            mine: list[torch.Tensor] = []
-            for param in group["params"]:
-                if id(param) not in places:
-                    if param.requires_grad:
-                        raise ConfigError(
-                            f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not a trainable "
-                            "parameter of the model given to hf_zero.\nBuild the optimizer over model.parameters()."
-                        )
-                    continue
-                buffer, index = places[id(param)]
-                run = runs[id(buffer)].get(buffer.flat.layout.slots[index].name)
-                if run is None:
-                    continue  # other ranks own all of it
-                piece = own_run(buffer, index, run)
-                owned.append(piece)
-                mine.extend(piece.masters)
-                if param in old_state:
-                    cut = cut_state(old_state[param], piece)
-                    if piece.native:
-                        self._first_state.append((piece, cut[piece.masters[0]]))
-                    else:
-                        new_state.update(cut)
-            group["params"] = mine
-        old_state.clear()
-        old_state.update(new_state)
-        return owned
+        All ranks must call.
+        """
+        self.finish_updates()
+        runs = self._cut.take(added)
+        self._owned.extend(runs)
+        native = [buffer for buffer in added if buffer.flat.home.native]
+        if native:
+            check_native(self.optimizer)
+            self._native = self._native or HostAdam([], [], self._offload)
+            self._update_natively(runs, native)
+
+    def _update_natively(self, runs: Sequence[OwnedRun], buffers: Sequence[GradBuffer]) -> None:
+        assert self._native is not None
+        groups = {id(master): group for group in self.optimizer.param_groups for master in group["params"]}
+        owned = [(run, groups[id(run.masters[0])]) for run in runs if run.native]
+        # Backward in the order of reduces is forward; what is whole for everybody is waited for, so it comes first.
+        forward = list(reversed(buffers))
+        order = sorted(forward, key=lambda buffer: buffer.flat.on_demand)
+        self._native_flats += [buffer.flat for buffer in order if buffer.flat.home.native]
+        with self._comm.stop_together():
+            self._native.take_in(owned, order)
+            for run, state in self._cut.native_state:
+                self._native.load_run(run, state)
 
     def native_state(self, owned: OwnedRun) -> dict[str, Any] | None:
         """The state of a run that is updated natively (see HostAdam.state_of); None for others."""

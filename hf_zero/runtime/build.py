@@ -71,6 +71,7 @@ class BuildSettings:
 
 @dataclass(frozen=True)
 class BuiltUnits:
+    settings: BuildSettings
     comm: Comm
     homes: Homes
     units: list[ShardUnit]
@@ -127,7 +128,7 @@ def build_units(
     pool = MemoryPool(comm.device)
     flats = [flat for unit in _reduce_order(units) for flat in unit.buffers if flat.layout.trainable]
     grads = [GradBuffer(flat, comm, pool, settings.grads, homes.host, eager=eager[id(flat)]) for flat in flats]
-    return BuiltUnits(comm, homes, units, grads, pool)
+    return BuiltUnits(settings, comm, homes, units, grads, pool)
 
 
 def _reduce_order(units: list[ShardUnit]) -> Iterable[ShardUnit]:

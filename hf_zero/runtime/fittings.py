@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.runtime.arrival import Arrival
-from hf_zero.runtime.grads import GradReducer
+from hf_zero.runtime.grads import GradBuffer, GradReducer
 from hf_zero.runtime.guards import DeepCopy, ModelGuards
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
 from hf_zero.runtime.params import OnDemandParams
@@ -27,6 +28,7 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 class Callbacks:
     """What the engine is asked or told."""
 
+    forward_starts: Callable[[], None]
     backward_starts: Callable[[], None]
     backward_ends: Callable[[], None]
     state_dict: Callable[[], None]  # before model.state_dict()
@@ -67,15 +69,21 @@ class ModelFittings:
     def _hook(self, fitted: Fitted, callbacks: Callbacks) -> None:
         watch = BackwardWatch(callbacks.backward_starts, callbacks.backward_ends)
         self._hooks.on_state_dict(fitted.model, callbacks.state_dict)
-        for buffer in fitted.reducer.buffers:
-            for index, param in enumerate(buffer.flat.params):
-                self._hooks.on_gradient(param, Arrival(fitted.reducer, buffer, index, callbacks.boundary))
+        self._arrivals = functools.partial(Arrival, fitted.reducer, boundary=callbacks.boundary)
+        self.on_gradients(fitted.reducer.buffers)
+        self._hooks.on_forward(fitted.model, callbacks.forward_starts)
         self._hooks.on_model(fitted.model, watch, fitted.input_dtype)
         for unit in fitted.units:
             if unit.on_demand and unit.kind is UnitKind.ROOT:
                 self._hooks.on_root(unit, fitted.params, watch)
             elif unit.on_demand:
                 self._hooks.on_layer(unit, fitted.params, watch, fitted.device.type)
+
+    def on_gradients(self, buffers: Iterable[GradBuffer]) -> None:
+        """Hand the gradients of their parameters to the reducer."""
+        for buffer in buffers:
+            for index, param in enumerate(buffer.flat.params):
+                self._hooks.on_gradient(param, self._arrivals(buffer=buffer, index=index))
 
     def take_off(self) -> None:
         self._hooks.remove()

@@ -18,7 +18,7 @@ import torch
 
 from hf_zero.comm import Comm
 from hf_zero.config.resolved import OffloadOptimizer, OffloadParam, ResolvedConfig
-from hf_zero.errors import OffloadError
+from hf_zero.errors import OffloadError, StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.aio import AioSettings
 from hf_zero.shards.buffer import Home, master_dtype_of
@@ -105,6 +105,21 @@ class Homes:
             copies=self._copies,
             tile_numel=max(1, min(self._settings.sub_group_numel, MAX_TILE_NUMEL)),
         )
+
+    def admit(self, drafts: Sequence[Draft]) -> None:
+        """Find places for buffers that are made later, in the place of frozen ones.
+
+        Raises StateError where masters are on disk: the staging memory was cut for what was trained at first.
+        """
+        if self._settings.optimizer.device == "nvme":
+            raise StateError(
+                "parameters began to require gradients while optimizer states are on disk, which have no room for "
+                "them.\nLet them require gradients before the model is handed over, or use offload_optimizer cpu."
+            )
+        if self._settings.optimizer.device != "none":
+            self._offloaded |= {draft.layout.name for draft in drafts if draft.layout.trainable}
+        if self._on_disk:
+            self._on_disk |= {draft.layout.name for draft in drafts}
 
     def _choose_offloaded(self, drafts: Sequence[Draft]) -> frozenset[str]:
         """Names of the layouts whose masters leave the device: a share of `ratio` of the elements, whole buffers."""

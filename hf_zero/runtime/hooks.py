@@ -128,6 +128,14 @@ class ModelHooks:
             self._handles.append(model.register_forward_pre_hook(_eager(before), prepend=True, with_kwargs=True))
         self._handles.append(model.register_forward_hook(_eager(after)))
 
+    def on_forward(self, model: nn.Module, starts: Callable[[], None]) -> None:
+        """Call `starts` before the model's forward, before anything else."""
+
+        def before(module: nn.Module, args: Any) -> None:
+            starts()
+
+        self._handles.append(model.register_forward_pre_hook(_eager(before), prepend=True))
+
     def on_state_dict(self, model: nn.Module, check: Callable[[], None]) -> None:
         """Call `check` before `model.state_dict()`, and give its tensors a storage each, over the same memory.
 

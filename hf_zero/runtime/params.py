@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero.config.resolved import ZeroSection
 from hf_zero.runtime.order import UseOrder
 from hf_zero.shards.partition import UnitKind
 from hf_zero.shards.unit import ShardUnit, UnitState
@@ -37,6 +38,10 @@ class PrefetchLimits:
 
     ahead: int
     live: int
+
+    @classmethod
+    def of(cls, zero: ZeroSection) -> PrefetchLimits:
+        return cls(zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0, zero.stage3_max_live_parameters)
 
 
 class RepeatedUse:

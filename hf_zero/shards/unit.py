@@ -35,8 +35,17 @@ class ShardUnit:
         self.buffers = buffers
         self.on_demand = any(buffer.on_demand for buffer in buffers)
         self.state = UnitState.FULL
-        self.numel = sum(buffer.layout.padded_numel for buffer in buffers)
-        self.full_bytes = sum(buffer.full_bytes for buffer in buffers)
+        self._measure()
+
+    def _measure(self) -> None:
+        self.numel = sum(buffer.layout.padded_numel for buffer in self.buffers)
+        self.full_bytes = sum(buffer.full_bytes for buffer in self.buffers)
+
+    def replace(self, old: FlatBuffer, new: list[FlatBuffer]) -> None:
+        """Put buffers with the same parameters in the place of `old`, in the state of the unit."""
+        place = self.buffers.index(old)
+        self.buffers[place : place + 1] = new
+        self._measure()
 
     def prefetch(self) -> None:
         """Start bringing the shards near where they are on a slow medium. No communication."""
