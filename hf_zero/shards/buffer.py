@@ -322,8 +322,10 @@ class FlatBuffer:
         for shard in self.owned().values():
             if isinstance(shard, StoredShard):
                 shard.drop()
+        # Whoever still knows this buffer (an engine that another one replaces) must not keep the memory.
         self.full = self.full.new_empty(0)
-        self._views = []
+        self._views, self.master = [], None
+        del self.shard
 
 
 def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
