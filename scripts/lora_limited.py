@@ -1,6 +1,6 @@
 """Loads, generates with and fine-tunes (LoRA) a model that is larger than what one rank may have in memory.
 
-    python scripts/lora_limited.py FOLDER                  # 4 ranks, each allowed 1 / 2.5 of a 1.8 GB model
+    python scripts/lora_limited.py FOLDER                  # 4 ranks, each allowed 1 / 2.5 of a 2.4 GB model
     python scripts/lora_limited.py FOLDER --plain          # one plain process under the same limit: fails
     python scripts/lora_limited.py FOLDER --hidden 512 --layers 12 --steps 2   # a small one, to try
 
@@ -65,7 +65,7 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
     lora = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
     trainable = [param for param in lora.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-2)
-    engine = hf_zero.initialize(model=lora, optimizer=optimizer, config=config)[0]
+    engine = hf_zero.initialize(model=lora.train(), optimizer=optimizer, config=config)[0]
     losses = []
     for _ in range(args.steps):
         rows = prompts(world)[rank : rank + 1]
@@ -103,7 +103,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--factor", type=float, default=2.5, help="how many times the limit the model is")
     add("--steps", type=int, default=4)
     add("--hidden", type=int, default=1024)
-    add("--layers", type=int, default=36)
+    add("--layers", type=int, default=48)
     add("--plain", action="store_true", help="one process with plain transformers")
     return parser.parse_args(argv)
 

@@ -1,0 +1,1 @@
+"""Train LoRA adapters of a language model in shards. README.md tells how to run it."""

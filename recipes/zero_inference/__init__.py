@@ -1,0 +1,1 @@
+"""Let a language model in shards write text, without Trainer. README.md tells how to run it."""
