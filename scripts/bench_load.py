@@ -14,6 +14,7 @@ most 0.7 of plain's and below the peers', peak at most size / ranks + the larges
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -100,6 +101,7 @@ def run_rank(variant: str, folder: str, out: str) -> None:
         from hf_zero.hf import model_seams, trainer  # noqa: F401
     if variant == "fsdp2":
         from torch.distributed.fsdp import fully_shard  # noqa: F401
+    gc.collect()  # or the garbage of imports is collected in the middle of one load or another
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     dist.barrier()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
+import mmap
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from hf_zero.store.base import Lease, ShardStore
@@ -59,6 +59,8 @@ class DeviceStore(MemoryStore):
     def _allocate(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self.device.type != "cpu" or not numel:
             return torch.zeros(numel, dtype=dtype, device=self.device)
-        # Pages that are zero until they are touched: torch.zeros would touch them, just to have them overwritten.
-        raw = np.zeros(numel * dtype.itemsize, dtype=np.uint8)
-        return torch.from_numpy(raw).view(dtype)
+        # Pages of zeros, made in one go: torch.zeros would fault on each of them and write it once more. Small ones,
+        # unlike numpy's: where memory is fragmented, the kernel takes long to find huge ones.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+        pages = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
+        return torch.frombuffer(pages, dtype=dtype)
