@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
+from transformers.utils import logging as bars
 
 from hf_zero.hf.stored import LazyTensor, StoredTensor
 from hf_zero.layout import Piece, Run
@@ -74,7 +74,10 @@ class ShardPlacer:
         # In the order of the files, whatever the order of the parameters.
         jobs.sort(key=lambda job: (str(job[0].file.path), job[0].offset, job[1]))
         with (
-            tqdm(total=total, unit="B", unit_scale=True, desc="Reading shards", disable=not show) as progress,
+            # None: drawn on a terminal only. transformers' own, so that its switch for progress bars counts.
+            bars.tqdm(
+                total=total, unit="B", unit_scale=True, desc="Reading shards", disable=None if show else True
+            ) as progress,
             ThreadPoolExecutor(_num_threads()) as pool,
         ):
             for nbytes in pool.map(lambda job: _read_piece(*job), jobs):
