@@ -8,7 +8,6 @@ model comes out under an engine for inference, which Trainer, accelerate or `ini
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import os
@@ -20,19 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import build_glob_alternation
 
 from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.hf.install import install_on_model
+from hf_zero.hf.matching import Match, match_stored
 from hf_zero.hf.placing import ShardPlacer
 from hf_zero.hf.stored import LazyTensor, StoredFile, StoredTensor, open_files
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units
@@ -117,21 +111,20 @@ class ShardedLoad:
         """Build the model's units; returns what transformers' loader is to be given for `stored`."""
         model = self._model
         live = model.state_dict()
-        names = _match(model, stored, self._load_config.weight_mapping or [])
-        present = {name for name, _ in names.values()}
+        names = match_stored(model, stored, self._load_config.weight_mapping or [], live)
         given = self._without_equal_ties(stored, names)
-        present = {names[key][0] for key in given}
+        present = {names[key].name for key in given}
         _quietly_tie(model, set(live) - present)
         self._replace_parameters(present)
         settings = BuildSettings.of(self._config, 1.0, train=False)
         self._built = build_units(model, settings, self._comm, FlatBuffer.fill_later)
         self._placer = ShardPlacer(self._built.units)
-        is_lazy = {key: isinstance(given[key], StoredTensor) and not names[key][1] for key in given}
+        is_lazy = {key: isinstance(given[key], StoredTensor) and names[key].pattern is None for key in given}
         return {key: LazyTensor(value) if is_lazy[key] else value for key, value in given.items()}
 
-    def _without_equal_ties(self, stored: Mapping[str, Any], names: Mapping[str, tuple[str, bool]]) -> dict[str, Any]:
+    def _without_equal_ties(self, stored: Mapping[str, Any], names: Mapping[str, Match]) -> dict[str, Any]:
         """Leave out what is stored twice for one tied parameter: transformers would compare placeholders."""
-        key_of = {name: key for key, (name, converted) in names.items() if not converted}
+        key_of = {match.name: key for key, match in names.items() if match.pattern is None}
         pairs = []
         for target, source in self._model.all_tied_weights_keys.items():
             if target in key_of and source in key_of:
@@ -322,22 +315,6 @@ def finalize_model_loading(orig: Callable[..., Any], model: Any, load_config: An
         load.take_initialised()
         load.finish()
     return outcome
-
-
-def _match(model: PreTrainedModel, stored: Mapping[str, Any], mapping: list[Any]) -> dict[str, tuple[str, bool]]:
-    """Stored name -> live name, and whether a conversion makes it from the stored tensor (as transformers matches)."""
-    mapping = copy.deepcopy(mapping)  # matching leaves marks in it
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    live = model.state_dict()
-    prefix = model.base_model_prefix
-    matched = {}
-    for key in sorted(stored, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, live)
-        if name not in live and key in live:
-            name, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=live)
-        matched[key] = (name, pattern is not None)
-    return matched
 
 
 def _quietly_tie(model: PreTrainedModel, missing: set[str]) -> None:

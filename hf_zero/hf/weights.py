@@ -20,13 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import PrefixChange, WeightConverter
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_zero.engine import ZeroEngine
@@ -40,6 +34,7 @@ from hf_zero.hf.adapters import (
     names_of_saved_modules,
     whole_prompt_encoders,
 )
+from hf_zero.hf.matching import match_stored
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
@@ -101,20 +96,13 @@ class LiveTensors(Mapping[str, torch.Tensor]):
         self._match(live_state(model))
 
     def _match(self, live: Mapping[str, torch.Tensor]) -> None:
-        conversions = copy.deepcopy(conversions_of(self._model))  # matching changes them
-        renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+        conversions = conversions_of(self._model)
         converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self._converters = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-        prefix = getattr(self._model, "base_model_prefix", None)
-        for name in sorted(self._stored, key=dot_natural_key):
-            target, pattern = rename_source_key(name, renamings, converters, prefix, live)
-            if target not in live and name in live:
-                target, pattern = name, None
-            if target not in live:
-                continue
-            if pattern is None:
+        for name, (target, pattern) in match_stored(self._model, self._stored, conversions, live).items():
+            if target in live and pattern is None:
                 self._direct[target] = name
-            else:
+            elif target in live and pattern is not None:
                 self._groups.setdefault(target, []).append((pattern, name))
         for first in self._groups:
             self._group_of.update(dict.fromkeys(self._convert(first, meta=True), first))

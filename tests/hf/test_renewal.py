@@ -151,7 +151,7 @@ def compare(folder: Path, change: str, zero: dict[str, Any], config: dict[str, A
     }
 
 
-CASES = [(change, {}) for change in CHANGES] + [
+CASES: list[tuple[str, dict[str, Any]]] = [(change, {}) for change in CHANGES] + [
     ("lora", {"offload_param": {"device": "cpu"}}),
     ("nothing", {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}),
     ("frozen", {"offload_optimizer": {"device": "cpu"}}),
@@ -164,10 +164,19 @@ CASES = [(change, {}) for change in CHANGES] + [
 def test_training_after_a_sharded_load_equals_one_process(
     change: str, zero: dict[str, Any], world_size: int, tmp_path: Path
 ) -> None:
-    outcomes = run_ranks(compare, world_size, save(tmp_path), change, zero, {}, timeout=120)
+    check(save(tmp_path), change, zero, world_size, tied=True)
+
+
+@pytest.mark.slow
+def test_untied_embeddings_are_resized(tmp_path: Path) -> None:
+    check(save(tmp_path, tied=False), "resized", {}, 2, tied=False)
+
+
+def check(folder: Path, change: str, zero: dict[str, Any], world_size: int, *, tied: bool) -> None:
+    outcomes = run_ranks(compare, world_size, folder, change, zero, {}, timeout=120)
     for outcome in outcomes:
         assert outcome["placeholders"] and outcome["names"] and outcome["same_start"]
-        assert outcome["tied"] in (None, True)
+        assert outcome["tied"] in (None, tied)
         assert outcome["worst"] < 2e-5 < 1e-3 < outcome["moved"]
     mean = [sum(each) / world_size for each in zip(*(one["losses"] for one in outcomes), strict=True)]
     assert mean == pytest.approx(outcomes[0]["reference"], abs=2e-5)
