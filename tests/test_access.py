@@ -15,6 +15,8 @@ from hf_zero.engine import ZeroEngine
 from tests.harness.ranks import run_ranks
 from tests.test_fragments import Net, rows
 
+pytestmark = pytest.mark.slow  # many short ones
+
 W0, W1 = "layers.0.weight", "layers.1.weight"
 BF16 = {"bf16": {"enabled": True}}
 

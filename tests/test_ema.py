@@ -13,6 +13,8 @@ import hf_zero
 from tests.harness.ranks import run_ranks
 from tests.test_fragments import MEDIA, Net, rows
 
+pytestmark = pytest.mark.slow  # many short ones
+
 DECAY, STEPS = 0.7, 3
 Weights = dict[str, torch.Tensor]
 

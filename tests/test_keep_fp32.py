@@ -12,6 +12,8 @@ from torch import nn
 import hf_zero
 from tests.harness.ranks import run_ranks
 
+pytestmark = pytest.mark.slow  # many short ones
+
 HIDDEN, EXPERTS, STEPS = 12, 3, 4
 Seen = dict[str, torch.dtype]
 

@@ -14,6 +14,8 @@ import hf_zero
 from tests.harness.ranks import run_ranks
 from tests.hf import runs
 
+pytestmark = pytest.mark.slow  # many short ones
+
 READ = ("model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight", "model.norm.weight")
 DECAY = 0.8
 Seen = dict[str, Any]

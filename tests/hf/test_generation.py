@@ -26,6 +26,8 @@ from hf_zero.hf import generation
 from hf_zero.shards.partition import UnitKind
 from tests.harness.ranks import run_ranks
 
+pytestmark = pytest.mark.slow  # many short ones
+
 VOCAB = 97
 NEW = 9
 

@@ -16,6 +16,8 @@ from hf_zero.engine import engine_of
 from tests.harness.ranks import RankFailure, run_ranks
 from tests.hf.test_generation import VOCAB, is_released, llama, prompts, sharded, t5, text
 
+pytestmark = pytest.mark.slow  # many short ones
+
 
 def generate_on_one() -> list[list[int]]:
     model = llama()

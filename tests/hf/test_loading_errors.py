@@ -140,6 +140,7 @@ def alone(folder: Path) -> str:
     return "both raised" if engine.rank == 0 else ""
 
 
+@pytest.mark.slow
 def test_calls_on_one_rank_only_raise(tmp_path: Path) -> None:
     env = {"HF_ZERO_PRESENCE_TIMEOUT": "2"}
     assert run_ranks(alone, 2, save(tmp_path), timeout=40, env=env)[0] == "both raised"
