@@ -17,12 +17,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import benchlib
@@ -203,14 +201,7 @@ def main() -> None:
         return
     result = benchlib.launch(sys.argv, args.world, timeout_s=args.timeout, threads=args.threads)
     verdict = report(args, result)
-    if args.json:
-        data = json.dumps({"settings": vars(args), "environment": benchlib.environment(), **result}, indent=1)
-        if args.json == "-":
-            print(data)
-        else:
-            Path(args.json).write_text(data + "\n")
-    if args.json != "-":
-        print(verdict.text)
+    benchlib.tell(args, result, verdict.text)
     if not verdict.ok:
         sys.exit("a target is missed or texts differ")
 

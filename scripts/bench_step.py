@@ -22,7 +22,6 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import benchlib
@@ -326,14 +325,7 @@ def main() -> None:
         return
     result = benchlib.launch(sys.argv, args.world, timeout_s=args.timeout, threads=args.threads)
     text, agree = report(args, result)
-    if args.json:
-        data = json.dumps({"settings": vars(args), "environment": benchlib.environment(), **result}, indent=1)
-        if args.json == "-":
-            print(data)
-        else:
-            Path(args.json).write_text(data + "\n")
-    if args.json != "-":
-        print(text)
+    benchlib.tell(args, result, text)
     if not agree:
         sys.exit("the variants do not train alike")
 

@@ -112,6 +112,17 @@ def run_rank(work: Callable[[], Any]) -> None:
     sys.stdout.flush()
 
 
+def tell(args: argparse.Namespace, result: Mapping[str, Any], text: str) -> None:
+    """Print `text`, and with --json FILE write the result there; "-" prints the result instead."""
+    if args.json:
+        data = json.dumps({"settings": vars(args), "environment": environment(), **result}, indent=1)
+        if args.json == "-":
+            print(data)
+            return
+        Path(args.json).write_text(data + "\n")
+    print(text)
+
+
 # ---------------------------------------------------------------- model and data
 @dataclasses.dataclass(frozen=True)
 class ModelSize:

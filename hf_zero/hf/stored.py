@@ -133,12 +133,6 @@ class StoredTensor:
         self.read_range(0, whole)
         return whole.view(self.shape)
 
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
-
 
 class LazyTensor:
     """A stored tensor on its way through transformers' loader, to be read where it is placed, and in that type."""
@@ -156,12 +150,6 @@ class LazyTensor:
 
     def whole(self) -> torch.Tensor:
         return self.stored[...].to(self.dtype)
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return self.stored.get_dtype()
 
 
 def open_files(paths: Iterable[str | os.PathLike[str]]) -> list[StoredFile]:

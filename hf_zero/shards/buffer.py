@@ -279,12 +279,10 @@ class FlatBuffer:
             self.shard.copy_from(self.master)  # type: ignore[arg-type]
 
     def accept_whole(self) -> None:
-        """Take edits of the gathered parameters over into shard and master."""
-        whole = ShardTensor(self.layout, self._rank, self.full, in_full=True)
-        if self.on_demand:
-            self.shard.copy_from(whole)
-        if self.master is not None and self.master is not self.shard:
-            self.master.copy_from(whole)
+        """Take edits of the gathered parameters over into the shard. There must be no master: it would be rounded."""
+        if self.master is not None or not self.on_demand:
+            raise AssertionError(f"{self.layout.name} has more than a shard to bring up to date")
+        self.shard.copy_from(ShardTensor(self.layout, self._rank, self.full, in_full=True))
 
     @property
     def rank(self) -> int:
