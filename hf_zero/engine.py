@@ -21,9 +21,10 @@ from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
 from hf_zero.errors import StateError
 from hf_zero.optim.host_adam import HostAdamSettings
+from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_buffers, torch_dtype
-from hf_zero.runtime.fittings import Callbacks, Fitted, ModelFittings
+from hf_zero.runtime.fittings import Callbacks, Computes, Fitted, ModelFittings
 from hf_zero.runtime.grads import GradBuffer, GradReducer
 from hf_zero.runtime.params import OnDemandParams, PrefetchLimits
 from hf_zero.runtime.report import memory_report, start_line
@@ -83,6 +84,7 @@ class ZeroEngine:
         self.comm = built.comm
         share_buffers(model, self.comm)
         self.homes, self.units, self.pool = built.homes, built.units, built.pool
+        self.loss_scale = built.settings.grads.loss_scale
         self.params = OnDemandParams(self.units, PrefetchLimits.of(config.zero), on_left=self._unit_left)
         self.reducer = GradReducer(
             built.grads,
@@ -107,8 +109,10 @@ class ZeroEngine:
 
     def _fit(self) -> ModelFittings:
         """Put the engine on its model."""
-        dtype = torch_dtype(self.config.dtype)
-        fitted = Fitted(self.module, self.units, self.params, self.reducer, self.device, dtype)
+        computes = Computes(
+            torch_dtype(self.config.dtype), torch_dtype(self.config.precision.autocast), self.loss_scale
+        )
+        fitted = Fitted(self.module, self.units, self.params, self.reducer, self.device, computes)
         callbacks = Callbacks(
             forward_starts=self._thaw.look,
             backward_starts=self.params.begin_backward if self.trains else self._refuse_backward,
@@ -137,6 +141,11 @@ class ZeroEngine:
         return self.comm.device
 
     @property
+    def skipped_steps(self) -> int:
+        """Steps that were left out on all ranks because their gradient was not finite; `global_steps` has them too."""
+        return 0 if self.optimizer is None else self.optimizer.guard.skipped_steps
+
+    @property
     def is_sharded(self) -> bool:
         """Whether parameters are placeholders between uses."""
         return any(unit.on_demand for unit in self.units)
@@ -154,7 +163,8 @@ class ZeroEngine:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """`loss.backward()`: gradients are averaged over ranks and accumulation steps whichever is called."""
-        loss.backward(**kwargs)
+        with self.loss_scale.scaled(loss) as scaled:
+            scaled.backward(**kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -178,7 +188,7 @@ class ZeroEngine:
         if self.optimizer is None:
             raise StateError("this engine has no optimizer: pass one to hf_zero.initialize, or an optimizer block")
         self.optimizer.step()
-        if self.lr_scheduler is not None:
+        if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -208,6 +218,7 @@ class ZeroEngine:
             clip=self.config.gradient_clipping,
             allow_untested=self.config.zero_allow_untested_optimizer,
             offload=HostAdamSettings.of(self.config, self.homes.host),
+            guard=StepGuard(self.config.precision, self.config.stage, self.loss_scale),
             after_step=self._after_step,
         )
         return self.optimizer
@@ -257,6 +268,7 @@ class ZeroEngine:
         with torch.no_grad():
             self.reducer.end_backward(boundary=self.is_gradient_accumulation_boundary())
         self.params.end_backward()
+        self.loss_scale.end_backward()
 
     def _after_step(self) -> None:
         self.params.end_step()

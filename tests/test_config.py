@@ -186,7 +186,7 @@ def test_all_problems_come_in_one_message_and_in_a_fixed_order() -> None:
     config = changed("zero_optimization.stge", 2)
     config["gradient_clipp1ng"] = 1
     config["zero_optimization"]["reduce_bucket_size"] = -5
-    config["fp16"] = {"enabled": True}
+    config["fp16"] = {"enabled": True, "fp16_master_weights_and_grads": True}
     config["train_batch_size"] = 7
 
     text = message(config)
@@ -195,7 +195,13 @@ def test_all_problems_come_in_one_message_and_in_a_fixed_order() -> None:
         ZeroConfig.load(config, defer=True).resolve(world_size=1)
     text = str(deferred.value)
     assert text.startswith("6 problems in the ZeRO configuration (a dict):\n1. ")
-    names = ["reduce_bucket_size = -5", "stge = 2", "gradient_clipp1ng = 1", "train_batch_size = 7", "fp16.enabled"]
+    names = [
+        "reduce_bucket_size = -5",
+        "stge = 2",
+        "gradient_clipp1ng = 1",
+        "train_batch_size = 7",
+        "fp16.fp16_master",
+    ]
     places = [text.index(name) for name in names]
     assert places == sorted(places)
     assert "bf16.enabled is true as well" in text

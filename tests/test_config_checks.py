@@ -39,10 +39,9 @@ def message(config: dict[str, Any], *args: Any, **kwargs: Any) -> str:
 
 # Path -> a value that turns it on and one that leaves it off.
 SWITCHES: dict[str, tuple[Any, Any]] = {
-    "fp16.enabled": (True, False),
+    "fp16.fp16_master_weights_and_grads": (True, False),
     "bf16.bf16_master_weights_and_grads": (True, False),
     "bf16.bf16_optimizer_states": (True, False),
-    "amp": ({"enabled": True, "opt_level": "O2"}, {"enabled": "auto", "opt_level": "auto"}),
     "msamp": ({"enabled": True, "opt_level": "O2"}, {"enabled": False}),
     f"{ZERO}.offload_optimizer.super_offload": (True, False),
     f"{ZERO}.zenflow": ({"topk_ratio": 0.1}, {}),

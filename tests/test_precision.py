@@ -1,4 +1,4 @@
-"""bf16 with fp32 masters, parameters of mixed types, and autocast over fp32, against a one-process emulation.
+"""bf16 and fp16 with fp32 masters, parameters of mixed types, and autocast over fp32, against a one-process emulation.
 
 The emulation runs every rank's micro-batch with the same types and shapes as the rank does, so the gradients that
 enter an update are equal to the bit until an fp32 sum over ranks, taken in another order, tips a weight over to the
@@ -33,6 +33,7 @@ def _slow(*values: str) -> list[Any]:
 @dataclasses.dataclass(frozen=True)
 class Precision:
     bf16: bool = False  # parameters in bf16, masters in fp32
+    fp16_scale: float = 0.0  # parameters in fp16, masters in fp32, losses times this; 0: no fp16
     keep_fp32: tuple[str, ...] = ()
     autocast: bool = False
     cache: bool = True  # autocast's
@@ -40,11 +41,18 @@ class Precision:
     @property
     def config(self) -> tuple[tuple[str, Any], ...]:
         entries: tuple[tuple[str, Any], ...] = (("bf16", {"enabled": True}),) if self.bf16 else ()
+        if self.fp16_scale:
+            entries = (("fp16", {"enabled": True, "loss_scale": self.fp16_scale}),)
         return (*entries, ("keep_fp32", list(self.keep_fp32))) if self.keep_fp32 else entries
 
     def dtype_of(self, name: str) -> torch.dtype:
         kept = any(fnmatch.fnmatch(name, pattern) for pattern in self.keep_fp32)
-        return torch.bfloat16 if self.bf16 and not kept else torch.float32
+        if kept:
+            return torch.float32
+        return torch.float16 if self.fp16_scale else torch.bfloat16 if self.bf16 else torch.float32
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss.float() * self.fp16_scale if self.fp16_scale else loss
 
     def context(self) -> Any:
         return (
@@ -74,9 +82,9 @@ def emulate(case: Case, precision: Precision) -> Trace:
             for rank in range(case.world):
                 with precision.context():
                     loss = model(**case.batch(step, micro, rank))["loss"]
-                loss.backward()
+                precision.scaled(loss).backward()
                 losses.append(loss.item())
-                _collect(model, masters, 1 / (case.world * case.accumulation))
+                _collect(model, masters, 1 / (case.world * case.accumulation * (precision.fp16_scale or 1)))
         trace.losses.append(sum(losses) / len(losses))
         trace.norms.append(float(nn.utils.clip_grad_norm_(masters.values(), case.clip)))
         optimizer.step()
@@ -96,8 +104,8 @@ def _collect(model: nn.Module, masters: dict[str, nn.Parameter], scale: float) -
             param.grad = None
 
 
-def train(case: Case, precision: Precision, stages: tuple[int, ...]) -> list[Trace]:
-    return [_train_one(case, precision, Options(stage, config=precision.config)) for stage in stages]
+def train(case: Case, precision: Precision, stages: tuple[int, ...], direct: bool = False) -> list[Trace]:
+    return [_train_one(case, precision, Options(stage, direct, config=precision.config)) for stage in stages]
 
 
 def _train_one(case: Case, precision: Precision, options: Options) -> Trace:
@@ -108,7 +116,10 @@ def _train_one(case: Case, precision: Precision, options: Options) -> Trace:
         for micro in range(case.accumulation):
             with precision.context():
                 loss = engine(**case.batch(step, micro, dist.get_rank()))["loss"]
-            engine.backward(loss)
+            if options.direct_backward:
+                loss.backward()
+            else:
+                engine.backward(loss)
             engine.step()
             losses.append(loss.item())
         record(trace, engine, losses)
@@ -169,6 +180,18 @@ def test_bf16_with_fp32_masters(model: str, optimizer: str) -> None:
     for stage, got in zip(STAGES, run_ranks(train, 2, case, precision, STAGES)[0], strict=True):
         assert_close(case, want, got, f"stage {stage}")
         extra_bits = [not torch.equal(value, value.bfloat16().float()) for value in got.params[-1].values()]
+        assert any(extra_bits), "the masters hold no more than the parameters"
+
+
+@pytest.mark.parametrize("model", ["plain", *_slow("tied", "frozen", "twice", "reentrant", "non_reentrant")])
+@pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
+def test_fp16_with_fp32_masters(model: str, direct: bool) -> None:
+    case, precision = Case(model, 2, 2, "adamw", single=True), Precision(fp16_scale=128.0)
+    want = emulate(case, precision)
+    assert want.losses == pytest.approx(train_reference(case).losses, rel=1e-2)
+    for stage, got in zip(STAGES, run_ranks(train, 2, case, precision, STAGES, direct)[0], strict=True):
+        assert_close(case, want, got, f"stage {stage}")
+        extra_bits = [not torch.equal(value, value.half().float()) for value in got.params[-1].values()]
         assert any(extra_bits), "the masters hold no more than the parameters"
 
 

@@ -146,6 +146,7 @@ def _info(session: Session, client_state: Any, frozen: dict[str, str]) -> SaveIn
         extra["lr_scheduler"] = _plain(session.lr_scheduler.state_dict())
     if session.optimizer is not None:
         extra["optimizer"] = type(session.optimizer.optimizer).__name__
+        extra["step_guard"] = session.optimizer.guard.state_dict()
     return SaveInfo(
         world_size=session.num_writers,
         stage=session.stage,
@@ -274,6 +275,7 @@ def load(session: Session, folder: Path, *, load_optimizer: bool) -> Loaded:
             if load_optimizer and session.optimizer is not None:
                 _together(comm, "optimizer state", lambda: _load_optimizer(session, reader))
                 _load_attached(session, reader)
+                session.optimizer.guard.load_state_dict(reader.manifest.extra.get("step_guard", {}))
         manifest = reader.manifest
     if session.lr_scheduler is not None and "lr_scheduler" in manifest.extra and load_optimizer:
         state = {key: value for key, value in manifest.extra["lr_scheduler"].items() if value is not None}

@@ -47,13 +47,6 @@ def _switch(path: str, value: Any) -> tuple[str, Any]:
 def cross_problems(values: Mapping[str, Any], args: Any, problems: Problems) -> None:
     """Add the problems that show only when several keys, or the training arguments, are seen together."""
     _check_offload(values, problems)
-    if look_up(values, "fp16.enabled") is True and look_up(values, "bf16.enabled") is True:
-        problems.add(
-            "fp16.enabled",
-            True,
-            "bf16.enabled is true as well, and there is one 16-bit type at a time",
-            'Set one of them to false, or both to "auto" and give one of bf16=True and fp16=True.',
-        )
     optimizer = values.get("optimizer")
     if isinstance(optimizer, Mapping) and "type" not in optimizer and not _reported(problems, "optimizer"):
         problems.add(

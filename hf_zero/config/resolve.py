@@ -27,6 +27,7 @@ from hf_zero.config.checks import MOMENTS, cross_problems, notices, refusals
 from hf_zero.config.keys import ROOT
 from hf_zero.config.optimizers import torch_form
 from hf_zero.config.parse import Parsed, look_up, put
+from hf_zero.config.precision import precision_of, precision_problems
 from hf_zero.config.problems import Problem, Problems, show
 from hf_zero.config.resolved import (
     ARGUMENTS,
@@ -91,6 +92,7 @@ class _Resolver:
         self._fill_defaults()
         self._fill_batch()
         refused = refusals(self.values, self.problems)
+        precision_problems(self.values, self.problems)
         cross_problems(self.values, self.around.args, self.problems)
         problems = tuple(self.problems.without_details_of(refused))
         return Outcome(problems, None if problems else self._config())
@@ -216,7 +218,7 @@ class _Resolver:
             train_micro_batch_size_per_gpu=values[batch.MICRO],
             gradient_accumulation_steps=values[batch.ACCUMULATION],
             gradient_clipping=values[CLIPPING],
-            dtype=_dtype(values),
+            precision=precision_of(values),
             grad_accum_dtype=self._get("data_types.grad_accum_dtype"),
             communication_data_type=values["communication_data_type"],
             zero=zero_section(values["zero_optimization"]),
@@ -291,9 +293,3 @@ def _remove(values: dict[str, Any], path: str) -> None:
     block, _, name = path.rpartition(".")
     node = look_up(values, block) if block else values
     node.pop(name, None)
-
-
-def _dtype(values: Mapping[str, Any]) -> str | None:
-    if look_up(values, "bf16.enabled"):
-        return "bfloat16"
-    return "float16" if look_up(values, "fp16.enabled") else None

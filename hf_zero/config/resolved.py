@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hf_zero.config.precision import Precision
 from hf_zero.config.problems import show
 
 # Origins of values. AUTO_* were "auto" in the file.
@@ -129,7 +130,7 @@ class ResolvedConfig:
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
     gradient_clipping: float  # 0.0: off
-    dtype: str | None  # "bfloat16", "float16", or None: the model keeps its dtypes
+    precision: Precision
     grad_accum_dtype: str | None  # "float32", "bfloat16", "float16"; None: float32, or float64 for a float64 model
     communication_data_type: str | None  # same names; None: the dtype of what is reduced
     zero: ZeroSection
@@ -150,6 +151,11 @@ class ResolvedConfig:
     raw: dict[str, Any] = field(repr=False)  # as the user gave it
     source: str = "a dict"
     notices: tuple[str, ...] = ()  # lines to show once, on one rank, before training
+
+    @property
+    def dtype(self) -> str | None:
+        """Of parameters: "bfloat16", "float16", or None: the model keeps its dtypes."""
+        return self.precision.dtype
 
     def describe(self) -> str:
         """One line for each resolved key: its path, value and origin."""

@@ -78,14 +78,10 @@ _LOGGING = "Remove it; under Trainer, report_to does the logging."
 _OUT = "Remove the block: hf_zero shards training and leaves this to other tools."
 
 NOT_YET: tuple[NotYet, ...] = (
-    NotYet(
-        "fp16.enabled", _true, 'Use "bf16": {"enabled": true}, which needs no loss scaling, or fp32 (no such block).'
-    ),
+    NotYet("fp16.fp16_master_weights_and_grads", _true, "Remove it: masters are kept in fp32."),
     NotYet("bf16.bf16_master_weights_and_grads", _true, "Remove it: masters are kept in fp32."),
     NotYet("bf16.bf16_optimizer_states", _true, "Remove it: optimizer states are kept in fp32."),
-    NotYet("amp", _enabled, 'Use "bf16": {"enabled": true}, or bf16=True in TrainingArguments (autocast over fp32).'),
     NotYet("msamp", _enabled, 'Use "bf16": {"enabled": true}.'),
-    NotYet("torch_autocast", _enabled, "Under Trainer, bf16=True gives autocast over fp32; else use torch.autocast."),
     NotYet("zero_optimization.offload_optimizer.super_offload", _true, "Remove it: updates run beside the forward."),
     NotYet("zero_optimization.zenflow", _given, "Remove the block."),
     NotYet("zero_optimization.zero_hpz_partition_size", _above(1), _ZEROPP),
@@ -152,6 +148,11 @@ _NO_TRACE = "the order of gathers is fixed, there is no trace"
 _EXACT_MEAN = "the mean over ranks is the same either way"
 _OFFLOAD_ONLY = "it matters under offload only"
 
+_APEX = (
+    "cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights cast_model_outputs num_losses verbosity "
+    "min_loss_scale max_loss_scale"
+).split()
+
 # Keys that are taken and have nothing to do here, with the reason. A value other than the default gives a notice.
 NO_EFFECT: dict[str, str] = {
     "zero_optimization.contiguous_gradients": _BY_LAYOUT,
@@ -182,7 +183,9 @@ NO_EFFECT: dict[str, str] = {
         "the update takes the cores of this process over its local ranks; HF_ZERO_CPU_THREADS sets another number"
     ),
     "bf16.immediate_grad_update": "gradients are always taken as they are ready",
-    "bf16.check_grad_overflow": "bf16 has the range of fp32",
+    "fp16.auto_cast": "floating inputs are always cast to the type of the parameters",
+    "torch_autocast.lower_precision_safe_modules": "torch's autocast decides by operation",
+    **{f"amp.{name}": "amp levels are run by torch, which decides this itself" for name in _APEX},
     "optimizer.legacy_fusion": "torch's optimizers are used",
     "prescale_gradients": _EXACT_MEAN,
     "gradient_predivide_factor": _EXACT_MEAN,

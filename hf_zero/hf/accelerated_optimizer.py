@@ -56,6 +56,11 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
         self._clipped_by_caller = False
         super().step(closure)
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out on all ranks, because its gradient was not finite."""
+        return self.engine.optimizer is not None and self.engine.optimizer.overflow
+
     def state_dict(self) -> dict[str, Any]:
         raise StateError(
             "optimizer.state_dict() would give this rank's shards only.\n"

@@ -18,10 +18,6 @@ from hf_zero.config.problems import raise_all
 
 _OTHER_ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-_FP16 = (
-    "fp16 is set, but the configuration has no fp16 block: accelerate's loss scaler sees the gradients of one rank "
-    "only, so ranks would skip different steps."
-)
 _WEIGHTS_FLAG = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
@@ -70,8 +66,6 @@ def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
             "save_only_model is set, but stage3_gather_16bit_weights_on_model_save is false: nothing would be saved.",
             "Remove one of them.",
         )
-    if args.fp16 and config.get("fp16") is None:
-        add("fp16", _FP16, "Use bf16.")
     for flag in ("bf16_full_eval", "fp16_full_eval"):
         block = flag[:4]
         if getattr(args, flag) and config.get(f"{block}.enabled") in (None, False):
@@ -104,13 +98,23 @@ def accelerator_conflicts(accelerator: Accelerator, config: ZeroConfig) -> list[
         text = f"The Accelerator's distributed_type is {kind}: only one engine can own the model."
         remedy = "Remove that plugin, and what chooses it in the accelerate configuration or the environment."
         problems.append(Problem("Accelerator.distributed_type", text, remedy))
-    if accelerator.scaler is not None and config.get("fp16") is None:
-        problems.append(Problem("Accelerator.mixed_precision", _FP16, "Use bf16."))
+    problems += scaler_conflicts(accelerator.scaler)
     if accelerator.fp8_enabled:
         problems.append(
             Problem("Accelerator.mixed_precision", "mixed_precision is fp8, which is not run.", "Use bf16.")
         )
     return problems
+
+
+def scaler_conflicts(scaler: Any) -> list[Problem]:
+    """What a gradient scaler asks for that the engine's own, which takes its place, does not do."""
+    if scaler is None or (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (2.0, 0.5):
+        return []
+    text = (
+        f"The GradScaler grows by {scaler.get_growth_factor():g} and backs off by {scaler.get_backoff_factor():g}: "
+        "loss scales are doubled and halved here."
+    )
+    return [Problem("Accelerator.kwargs_handlers", text, "Leave growth_factor at 2.0 and backoff_factor at 0.5.")]
 
 
 def model_conflicts(model: nn.Module, stage: int) -> list[Problem]:

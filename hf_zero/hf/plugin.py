@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ from accelerate.utils import is_compiled_module
 from torch import nn
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
+from hf_zero.config.precision import LossScaling
 from hf_zero.config.problems import raise_all
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, StateError
@@ -50,6 +52,7 @@ class ZeroPlugin:
     def __init__(self, config: ZeroConfig | str | Path | Mapping[str, Any], *, args: Any = None) -> None:
         self.config = ZeroConfig.load(config)
         self._args = args
+        self._scaling: LossScaling | None = None  # of accelerate's autocast in fp16
 
     def attach(self, accelerator: Accelerator) -> Accelerator:
         """Put `accelerator` under ZeRO, in place, before it prepares anything. Returns it.
@@ -68,18 +71,26 @@ class ZeroPlugin:
         if not isinstance(accelerator, ZeroAcceleratorMixin):
             accelerator.__class__ = _zero_class(type(accelerator))
         accelerator.zero_plugin = self
-        if resolved.dtype is not None:
-            # The engine casts the parameters themselves, so autocast must not act as well.
+        if resolved.dtype is not None or resolved.precision.autocast is not None:
+            # The engine casts, parameters or operations, so accelerate's autocast must not act as well.
             accelerator.native_amp = False
-            accelerator.scaler = None
+        elif accelerator.scaler is not None:
+            self._scaling = _scaling_of(accelerator.scaler)
+        # It would see the gradients of one rank only; the engine's own makes all ranks skip the same steps.
+        accelerator.scaler = None
         return accelerator
 
     def resolve(self, accelerator: Accelerator, model: nn.Module | None = None) -> ResolvedConfig:
         """The configuration with every "auto" filled in; without `model` those that follow from its size stay open."""
         world_size = accelerator.num_processes
         if self._args is not None:
-            return self.config.resolve(self._args, model, world_size)
-        return self.config.resolve(_arguments_of(accelerator), model, world_size, client_optimizer=True)
+            resolved = self.config.resolve(self._args, model, world_size)
+        else:
+            resolved = self.config.resolve(_arguments_of(accelerator), model, world_size, client_optimizer=True)
+        if self._scaling is None:
+            return resolved
+        precision = dataclasses.replace(resolved.precision, scaling=self._scaling, skip_nonfinite=True)
+        return dataclasses.replace(resolved, precision=precision)
 
     def create_engine(self, accelerator: Accelerator, model: nn.Module, *, train: bool) -> ZeroEngine:
         """Build the engine of `model`, which may have been loaded in shards. All ranks must call."""
@@ -199,6 +210,18 @@ class ZeroAcceleratorMixin(Accelerator):
         return None
 
     # ---------------------------------------------------------------- training
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As accelerate's, with the loss scaled for fp16.
+
+        Where several engines scale, each does so where the gradient enters its model.
+        """
+        scaling = [engine.loss_scale for engine in self._engines() if engine.loss_scale.is_used]
+        if len(scaling) != 1:
+            super().backward(loss, **kwargs)
+            return
+        with scaling[0].scaled(loss) as scaled:
+            super().backward(scaled, **kwargs)
+
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         engine = engine_of(model)
         if engine is None:
@@ -341,6 +364,11 @@ def _zero_class(base: type) -> type:
 
 def _engine_folder(folder: str | os.PathLike[str], index: int) -> Path:
     return Path(folder) if index == 0 else Path(folder) / f"model_{index}"
+
+
+def _scaling_of(scaler: Any) -> LossScaling:
+    """The rules of accelerate's gradient scaler. It halves and doubles: accelerator_conflicts has seen to that."""
+    return LossScaling.of_torch(round(math.log2(scaler._init_scale)), scaler.get_growth_interval())
 
 
 def _arguments_of(accelerator: Accelerator) -> Any:

@@ -218,6 +218,15 @@ def _engine(trainer: Any) -> ZeroEngine | None:
     return engine_of(trainer.model) if _plugin(trainer) is not None else None
 
 
+def get_learning_rate(self: Any, orig: Original) -> float:
+    """0 until a first step has been applied: while fp16's loss scale is still too high, nothing is learned."""
+    engine = _engine(self)
+    if engine is not None and engine.skipped_steps and engine.skipped_steps == engine.global_steps:
+        return 0.0
+    rate: float = orig()
+    return rate
+
+
 _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "create_accelerator_and_postprocess": (create_accelerator, ()),
     "_move_model_to_device": (move_model_to_device, ("model", "device")),
@@ -229,6 +238,7 @@ _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "_load_from_checkpoint": (load_from_checkpoint, ("resume_from_checkpoint", "model")),
     "_load_optimizer_and_scheduler": (load_optimizer_and_scheduler, ("checkpoint",)),
     "_load_best_model": (load_best_model, ()),
+    "_get_learning_rate": (get_learning_rate, ()),
 }
 
 
@@ -267,6 +277,9 @@ class ZeroTrainerMixin:
 
     def _load_best_model(self) -> None:
         load_best_model(self, self._stock("_load_best_model"))
+
+    def _get_learning_rate(self) -> float:
+        return get_learning_rate(self, self._stock("_get_learning_rate"))
 
     def _stock(self, name: str) -> Original:
         method: Original = getattr(super(), name)

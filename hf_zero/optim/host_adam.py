@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,12 @@ class HostAdamSettings:
             delay_from=offload.delayed_update_start if offload.delayed_update else None,
             moments_dtype=torch.bfloat16 if config.moments_16bit else None,
         )
+
+    def for_groups(self, groups: Sequence[Mapping[str, Any]]) -> HostAdamSettings:
+        """These settings, unless CPUAdam says in its groups what the configuration says for torch's optimizers."""
+        if any(group.get("fp32_optimizer_states") is False for group in groups):
+            return replace(self, moments_dtype=torch.bfloat16)
+        return self
 
 
 class HostAdam:

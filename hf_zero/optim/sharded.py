@@ -11,6 +11,7 @@ import torch
 from hf_zero.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
+from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.owned import CutGroups, OwnedRun
 from hf_zero.optim.rules import check_native, check_optimizer
 from hf_zero.optim.whole import (
@@ -41,6 +42,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reducer: Holds the gradient buffers of all trainable parameters.
         clip: `gradient_clipping`; 0 means the caller clips, or nobody.
         offload: How offloaded states are updated natively.
+        guard: Says which steps are left out.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         clip: float,
         allow_untested: bool,
         offload: HostAdamSettings,
+        guard: StepGuard,
         after_step: Callable[[], None],
     ) -> None:
         # Not calling super().__init__: the state and the groups are the inner optimizer's own.
@@ -66,6 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._comm = comm
         self._orders = orders
         self._clip = clip
+        self.guard = guard
         self._after_step = after_step
         self._facts: WindowFacts | None = None
         self._factor = 1.0  # what clipping multiplies natively updated gradients with, in the update itself
@@ -73,18 +77,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.attached: dict[str, dict[FlatBuffer, ShardTensor]] = {}  # kind -> shards that checkpoints hold too
         self.suspended = ""  # why there can be neither a step nor a checkpoint now
         self.last_norm: float | None = None
-        groups = optimizer.param_groups  # CPUAdam says there what the configuration says for torch's
-        if any(group.get("fp32_optimizer_states") is False for group in groups):
-            offload = dataclasses.replace(offload, moments_dtype=torch.bfloat16)
         self._native_flats: list[FlatBuffer] = []  # in the order of their updates; the same on all ranks
-        self._offload = offload
+        self._offload = offload.for_groups(optimizer.param_groups)
         self._cut = CutGroups(optimizer)
         self._owned = self._cut.take(reducer.buffers)
         self._cut.refuse_strangers()
         self._native: HostAdam | None = None
         if native:
             with comm.stop_together():
-                self._native = HostAdam([], [], offload)
+                self._native = HostAdam([], [], self._offload)
             self._update_natively(self._owned, reducer.buffers)
 
     # ---------------------------------------------------------------- the optimizer's face
@@ -139,7 +140,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if not buffer.flat.home.native:
                     buffer.shard.scale(factor)
             self._facts = dataclasses.replace(facts, norm=facts.norm * factor)
-        self.last_norm = facts.norm
         return facts.norm
 
     @torch.no_grad()
@@ -156,8 +156,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         facts = self._settle()
         if self._clip > 0:
             self.clip_grad_norm(self._clip)
-        elif not self._clipped:
-            self.last_norm = facts.norm
+        if not self.guard.admits(facts.norm, self._comm):
+            self.zero_grad()
+            self._after_step()
+            return
         has_grad = {id(buffer): facts.has_grad[i] for i, buffer in enumerate(self._reducer.buffers)}
         changed = False
         if self._native is not None:
@@ -193,6 +195,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Raise StateError while something else is in the place of the weights."""
         if self.suspended:
             raise StateError(f"rank {self._comm.rank}: {what} is not possible {self.suspended}")
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was left out, on all ranks, because its gradient was not finite."""
+        return self.guard.overflow
+
+    @property
+    def cur_scale(self) -> float:
+        """What losses are multiplied with now; 1.0 without fp16."""
+        return self.guard.scaler.cur_scale
 
     @property
     def has_delayed_update(self) -> bool:
@@ -292,10 +304,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None
 
     # ---------------------------------------------------------------- inside
+    @torch.no_grad()
     def _settle(self) -> WindowFacts:
         if self._facts is None:
-            with torch.no_grad():
-                self._facts = settle_window(self._reducer, self._comm, self._orders)
+            self._facts = settle_window(self._reducer, self._comm, self._orders)
+            self.last_norm = self._facts.norm
         return self._facts
 
     def _update_by_torch(self, has_grad: Mapping[int, Sequence[bool]]) -> None:

@@ -16,6 +16,7 @@ from hf_zero.errors import DivergenceError
 from hf_zero.layout import UnitLayout
 from hf_zero.runtime.grads import GradBuffer, GradSettings, MemoryPool
 from hf_zero.runtime.homes import Draft, Homes, OffloadSettings
+from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.plan import UnitPlan, keeps_small_parameters_whole, plan_unit
 from hf_zero.shards.buffer import FlatBuffer
 from hf_zero.shards.partition import UnitKind, UnitSpec, partition
@@ -60,7 +61,7 @@ class BuildSettings:
             keep_fp32=config.keep_fp32,
             train=train,
             grads=GradSettings(
-                torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), scale
+                torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), scale, LossScale()
             ),
             offload=OffloadSettings.of(config),
         )

@@ -15,6 +15,7 @@ from hf_zero.runtime.arrival import Arrival
 from hf_zero.runtime.grads import GradBuffer, GradReducer
 from hf_zero.runtime.guards import DeepCopy, ModelGuards
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
+from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.params import OnDemandParams
 from hf_zero.shards.partition import UnitKind
 from hf_zero.shards.unit import ShardUnit
@@ -37,6 +38,15 @@ class Callbacks:
 
 
 @dataclass(frozen=True)
+class Computes:
+    """In which types a model computes."""
+
+    input_dtype: torch.dtype | None  # floating inputs are cast to it
+    autocast: torch.dtype | None  # the forward runs under torch.autocast with it
+    loss_scale: LossScale
+
+
+@dataclass(frozen=True)
 class Fitted:
     """A model and what its engine made of it."""
 
@@ -45,7 +55,7 @@ class Fitted:
     params: OnDemandParams
     reducer: GradReducer
     device: torch.device
-    input_dtype: torch.dtype | None  # floating inputs are cast to it
+    computes: Computes
 
 
 class ModelFittings:
@@ -72,7 +82,10 @@ class ModelFittings:
         self._arrivals = functools.partial(Arrival, fitted.reducer, boundary=callbacks.boundary)
         self.on_gradients(fitted.reducer.buffers)
         self._hooks.on_forward(fitted.model, callbacks.forward_starts)
-        self._hooks.on_model(fitted.model, watch, fitted.input_dtype)
+        computes = fitted.computes
+        self._hooks.on_model(fitted.model, watch, computes.input_dtype, computes.loss_scale)
+        if computes.autocast is not None:
+            self._hooks.on_autocast(fitted.model, fitted.device.type, computes.autocast)
         for unit in fitted.units:
             if unit.on_demand and unit.kind is UnitKind.ROOT:
                 self._hooks.on_root(unit, fitted.params, watch)

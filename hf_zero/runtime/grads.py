@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.comm import Comm, Pending
+from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.shards.buffer import FlatBuffer
 from hf_zero.shards.tensors import ShardTensor
 from hf_zero.store import DeviceStore, HostStore
@@ -62,6 +63,7 @@ class GradSettings:
     accum_dtype: torch.dtype | None  # None: fp32, fp64 for fp64 parameters
     wire_dtype: torch.dtype | None  # `communication_data_type`; None: the accumulation type
     scale: float  # 1 / (world size x accumulation steps): the sum over ranks and micro-steps becomes the mean
+    loss_scale: LossScale  # what losses were multiplied with; shards are free of it
 
 
 class GradBuffer:
@@ -88,7 +90,8 @@ class GradBuffer:
         self.eager = eager
         self._comm = comm
         self._pool = pool
-        self._scale = settings.scale
+        self._mean = settings.scale
+        self._loss_scale = settings.loss_scale
         self._wire = settings.wire_dtype
         if settings.accum_dtype is not None:
             self.dtype = settings.accum_dtype
@@ -155,6 +158,7 @@ class GradBuffer:
     # ---------------------------------------------------------------- arrival
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """Add the gradient of the buffer's parameter `index`."""
+        self._loss_scale.check(self.flat.layout.slots[index].name, grad)
         if self.whole is None:
             self.whole = self._fresh_whole()
         slot = self.flat.layout.slots[index]
@@ -216,6 +220,10 @@ class GradBuffer:
                 result = bucket
                 pending = self._comm.all_reduce(bucket, layout.name, wire_dtype=self._wire)
             self._flight.append((pending, result, mine))
+
+    @property
+    def _scale(self) -> float:
+        return self._mean / self._loss_scale.value
 
     def reduce_finish(self) -> None:
         for pending, result, mine in self._flight:

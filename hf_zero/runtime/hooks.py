@@ -31,6 +31,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.runtime.autocast import AutocastCopies
+from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.params import OnDemandParams, Phase
 from hf_zero.runtime.reads import OutsideReads
 from hf_zero.runtime.tree import map_tensors, tensors_in
@@ -111,8 +112,11 @@ class ModelHooks:
         self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
     # ---------------------------------------------------------------- the whole model
-    def on_model(self, model: nn.Module, watch: BackwardWatch, input_dtype: torch.dtype | None) -> None:
-        """Watch what the model returns; cast floating inputs to `input_dtype` where parameters were cast to it."""
+    def on_model(
+        self, model: nn.Module, watch: BackwardWatch, input_dtype: torch.dtype | None, loss_scale: LossScale
+    ) -> None:
+        """Watch what the model returns, scale the gradients that enter there (see loss_scale.py), and cast floating
+        inputs to `input_dtype` where parameters were cast to it."""
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(input_dtype) if tensor.is_floating_point() else tensor
@@ -120,13 +124,32 @@ class ModelHooks:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return map_tensors(args, cast), map_tensors(kwargs, cast)
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.is_grad_enabled() and not in_backward():
-                watch.watch(output)
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            if not torch.is_grad_enabled() or in_backward():
+                return None
+            if loss_scale.is_used:
+                output = loss_scale.through_outputs(output)
+            watch.watch(output)
+            return output
 
         if input_dtype is not None:
             self._handles.append(model.register_forward_pre_hook(_eager(before), prepend=True, with_kwargs=True))
         self._handles.append(model.register_forward_hook(_eager(after)))
+
+    def on_autocast(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+        """Run the model's forward under torch.autocast."""
+        active: list[torch.autocast] = []
+
+        def before(module: nn.Module, args: Any) -> None:
+            active.append(torch.autocast(device_type, dtype))
+            active[-1].__enter__()
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if active:  # not if a hook before ours has failed
+                active.pop().__exit__(None, None, None)
+
+        self._handles.append(model.register_forward_pre_hook(_eager(before)))
+        self._handles.append(model.register_forward_hook(_eager(after), always_call=True))
 
     def on_forward(self, model: nn.Module, starts: Callable[[], None]) -> None:
         """Call `starts` before the model's forward, before anything else."""

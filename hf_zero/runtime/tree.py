@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -43,4 +43,33 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         return {key: map_tensors(item, change) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map_tensors(item, change) for item in value)
+    return value
+
+
+def replace_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with `change` applied to every tensor that `tensors_in` finds.
+
+    Tuples are made anew; mappings, lists and dataclasses (transformers' ModelOutput is both) get their items in place.
+    """
+    if _is_container(value) or isinstance(value, torch.nn.Module | type):
+        return _replace_in_containers(value, change)
+    for name, item in list(getattr(value, "__dict__", {}).items()):
+        value.__dict__[name] = _replace_in_containers(item, change)
+    return value
+
+
+def _replace_in_containers(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [_replace_in_containers(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        value[:] = [_replace_in_containers(item, change) for item in value]
+    elif isinstance(value, MutableMapping):
+        for key, item in list(value.items()):
+            value[key] = _replace_in_containers(item, change)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            object.__setattr__(value, field.name, _replace_in_containers(getattr(value, field.name), change))
     return value

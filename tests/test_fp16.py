@@ -1,0 +1,287 @@
+"""Steps that overflow: left out on all ranks, counted, and named where there is no smaller scale."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hf_zero
+from hf_zero.engine import ZeroEngine
+from hf_zero.errors import StateError
+from tests.harness.ranks import RankFailure, run_ranks
+
+STAGES = (0, 1, 2, 3)
+
+
+class Net(nn.Module):
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def start(config: dict[str, Any], schedule: bool = False) -> ZeroEngine:
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)) if schedule else None
+    whole = {"train_micro_batch_size_per_gpu": 2, "desync_timeout": 20, **config}
+    return hf_zero.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=whole)[0]
+
+
+def step(engine: ZeroEngine, number: int, factor: float = 1.0, *, direct: bool = False) -> None:
+    """One step; the gradients of this rank are multiplied by `factor`."""
+    x = torch.randn(2, 7, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+    loss = engine(x).float().square().mean() * factor
+    if direct:
+        loss.backward()
+    else:
+        engine.backward(loss)
+    engine.step()
+
+
+def everything(engine: ZeroEngine) -> dict[str, torch.Tensor]:
+    """Masters, parameters and moments of this rank."""
+    engine.finish_updates()
+    found = {}
+    for unit in engine.units:
+        for buffer in unit.buffers:
+            found[f"{unit.name}/shard"] = torch.cat([part.clone().float() for part in buffer.shard.parts])
+    for name, param in engine.module.named_parameters():
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            found[f"{name}/{kind}"] = hf_zero.full_optimizer_state(param, kind)
+    return found
+
+
+def overflow_on_rank_1(stage: int, block: dict[str, Any], offload: str) -> tuple[list[str], dict[str, Any]]:
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if offload != "none":
+        zero["offload_optimizer"] = {"device": offload}
+    engine = start({**block, "zero_optimization": zero}, schedule=True)
+    for number in range(2):
+        step(engine, number)
+    before, lr = everything(engine), engine.optimizer.param_groups[0]["lr"]
+    step(engine, 2, float("inf") if dist.get_rank() == 1 else 1.0)
+    after = everything(engine)
+    changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    facts = {
+        "skipped": engine.skipped_steps,
+        "overflow": engine.optimizer.overflow,
+        "same lr": engine.optimizer.param_groups[0]["lr"] == lr,
+        "scale": engine.optimizer.cur_scale,
+        "norm": engine.get_global_grad_norm(),
+    }
+    step(engine, 3)
+    moved = everything(engine)
+    facts["moved"] = sum(not torch.equal(value, moved[name]) for name, value in before.items()) / len(before)
+    facts["finite"] = all(bool(value.isfinite().all()) for value in moved.values())
+    facts["lr moved"] = engine.optimizer.param_groups[0]["lr"] < lr
+    facts["steps"] = (engine.global_steps, engine.skipped_steps)
+    return changed, facts
+
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+
+
+def check_skip(stage: int, block: dict[str, Any], offload: str, scale: float) -> None:
+    for changed, facts in run_ranks(overflow_on_rank_1, 2, stage, block, offload):
+        assert changed == [] and facts["skipped"] == 1 and facts["overflow"] and facts["same lr"]
+        assert facts["scale"] == scale and not torch.tensor(facts["norm"]).isfinite()
+        assert facts["moved"] == 1.0 and facts["finite"] and facts["lr moved"] and facts["steps"] == (4, 1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_inf_on_one_rank_leaves_all_ranks_as_they_were(stage: int) -> None:
+    check_skip(stage, FP16, "none", 128.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_so_it_does_with_offload(stage: int, clip: float) -> None:
+    check_skip(stage, {**FP16, "gradient_clipping": clip}, "cpu", 128.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64}}])
+def test_bf16_and_static_scales_leave_steps_out_too(block: dict[str, Any]) -> None:
+    check_skip(2, block, "none", 64.0 if "fp16" in block else 1.0)
+
+
+def run_to_the_minimum(stage: int) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hf_zero").addHandler(handler)
+    engine = start({"fp16": {"enabled": True, "initial_scale_power": 2}, "zero_optimization": {"stage": stage}})
+    bad = engine.module.layers[1].weight
+    if dist.get_rank() == 1:
+        bad.register_hook(lambda grad: grad * float("nan"))
+    try:
+        for number in range(5):
+            step(engine, number)
+    except StateError as error:
+        return [*lines, str(error), f"skipped {engine.skipped_steps}"]
+    return [*lines, "no error"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_at_the_minimum_all_ranks_stop_and_name_what_is_not_finite(stage: int) -> None:
+    first, second = run_ranks(run_to_the_minimum, 2, stage)
+    for said in (first, second):
+        text, skipped = said[-2:]
+        assert text.startswith("Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.")
+        assert "on rank 1: layers.1.weight." in text and "bf16" in text and "rank 0" not in text
+        assert skipped == "skipped 3"
+    overflows = [line for line in first if "OVERFLOW" in line]
+    assert len(overflows) == 3 and not any("OVERFLOW" in line for line in second[:-2])
+
+
+def backward_past_the_model() -> str:
+    engine = start({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    loss = engine.module.layers[0](torch.ones(1, 7, dtype=torch.float16)).float().sum()
+    with pytest.raises(StateError) as raised:
+        loss.backward()
+    with engine.loss_scale.scaled(engine.module.layers[0](torch.ones(1, 7, dtype=torch.float16)).sum()) as scaled:
+        scaled.backward()
+    engine.zero_grad()
+    return str(raised.value)
+
+
+def test_a_loss_that_nobody_scaled_is_refused() -> None:
+    assert "was not scaled for fp16" in run_ranks(backward_past_the_model, 2)[0]
+
+
+# ---------------------------------------------------------------- several outputs, and checkpoints
+class TwoOutputs(Net):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return {"loss": logits.float().square().mean(), "logits": logits}
+
+
+def direct_backward_through_two_outputs() -> tuple[dict[str, Any], dict[str, Any]]:
+    results = []
+    for direct in (False, True):
+        torch.manual_seed(3)
+        model = TwoOutputs()
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "fp16": {"enabled": True, "loss_scale": 256},
+            "zero_optimization": {"stage": 2},
+        }
+        engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=config)[
+            0
+        ]
+        out = engine(torch.randn(2, 7, generator=torch.Generator().manual_seed(dist.get_rank())))
+        loss = out["loss"] + out["logits"].float().abs().mean()
+        if direct:
+            loss.backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+        results.append(engine.full_state_dict(keep=True))
+    return results[0], results[1]
+
+
+def test_an_output_inside_another_is_scaled_once() -> None:
+    scaled, direct = run_ranks(direct_backward_through_two_outputs, 2)[0]
+    for name, value in scaled.items():
+        assert torch.allclose(value.float(), direct[name].float(), rtol=1e-2, atol=1e-3), name
+
+
+def train_and_save(folder: str, steps: list[float], load: bool) -> tuple[float, int, int, dict[str, torch.Tensor]]:
+    block = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
+    engine = start({"fp16": block, "zero_optimization": {"stage": 3 if load else 2}})
+    first = 0
+    if load:
+        engine.load_checkpoint(folder)
+        first = engine.global_steps
+    for number, factor in enumerate(steps, first):
+        step(engine, number, factor)
+    if not load:
+        engine.save_checkpoint(folder)
+    weights = engine.full_state_dict(keep=True)
+    return engine.optimizer.cur_scale, engine.skipped_steps, engine.global_steps, weights
+
+
+@pytest.mark.slow
+def test_the_scale_goes_on_from_a_checkpoint_at_another_stage(tmp_path: Path) -> None:
+    inf, pattern = float("inf"), [1.0, float("inf"), 1.0, 1.0, float("inf"), float("inf"), 1.0, 1.0, 1.0, 1.0]
+    assert pattern.count(inf) == 3
+    whole = run_ranks(train_and_save, 2, str(tmp_path / "whole"), pattern, False)[0]
+    run_ranks(train_and_save, 2, str(tmp_path / "half"), pattern[:5], False)
+    resumed = run_ranks(train_and_save, 2, str(tmp_path / "half"), pattern[5:], True)[0]
+    assert resumed[:3] == whole[:3] and whole[1] == 3 and whole[0] != 256
+    for name, value in whole[3].items():
+        assert torch.allclose(value.float(), resumed[3][name].float(), atol=1e-3), name
+
+
+def test_failures_are_told(tmp_path: Path) -> None:
+    """A rank that cannot scale down ends the job: its neighbours do not wait for it."""
+    results = run_ranks(exhaust_without_catching, 2, expect_error=True)
+    assert all(isinstance(result, RankFailure) for result in results)
+
+
+def exhaust_without_catching() -> None:
+    engine = start(
+        {"fp16": {"enabled": True, "initial_scale_power": 1, "hysteresis": 1}, "zero_optimization": {"stage": 2}}
+    )
+    for number in range(4):
+        step(engine, number, float("nan") if dist.get_rank() == 0 else 1.0)
+
+
+# ---------------------------------------------------------------- autocast by configuration
+def train_under(config: dict[str, Any], wrap: bool, stage: int) -> tuple[list[float], list[str]]:
+    """Losses of a run with autocast by configuration, or by the caller (`wrap`), and the types inside."""
+    engine = start({**config, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
+    types: list[str] = []
+    engine.module.head.register_forward_hook(lambda module, args, out: types.append(str(out.dtype)))
+    losses = []
+    for number in range(4):
+        x = torch.randn(2, 7, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        with torch.autocast("cpu", torch.bfloat16, enabled=wrap):
+            out = engine(x)
+        loss = out.float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, types
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_torch_autocast_is_autocast_around_the_forward(stage: int) -> None:
+    block = {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
+    got, types = run_ranks(train_under, 2, block, False, stage)[0]
+    want, _ = run_ranks(train_under, 2, {}, True, stage)[0]
+    assert got == want and set(types) == {"torch.bfloat16"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("block", "dtype"),
+    [
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "torch.float16"),
+        ({"amp": {"enabled": True, "opt_level": "O0"}}, "torch.float32"),
+        ({"amp": {"enabled": True, "opt_level": "O1"}}, "torch.float16"),
+        ({"amp": {"enabled": True, "opt_level": "O2"}}, "torch.float16"),
+        ({"amp": {"enabled": True, "opt_level": "O3"}}, "torch.float16"),
+    ],
+)
+def test_other_precisions_compute_in_their_type_and_train(block: dict[str, Any], dtype: str) -> None:
+    got, types = run_ranks(train_under, 2, block, False, 0)[0]
+    plain, _ = run_ranks(train_under, 2, {}, False, 0)[0]
+    assert set(types) == {dtype} and got == pytest.approx(plain, rel=2e-2)
+    assert (got == plain) == (dtype == "torch.float32")
