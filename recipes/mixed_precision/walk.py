@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node 2 recipes/mixed_precision/walk.py
 
 A network of two layers with fp32 master weights and an fp16 copy to compute with: what a step needs, what goes wrong
-without each part of it, and that the engine's fp16 does all of it. Every rank has the same batch, so that the mean over
+without each part of it, and that the fp16 of an engine does all of it. Every rank has the same batch, so the mean over
 ranks is what one process computes by hand.
 """
 
