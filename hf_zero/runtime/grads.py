@@ -255,6 +255,15 @@ class GradBuffer:
         self._arrived.clear()
         self._empty = True
 
+    def use_scale(self, scale: float) -> None:
+        """Multiply gradients by `scale` from the next window on; see GradSettings."""
+        self._scale = scale
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing of a window is here."""
+        return self._empty and self.whole is None
+
     def drop_missing(self) -> None:
         """No gradient reached this shard in the window: it counts as zero."""
         if self._empty:
@@ -347,6 +356,11 @@ class GradReducer:
         self._reduced = False
         for buffer in self.buffers:
             buffer.clear()
+
+    def use_scale(self, scale: float) -> None:
+        """As GradBuffer's. All ranks must call, between windows."""
+        for buffer in self.buffers:
+            buffer.use_scale(scale)
 
     def _start(self, buffer: GradBuffer, *, final: bool = False) -> None:
         if buffer in self._flying:

@@ -1,0 +1,1 @@
+"""DeepSpeed's import paths over what hf_zero has under names of its own. New code takes hf_zero's names."""
