@@ -284,7 +284,7 @@ def unwritten(folder: str) -> None:
     state = engine.module_state_dict(exclude_frozen_parameters=True)
     assert "inner.weight" in state and "frozen.weight" not in state and "calls" in state
     Path(folder, "file").write_text("")
-    with pytest.raises(CheckpointError, match="rank 0: .*file"):
+    with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
         engine.save_16bit_model(folder + "/file")
 
 
