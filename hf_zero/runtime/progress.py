@@ -229,14 +229,14 @@ class Reports:
             say(f"hf_zero configuration:\n{config.describe()}\njson = {json.dumps(config.raw, indent=4, default=str)}")
         clock = clock_of(device)
         watchers: list[Watcher] = []
-        if settings["wall_clock_breakdown"]:
-            watchers.append(WallClockLines(clock))
-        if settings["memory_breakdown"]:
-            watchers.append(MemoryLines())
         if config.steps_per_print > 0:
             watchers.append(ProgressLines(run, config.steps_per_print))
             if settings.get("timers.throughput.enabled", True):
                 watchers.append(ThroughputLines(clock, config.steps_per_print, batch_size))
+        if settings["wall_clock_breakdown"]:
+            watchers.append(WallClockLines(clock))
+        if settings["memory_breakdown"]:
+            watchers.append(MemoryLines())
         return cls(watchers)
 
     def around(self, callbacks: Callbacks) -> Callbacks:
