@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging.handlers
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero
+from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError, ConfigError, StateError
+from hf_zero.utils import log_dist, logger
 from hf_zero.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -148,6 +151,10 @@ def _check_fp32(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(tensor.to(weights[name].dtype), weights[name], rtol=0, atol=0)
         torch.testing.assert_close(lazy[name].contiguous(), tensor, rtol=0, atol=0)
 
+    assert main(["inspect", str(folder)]) == 0
+    assert main(["consolidate", str(folder), str(folder / "cli.safetensors")]) == 0
+    torch.testing.assert_close(load_file(folder / "cli.safetensors")["inner.bias"], state["inner.bias"])
+
     model = Net()
     assert load_state_dict_from_zero_checkpoint(model, folder) is model
     torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
@@ -167,6 +174,23 @@ def _check_fp32(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "other", max_shard_size="huge")
     with pytest.raises(CheckpointError, match="exists already"):
         convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "safe", safe_serialization=True)
+
+
+def logged() -> list[str]:
+    handler = logging.handlers.BufferingHandler(100)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    log_dist("first", ranks=[0])
+    log_dist("all", ranks=[-1])
+    log_dist("none")
+    log_dist("other", [1], level=logging.ERROR)
+    return [record.levelname + " " + record.getMessage() for record in handler.buffer]
+
+
+def test_log_dist() -> None:
+    first, second = run_ranks(logged, 2)
+    assert first == ["INFO [Rank 0] first", "INFO [Rank 0] all"]
+    assert second == ["INFO [Rank 1] all", "ERROR [Rank 1] other"]
 
 
 def own_boundaries(stage: int) -> tuple[dict[str, torch.Tensor], int]:
