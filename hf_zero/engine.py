@@ -75,7 +75,6 @@ class ZeroEngine(ScriptCalls):
         self.lr_scheduler: Any = None
         self.micro_steps = 0
         self.global_steps = 0
-        self.skipped_steps = 0
         self.trains = train
         if built is None:
             comm = Comm.join(device, group=group, timeout_s=config.desync_timeout)

@@ -51,7 +51,6 @@ class ScriptCalls(EngineState):
     homes: Homes
     reducer: GradReducer
     reports: Reports
-    skipped_steps: int
     _thaw: Thaw
     _step_applied = False
     _boundary: bool | None = None  # what set_gradient_accumulation_boundary said
@@ -138,7 +137,8 @@ class ScriptCalls(EngineState):
         self.accumulation_steps = steps
         self.micro_steps = self.global_steps * steps
         scale = 1 / (self.world_size * steps)
-        self.reducer.use_scale(scale)
+        for buffer in self.reducer.buffers:
+            buffer.use_scale(scale)
         self._thaw.use_scale(scale)
 
     def at_boundary(self) -> bool:
@@ -157,6 +157,11 @@ class ScriptCalls(EngineState):
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated the parameters: not within a window, and not on an overflow."""
         return self._step_applied
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were left out on all ranks because their gradient was not finite: none without a loss scale."""
+        return 0
 
     # ---------------------------------------------------------------- rates
     def get_lr(self) -> list[float]:
@@ -196,10 +201,6 @@ class ScriptCalls(EngineState):
 
     def bfloat16_enabled(self) -> bool:
         return self.config.dtype == "bfloat16"
-
-    def loss_scale(self) -> float:
-        """`fp16.loss_scale`: 0.0 means dynamic. The scale of this moment is `engine.optimizer.cur_scale`."""
-        return float(self.config.settings["fp16.loss_scale"])
 
     def gradient_clipping(self) -> float:
         """0.0: off."""

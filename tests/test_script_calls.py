@@ -90,7 +90,7 @@ def script(stage: int, folder: str) -> dict[str, Any]:
         "samples": model_engine.global_samples,
         "ranks": (model_engine.local_rank, model_engine.global_rank, model_engine.dp_world_size),
         "stage": (model_engine.zero_optimization_stage(), model_engine.zero_optimization()),
-        "16 bits": (model_engine.fp16_enabled(), model_engine.bfloat16_enabled(), model_engine.loss_scale()),
+        "16 bits": (model_engine.fp16_enabled(), model_engine.bfloat16_enabled()),
         "cut": model_engine.is_first_weights_partition_group(),
         "skipped": model_engine.skipped_steps,
         "clipping": model_engine.gradient_clipping(),
@@ -121,7 +121,7 @@ def test_a_renamed_script_runs(stage: int, tmp_path: Path) -> None:
     assert facts["lrs"] == [[0.01], [0.005], [0.005], [0.0025]] and facts["mom"] == [[0.9, 0.999]]
     assert facts["batch"] == (12, 3, 2) and facts["samples"] == 24
     assert facts["stage"] == (stage, True) and facts["cut"] == (stage == 3)
-    assert facts["16 bits"] == (False, stage == 3, 0.0)
+    assert facts["16 bits"] == (False, stage == 3)
     assert (facts["skipped"], facts["clipping"], facts["print"], facts["steps"]) == (0, 0.7, (0, False), 2)
 
     weights = facts["weights"]

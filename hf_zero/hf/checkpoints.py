@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, check_files, manifest_path, offer, read_manifest, zero_folder
@@ -41,6 +42,26 @@ def why_torn(folder: str | Path) -> str | None:
     if not (Path(folder) / TRAINER_STATE_NAME).is_file():
         return f"{folder} is not whole: {TRAINER_STATE_NAME}, which is written last, is missing."
     return None
+
+
+def agree_on_checkpoint(args: Any, asked: str | bool) -> str:
+    """What all ranks resume from: `checkpoint_to_resume` in the folder of the TrainingArguments. All ranks must call.
+
+    Raises CheckpointError on every rank, before training begins, if one of them cannot resume, or from another folder.
+    """
+    chosen, problem = "", ""
+    try:
+        chosen = checkpoint_to_resume(args.output_dir, asked, quiet=args.process_index != 0)
+    except CheckpointError as error:
+        problem = str(error)
+    everyone = gather_object([(chosen, problem)])
+    problems = list(dict.fromkeys(text for _, text in everyone if text))
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    folders = [folder for folder, _ in everyone]
+    if len(set(folders)) > 1:
+        raise CheckpointError(f"ranks would resume from different checkpoints: {folders} (in rank order).")
+    return chosen
 
 
 def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, quiet: bool = False) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import gather_object
 from torch import nn
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import reissue_pt_warnings, remove_dummy_checkpoint
@@ -25,7 +24,7 @@ from transformers.trainer_pt_utils import reissue_pt_warnings, remove_dummy_chec
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError
 from hf_zero.hf.adapters import computes_its_adapters, is_peft_model, keeps_base, whole_prompt_encoders
-from hf_zero.hf.checkpoints import checkpoint_to_resume, has_sharded_state, lacks_frozen_weights
+from hf_zero.hf.checkpoints import agree_on_checkpoint, has_sharded_state, lacks_frozen_weights
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin, writes_weights
@@ -82,39 +81,12 @@ def train(
 ) -> Any:
     """Resume from the newest whole checkpoint where the stock Trainer takes the newest of all."""
     if _plugin(self) is not None and resume_from_checkpoint:
-        resume_from_checkpoint = _agree_on_checkpoint(self, resume_from_checkpoint)
+        resume_from_checkpoint = agree_on_checkpoint(self.args, resume_from_checkpoint)
     if _plugin(self) is not None:
         _mix_references_by_shards(self)
     result = orig(resume_from_checkpoint, *args, **kwargs)
     finish_updates(self)
     return result
-
-
-def _agree_on_checkpoint(trainer: Any, asked: str | bool) -> str:
-    """What all ranks resume from; raises CheckpointError on all of them, before training, if one of them cannot."""
-    chosen, problem = "", ""
-    try:
-        quiet = trainer.args.process_index != 0
-        chosen = checkpoint_to_resume(trainer.args.output_dir, asked, quiet=quiet)
-    except CheckpointError as error:
-        problem = str(error)
-    everyone = gather_object([(chosen, problem)])
-    problems = list(dict.fromkeys(text for _, text in everyone if text))
-    if problems:
-        raise CheckpointError("\n".join(problems))
-    folders = [folder for folder, _ in everyone]
-    if len(set(folders)) > 1:
-        raise CheckpointError(f"ranks would resume from different checkpoints: {folders} (in rank order).")
-    return chosen
-
-
-def prepare_for_training(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Any:
-    """The engine is where scripts look for DeepSpeed's."""
-    prepared = orig(*args, **kwargs)
-    engine = _engine(self)
-    if engine is not None:
-        self.deepspeed = engine  # Trainer's own attribute, None elsewhere
-    return prepared
 
 
 def _mix_references_by_shards(trainer: Any) -> None:
@@ -227,6 +199,15 @@ def load_best_model(self: Any, orig: Original) -> None:
         restore_weights(self.model, Path(best), engine)
 
 
+def prepare_for_training(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Any:
+    """The engine is where scripts look for DeepSpeed's."""
+    prepared = orig(*args, **kwargs)
+    engine = _engine(self)
+    if engine is not None:
+        self.deepspeed = engine  # Trainer's own attribute, None elsewhere
+    return prepared
+
+
 def _plugin(trainer: Any) -> ZeroPlugin | None:
     accelerator = getattr(trainer, "accelerator", None)
     return accelerator.zero_plugin if isinstance(accelerator, ZeroAcceleratorMixin) else None
@@ -241,13 +222,13 @@ _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "_move_model_to_device": (move_model_to_device, ("model", "device")),
     "create_optimizer": (create_optimizer, ("model",)),
     "train": (train, ("resume_from_checkpoint",)),
-    "_prepare_for_training": (prepare_for_training, ("max_steps", "train_dataloader", "resume_from_checkpoint")),
     "_save": (save, ("output_dir", "state_dict")),
     "_save_checkpoint": (save_checkpoint, ("model", "trial")),
     "_save_optimizer_and_scheduler": (save_optimizer_and_scheduler, ("output_dir",)),
     "_load_from_checkpoint": (load_from_checkpoint, ("resume_from_checkpoint", "model")),
     "_load_optimizer_and_scheduler": (load_optimizer_and_scheduler, ("checkpoint",)),
     "_load_best_model": (load_best_model, ()),
+    "_prepare_for_training": (prepare_for_training, ("max_steps", "train_dataloader", "resume_from_checkpoint")),
 }
 
 

@@ -193,6 +193,15 @@ class GradBuffer:
         """Something has arrived that no reduce has taken."""
         return any(self._written)
 
+    def use_scale(self, scale: float) -> None:
+        """Multiply gradients by `scale` from the next window on; see GradSettings."""
+        self._scale = scale
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing of a window is here."""
+        return self._empty and self.whole is None
+
     # ---------------------------------------------------------------- reduce
     def reduce_start(self) -> None:
         """Start the reduce of what has arrived. All ranks must call, in the same order."""
@@ -254,15 +263,6 @@ class GradBuffer:
         self._written = [False] * len(self._written)
         self._arrived.clear()
         self._empty = True
-
-    def use_scale(self, scale: float) -> None:
-        """Multiply gradients by `scale` from the next window on; see GradSettings."""
-        self._scale = scale
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing of a window is here."""
-        return self._empty and self.whole is None
 
     def drop_missing(self) -> None:
         """No gradient reached this shard in the window: it counts as zero."""
@@ -356,11 +356,6 @@ class GradReducer:
         self._reduced = False
         for buffer in self.buffers:
             buffer.clear()
-
-    def use_scale(self, scale: float) -> None:
-        """As GradBuffer's. All ranks must call, between windows."""
-        for buffer in self.buffers:
-            buffer.use_scale(scale)
 
     def _start(self, buffer: GradBuffer, *, final: bool = False) -> None:
         if buffer in self._flying:

@@ -31,7 +31,9 @@ class Run(Protocol):
     """What the lines say of an engine."""
 
     global_steps: int
-    skipped_steps: int
+
+    @property
+    def skipped_steps(self) -> int: ...
 
     def get_lr(self) -> list[float]: ...
 
