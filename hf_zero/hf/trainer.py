@@ -224,11 +224,11 @@ _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "train": (train, ("resume_from_checkpoint",)),
     "_save": (save, ("output_dir", "state_dict")),
     "_save_checkpoint": (save_checkpoint, ("model", "trial")),
+    "_prepare_for_training": (prepare_for_training, ("max_steps", "train_dataloader", "resume_from_checkpoint")),
     "_save_optimizer_and_scheduler": (save_optimizer_and_scheduler, ("output_dir",)),
     "_load_from_checkpoint": (load_from_checkpoint, ("resume_from_checkpoint", "model")),
     "_load_optimizer_and_scheduler": (load_optimizer_and_scheduler, ("checkpoint",)),
     "_load_best_model": (load_best_model, ()),
-    "_prepare_for_training": (prepare_for_training, ("max_steps", "train_dataloader", "resume_from_checkpoint")),
 }
 
 
@@ -250,6 +250,12 @@ class ZeroTrainerMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         return train(self, self._stock("train"), *args, **kwargs)
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        save_checkpoint(self, self._stock("_save_checkpoint"), *args, **kwargs)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        save(self, self._stock("_save"), *args, **kwargs)
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         return prepare_for_training(self, self._stock("_prepare_for_training"), *args, **kwargs)
 
@@ -257,12 +263,6 @@ class ZeroTrainerMixin:
     def zero(self) -> ZeroEngine | None:
         """The engine of the model, once it has one. While it trains, `trainer.deepspeed` is the same."""
         return _engine(self)
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        save_checkpoint(self, self._stock("_save_checkpoint"), *args, **kwargs)
-
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        save(self, self._stock("_save"), *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_optimizer_and_scheduler(self, self._stock("_save_optimizer_and_scheduler"), output_dir)
