@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint import session
+from hf_zero.checkpoint.latest import chosen
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -185,7 +186,7 @@ class ShardedEMA:
         optimizer = self._checked_optimizer()
         optimizer.check_active("ShardedEMA.load_checkpoint")
         self._engine.require_all_ranks("ShardedEMA.load_checkpoint")
-        session.load_attached(_session(self._engine), session.tagged(Path(folder), tag), self.name)
+        session.load_attached(_session(self._engine), chosen(folder, tag), self.name)
 
     def close(self) -> None:
         """Give the memory back; checkpoints are without the average from here on."""

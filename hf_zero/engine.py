@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_zero.checkpoint import session
 from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
 from hf_zero.errors import StateError
@@ -27,9 +25,11 @@ from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_
 from hf_zero.runtime.fittings import Callbacks, Computes, Fitted, ModelFittings
 from hf_zero.runtime.grads import GradBuffer, GradReducer
 from hf_zero.runtime.params import OnDemandParams, PrefetchLimits
+from hf_zero.runtime.progress import Reports
 from hf_zero.runtime.report import memory_report, start_line
 from hf_zero.runtime.thaw import Thaw
 from hf_zero.runtime.weights import WholeWeights
+from hf_zero.script_calls import ScriptCalls, reported
 from hf_zero.shards.partition import check_parameters
 from hf_zero.shards.unit import ShardUnit, UnitState
 
@@ -40,7 +40,7 @@ _KEY = "_hf_zero_engine"
 _LIVE: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()  # engines whose model is still there
 
 
-class ZeroEngine:
+class ZeroEngine(ScriptCalls):
     """ZeRO for one model over one process group.
 
     Args:
@@ -96,6 +96,8 @@ class ZeroEngine:
         self.weights = WholeWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
         self._no_sync, self._teardowns = False, list[Callable[[], None]]()
         self.dressings: list[Dressing] = []
+        speaks = train and self.rank == 0
+        self.reports = Reports.of(self, config, self.device, self.train_batch_size) if speaks else Reports()
         self._fittings = self._fit()
         self._announce()
 
@@ -122,23 +124,13 @@ class ZeroEngine:
             deepcopy=self._deepcopy,
         )
         _LIVE.add(self)
-        fittings = ModelFittings(fitted, callbacks, {_KEY: self, "no_sync": lambda: self.no_sync()})
+        fittings = ModelFittings(
+            fitted, self.reports.around(callbacks), {_KEY: self, "no_sync": lambda: self.no_sync()}
+        )
+        self.on_teardown(self.reports.watch_forward(self.module))
         for dressing in self.dressings:
             dressing(self)
         return fittings
-
-    # ---------------------------------------------------------------- identity
-    @property
-    def rank(self) -> int:
-        return self.comm.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.comm.world_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.comm.device
 
     @property
     def skipped_steps(self) -> int:
@@ -177,11 +169,12 @@ class ZeroEngine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last one before the update."""
-        return not self._no_sync and (self.micro_steps + 1) % self.accumulation_steps == 0
+        return not self._no_sync and self.at_boundary()
 
+    @reported
     def step(self) -> None:
         """End a micro-batch; at the boundary update the parameters and step the scheduler. All ranks must call."""
-        boundary = (self.micro_steps + 1) % self.accumulation_steps == 0
+        boundary = self.at_boundary()
         self.micro_steps += 1
         if not boundary:
             return
@@ -273,59 +266,6 @@ class ZeroEngine:
     def _after_step(self) -> None:
         self.params.end_step()
         self.global_steps += 1
-
-    # ---------------------------------------------------------------- whole weights and files
-    def require_all_ranks(self, name: str) -> None:
-        """Raise StateError, within seconds, unless every rank calls this with the same name."""
-        self.comm.require_all_ranks(name)
-
-    def full_state_dict(self, keep: bool, *, trainable_only: bool = False) -> dict[str, torch.Tensor]:
-        """Whole weights on the CPU under the model's state_dict names, where `keep`; {} elsewhere.
-
-        All ranks must call. Tied names share one tensor; persistent buffers are included. Peak extra memory: one unit.
-        """
-        self.require_all_ranks("full_state_dict")
-        self.finish_updates()
-        return self.weights.state_dict(keep, trainable_only=trainable_only)
-
-    def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Take weights from a mapping of whole tensors, given on every rank. Masters start from these values."""
-        self.finish_updates()
-        self.weights.load_state_dict(state, strict=strict)
-
-    def save_checkpoint(
-        self,
-        folder: str | Path,
-        tag: str | None = None,
-        client_state: Any = None,
-        exclude_frozen_parameters: bool = False,
-    ) -> Path:
-        """Write a checkpoint into `folder` (or `folder/tag`); it loads at any world size and stage.
-
-        All ranks must call. Without frozen parameters it loads only where these are the same already.
-        """
-        self.require_all_ranks("save_checkpoint")
-        self.finish_updates()
-        return session.save(
-            self._session(), session.tagged(Path(folder), tag), client_state, exclude_frozen_parameters
-        )
-
-    def load_checkpoint(self, folder: str | Path, tag: str | None = None, *, load_optimizer: bool = True) -> Any:
-        """Restore weights, optimizer state and counters; returns the saved client_state. All ranks must call."""
-        self.params.release_all()
-        self.finish_updates()
-        self.zero_grad()
-        loaded = session.load(self._session(), session.tagged(Path(folder), tag), load_optimizer=load_optimizer)
-        self.global_steps = loaded.global_step
-        self.micro_steps = loaded.global_step * self.accumulation_steps
-        if self.optimizer is not None:
-            self.optimizer.restart_at(loaded.global_step)
-        return loaded.client_state
-
-    def _session(self) -> session.Session:
-        return session.Session(
-            self.module, self.units, self.comm, self.optimizer, self.lr_scheduler, self.config.stage, self.global_steps
-        )
 
     # ---------------------------------------------------------------- memory and end
     def memory_report(self) -> dict[str, int]:

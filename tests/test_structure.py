@@ -25,8 +25,11 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(["runtime"]),
     frozenset(["optim"]),
     frozenset(["checkpoint"]),
-    frozenset("engine access fragments ema weight_copy loading renewal construction duplication".split()),
-    frozenset(["initializer", "hf", "cli", "run"]),
+    frozenset(
+        """engine engine_state script_calls access fragments ema weight_copy loading renewal construction
+        duplication""".split()
+    ),
+    frozenset(["initializer", "hf", "cli", "run", "utils"]),
     frozenset(["__init__"]),  # the public names, above all of them
 )
 HF_LAYER = 8
@@ -36,6 +39,8 @@ SIDEWAYS = frozenset(
         ("config", "errors"),
         ("native", "errors"),
         ("processes", "errors"),
+        ("engine", "script_calls"),
+        ("script_calls", "engine_state"),
         ("access", "engine"),
         ("fragments", "access"),
         ("ema", "engine"),

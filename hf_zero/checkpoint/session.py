@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.frozen import FrozenShards, check_frozen, whole_digests
+from hf_zero.checkpoint.latest import set_latest
 from hf_zero.checkpoint.load import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, SaveInfo, TensorInfo
 from hf_zero.checkpoint.save import (
@@ -74,10 +75,6 @@ class Loaded:
     client_state: Any
 
 
-def tagged(folder: Path, tag: str | None) -> Path:
-    return folder / tag if tag else folder
-
-
 # -------------------------------------------------------------------- save
 def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool = False) -> Path:
     """Write a checkpoint into `folder`, with `exclude_frozen` without the weights of frozen parameters.
@@ -115,6 +112,11 @@ def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool
         comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)) if comm.rank == 0 else None
     )
     return folder
+
+
+def mark_latest(comm: Comm, folder: Path, tag: str | None) -> None:
+    """Let a load of `folder` without a tag find what was saved last. All ranks must call; see latest.py."""
+    _together(comm, "checkpoint tag", lambda: set_latest(folder, tag) if comm.rank == 0 else None)
 
 
 def _together(comm: Comm, what: str, work: Callable[[], _T]) -> list[_T]:
@@ -260,7 +262,7 @@ def _collect(
 
 
 # -------------------------------------------------------------------- load
-def load(session: Session, folder: Path, *, load_optimizer: bool) -> Loaded:
+def load(session: Session, folder: Path, *, load_optimizer: bool, load_scheduler: bool) -> Loaded:
     """Restore from `folder`, written at any world size and stage. All ranks must call.
 
     Raises CheckpointError on every rank: no manifest, files missing or damaged, parameters that do not fit.
@@ -277,7 +279,7 @@ def load(session: Session, folder: Path, *, load_optimizer: bool) -> Loaded:
                 _load_attached(session, reader)
                 session.optimizer.guard.load_state_dict(reader.manifest.extra.get("step_guard", {}))
         manifest = reader.manifest
-    if session.lr_scheduler is not None and "lr_scheduler" in manifest.extra and load_optimizer:
+    if session.lr_scheduler is not None and "lr_scheduler" in manifest.extra and load_scheduler:
         state = {key: value for key, value in manifest.extra["lr_scheduler"].items() if value is not None}
         session.lr_scheduler.load_state_dict({**session.lr_scheduler.state_dict(), **state})
     return Loaded(manifest.global_step, manifest.client_state)
@@ -326,7 +328,7 @@ def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
     if saved_class is not None and saved_class != mine and not {saved_class, mine} <= _SAME_STATE:
         raise CheckpointError(
             f"the checkpoint holds the state of {saved_class}, this run uses {mine}: use the same optimizer, or load "
-            "with load_optimizer=False"
+            "with load_optimizer_states=False"
         )
     optimizer.state.clear()
     for owned in optimizer.owned_runs():

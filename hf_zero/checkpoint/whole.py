@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.load import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.manifest import WEIGHT_KINDS, TensorInfo
 from hf_zero.errors import CheckpointError
@@ -30,13 +31,13 @@ def load_fp32_state_dict(
 
     Args:
         folder: `checkpoint-N` of the Trainer, or what was given to `engine.save_checkpoint`.
-        tag: The checkpoint is `folder/tag`.
+        tag: The checkpoint is `folder/tag`; without one it is what `folder/latest` names, or `folder` itself.
         exclude_frozen_parameters: Leave out parameters that were not trained. Buffers stay.
     Raises:
         CheckpointError: No manifest, a damaged one, files missing or truncated (all are listed); later, when a tensor
             is read, a damaged file.
     """
-    reader = open_checkpoint(Path(folder) / tag if tag else folder)
+    reader = open_checkpoint(chosen(folder, tag))
     return LazyStateDict(reader, with_frozen=not exclude_frozen_parameters)
 
 

@@ -18,6 +18,7 @@ from hf_zero.checkpoint.consolidate import (
     options_of,
     progress_bar,
 )
+from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.manifest import check_files, read_manifest
 from hf_zero.cli.text import format_bytes
 from hf_zero.errors import CheckpointError
@@ -41,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     options = options_of(args)
-    folder: Path = args.checkpoint / args.tag if args.tag else args.checkpoint
+    folder = chosen(args.checkpoint, args.tag)
     out: Path = args.out or folder / "consolidated"
     check_files(folder, read_manifest(folder))
     with _set_aside(out, folder) if args.force and out.exists() else nullcontext():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.consolidate import progress_bar
+from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.manifest import Manifest, check_checksums, check_files, read_manifest
 from hf_zero.cli.text import format_bytes, plural, print_table
 
@@ -32,11 +33,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    manifest = read_manifest(args.checkpoint)
-    check_files(args.checkpoint, manifest)
+    folder = chosen(args.checkpoint)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
     if args.verify:
-        _verify(args.checkpoint, manifest)
-    summary = summarize(args.checkpoint, manifest, verified=args.verify)
+        _verify(folder, manifest)
+    summary = summarize(folder, manifest, verified=args.verify)
     if args.json:
         print(json.dumps(summary))
     else:

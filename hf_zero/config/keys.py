@@ -263,7 +263,7 @@ ROOT = Block(
         "gradient_allreduce_op": choice("mean", "mean", "sum"),
         "data_types": DATA_TYPES,
         "sparse_gradients": flag(False),
-        "steps_per_print": count(10),
+        "steps_per_print": count(0),
         "wall_clock_breakdown": flag(False),
         "memory_breakdown": flag(False),
         "dump_state": flag(False),

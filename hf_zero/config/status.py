@@ -191,9 +191,6 @@ NO_EFFECT: dict[str, str] = {
     "gradient_predivide_factor": _EXACT_MEAN,
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
     "data_types.keep_in_fp32_modules": "buffers always keep their dtype; keep_fp32 names parameters",
-    "wall_clock_breakdown": "torch.profiler shows the phases by name",
-    "memory_breakdown": "engine.memory_report() gives it",
-    "dump_state": "ResolvedConfig.describe() gives the configuration",
     "disable_allgather": "it is not read by DeepSpeed either",
     "disable_python_gc": "Python's garbage collector is left alone",
     "log_level": "use the logging module",
@@ -206,5 +203,5 @@ NO_EFFECT: dict[str, str] = {
     "activation_checkpointing.synchronize_checkpoint_boundary": "gradient_checkpointing of the model is used",
     "activation_checkpointing.profile": "gradient_checkpointing of the model is used",
     "compile": "torch.compile is applied by the script or Trainer",
-    "timers": "torch.profiler shows the phases by name",
+    "timers.throughput.synchronized": "times are the device's own, taken without waiting for it",
 }

@@ -54,7 +54,9 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
         if self._clipping > 0.0 and not self._clipped_by_caller:
             self.engine.clip_grad_norm_(self._clipping)
         self._clipped_by_caller = False
+        self.engine.reports.step_starts()
         super().step(closure)
+        self.engine.reports.step_ends(boundary=True)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer import TRAINER_STATE_NAME
+from accelerate.utils import gather_object
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, check_files, manifest_path, offer, read_manifest, zero_folder
 from hf_zero.errors import CheckpointError
@@ -43,6 +44,26 @@ def why_torn(folder: str | Path) -> str | None:
     return None
 
 
+def agree_on_checkpoint(args: Any, asked: str | bool) -> str:
+    """What all ranks resume from: `checkpoint_to_resume` in the folder of the TrainingArguments. All ranks must call.
+
+    Raises CheckpointError on every rank, before training begins, if one of them cannot resume, or from another folder.
+    """
+    chosen, problem = "", ""
+    try:
+        chosen = checkpoint_to_resume(args.output_dir, asked, quiet=args.process_index != 0)
+    except CheckpointError as error:
+        problem = str(error)
+    everyone = gather_object([(chosen, problem)])
+    problems = list(dict.fromkeys(text for _, text in everyone if text))
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    folders = [folder for folder, _ in everyone]
+    if len(set(folders)) > 1:
+        raise CheckpointError(f"ranks would resume from different checkpoints: {folders} (in rank order).")
+    return chosen
+
+
 def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, quiet: bool = False) -> str:
     """The folder that `resume_from_checkpoint=asked` means: the newest whole one for True, else the one named.
 
@@ -55,18 +76,41 @@ def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, qu
         folder = Path(str(asked))
         reason = why_torn(folder) if folder.is_dir() else f"there is no folder {folder}."
         if reason is not None:
-            raise CheckpointError(f"cannot resume: {reason}{offer(folder)}")
+            raise CheckpointError(f"Can't find a valid checkpoint at {folder}: {reason}{offer(folder)}")
+        _check_usable(folder)
         return str(folder)
     for path in _numbered(Path(output_dir)):
         reason = why_torn(path)
         if reason is None:
+            _check_usable(path)
             return str(path)
         if not quiet:
             logger.warning("passing over %s: %s", path.name, reason)
     raise CheckpointError(
-        f"resume_from_checkpoint=True, but {output_dir} holds no whole checkpoint-N folder.\n"
+        f"Can't find a valid checkpoint at {output_dir}: resume_from_checkpoint=True, but it holds no whole "
+        "checkpoint-N folder.\n"
         "Leave resume_from_checkpoint out to start from the beginning."
     )
+
+
+def _check_usable(folder: Path) -> None:
+    """Raise CheckpointError for a folder that another tool wrote, or that has no weights to begin from."""
+    if has_sharded_state(folder):
+        return
+    foreign = "Can't find a valid checkpoint at {}: it was written without hf_zero.\n{}"
+    if (folder / OPTIMIZER_NAME).is_file():
+        remedy = (
+            f"{OPTIMIZER_NAME} holds the state of whole parameters. Remove it to go on from the weights with a new "
+            "optimizer state."
+        )
+        raise CheckpointError(foreign.format(folder, remedy))
+    if any(folder.glob("global_step*/*_states.pt")):
+        remedy = "It holds DeepSpeed's files. Start from its weights: from_pretrained(...) and a new output folder."
+        raise CheckpointError(foreign.format(folder, remedy))
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"Can't find a valid checkpoint at {folder}: it holds neither zero/, the sharded state, nor weights."
+        )
 
 
 def _numbered(folder: Path) -> list[Path]:

@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import gather_object
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import reissue_pt_warnings, remove_dummy_checkpoint
 
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError
 from hf_zero.hf.adapters import computes_its_adapters, is_peft_model, keeps_base, whole_prompt_encoders
-from hf_zero.hf.checkpoints import checkpoint_to_resume, has_sharded_state, lacks_frozen_weights
+from hf_zero.hf.checkpoints import agree_on_checkpoint, has_sharded_state, lacks_frozen_weights
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin, writes_weights
@@ -82,11 +81,7 @@ def train(
 ) -> Any:
     """Resume from the newest whole checkpoint where the stock Trainer takes the newest of all."""
     if _plugin(self) is not None and resume_from_checkpoint:
-        quiet = self.args.process_index != 0
-        chosen = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint, quiet=quiet)
-        if len(set(everyone := gather_object([chosen]))) > 1:
-            raise CheckpointError(f"ranks would resume from different checkpoints: {everyone} (in rank order).")
-        resume_from_checkpoint = chosen
+        resume_from_checkpoint = agree_on_checkpoint(self.args, resume_from_checkpoint)
     if _plugin(self) is not None:
         _mix_references_by_shards(self)
     result = orig(resume_from_checkpoint, *args, **kwargs)
@@ -171,11 +166,6 @@ def load_optimizer_and_scheduler(self: Any, orig: Original, checkpoint: str | No
         orig(checkpoint)
         return
     if not has_sharded_state(checkpoint):
-        if os.path.isfile(os.path.join(checkpoint, OPTIMIZER_NAME)):
-            raise CheckpointError(
-                f"{checkpoint} was written without hf_zero: {OPTIMIZER_NAME} holds the state of whole parameters.\n"
-                f"Remove {OPTIMIZER_NAME} to go on from its weights with a new optimizer state."
-            )
         if self.args.process_index == 0:
             logger.warning("%s holds weights only: optimizer state and schedule start anew", checkpoint)
         return
@@ -204,9 +194,18 @@ def load_best_model(self: Any, orig: Original) -> None:
     best = self.state.best_model_checkpoint
     logger.info("Loading best model from %s (score: %s).", best, self.state.best_metric)
     if has_sharded_state(best):  # frozen weights have not moved since
-        engine.load_checkpoint(best, load_optimizer=False)
+        engine.load_checkpoint(best, load_optimizer_states=False, load_lr_scheduler_states=False)
     else:
         restore_weights(self.model, Path(best), engine)
+
+
+def prepare_for_training(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Any:
+    """The engine is where scripts look for DeepSpeed's."""
+    prepared = orig(*args, **kwargs)
+    engine = _engine(self)
+    if engine is not None:
+        self.deepspeed = engine  # Trainer's own attribute, None elsewhere
+    return prepared
 
 
 def _plugin(trainer: Any) -> ZeroPlugin | None:
@@ -234,6 +233,7 @@ _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "train": (train, ("resume_from_checkpoint",)),
     "_save": (save, ("output_dir", "state_dict")),
     "_save_checkpoint": (save_checkpoint, ("model", "trial")),
+    "_prepare_for_training": (prepare_for_training, ("max_steps", "train_dataloader", "resume_from_checkpoint")),
     "_save_optimizer_and_scheduler": (save_optimizer_and_scheduler, ("output_dir",)),
     "_load_from_checkpoint": (load_from_checkpoint, ("resume_from_checkpoint", "model")),
     "_load_optimizer_and_scheduler": (load_optimizer_and_scheduler, ("checkpoint",)),
@@ -265,6 +265,14 @@ class ZeroTrainerMixin:
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         save(self, self._stock("_save"), *args, **kwargs)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        return prepare_for_training(self, self._stock("_prepare_for_training"), *args, **kwargs)
+
+    @property
+    def zero(self) -> ZeroEngine | None:
+        """The engine of the model, once it has one. While it trains, `trainer.deepspeed` is the same."""
+        return _engine(self)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_optimizer_and_scheduler(self, self._stock("_save_optimizer_and_scheduler"), output_dir)

@@ -197,6 +197,15 @@ class GradBuffer:
         """Something has arrived that no reduce has taken."""
         return any(self._written)
 
+    def use_scale(self, scale: float) -> None:
+        """Multiply gradients by `scale` from the next window on; see GradSettings."""
+        self._scale = scale
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing of a window is here."""
+        return self._empty and self.whole is None
+
     # ---------------------------------------------------------------- reduce
     def reduce_start(self) -> None:
         """Start the reduce of what has arrived. All ranks must call, in the same order."""

@@ -203,6 +203,10 @@ class Homes:
         """Counters of the stores on disk: "optimizer", "parameters"."""
         return {name: disk.stats() for name, disk in self.disks.items()}
 
+    @property
+    def closed(self) -> bool:
+        return not self._closing.alive
+
     def close(self) -> None:
         """Forget what is on disk and remove the files."""
         self._closing()

@@ -6,6 +6,7 @@ their optimizer state, stay as they are. Freezing needs nothing: a parameter wit
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -52,6 +53,12 @@ class Thaw:
             added = self.split()
             self._frozen = frozen_parameters(self._built.units)
             self._on_added(added)
+
+    def use_scale(self, scale: float) -> None:
+        """What new gradient buffers multiply with; see GradSettings."""
+        self._settings = dataclasses.replace(
+            self._settings, grads=dataclasses.replace(self._settings.grads, scale=scale)
+        )
 
     def split(self) -> list[GradBuffer]:
         """Gradient buffers for every parameter that requires gradients by now. All ranks must call, alike.

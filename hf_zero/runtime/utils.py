@@ -1,0 +1,65 @@
+"""`see_memory_usage`, under the path that DeepSpeed has it: what the device and the host hold at this moment.
+
+Sizes are in GiB, which the lines call GB as DeepSpeed's do.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+from dataclasses import dataclass
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from hf_zero.runtime.lines import say
+
+_GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes. Without an accelerator the process's own: resident now, and at most so far."""
+
+    allocated: int
+    max_allocated: int
+    cached: int
+    max_cached: int
+
+
+def device_memory() -> DeviceMemory:
+    if not torch.accelerator.is_available():
+        resident = psutil.Process().memory_info().rss
+        peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        return DeviceMemory(resident, peak, resident, peak)
+    return DeviceMemory(
+        torch.accelerator.memory_allocated(),
+        torch.accelerator.max_memory_allocated(),
+        torch.accelerator.memory_reserved(),
+        torch.accelerator.max_memory_reserved(),
+    )
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Show `message` and what is allocated now: DeepSpeed's function of this name. Any rank may call; rank 0 speaks.
+
+    Without `force` it does nothing. Max_MA and Max_CA are the peaks since the last call on an accelerator, and since
+    the process began without one. Python's garbage is collected first, so that the numbers are true.
+    """
+    if not force or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    gc.collect()
+    memory, host = device_memory(), psutil.virtual_memory()
+    say(message)
+    say(
+        f"MA {_gib(memory.allocated)} GB         Max_MA {_gib(memory.max_allocated)} GB         "
+        f"CA {_gib(memory.cached)} GB         Max_CA {_gib(memory.max_cached)} GB"
+    )
+    say(f"CPU Virtual Memory:  used = {_gib(host.total - host.available)} GB, percent = {host.percent}%")
+    if torch.accelerator.is_available():
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def _gib(num_bytes: int) -> float:
+    return round(num_bytes / _GIB, 2)

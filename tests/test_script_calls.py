@@ -1,0 +1,316 @@
+"""A script written for DeepSpeed, with the name changed, and each of the engine's calls that it may use."""
+
+from __future__ import annotations
+
+import logging.handlers
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import hf_zero
+from hf_zero.cli.main import main
+from hf_zero.errors import CheckpointError, ConfigError, StateError
+from hf_zero.utils import log_dist, logger
+from hf_zero.utils.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from tests.harness.ranks import run_ranks
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    """Tied, frozen, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = self.frozen(torch.tanh(self.inner(self.embed(ids))))
+        return nn.functional.cross_entropy(self.head(hidden), ids)
+
+
+def start(stage: int, accumulation: int = 2, seed: int = 0, **keys: Any) -> Any:
+    torch.manual_seed(seed)
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **keys,
+    }
+    model = Net()
+    optimizer = torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    return hf_zero.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+
+
+def batch(number: int, rank: int) -> torch.Tensor:
+    return torch.randint(0, 11, (3,), generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def train(engine: Any, first: int, last: int) -> None:
+    for number in range(first, last):
+        engine.backward(engine(batch(number, engine.global_rank)))
+        engine.step()
+
+
+def whole(engine: Any) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = engine.full_state_dict(keep=True)
+    return weights
+
+
+def script(stage: int, folder: str) -> dict[str, Any]:
+    """What a DeepSpeed training script does and prints."""
+    model_engine = start(stage, bf16={"enabled": stage == 3}, gradient_clipping=0.7)
+    applied, lrs = [], []
+    for number in range(4):
+        loss = model_engine(batch(number, model_engine.global_rank))
+        model_engine.backward(loss)
+        model_engine.step()
+        applied.append(model_engine.was_step_applied())
+        lrs.append(model_engine.get_lr())
+    facts = {
+        "applied": applied,
+        "lrs": lrs,
+        "mom": model_engine.get_mom(),
+        "batch": model_engine.get_batch_info(),
+        "samples": model_engine.global_samples,
+        "ranks": (model_engine.local_rank, model_engine.global_rank, model_engine.dp_world_size),
+        "stage": (model_engine.zero_optimization_stage(), model_engine.zero_optimization()),
+        "16 bits": (model_engine.fp16_enabled(), model_engine.bfloat16_enabled()),
+        "cut": model_engine.is_first_weights_partition_group(),
+        "skipped": model_engine.skipped_steps,
+        "clipping": model_engine.gradient_clipping(),
+        "print": (model_engine.steps_per_print(), model_engine.wall_clock_breakdown()),
+    }
+    model_engine.save_checkpoint(folder, "first", {"epoch": 1})
+    train(model_engine, 4, 6)
+    model_engine.save_checkpoint(save_dir=folder, tag="second", client_state={"epoch": 2})
+    facts["weights"] = whole(model_engine)
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        assert model_engine.save_16bit_model(folder, name)
+    assert model_engine.save_fp16_model(folder + "/trained", "trained.safetensors")
+    model_engine.empty_partition_cache()
+    assert model_engine.load_checkpoint(folder) == {"epoch": 2}
+    assert model_engine.load_checkpoint(load_dir=folder, tag="first", load_optimizer_states=True) == {"epoch": 1}
+    facts["steps"] = model_engine.global_steps
+    model_engine.destroy()
+    model_engine.destroy()
+    return facts
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_renamed_script_runs(stage: int, tmp_path: Path) -> None:
+    found = run_ranks(script, 2, stage, str(tmp_path))
+    assert [facts.pop("ranks") for facts in found] == [(0, 0, 2), (1, 1, 2)]
+    facts = found[0]
+    assert facts["applied"] == [False, True, False, True]
+    assert facts["lrs"] == [[0.01], [0.005], [0.005], [0.0025]] and facts["mom"] == [[0.9, 0.999]]
+    assert facts["batch"] == (12, 3, 2) and facts["samples"] == 24
+    assert facts["stage"] == (stage, True) and facts["cut"] == (stage == 3)
+    assert facts["16 bits"] == (False, stage == 3)
+    assert (facts["skipped"], facts["clipping"], facts["print"], facts["steps"]) == (0, 0.7, (0, False), 2)
+
+    weights = facts["weights"]
+    assert weights["inner.weight"].dtype == (torch.bfloat16 if stage == 3 else torch.float32)
+    plain = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert plain.keys() == weights.keys() and plain["head.weight"].data_ptr() == plain["embed.weight"].data_ptr()
+    safe = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() - safe.keys() == {"head.weight"}
+    for name in safe:
+        torch.testing.assert_close(plain[name], weights[name], rtol=0, atol=0)
+        torch.testing.assert_close(safe[name], weights[name], rtol=0, atol=0)
+    assert load_file(tmp_path / "trained" / "trained.safetensors").keys() == safe.keys()
+    _check_fp32(tmp_path, weights)
+
+
+def _check_fp32(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """The functions of zero_to_fp32, on the newest tag."""
+    assert (folder / "latest").read_text() == "second"
+    state = get_fp32_state_dict_from_zero_checkpoint(folder)
+    lazy = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="second", lazy_mode=True)
+    assert type(state) is dict and type(lazy) is not dict
+    first = get_fp32_state_dict_from_zero_checkpoint(folder, "first", exclude_frozen_parameters=True)
+    assert state.keys() - first.keys() == {"frozen.weight", "frozen.bias"}
+    assert not torch.equal(first["inner.weight"], state["inner.weight"])
+    for name, tensor in state.items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(tensor.to(weights[name].dtype), weights[name], rtol=0, atol=0)
+        torch.testing.assert_close(lazy[name].contiguous(), tensor, rtol=0, atol=0)
+
+    assert main(["inspect", str(folder)]) == 0
+    assert main(["consolidate", str(folder), str(folder / "cli.safetensors")]) == 0
+    torch.testing.assert_close(load_file(folder / "cli.safetensors")["inner.bias"], state["inner.bias"])
+
+    model = Net()
+    assert load_state_dict_from_zero_checkpoint(model, folder) is model
+    torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
+
+    convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "bin")
+    torch.testing.assert_close(torch.load(folder / "bin" / "pytorch_model.bin", weights_only=True), state)
+    convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "bins", max_shard_size="200", tag="second")
+    shards = sorted((folder / "bins").glob("*-of-*.bin"))
+    assert len(shards) > 2 and (folder / "bins" / "pytorch_model.bin.index.json").is_file()
+    joined = {key: value for path in shards for key, value in torch.load(path, weights_only=True).items()}
+    torch.testing.assert_close(joined, dict(state))
+    convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "safe", safe_serialization=True)
+    torch.testing.assert_close(load_file(folder / "safe" / "model.safetensors")["inner.bias"], state["inner.bias"])
+    convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "one.bin", tag="second")
+    torch.testing.assert_close(torch.load(folder / "one.bin", weights_only=True), state)
+    with pytest.raises(ConfigError, match="max_shard_size='huge'"):
+        convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "other", max_shard_size="huge")
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "safe", safe_serialization=True)
+
+
+def logged() -> list[str]:
+    handler = logging.handlers.BufferingHandler(100)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    log_dist("first", ranks=[0])
+    log_dist("all", ranks=[-1])
+    log_dist("none")
+    log_dist("other", [1], level=logging.ERROR)
+    return [record.levelname + " " + record.getMessage() for record in handler.buffer]
+
+
+def test_log_dist() -> None:
+    first, second = run_ranks(logged, 2)
+    assert first == ["INFO [Rank 0] first", "INFO [Rank 0] all"]
+    assert second == ["INFO [Rank 1] all", "ERROR [Rank 1] other"]
+
+
+def own_boundaries(stage: int) -> tuple[dict[str, torch.Tensor], int]:
+    engine = start(stage, accumulation=3)
+    for window in range(2):
+        engine.set_gradient_accumulation_boundary(False)
+        for number in range(3):
+            engine.set_gradient_accumulation_boundary(number == 2)
+            engine.backward(engine(batch(3 * window + number, engine.rank)))
+        engine.step()
+    return whole(engine), engine.global_steps
+
+
+def counted(stage: int, accumulation: int, first: int, last: int) -> tuple[dict[str, torch.Tensor], int]:
+    engine = start(stage, accumulation)
+    train(engine, first, last)
+    return whole(engine), engine.global_steps
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_loop_that_says_where_its_windows_end(stage: int) -> None:
+    (want, steps), (found, own_steps) = (
+        run_ranks(counted, 2, stage, 3, 0, 6)[0],
+        run_ranks(own_boundaries, 2, stage)[0],
+    )
+    assert steps == own_steps == 2
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
+def resized(stage: int, folder: str) -> dict[str, torch.Tensor]:
+    """Steps of two micro-batches, then of four: from the checkpoint between them it is a plain run of four."""
+    engine = start(stage)
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder, save_latest=False)
+    for size, error in ((13, ConfigError), (0, ConfigError)):
+        with pytest.raises(error, match="expected a multiple of 6"):
+            engine.set_train_batch_size(size)
+    engine.backward(engine(batch(99, engine.rank)))
+    with pytest.raises(StateError, match="inside an accumulation window"):
+        engine.set_train_batch_size(24)
+    engine.zero_grad()
+    engine.set_train_batch_size(24)
+    assert engine.get_batch_info() == (24, 3, 4)
+    train(engine, 2, 10)
+    assert engine.global_steps == 3
+    return whole(engine) | late_gradient(engine)
+
+
+def resumed(stage: int, folder: str) -> dict[str, torch.Tensor]:
+    engine = start(stage, accumulation=4, seed=5)
+    engine.load_checkpoint(folder)
+    train(engine, 2, 10)
+    return whole(engine) | late_gradient(engine)
+
+
+def late_gradient(engine: Any) -> dict[str, torch.Tensor]:
+    """Of a parameter that gets its gradient memory after the size has changed."""
+    engine.module.frozen.bias.requires_grad_(True)
+    engine.backward(engine(batch(10, engine.rank)))
+    grad = hf_zero.full_grad(engine.module.frozen.bias)
+    assert grad is not None and grad.abs().max() > 0
+    return {"late": grad}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_batch_size_changes_between_steps(stage: int, tmp_path: Path) -> None:
+    found = run_ranks(resized, 2, stage, str(tmp_path))[0]
+    want = run_ranks(resumed, 2, stage, str(tmp_path))[0]
+    assert not (tmp_path / "latest").exists()
+    found.pop("calls"), want.pop("calls")
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
+def parts(stage: int, folder: str) -> None:
+    engine = start(stage)
+    train(engine, 0, 4)
+    engine.save_checkpoint(folder, "tagged")
+    saved = whole(engine)
+    engine.save_checkpoint(folder)  # the newest is in the folder itself again
+    assert not Path(folder, "latest").exists()
+
+    other = start(stage, seed=3)
+    other.load_checkpoint(folder, load_module_only=True)
+    torch.testing.assert_close(whole(other), saved, rtol=0, atol=0)
+    assert other.global_steps == 0 and other.get_lr() == [0.01]
+    assert hf_zero.full_optimizer_state(other.module.inner.weight, "exp_avg") is None
+    other.load_checkpoint(folder, "tagged", load_lr_scheduler_states=False, load_optimizer_states=False)
+    assert other.global_steps == 2 and other.lr_scheduler.last_epoch == 0
+    other.load_checkpoint(folder, load_module_strict=False)
+    assert other.lr_scheduler.last_epoch == 2 and other.get_lr() == [0.0025]
+    assert hf_zero.full_optimizer_state(other.module.inner.weight, "exp_avg") is not None
+    with pytest.raises(ConfigError, match="custom_load_fn"):
+        other.load_checkpoint(folder, custom_load_fn=print)
+    other.set_lr(0.125)
+    assert other.get_lr() == [0.125]
+    Path(folder, "latest").write_text("gone")
+    with pytest.raises(CheckpointError, match="names 'gone', but there is no such folder"):
+        other.load_checkpoint(folder)
+    other.destroy()
+    assert other.optimizer is None and hf_zero.engine_of(other.module) is None
+
+
+def test_what_a_load_takes(tmp_path: Path) -> None:
+    run_ranks(parts, 1, 3, str(tmp_path))
+
+
+def unwritten(folder: str) -> None:
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
+    engine = start(3, zero_optimization=zero)
+    assert not engine.save_16bit_model(folder)
+    assert not Path(folder, "pytorch_model.bin").exists()
+    state = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert state["inner.weight"].shape == (WIDTH, WIDTH) and "frozen.weight" not in state
+    engine = start(1)
+    state = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert "inner.weight" in state and "frozen.weight" not in state and "calls" in state
+    Path(folder, "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
+        engine.save_16bit_model(folder + "/file")
+
+
+def test_weights_that_are_not_to_be_gathered_are_not_written(tmp_path: Path) -> None:
+    run_ranks(unwritten, 2, str(tmp_path))
