@@ -31,12 +31,12 @@ def check_run(config: ZeroConfig, args: Any, model: nn.Module | None = None) -> 
     Raises:
         ConfigError: Lists every problem of the configuration, the arguments and the model.
     """
-    problems = config.problems(args, model, args.world_size, client_optimizer=False)
+    problems = config.problems(args, model, args.world_size, client_scheduler=True)
     problems += argument_conflicts(config, args)
     if model is not None:
         problems += model_conflicts(model, config.stage)
     raise_all(config.source, problems)
-    return config.resolve(args, model, args.world_size)
+    return config.resolve(args, model, args.world_size, client_scheduler=True)
 
 
 def check_rivals(config: ZeroConfig, args: Any) -> None:
