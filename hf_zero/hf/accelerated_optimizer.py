@@ -30,6 +30,7 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
         self._clipping = clipping
         self._clipping_is_fixed = clipping_is_fixed
         self._clipped_by_caller = False
+        self.schedule: Any = None  # of the configuration, where the script has no scheduler: stepped here
 
     def clip_grad_norm_(self, max_norm: float) -> Any:
         """The global gradient norm before clipping; clips to `max_norm`. All ranks must call.
@@ -55,6 +56,8 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
             self.engine.clip_grad_norm_(self._clipping)
         self._clipped_by_caller = False
         super().step(closure)
+        if self.schedule is not None:
+            self.schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
         raise StateError(

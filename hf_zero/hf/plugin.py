@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +29,12 @@ from hf_zero.errors import ConfigError, StateError
 from hf_zero.hf.accelerated_optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.adapters import live_state
 from hf_zero.hf.checkpoints import state_to_load
-from hf_zero.hf.conflicts import accelerator_conflicts, model_conflicts
+from hf_zero.hf.conflicts import accelerator_conflicts, model_conflicts, tell_missed_sharding
+from hf_zero.hf.dummies import Dummies
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.install import install_on_model
 from hf_zero.hf.weights import apart
-from hf_zero.renewal import engines_inside, new_engine
+from hf_zero.renewal import new_engine
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class ZeroPlugin:
     def __init__(self, config: ZeroConfig | str | Path | Mapping[str, Any], *, args: Any = None) -> None:
         self.config = ZeroConfig.load(config)
         self._args = args
+        self.dummies: Dummies | None = None
 
     def attach(self, accelerator: Accelerator) -> Accelerator:
         """Put `accelerator` under ZeRO, in place, before it prepares anything. Returns it.
@@ -68,25 +71,36 @@ class ZeroPlugin:
         if not isinstance(accelerator, ZeroAcceleratorMixin):
             accelerator.__class__ = _zero_class(type(accelerator))
         accelerator.zero_plugin = self
+        # Trainer builds the scheduler itself.
+        self.dummies = None if self._args is not None else Dummies(self.config, accelerator, _arguments_of)
         if resolved.dtype is not None:
             # The engine casts the parameters themselves, so autocast must not act as well.
             accelerator.native_amp = False
             accelerator.scaler = None
         return accelerator
 
-    def resolve(self, accelerator: Accelerator, model: nn.Module | None = None) -> ResolvedConfig:
-        """The configuration with every "auto" filled in; without `model` those that follow from its size stay open."""
-        world_size = accelerator.num_processes
+    def resolve(
+        self, accelerator: Accelerator, model: nn.Module | None = None, num_training_steps: int | None = None
+    ) -> ResolvedConfig:
+        """The configuration with every "auto" filled in; without `model` those that follow from its size stay open.
+
+        So do the scheduler's, without `num_training_steps`.
+        """
+        world_size, later = accelerator.num_processes, num_training_steps is None
         if self._args is not None:
-            return self.config.resolve(self._args, model, world_size)
-        return self.config.resolve(_arguments_of(accelerator), model, world_size, client_optimizer=True)
+            return self.config.resolve(
+                self._args, model, world_size, num_training_steps=num_training_steps, client_scheduler=later
+            )
+        return self.config.resolve(
+            _arguments_of(accelerator), model, world_size, client_optimizer=True, client_scheduler=True
+        )
 
     def create_engine(self, accelerator: Accelerator, model: nn.Module, *, train: bool) -> ZeroEngine:
         """Build the engine of `model`, which may have been loaded in shards. All ranks must call."""
         resolved = self.resolve(accelerator, model)
         raise_all(self.config.source, model_conflicts(model, resolved.stage))
         if resolved.stage == 3 and accelerator.num_processes > 1 and accelerator.is_main_process:
-            _tell_missed_sharding(model)
+            tell_missed_sharding(model)
         # Trainer and accelerate scale the loss for accumulation, and ZeroAcceleratedOptimizer sees to clipping.
         engine = new_engine(
             model,
@@ -127,7 +141,15 @@ class ZeroAcceleratorMixin(Accelerator):
 
     # ---------------------------------------------------------------- prepare
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's, but models first: an optimizer is pointed at the shards of a model that has them."""
+        """As accelerate's, but models first: an optimizer is pointed at the shards of a model that has them.
+
+        A DummyOptim or DummyScheduler becomes what the configuration names (see dummies.py).
+        """
+        prepare = functools.partial(self._prepare, device_placement=device_placement)
+        dummies = self.zero_plugin.dummies
+        return prepare(args) if dummies is None else dummies.prepare(args, prepare)
+
+    def _prepare(self, args: Sequence[Any], device_placement: list[bool] | None) -> Any:
         order = sorted(range(len(args)), key=lambda index: not isinstance(args[index], nn.Module))
         if device_placement is not None and len(device_placement) == len(args):
             device_placement = [device_placement[index] for index in order]
@@ -174,6 +196,12 @@ class ZeroAcceleratorMixin(Accelerator):
         if not any(known is prepared for known in self._optimizers):
             self._optimizers.append(prepared)
         return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As accelerate's, but DeepSpeed's schedules go one step for each step of the optimizer."""
+        dummies = self.zero_plugin.dummies
+        wrapped = dummies.wrap(scheduler) if dummies is not None else None
+        return super().prepare_scheduler(scheduler) if wrapped is None else wrapped
 
     def _needs_engine(self, model: nn.Module, evaluation_mode: bool) -> bool:
         resolved = self.zero_plugin.resolve(self, model)
@@ -315,18 +343,6 @@ class ZeroAcceleratorMixin(Accelerator):
 def writes_weights(engine: ZeroEngine) -> bool:
     """Whether whole weights are written beside the engine's own files: always, unless they were turned off."""
     return engine.config.stage < 3 or engine.config.zero.stage3_gather_16bit_weights_on_model_save is not False
-
-
-def _tell_missed_sharding(model: nn.Module) -> None:
-    """Say so where a model was loaded whole on every rank, because the configuration came too late."""
-    loaded_from = getattr(getattr(model, "config", None), "name_or_path", "")
-    if loaded_from and not engines_inside(model):
-        logger.warning(
-            "%s was loaded whole on every rank (%.2f GB each) before it was cut. To load each rank's part only, make "
-            "TrainingArguments(zero=...), or call hf_zero.enable(...), before from_pretrained.",
-            loaded_from,
-            sum(param.numel() * param.element_size() for param in model.parameters()) / 1e9,
-        )
 
 
 # Accelerator class -> the same with the mixin in front.
