@@ -17,6 +17,7 @@ import hf_zero
 from hf_zero.optim import WarmupLR
 from tests.harness import models
 from tests.harness.ranks import run_ranks
+from tests.test_resume import offload
 
 WORLD, ACCUMULATION, STEPS, SAVED_AT = 2, 2, 9, 4
 PEAK, WARMUP, TOTAL = 0.02, 4, 8
@@ -117,17 +118,23 @@ def train(stage: int, mix: tuple[str, str], folder: str) -> dict[str, Any]:
     return {"losses": losses + more, "rates": used + later, "weights": weights}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+MIXES = [
+    ("configured", "configured"),
+    ("client", "configured"),
+    ("configured", "callable"),
+    ("client", "callable"),
+    ("client", "object"),
+]
+FAST = [(3, MIXES[0]), (1, MIXES[2]), (3, MIXES[4])]
+
+
 @pytest.mark.parametrize(
-    "mix",
+    ("stage", "mix"),
     [
-        ("configured", "configured"),
-        ("client", "configured"),
-        ("configured", "callable"),
-        pytest.param(("client", "callable"), marks=pytest.mark.slow),
-        ("client", "object"),
+        pytest.param(stage, mix, marks=() if (stage, mix) in FAST else pytest.mark.slow)
+        for stage in (1, 3)
+        for mix in MIXES
     ],
-    ids="-".join,
 )
 def test_the_mixes_follow_one_process(stage: int, mix: tuple[str, str], tmp_path: Path) -> None:
     results = run_ranks(train, WORLD, stage, mix, str(tmp_path))
@@ -174,6 +181,50 @@ def test_rates_for_each_group_and_a_list_that_does_not_fit() -> None:
     failure = run_ranks(per_group, 1, [0.3, 0.4, 0.5], expect_error=True)[0]
     assert failure.kind == "ConfigError", failure
     assert "scheduler.params.warmup_max_lr = [0.3, 0.4, 0.5]: expected a number, or 2 numbers" in failure.message
+
+
+def cycled(medium: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Rates and betas that move at every step, with optimizer states on `medium`."""
+    model = models.build("plain")
+    block = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3, "cycle_second_step_size": 2}
+    config = {
+        "zero_optimization": {"stage": 3, **offload(medium)},
+        "optimizer": {"type": "AdamW", "params": {"eps": 1e-4}},
+        "scheduler": {"type": "OneCycle", "params": {**block, "cycle_min_mom": 0.5}},
+    }
+    engine = hf_zero.initialize(model=model, config=config)[0]
+    group = engine.optimizer.param_groups[0]
+    used = []
+    for step in range(7):
+        engine.backward(engine(**batch(step, 0, engine.rank))["loss"])
+        used.append((group["lr"], *group["betas"]))
+        engine.step()
+    weights = engine.full_state_dict(keep=True)
+    engine.teardown()
+    return used, weights
+
+
+def one_cycle(step: int) -> tuple[float, float, float]:
+    height = (0, 1 / 3, 2 / 3, 1, 1 / 2, 0, 0)[step]
+    return 1e-3 + 9e-3 * height, 0.5 if step == 0 else 0.9 - 0.4 * height, 0.99
+
+
+@pytest.mark.parametrize("medium", ["cpu", *(pytest.param(m, marks=pytest.mark.slow) for m in ("none", "nvme"))])
+def test_offloaded_updates_use_the_rates_and_betas_of_their_step(medium: str) -> None:
+    """An update that runs beside the next forward must not see what the schedule has set since."""
+    model = models.build("plain")
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, eps=1e-4)
+    for step in range(7):
+        lr, *betas = one_cycle(step)
+        optimizer.param_groups[0].update(lr=lr, betas=tuple(betas))
+        torch.stack([model(**batch(step, 0, rank))["loss"] for rank in range(WORLD)]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    used, weights = run_ranks(cycled, WORLD, medium)[0]
+    for step, values in enumerate(used):
+        assert values == pytest.approx(one_cycle(step), rel=0, abs=1e-12), step
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=2e-5, msg=name)
 
 
 def scheduler_without_optimizer() -> None:

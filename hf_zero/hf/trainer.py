@@ -108,9 +108,24 @@ def train(
         resume_from_checkpoint = chosen
     if _plugin(self) is not None:
         _mix_references_by_shards(self)
+        _tell_unused_block(self)
     result = orig(resume_from_checkpoint, *args, **kwargs)
     finish_updates(self)
     return result
+
+
+def _tell_unused_block(trainer: Any) -> None:
+    """A Trainer's own create_scheduler decides whether the configuration's block counts."""
+    plugin, method = _plugin(trainer), "create_scheduler"
+    owner = next(one for one in type(trainer).__mro__ if method in one.__dict__)
+    stock = owner is ZeroTrainerMixin or owner is transformers.Trainer
+    if (
+        not stock
+        and plugin is not None
+        and plugin.config.get("scheduler") is not None
+        and trainer.args.process_index == 0
+    ):
+        logger.warning("%s.%s: the scheduler block counts only if it calls super().%s", owner.__name__, method, method)
 
 
 def _mix_references_by_shards(trainer: Any) -> None:

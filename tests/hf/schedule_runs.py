@@ -5,6 +5,7 @@ A function here runs on every rank (tests.harness.ranks). `curve` is the formula
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 import hf_zero
+from hf_zero.errors import ConfigError
 from tests.hf import runs
 from tests.hf.runs import Outcome, arguments, build, examples, outcome, zero_config
 
@@ -31,6 +33,16 @@ AUTO_SCHEDULER = {
         "total_num_steps": "auto",
     },
 }
+
+FIXED = {
+    "type": "WarmupDecayLR",
+    "params": {"warmup_max_lr": PEAK, "warmup_num_steps": WARMUP, "total_num_steps": TOTAL},
+}
+CONTRADICTIONS = (
+    (FIXED, False),
+    ({"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}}, False),
+    ({"type": "WarmupLR"}, True),
+)
 
 
 def curve(step: int) -> float:
@@ -88,14 +100,37 @@ def enabled_twice(stage: int, folder: str) -> list[float]:
         hf_zero.disable()
 
 
-def refused(folder: str, scheduler: dict[str, Any], client: bool) -> None:
-    model = build()
-    args = hf_zero.TrainingArguments(
-        **arguments(folder, max_steps=6, learning_rate=PEAK), zero=zero_config(1, scheduler=scheduler)
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    more = {"optimizers": (optimizer, by_hand(optimizer))} if client else {}
-    hf_zero.Trainer(model=model, args=args, train_dataset=examples(8, 1), **more).train()
+def refused(folder: str) -> list[str]:
+    """What Trainer says of blocks that contradict it, or that another Trainer passes over."""
+    said = []
+    for scheduler, client in CONTRADICTIONS:
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        more = {"optimizers": (optimizer, by_hand(optimizer))} if client else {}
+        settings = arguments(folder, max_steps=-1, num_train_epochs=1, learning_rate=PEAK)  # two steps
+        try:
+            args = hf_zero.TrainingArguments(**settings, zero=zero_config(1, scheduler=scheduler))
+            hf_zero.Trainer(model=model, args=args, train_dataset=examples(8, 1), **more).train()
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+class OwnScheduler(hf_zero.Trainer):
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer or self.optimizer)
+        return self.lr_scheduler
+
+
+def passed_over(folder: str) -> list[str]:
+    """Warnings of a Trainer that makes its scheduler itself."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("hf_zero").addHandler(handler)
+    args = hf_zero.TrainingArguments(**arguments(folder, max_steps=1), zero=zero_config(1, scheduler=AUTO_SCHEDULER))
+    OwnScheduler(model=build(), args=args, train_dataset=examples(8, 1)).train()
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 
 
 # -------------------------------------------------------------------- accelerate
@@ -108,10 +143,6 @@ def fresh(stage: int, blocks: dict[str, Any], accumulation: int = 2, **more: Any
     return accelerator
 
 
-FIXED = {
-    "type": "WarmupDecayLR",
-    "params": {"warmup_max_lr": PEAK, "warmup_num_steps": WARMUP, "total_num_steps": TOTAL},
-}
 BLOCKS: dict[str, dict[str, Any]] = {
     "blocks": {"optimizer": AUTO_OPTIMIZER, "scheduler": AUTO_SCHEDULER},
     "own optimizer": {"scheduler": AUTO_SCHEDULER},
@@ -204,6 +235,10 @@ def own_schedule(split: bool) -> list[float]:
     return used(*accelerator.prepare(model, optimizer, scheduler))
 
 
+def counts() -> list[Any]:
+    return [prepared_apart(), own_schedule(False), own_schedule(True), split_batches()]
+
+
 def split_batches() -> int:
     """Where batches are split, a script's count of steps is the count of every process."""
     from accelerate.utils import DataLoaderConfiguration
@@ -227,7 +262,18 @@ def used(model: Any, optimizer: Any, scheduler: Any) -> list[float]:
     return rates
 
 
-def misuse(case: str) -> None:
+def misuse() -> dict[str, str]:
+    """Each mistake and what is said of it."""
+    said = {}
+    for case in ("own scheduler", "no length", "nothing to build", "mixed", "parameters", "not prepared"):
+        try:
+            mistake(case)
+        except ConfigError as error:
+            said[case] = str(error)
+    return said
+
+
+def mistake(case: str) -> None:
     blocks = {"own scheduler": {"scheduler": FIXED}, "no length": {"scheduler": AUTO_SCHEDULER}}
     accelerator = fresh(1, blocks.get(case, {}))
     model = build()
