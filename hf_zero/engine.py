@@ -133,11 +133,6 @@ class ZeroEngine(ScriptCalls):
         return fittings
 
     @property
-    def skipped_steps(self) -> int:
-        """Steps that were left out on all ranks because their gradient was not finite; `global_steps` has them too."""
-        return 0 if self.optimizer is None else self.optimizer.guard.skipped_steps
-
-    @property
     def is_sharded(self) -> bool:
         """Whether parameters are placeholders between uses."""
         return any(unit.on_demand for unit in self.units)

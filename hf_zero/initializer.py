@@ -14,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import ConfigError
+from hf_zero.optim.schedules import choose_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.processes import join_processes
 from hf_zero.renewal import new_engine
@@ -44,7 +45,8 @@ def initialize(
             the one of the configuration's optimizer block over `model_parameters` (or all trainable parameters). With
             neither, the engine is for inference: it keeps no gradients and no master weights.
         training_data: A map-style dataset, for a DataLoader with this rank's share of it in micro-batches.
-        lr_scheduler: A torch scheduler, or a function that makes one from the optimizer; stepped by `engine.step()`.
+        lr_scheduler: A scheduler, or a function that makes one from the optimizer; None builds the one of the
+            configuration's scheduler block. `engine.step()` steps it once for each step of the optimizer.
         config: A path, a dict, a JSON string or a ZeroConfig. `config_params` is DeepSpeed's older name for it.
 
     Returns:
@@ -58,13 +60,13 @@ def initialize(
         raise ConfigError("initialize(mpu=...): model parallelism beside hf_zero is not supported")
     loaded = _load_config(args, config if config is not None else config_params)
     world_size = join_processes()
-    resolved = loaded.resolve(model=model, world_size=world_size, client_optimizer=optimizer is not None)
+    trains = optimizer is not None or loaded.get("optimizer") is not None
+    brought = {"client_optimizer": optimizer is not None, "client_scheduler": lr_scheduler is not None or not trains}
+    resolved = loaded.resolve(model=model, world_size=world_size, **brought)
     made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)
     engine = _make_engine(model, resolved, train=made is not None)
     sharded = engine.attach_optimizer(made) if made is not None else None
-    if lr_scheduler is not None:
-        is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
-        engine.lr_scheduler = lr_scheduler(made) if is_factory else lr_scheduler
+    engine.lr_scheduler = choose_scheduler(lr_scheduler, resolved.scheduler, made)
     loader = None
     if training_data is not None:
         sampler: DistributedSampler[Any] = DistributedSampler(training_data, engine.world_size, engine.rank)
@@ -102,7 +104,8 @@ def shard(
         model.requires_grad_(False)
     loaded = _load_config(None, {"zero_optimization": {"stage": 3}} if config is None else config)
     world_size = join_processes()
-    _make_engine(model, loaded.resolve(model=model, world_size=world_size, client_optimizer=True), train=train)
+    resolved = loaded.resolve(model=model, world_size=world_size, client_optimizer=True, client_scheduler=True)
+    _make_engine(model, resolved, train=train)
     return model
 
 

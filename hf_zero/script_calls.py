@@ -160,8 +160,8 @@ class ScriptCalls(EngineState):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were left out on all ranks because their gradient was not finite: none without a loss scale."""
-        return 0
+        """Steps that were left out on all ranks because their gradient was not finite; `global_steps` has them too."""
+        return 0 if self.optimizer is None else self.optimizer.guard.skipped_steps
 
     # ---------------------------------------------------------------- rates
     def get_lr(self) -> list[float]:

@@ -49,7 +49,7 @@ INLINE: dict[str, tuple[str, set[str]]] = {
     "fp16, deprecated offload, scheduler": (
         """{"train_batch_size": 4, "fp16": {"enabled": true}, "zero_optimization": {"stage": 2, "cpu_offload": true},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000}}}""",
-        {"scheduler"},
+        set(),
     ),
     "tensor parallel": (
         """{"_comment": "models", "train_batch_size": "auto", "tensor_parallel": {"autotp_size": 2}}""",

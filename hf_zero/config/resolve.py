@@ -41,6 +41,7 @@ from hf_zero.config.resolved import (
     ResolvedConfig,
     zero_section,
 )
+from hf_zero.config.schedules import check_block
 from hf_zero.config.schema import BadValue, Block, Key, find, walk
 
 STAGE = "zero_optimization.stage"
@@ -60,6 +61,7 @@ class Surroundings:
     num_training_steps: int | None = None
     default_clipping: float | None = None  # for a missing gradient_clipping without arguments; None: off
     client_optimizer: bool = False  # the caller brings the optimizer, so an optimizer block is not built
+    client_scheduler: bool = False  # the same of the scheduler; or it is built later, when its numbers are known
     file_only: bool = False  # look at the file alone: no batch numbers, nothing that arguments would give
 
 
@@ -88,6 +90,7 @@ class _Resolver:
     def run(self) -> Outcome:
         self._fill_from_arguments()
         self._fill_from_model()
+        check_block(self.values, self.problems)
         self._drop_leftover_auto()
         self._fill_defaults()
         self._fill_batch()
@@ -176,6 +179,8 @@ class _Resolver:
         if path not in NEEDS_ARGUMENTS or self.around.file_only:
             return
         if self.around.client_optimizer and path.startswith("optimizer."):
+            return
+        if self.around.client_scheduler and path.startswith("scheduler."):
             return
         wrong = "it takes its value from TrainingArguments, which do not give it here: expected a number"
         if self.around.args is not None and path.endswith("_steps"):

@@ -27,11 +27,6 @@ def _given(value: Any) -> bool:
     return value not in (None, {}, [], ())
 
 
-def _block(value: Any) -> bool:
-    """Present, even if nothing in it could be read."""
-    return isinstance(value, Mapping)
-
-
 def _enabled(value: Any) -> bool:
     """A block whose switch `enabled` is on."""
     return isinstance(value, Mapping) and value.get("enabled") is True
@@ -94,9 +89,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("zero_optimization.ignore_unused_parameters", _false, "Remove it: unused parameters count as zeros."),
     NotYet("optimizer.type", _one_of(*OTHER_OPTIMIZERS), "Use AdamW, Adam or SGD, which are exact on shards."),
     NotYet("optimizer.params.bias_correction", _false, "Remove it: torch's Adam always corrects the bias."),
-    NotYet(
-        "scheduler", _block, "Remove the block and build a torch or transformers scheduler (Trainer does so itself)."
-    ),
     NotYet("sparse_gradients", _true, _DROP),
     NotYet("gradient_allreduce_op", _one_of("sum"), 'Set it to "mean", or multiply the loss by the number of ranks.'),
     NotYet("managed_gradient_accumulation", _false, "Remove it; engine.no_sync() skips the reduction where wanted."),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.config.parse import Parsed, parse
+from hf_zero.config.autofill import is_auto
+from hf_zero.config.parse import Parsed, look_up, parse, put
 from hf_zero.config.problems import Problem, raise_all
 from hf_zero.config.resolve import Surroundings, resolve
 from hf_zero.config.resolved import ResolvedConfig
@@ -77,6 +79,7 @@ class ZeroConfig:
         default_clipping: float | None = None,
         num_training_steps: int | None = None,
         client_optimizer: bool = False,
+        client_scheduler: bool = False,
     ) -> list[Problem]:
         """What `resolve` would raise for the same arguments, as a list."""
         around = Surroundings(
@@ -86,6 +89,7 @@ class ZeroConfig:
             default_clipping=default_clipping,
             num_training_steps=num_training_steps,
             client_optimizer=client_optimizer,
+            client_scheduler=client_scheduler,
         )
         return list(resolve(self._parsed, around).problems)
 
@@ -98,6 +102,7 @@ class ZeroConfig:
         default_clipping: float | None = None,
         num_training_steps: int | None = None,
         client_optimizer: bool = False,
+        client_scheduler: bool = False,
     ) -> ResolvedConfig:
         """Fill in "auto" and defaults. No communication: ranks with the same inputs get the same result.
 
@@ -108,6 +113,7 @@ class ZeroConfig:
             default_clipping: The gradient norm to clip to where there are no arguments and the file names none.
             num_training_steps: For schedulers; None takes args.max_steps where that is set.
             client_optimizer: The caller brings the optimizer, so an optimizer block needs no learning rate.
+            client_scheduler: The caller brings the scheduler, or builds it later, so its block needs no numbers yet.
         Raises:
             ConfigError: All problems at once, each with key, value, what was expected, and remedy.
         """
@@ -118,12 +124,21 @@ class ZeroConfig:
             default_clipping=default_clipping,
             num_training_steps=num_training_steps,
             client_optimizer=client_optimizer,
+            client_scheduler=client_scheduler,
         )
         outcome = resolve(self._parsed, around)
         raise_all(self.source, outcome.problems)
         if outcome.config is None:
             raise AssertionError("a configuration without problems must resolve")
         return outcome.config
+
+    def filled_in(self, values: Mapping[str, Any]) -> ZeroConfig:
+        """The same with `values` (dotted path -> value) in place of "auto", where the file says "auto"."""
+        filled = copy.deepcopy(self._parsed.values)
+        for path, value in values.items():
+            if is_auto(look_up(filled, path)):
+                put(filled, path, value)
+        return ZeroConfig(dataclasses.replace(self._parsed, values=filled))
 
     def for_parameters(self) -> ZeroConfig:
         """What it says of keeping parameters, and nothing of training: what a model is loaded under."""

@@ -30,6 +30,7 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
         self._clipping = clipping
         self._clipping_is_fixed = clipping_is_fixed
         self._clipped_by_caller = False
+        self.schedule: Any = None  # of the configuration, where the script has no scheduler: stepped here
 
     def clip_grad_norm_(self, max_norm: float) -> Any:
         """The global gradient norm before clipping; clips to `max_norm`. All ranks must call.
@@ -57,6 +58,8 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
         self.engine.reports.step_starts()
         super().step(closure)
         self.engine.reports.step_ends(boundary=True)
+        if self.schedule is not None and not self.step_was_skipped:
+            self.schedule.step()
 
     @property
     def step_was_skipped(self) -> bool:

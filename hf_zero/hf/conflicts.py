@@ -1,11 +1,12 @@
 """What cannot run under ZeRO: arguments, accelerators and models, with the reason and the remedy of each.
 
 Everything here is found before any work is done, gathered with the problems of the configuration itself, and raised as
-one ConfigError on every rank.
+one ConfigError on every rank. What runs, but at a cost that need not be, is a warning.
 """
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import nn
 
 from hf_zero.config import Problem, ResolvedConfig, ZeroConfig
 from hf_zero.config.problems import raise_all
+from hf_zero.renewal import engines_inside
+
+logger = logging.getLogger(__name__)
 
 _OTHER_ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -27,12 +31,12 @@ def check_run(config: ZeroConfig, args: Any, model: nn.Module | None = None) -> 
     Raises:
         ConfigError: Lists every problem of the configuration, the arguments and the model.
     """
-    problems = config.problems(args, model, args.world_size, client_optimizer=False)
+    problems = config.problems(args, model, args.world_size, client_scheduler=True)
     problems += argument_conflicts(config, args)
     if model is not None:
         problems += model_conflicts(model, config.stage)
     raise_all(config.source, problems)
-    return config.resolve(args, model, args.world_size)
+    return config.resolve(args, model, args.world_size, client_scheduler=True)
 
 
 def check_rivals(config: ZeroConfig, args: Any) -> None:
@@ -146,3 +150,15 @@ def _packed_names(model: nn.Module) -> list[str]:
     """Parameters of one byte per element: packed integers, or floats that mean nothing without their scale."""
     types = {name: param.dtype for name, param in model.named_parameters()}
     return [name for name, dtype in types.items() if dtype.itemsize == 1 and dtype != torch.bool]
+
+
+def tell_missed_sharding(model: nn.Module) -> None:
+    """Say so where a model was loaded whole on every rank, because the configuration came too late."""
+    loaded_from = getattr(getattr(model, "config", None), "name_or_path", "")
+    if loaded_from and not engines_inside(model):
+        logger.warning(
+            "%s was loaded whole on every rank (%.2f GB each) before it was cut. To load each rank's part only, make "
+            "TrainingArguments(zero=...), or call hf_zero.enable(...), before from_pretrained.",
+            loaded_from,
+            sum(param.numel() * param.element_size() for param in model.parameters()) / 1e9,
+        )

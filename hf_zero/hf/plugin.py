@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
-import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,13 +27,15 @@ from hf_zero.config.problems import raise_all
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.hf.accelerated_optimizer import ZeroAcceleratedOptimizer
+from hf_zero.hf.accelerator_facts import arguments_of, scaling_of
 from hf_zero.hf.adapters import live_state
 from hf_zero.hf.checkpoints import state_to_load
-from hf_zero.hf.conflicts import accelerator_conflicts, model_conflicts
+from hf_zero.hf.conflicts import accelerator_conflicts, model_conflicts, tell_missed_sharding
+from hf_zero.hf.dummies import Dummies
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.install import install_on_model
 from hf_zero.hf.weights import apart
-from hf_zero.renewal import engines_inside, new_engine
+from hf_zero.renewal import new_engine
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class ZeroPlugin:
         self.config = ZeroConfig.load(config)
         self._args = args
         self._scaling: LossScaling | None = None  # of accelerate's autocast in fp16
+        self.dummies: Dummies | None = None
 
     def attach(self, accelerator: Accelerator) -> Accelerator:
         """Put `accelerator` under ZeRO, in place, before it prepares anything. Returns it.
@@ -71,22 +73,33 @@ class ZeroPlugin:
         if not isinstance(accelerator, ZeroAcceleratorMixin):
             accelerator.__class__ = _zero_class(type(accelerator))
         accelerator.zero_plugin = self
+        # Trainer builds the scheduler itself.
+        self.dummies = None if self._args is not None else Dummies(self.config, accelerator, arguments_of)
         if resolved.dtype is not None or resolved.precision.autocast is not None:
             # The engine casts, parameters or operations, so accelerate's autocast must not act as well.
             accelerator.native_amp = False
         elif accelerator.scaler is not None:
-            self._scaling = _scaling_of(accelerator.scaler)
+            self._scaling = scaling_of(accelerator.scaler)
         # It would see the gradients of one rank only; the engine's own makes all ranks skip the same steps.
         accelerator.scaler = None
         return accelerator
 
-    def resolve(self, accelerator: Accelerator, model: nn.Module | None = None) -> ResolvedConfig:
-        """The configuration with every "auto" filled in; without `model` those that follow from its size stay open."""
-        world_size = accelerator.num_processes
+    def resolve(
+        self, accelerator: Accelerator, model: nn.Module | None = None, num_training_steps: int | None = None
+    ) -> ResolvedConfig:
+        """The configuration with every "auto" filled in; without `model` those that follow from its size stay open.
+
+        So do the scheduler's, without `num_training_steps`.
+        """
+        world_size, later = accelerator.num_processes, num_training_steps is None
         if self._args is not None:
-            resolved = self.config.resolve(self._args, model, world_size)
+            resolved = self.config.resolve(
+                self._args, model, world_size, num_training_steps=num_training_steps, client_scheduler=later
+            )
         else:
-            resolved = self.config.resolve(_arguments_of(accelerator), model, world_size, client_optimizer=True)
+            resolved = self.config.resolve(
+                arguments_of(accelerator), model, world_size, client_optimizer=True, client_scheduler=True
+            )
         if self._scaling is None:
             return resolved
         precision = dataclasses.replace(resolved.precision, scaling=self._scaling, skip_nonfinite=True)
@@ -97,7 +110,7 @@ class ZeroPlugin:
         resolved = self.resolve(accelerator, model)
         raise_all(self.config.source, model_conflicts(model, resolved.stage))
         if resolved.stage == 3 and accelerator.num_processes > 1 and accelerator.is_main_process:
-            _tell_missed_sharding(model)
+            tell_missed_sharding(model)
         # Trainer and accelerate scale the loss for accumulation, and ZeroAcceleratedOptimizer sees to clipping.
         engine = new_engine(
             model,
@@ -138,7 +151,15 @@ class ZeroAcceleratorMixin(Accelerator):
 
     # ---------------------------------------------------------------- prepare
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's, but models first: an optimizer is pointed at the shards of a model that has them."""
+        """As accelerate's, but models first: an optimizer is pointed at the shards of a model that has them.
+
+        A DummyOptim or DummyScheduler becomes what the configuration names (see dummies.py).
+        """
+        prepare = functools.partial(self._prepare, device_placement=device_placement)
+        dummies = self.zero_plugin.dummies
+        return prepare(args) if dummies is None else dummies.prepare(args, prepare)
+
+    def _prepare(self, args: Sequence[Any], device_placement: list[bool] | None) -> Any:
         order = sorted(range(len(args)), key=lambda index: not isinstance(args[index], nn.Module))
         if device_placement is not None and len(device_placement) == len(args):
             device_placement = [device_placement[index] for index in order]
@@ -185,6 +206,12 @@ class ZeroAcceleratorMixin(Accelerator):
         if not any(known is prepared for known in self._optimizers):
             self._optimizers.append(prepared)
         return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As accelerate's, but DeepSpeed's schedules go one step for each step of the optimizer."""
+        dummies = self.zero_plugin.dummies
+        wrapped = dummies.wrap(scheduler) if dummies is not None else None
+        return super().prepare_scheduler(scheduler) if wrapped is None else wrapped
 
     def _needs_engine(self, model: nn.Module, evaluation_mode: bool) -> bool:
         resolved = self.zero_plugin.resolve(self, model)
@@ -340,18 +367,6 @@ def writes_weights(engine: ZeroEngine) -> bool:
     return engine.config.stage < 3 or engine.config.zero.stage3_gather_16bit_weights_on_model_save is not False
 
 
-def _tell_missed_sharding(model: nn.Module) -> None:
-    """Say so where a model was loaded whole on every rank, because the configuration came too late."""
-    loaded_from = getattr(getattr(model, "config", None), "name_or_path", "")
-    if loaded_from and not engines_inside(model):
-        logger.warning(
-            "%s was loaded whole on every rank (%.2f GB each) before it was cut. To load each rank's part only, make "
-            "TrainingArguments(zero=...), or call hf_zero.enable(...), before from_pretrained.",
-            loaded_from,
-            sum(param.numel() * param.element_size() for param in model.parameters()) / 1e9,
-        )
-
-
 # Accelerator class -> the same with the mixin in front.
 _ZERO_CLASSES: dict[type, type] = {}
 
@@ -364,21 +379,6 @@ def _zero_class(base: type) -> type:
 
 def _engine_folder(folder: str | os.PathLike[str], index: int) -> Path:
     return Path(folder) if index == 0 else Path(folder) / f"model_{index}"
-
-
-def _scaling_of(scaler: Any) -> LossScaling:
-    """The rules of accelerate's gradient scaler. It halves and doubles: accelerator_conflicts has seen to that."""
-    return LossScaling.of_torch(round(math.log2(scaler._init_scale)), scaler.get_growth_interval())
-
-
-def _arguments_of(accelerator: Accelerator) -> Any:
-    """What a plain Accelerator says about keys that TrainingArguments would say."""
-    said: dict[str, Any] = {"gradient_accumulation_steps": accelerator.gradient_accumulation_steps}
-    if accelerator.mixed_precision in ("bf16", "fp16"):
-        # "no" is the default, so it says nothing.
-        for kind in ("bf16", "fp16"):
-            said |= {kind: accelerator.mixed_precision == kind, f"{kind}_full_eval": False}
-    return SimpleNamespace(**said)
 
 
 def accelerator_seams() -> list[Seam]:

@@ -22,13 +22,14 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import reissue_pt_warnings, remove_dummy_checkpoint
 
 from hf_zero.engine import ZeroEngine, engine_of
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.hf.adapters import computes_its_adapters, is_peft_model, keeps_base, whole_prompt_encoders
 from hf_zero.hf.checkpoints import agree_on_checkpoint, has_sharded_state, lacks_frozen_weights
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin, writes_weights
 from hf_zero.hf.weights import full_weights, restore_weights
+from hf_zero.optim.schedules import choose_scheduler
 from hf_zero.weight_copy import copy_weights
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,24 @@ def create_optimizer(self: Any, orig: Original, model: nn.Module | None = None) 
         self.optimizer_cls_and_kwargs = None
 
 
+def create_scheduler(self: Any, orig: Original, num_training_steps: int, optimizer: Any = None) -> Any:
+    """Make the scheduler that the configuration's `scheduler` block names, if it has one, in place of Trainer's."""
+    plugin = _plugin(self)
+    block = None if plugin is None else plugin.config.get("scheduler")
+    if plugin is None or block is None:
+        return orig(num_training_steps, optimizer)
+    if self.lr_scheduler is None:
+        resolved = plugin.resolve(self.accelerator, self.model, num_training_steps)
+        self.lr_scheduler = choose_scheduler(None, resolved.scheduler, optimizer or self.optimizer)
+        self._created_lr_scheduler = True
+    elif not self._created_lr_scheduler:
+        raise ConfigError(
+            f"Trainer has a {type(self.lr_scheduler).__name__} (optimizers=), and the configuration has a scheduler "
+            f"block ({block.get('type')}): expected one of them.\nRemove one of the two."
+        )
+    return self.lr_scheduler
+
+
 def train(
     self: Any, orig: Original, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
 ) -> Any:
@@ -84,9 +103,24 @@ def train(
         resume_from_checkpoint = agree_on_checkpoint(self.args, resume_from_checkpoint)
     if _plugin(self) is not None:
         _mix_references_by_shards(self)
+        _tell_unused_block(self)
     result = orig(resume_from_checkpoint, *args, **kwargs)
     finish_updates(self)
     return result
+
+
+def _tell_unused_block(trainer: Any) -> None:
+    """A Trainer's own create_scheduler decides whether the configuration's block counts."""
+    plugin, method = _plugin(trainer), "create_scheduler"
+    owner = next(one for one in type(trainer).__mro__ if method in one.__dict__)
+    stock = owner is ZeroTrainerMixin or owner is transformers.Trainer
+    if (
+        not stock
+        and plugin is not None
+        and plugin.config.get("scheduler") is not None
+        and trainer.args.process_index == 0
+    ):
+        logger.warning("%s.%s: the scheduler block counts only if it calls super().%s", owner.__name__, method, method)
 
 
 def _mix_references_by_shards(trainer: Any) -> None:
@@ -230,6 +264,7 @@ _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "create_accelerator_and_postprocess": (create_accelerator, ()),
     "_move_model_to_device": (move_model_to_device, ("model", "device")),
     "create_optimizer": (create_optimizer, ("model",)),
+    "create_scheduler": (create_scheduler, ("num_training_steps", "optimizer")),
     "train": (train, ("resume_from_checkpoint",)),
     "_save": (save, ("output_dir", "state_dict")),
     "_save_checkpoint": (save_checkpoint, ("model", "trial")),
@@ -256,6 +291,9 @@ class ZeroTrainerMixin:
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         return create_optimizer(self, self._stock("create_optimizer"), *args, **kwargs)
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        return create_scheduler(self, self._stock("create_scheduler"), *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         return train(self, self._stock("train"), *args, **kwargs)

@@ -199,7 +199,7 @@ class GradBuffer:
 
     def use_scale(self, scale: float) -> None:
         """Multiply gradients by `scale` from the next window on; see GradSettings."""
-        self._scale = scale
+        self._mean = scale
 
     @property
     def is_empty(self) -> bool:

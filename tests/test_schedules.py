@@ -1,0 +1,410 @@
+"""DeepSpeed's schedules: its own values, the formulas of its documentation, and every mistake with its remedy.
+
+`tests/golden_schedules.json` was written by DeepSpeed itself, through `scripts/golden_schedules.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+from transformers import get_constant_schedule_with_warmup, get_linear_schedule_with_warmup
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.optimizers import SCHEDULER_TYPES
+from hf_zero.errors import ConfigError, StateError
+from hf_zero.optim import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from hf_zero.optim.schedule import Schedule
+from hf_zero.optim.schedules import SCHEDULES, build_schedule, choose_scheduler
+
+GOLDEN = json.loads((Path(__file__).parent / "golden_schedules.json").read_text())
+CASES = GOLDEN["cases"]
+NAMES = [f"{case['type']}-{number}" for number, case in enumerate(CASES)]
+
+
+def make_optimizer(rates: tuple[float, ...] = (0.1,), kind: Any = torch.optim.Adam, **more: Any) -> Any:
+    return kind([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates], lr=1.0, **more)
+
+
+def optimizer_of_golden() -> Any:
+    return make_optimizer(tuple(GOLDEN["groups"]))
+
+
+def rates_of(optimizer: Any) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def follow(scheduler: Any, steps: int) -> list[float]:
+    """The rate that each step uses, of the first group."""
+    used = []
+    for _ in range(steps):
+        used.append(rates_of(scheduler.optimizer)[0])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return used
+
+
+def test_the_golden_values_cover_every_type_and_move() -> None:
+    assert {case["type"] for case in CASES} == set(SCHEDULES) == set(SCHEDULER_TYPES)
+    for case in CASES:
+        assert len({rate for rates in case["lr"] for rate in rates}) > 1, case
+    assert sum("betas" in case for case in CASES) == 2
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_every_value_is_deepspeeds(case: dict[str, Any]) -> None:
+    optimizer = optimizer_of_golden()
+    scheduler = build_schedule(case, optimizer)
+    assert isinstance(scheduler, LRScheduler)
+    for step, want in enumerate(case["lr"]):
+        assert rates_of(optimizer) == pytest.approx(want, rel=0, abs=1e-12), step
+        assert scheduler.get_last_lr() == rates_of(optimizer) == scheduler.get_lr()
+        betas = case["betas"][step] if "betas" in case else [(0.9, 0.999)] * 2
+        for group, pair in zip(optimizer.param_groups, betas, strict=True):
+            assert group["betas"] == pytest.approx(tuple(pair), rel=0, abs=1e-12), step
+        scheduler.step()
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize("resume_at", [0, GOLDEN["resume_at"]])
+def test_a_resume_stays_on_the_curve(case: dict[str, Any], resume_at: int) -> None:
+    first = build_schedule(case, optimizer_of_golden())
+    for _ in range(resume_at):
+        first.step()
+    state = json.loads(json.dumps(first.state_dict()))
+    assert state == {"last_batch_iteration": resume_at - 1}, "DeepSpeed's own form"
+    for again in (
+        build_schedule(case, optimizer_of_golden()),
+        pickle.loads(pickle.dumps(first)),
+        copy.deepcopy(first),
+    ):
+        again.load_state_dict(state)
+        for step in range(resume_at, len(case["lr"])):
+            assert rates_of(again.optimizer) == pytest.approx(case["lr"][step], rel=0, abs=1e-12), step
+            again.step()
+    begun = SCHEDULES[case["type"]](optimizer_of_golden(), **case["params"], last_batch_iteration=resume_at - 1)
+    assert begun.get_last_lr() == pytest.approx(case["lr"][resume_at], rel=0, abs=1e-12)
+
+
+# The formulas, each written for the rate that step n uses (n = 0 is the first step)
+
+
+def warmth(n: int, steps: int, kind: str) -> float:
+    i = n - 1
+    if i < 0:
+        return 0.0
+    return 1.0 if i >= steps else i / steps if kind == "linear" else math.log(i + 1) / math.log(steps)
+
+
+def warmup(kind: str) -> Callable[[int], float]:
+    return lambda n: 0.01 + 0.09 * warmth(n, 6, kind)
+
+
+def decay(kind: str) -> Callable[[int], float]:
+    return lambda n: 0.1 * (warmth(n, 6, kind) if n <= 6 else max(0.0, (17 - (n - 1)) / 11))
+
+
+def cosine(kind: str) -> Callable[[int], float]:
+    def value(n: int) -> float:
+        if n == 0:
+            return 0.0
+        if n <= 6:
+            return 0.1 * (0.3 + 0.7 * warmth(n, 6, kind))
+        return 0.1 * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, (n - 6) / 11))))
+
+    return value
+
+
+def triangle(n: int) -> float:
+    if n < 5:
+        return 0.01 + 0.09 * n / 5
+    if n < 13:
+        return 0.1 - 0.09 * (n - 5) / 8
+    return 0.01 / (1 + 0.5 * (n - 13) / 2)
+
+
+TOTAL = {"total_num_steps": 17, "warmup_num_steps": 6}
+FORMULAS: list[tuple[type[Schedule], dict[str, Any], Callable[[int], float]]] = [
+    *(
+        (kind, {**params, "warmup_type": shape}, formula(shape))
+        for shape in ("log", "linear")
+        for kind, params, formula in (
+            (WarmupLR, {"warmup_min_lr": 0.01, "warmup_num_steps": 6}, warmup),
+            (WarmupDecayLR, {"warmup_max_lr": 0.1, **TOTAL}, decay),
+            (WarmupCosineLR, {"warmup_min_ratio": 0.3, "cos_min_ratio": 0.02, **TOTAL}, cosine),
+        )
+    ),
+    (
+        OneCycle,
+        {
+            "cycle_min_lr": 0.01,
+            "cycle_max_lr": 0.1,
+            "cycle_first_step_size": 5,
+            "cycle_second_step_size": 8,
+            "decay_step_size": 2,
+            "decay_lr_rate": 0.5,
+        },
+        triangle,
+    ),
+    (
+        LRRangeTest,
+        {"lr_range_test_min_lr": 0.02, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 0.5},
+        lambda n: 0.02 * (1 + 0.5 * n / 4),
+    ),
+    (
+        LRRangeTest,
+        {"lr_range_test_min_lr": 0.02, "lr_range_test_step_size": 4, "lr_range_test_staircase": True},
+        lambda n: 0.02 * (1 + n // 4),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "params", "formula"), FORMULAS)
+def test_every_curve_is_its_formula(
+    kind: type[Schedule], params: dict[str, Any], formula: Callable[[int], float]
+) -> None:
+    used = follow(kind(make_optimizer(), **params), 25)
+    assert used == pytest.approx([formula(n) for n in range(25)], rel=0, abs=1e-12)
+    assert len(set(used)) > 4
+
+
+@pytest.mark.parametrize(("kind", "params", "formula"), FORMULAS)
+def test_rates_that_are_tensors_are_set_in_place(
+    kind: type[Schedule], params: dict[str, Any], formula: Callable[[int], float]
+) -> None:
+    """As torch's schedulers do for capturable optimizers."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.1, dtype=torch.float64))
+    rate = optimizer.param_groups[0]["lr"]
+    scheduler = kind(optimizer, **params)
+    last = scheduler.get_last_lr()
+    assert follow(scheduler, 20) == pytest.approx([formula(n) for n in range(20)], rel=0, abs=1e-12)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(last[0]) == pytest.approx(formula(0)), "what get_last_lr gave does not change afterwards"
+
+
+# Beside transformers
+
+
+def test_linear_warm_ups_are_those_of_transformers_one_step_later_and_log_is_not() -> None:
+    """WarmupLR is constant_with_warmup, and WarmupDecayLR is linear, with warmup_type linear only."""
+    steps, total = 6, 17
+
+    def ours(kind: str) -> tuple[list[float], list[float]]:
+        params: dict[str, Any] = {"warmup_max_lr": 0.1, "warmup_num_steps": steps, "warmup_type": kind}
+        constant = WarmupLR(make_optimizer(), **params)
+        return follow(constant, 22), follow(WarmupDecayLR(make_optimizer(), total, **params), 22)
+
+    theirs = (
+        follow(get_constant_schedule_with_warmup(make_optimizer(), steps), 22),
+        follow(get_linear_schedule_with_warmup(make_optimizer(), steps, total), 22),
+    )
+    for linear, log, want in zip(ours("linear"), ours("log"), theirs, strict=True):
+        assert linear[0] == want[0] == 0.0
+        assert linear[1:] == pytest.approx(want[:-1], rel=0, abs=1e-12), "the same curve, one step later"
+        assert max(abs(one - other) for one, other in zip(log[1:], want[:-1], strict=True)) > 0.02
+    default = WarmupLR(make_optimizer(), warmup_num_steps=steps)
+    assert default.warmup_type == "log" and follow(default, 22) == pytest.approx(ours("log")[0])
+
+
+# Details
+
+
+def test_a_warm_up_of_one_step_takes_two() -> None:
+    one, two = (WarmupLR(make_optimizer(), warmup_num_steps=steps, warmup_type="linear") for steps in (1, 2))
+    assert follow(one, 5) == follow(two, 5) == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.1])
+
+
+def test_a_second_scheduler_starts_from_the_optimizers_own_rates() -> None:
+    """As with torch's schedulers: the rate that the first one left behind is not the rate that was asked for."""
+    optimizer = make_optimizer((0.1, 0.2))
+    follow(WarmupCosineLR(optimizer, 10, warmup_num_steps=2), 9)
+    assert rates_of(optimizer)[0] < 0.02
+    for scheduler in (WarmupCosineLR(optimizer, 10, warmup_num_steps=2), WarmupLR(optimizer, warmup_num_steps=2)):
+        assert scheduler.max_lrs == [0.1, 0.2]
+
+
+def test_momentum_without_betas_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = make_optimizer(kind=torch.optim.SGD, momentum=0.85)
+    with caplog.at_level(logging.WARNING):
+        scheduler = OneCycle(optimizer, 0.01, 0.1, cycle_first_step_size=3)
+    assert "SGD" in caplog.text and "cycle_momentum" in caplog.text
+    assert follow(scheduler, 4) == pytest.approx([0.01, 0.04, 0.07, 0.1])
+    assert optimizer.param_groups[0]["momentum"] == 0.85 and "betas" not in optimizer.param_groups[0]
+
+
+def test_a_jump_to_an_iteration() -> None:
+    scheduler = WarmupLR(make_optimizer(), warmup_num_steps=8, warmup_type="linear")
+    scheduler.step(3)
+    assert scheduler.get_last_lr() == pytest.approx([0.1 * 3 / 8])
+    scheduler.step()
+    assert scheduler.get_last_lr() == pytest.approx([0.1 * 4 / 8])
+
+
+def test_the_state_of_another_scheduler_is_refused() -> None:
+    scheduler = WarmupLR(make_optimizer(), warmup_num_steps=4)
+    for state in (StepLR(make_optimizer(), 3).state_dict(), {}, {"last_batch_iteration": "7"}):
+        with pytest.raises(StateError, match="WarmupLR cannot go on from the state of another scheduler"):
+            scheduler.load_state_dict(state)
+
+
+def test_the_default_peak_of_the_decay_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    block = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 2}}
+    with caplog.at_level(logging.WARNING):
+        assert max(follow(build_schedule(block, make_optimizer()), 9)) == pytest.approx(0.001)
+    assert "warmup_max_lr is not given" in caplog.text and "0.001" in caplog.text and "0.1" in caplog.text
+
+
+def test_the_callers_scheduler_goes_before_the_block(caplog: pytest.LogCaptureFixture) -> None:
+    block = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
+    optimizer = make_optimizer()
+    assert isinstance(choose_scheduler(None, block, optimizer), WarmupLR)
+    assert choose_scheduler(None, None, optimizer) is None and not caplog.text
+    mine = StepLR(optimizer, 2)
+    assert choose_scheduler(mine, block, optimizer) is mine
+    assert "the scheduler block (WarmupLR) is not used" in caplog.text
+    assert isinstance(choose_scheduler(lambda one: StepLR(one, 2), None, optimizer), StepLR)
+    assert isinstance(choose_scheduler(WarmupLR, None, optimizer), WarmupLR), "a class is a function of the optimizer"
+    for wrong in ("cosine", lambda one: None):
+        with pytest.raises(ConfigError, match="expected an object with a method step"):
+            choose_scheduler(wrong, None, optimizer)
+
+
+# Mistakes in the block
+
+
+def block(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+def message(config: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as raised:
+        ZeroConfig.load(config, defer=True).resolve()
+    return str(raised.value)
+
+
+CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
+MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        block("WarmupDecayLR", warmup_num_steps=3),
+        ["total_num_steps = null: WarmupDecayLR cannot do without it", "of at"],
+    ),
+    (block("WarmupCosineLR", warmup_num_steps=3), ["total_num_steps = null: WarmupCosineLR cannot do without it"]),
+    ({"scheduler": {"type": "WarmupCosineLR"}}, ["total_num_steps = null", 'or "auto" under Trainer']),
+    (block("OneCycle", cycle_min_lr=0.1), ["cycle_max_lr = null: OneCycle cannot do without it: expected a number"]),
+    (block("WarmupLR", warmup_num_steps=0), ["warmup_num_steps = 0: expected an integer of at least 1", "Correct"]),
+    (block("WarmupLR", warmup_num_steps=2.5), ["warmup_num_steps = 2.5: expected an integer"]),
+    (
+        block("WarmupDecayLR", total_num_steps=10, warmup_num_steps=11),
+        ["warmup_num_steps = 11: the warm-up is longer than the training (total_num_steps = 10): expected at most 10"],
+    ),
+    (
+        block("WarmupCosineLR", total_num_steps=10),
+        [
+            "warmup_num_steps = 1000: the warm-up is longer",
+            "which is the default where it is not given",
+            "Write fewer",
+        ],
+    ),
+    (block("WarmupLR", warmup_max_lr=-0.1), ["warmup_max_lr = -0.1: expected a number or a list", "of at least 0"]),
+    (block("WarmupLR", warmup_min_lr=[0.1, -1]), ["warmup_min_lr = [0.1, -1]: expected"]),
+    (block("WarmupLR", warmup_type="cosine"), ['warmup_type = "cosine": expected "log" or "linear"']),
+    (block("WarmupLR", total_num_steps=10), ["scheduler.params.total_num_steps = 10: "]),
+    (
+        block("OneCycle", **CYCLE, cycle_first_step_size=0),
+        ["cycle_first_step_size = 0: expected an integer of at least"],
+    ),
+    (block("OneCycle", **CYCLE, cycle_max_mom=1.5), ["cycle_max_mom = 1.5: expected", "below 1"]),
+    (
+        block("LRRangeTest", lr_range_test_step_size=0),
+        ["lr_range_test_step_size = 0: expected an integer of at least 1"],
+    ),
+    (
+        block("WarmUp"),
+        ['scheduler.type = "WarmUp": expected "WarmupLR", "WarmupDecayLR", "Warm', "The nearest known value is"],
+    ),
+    ({"scheduler": {"params": {"warmup_num_steps": 3}}}, ["the type is missing", "WarmupLR, WarmupDecayLR"]),
+    (
+        block("WarmupLR", warmup_max_lr="auto"),
+        ["it takes its value from TrainingArguments, which do not give it here"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "parts"), MISTAKES)
+def test_a_mistake_in_the_block_is_one_problem_with_its_remedy(config: dict[str, Any], parts: list[str]) -> None:
+    text = message(config)
+    assert text.startswith("1 problem"), text
+    for part in parts:
+        assert part in text, text
+
+
+def test_what_the_caller_brings_leaves_the_numbers_of_the_block_open() -> None:
+    config = block("WarmupDecayLR", warmup_max_lr="auto", total_num_steps="auto", warmup_num_steps="auto")
+    assert message(config).startswith("3 problems")
+    assert ZeroConfig.load(config).resolve(client_scheduler=True).scheduler is not None
+    filled = ZeroConfig.load(config).filled_in(
+        {
+            "scheduler.params.warmup_max_lr": 0.2,
+            "scheduler.params.total_num_steps": 9,
+            "scheduler.params.warmup_num_steps": 3,
+            "optimizer.params.lr": 0.1,
+            "gradient_clipping": 7.0,
+        }
+    )
+    resolved = filled.resolve()
+    assert resolved.scheduler == {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 0.2, "total_num_steps": 9, "warmup_num_steps": 3},
+    }
+    assert resolved.optimizer is None and resolved.gradient_clipping == 0.0, "only what the file leaves open"
+
+
+def test_values_in_the_block_become_numbers() -> None:
+    config = block("WarmupLR", warmup_max_lr=["1e-3", 2], warmup_num_steps=5e2)
+    scheduler = ZeroConfig.load(config).resolve().scheduler
+    assert scheduler == {"type": "WarmupLR", "params": {"warmup_max_lr": [0.001, 2.0], "warmup_num_steps": 500}}
+
+
+# Mistakes in Python
+
+
+PYTHON: list[tuple[type[Schedule], dict[str, Any], list[str]]] = [
+    (
+        WarmupLR,
+        {"warmup_max_lr": [0.1, 0.2, 0.3]},
+        ["warmup_max_lr = [0.1, 0.2, 0.3]: expected a number, or 2 numbers"],
+    ),
+    (OneCycle, {**CYCLE, "cycle_min_mom": [0.8]}, ["cycle_min_mom = [0.8]", "each param group"]),
+    (LRRangeTest, {"lr_range_test_min_lr": [1.0]}, ["lr_range_test_min_lr = [1.0]", "Give one number for all groups"]),
+    (WarmupLR, {"warmup_num_steps": 0}, ["scheduler.params.warmup_num_steps = 0: expected an integer of at least 1."]),
+    (
+        WarmupLR,
+        {"warmup_min_lr": -1.0, "warmup_type": "cos"},
+        ["2 mistakes", "warmup_min_lr = -1.0", '"log" or "linear"'],
+    ),
+    (WarmupDecayLR, {"warmup_num_steps": 5}, ["total_num_steps = null: WarmupDecayLR cannot do without it"]),
+    (WarmupCosineLR, {"total_num_steps": 4, "warmup_num_steps": 5}, ["the warm-up is longer than the training"]),
+    (OneCycle, {}, ["2 mistakes", "cycle_min_lr = null", "cycle_max_lr = null"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "params", "parts"), PYTHON)
+def test_a_mistake_in_python_leaves_the_optimizer_alone(
+    kind: type[Schedule], params: dict[str, Any], parts: list[str]
+) -> None:
+    optimizer = make_optimizer((0.1, 0.2))
+    with pytest.raises(ConfigError) as raised:
+        kind(optimizer, **params)
+    for part in parts:
+        assert part in str(raised.value), str(raised.value)
+    assert rates_of(optimizer) == [0.1, 0.2] and optimizer.param_groups[0]["betas"] == (0.9, 0.999)
