@@ -94,27 +94,28 @@ def test_modules_programs_logs_and_cores(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
-    write_script(tmp_path, TELL, "fails_here.py")
-    job = launch(tmp_path, "--num_gpus", 2, "fails_here.py", "--fail", 1)
+    script = write_script(tmp_path, TELL)
+    job = launch(tmp_path, "--num_gpus", 2, script, "--fail", 1)
     assert job.status == 1
     assert job.ended - float(str(facts_of(job.out)[1]["at"])) < 10
     last = job.err.splitlines()[-1]
     assert last.startswith("hf-zero launch: error: rank 1 failed on ") and "(exit status 3)" in last
     assert "Traceback" not in job.err
-    assert_none_left("fails_here.py")
+    assert_none_left(str(script))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_all_processes(number: signal.Signals, tmp_path: Path) -> None:
-    write_script(tmp_path, TELL, "hangs_here.py")
-    job = start(tmp_path, "--num_gpus", 2, "--save_pid", "hangs_here.py", "--hang")
-    wait_for_ranks("hangs_here.py --local_rank", 2)
+    script = write_script(tmp_path, TELL)
+    job = start(tmp_path, "--num_gpus", 2, "--save_pid", script, "--hang")
+    wait_for_ranks(f"{script} --local_rank", 2)
+    assert Path(f"/tmp/{job.pid}.hf_zero").read_text() == str(job.pid)
     job.send_signal(number)
     done = finish(job, 20)
     assert done.status == 1
     assert done.err.splitlines()[-1] == f"hf-zero launch: error: stopped by {number.name}; all processes were ended"
-    assert_none_left("hangs_here.py")
+    assert_none_left(str(script))
     assert not Path(f"/tmp/{job.pid}.hf_zero").exists()
 
 
@@ -158,26 +159,26 @@ def test_two_agents_meet(launcher: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", ["ssh", "pdsh"])  # with slurm it is srun that ends the others
 def test_one_host_that_fails_ends_the_others(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("host-a slots=1\nhost-b slots=1\n")
-    write_script(tmp_path, TELL, f"fails_{launcher}.py")
+    script = write_script(tmp_path, TELL)
     line = ["--hostfile", "hosts", "--launcher", launcher, "--master_addr", "127.0.0.1", "--master_port", free_port()]
-    job = launch(tmp_path, *line, f"fails_{launcher}.py", "--fail", 1, **fake_transports(tmp_path / "bin"), timeout=60)
+    job = launch(tmp_path, *line, script, "--fail", 1, **fake_transports(tmp_path / "bin"), timeout=60)
     assert job.status == 1
     assert job.ended - float(str(facts_of(job.out)[1]["at"])) < 10
     assert "rank 1 failed on" in job.err
     assert job.err.splitlines()[-1].startswith("hf-zero launch: error: host host-b ended with status 1")
-    assert_none_left(f"fails_{launcher}.py")
+    assert_none_left(str(script))
 
 
 @pytest.mark.slow
 def test_agents_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
     two_hosts(tmp_path)
-    write_script(tmp_path, TELL, "orphans.py")
+    script = write_script(tmp_path, TELL)
     more = fake_transports(tmp_path / "bin")
-    job = start(tmp_path, "--hostfile", "hosts", "--master_port", free_port(), "orphans.py", "--hang", **more)
-    wait_for_ranks("orphans.py --local_rank", 3)
+    job = start(tmp_path, "--hostfile", "hosts", "--master_port", free_port(), script, "--hang", **more)
+    wait_for_ranks(f"{script} --local_rank", 3)
     job.kill()
     job.wait()
-    assert_none_left("orphans.py --local_rank")
+    assert_none_left(str(script))
 
 
 def test_each_host_by_itself(tmp_path: Path) -> None:
