@@ -1,4 +1,4 @@
-"""Scripts as tutorials on ZeRO write them for a GPT-2, with `deepspeed` replaced by `hf_zero`, by their launch lines."""
+"""Scripts for a GPT-2 as tutorials on ZeRO write them, `deepspeed` replaced by `hf_zero`, by their launch lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 from tests.harness.launches import fake_transports, finish, launch, processes_naming, start, write_script
 
 STEPS = 6
-MODEL = dict(n_layer=2, n_embd=32, n_head=2, vocab_size=256, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+MODEL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 256, "n_positions": 64}
+MODEL |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}  # what is compared must not be random
 
 # A model with random weights, text as bytes in the place of a tokenizer's ids, and a loader that every rank has alike.
 COMMON = f"""
@@ -101,7 +102,7 @@ def plain_losses() -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.5
+    assert losses[-1] < losses[0] - 0.2
     return losses
 
 
@@ -177,7 +178,7 @@ INFERENCE = """
             "overlap_comm": True,
             "contiguous_gradients": True,
             "reduce_bucket_size": config.d_model * config.d_model,
-            "stage3_prefetch_bucket_size": 0.9 * config.d_model * config.d_model,
+            "stage3_prefetch_bucket_size": int(0.9 * config.d_model * config.d_model),
             "stage3_param_persistence_threshold": 10 * config.d_model,
         },
         "steps_per_print": 2000,

@@ -6,13 +6,25 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from hf_zero.cli.main import main
-from tests.harness.launches import Launched, fake_transports, finish, launch, processes_naming, start, write_script
+from hf_zero.cluster import slurm_port
+from tests.harness.launches import (
+    Launched,
+    bare_environment,
+    fake_transports,
+    finish,
+    launch,
+    processes_naming,
+    start,
+    write_script,
+)
 
 TELL = """
     import argparse, json, os, sys, time
@@ -153,6 +165,30 @@ def test_two_agents_meet(launcher: str, tmp_path: Path) -> None:
         assert entry["NCCL_TEST"] == "it's" and entry["FROM_FILE"] == f"in {os.environ['HOME']}"
         assert entry["HF_TOKEN"] == (None if launcher != "slurm" else "secret")  # srun hands all on
         assert entry["rest"] == ["a 'b'"] and entry["cwd"] == str(tmp_path)
+
+
+@pytest.mark.slow
+def test_recipe_for_slurm(tmp_path: Path) -> None:
+    """The batch script in an allocation of two nodes without GPUs."""
+    write_script(tmp_path, TELL)
+    recipe = Path(__file__).parents[1] / "recipes" / "slurm" / "train.sbatch"
+    path = fake_transports(tmp_path / "bin")["PATH"]
+    allocation = {"SLURM_JOB_ID": "4713", "SLURM_JOB_NODELIST": "localhost,127.0.0.1", "PROCESSES_PER_NODE": "2"}
+    done = subprocess.run(
+        ["bash", str(recipe), "train.py", "--zero", "zero3.json"],
+        cwd=tmp_path,
+        env=bare_environment(**{**allocation, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{path}"}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    facts = facts_of(done.stdout)
+    assert [(entry["CROSS_RANK"], entry["local_rank"]) for entry in facts] == [("0", 0), ("0", 1), ("1", 0), ("1", 1)]
+    assert {entry["MASTER_ADDR"] for entry in facts} == {"localhost"}
+    assert {entry["MASTER_PORT"] for entry in facts} == {str(slurm_port(4713, 0))}
+    assert facts[3]["rest"] == ["--zero", "zero3.json"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from hf_zero.cluster import expand_hosts
+from hf_zero.cluster import expand_hosts, slurm_port
 from hf_zero.launcher.forwarding import environment_files, exported, read_environment_file, shell_exports
 from hf_zero.launcher.hosts import RemoteJob, Transport, address_of, check_reachable, run_srun
 from hf_zero.launcher.node import free_port, port_is_free, run_node
@@ -209,14 +209,16 @@ def _launch_by_slurm(options: LaunchOptions, hosts: Mapping[str, int] | None, sa
     if hosts is None:
         hosts = _allocated(options)
     slots = trim(select(hosts, options.include, options.exclude), options.num_nodes, options.num_gpus)
+    allocation = os.environ.get("SLURM_JOB_ID")
+    port = options.master_port or (DEFAULT_PORT if allocation is None else slurm_port(int(allocation), 0))
     plan = dataclasses.replace(
-        _plan(options, _names(slots), options.master_addr, options.master_port or DEFAULT_PORT),
+        _plan(options, _names(slots), options.master_addr, port),
         job=uuid.uuid4().hex,
         use_devices=False,  # SLURM sets what a task may see
     )
     arguments = shlex.split(options.launcher_args)
-    if options.num_gpus is not None and "SLURM_JOB_ID" not in os.environ:
-        arguments += ["--gpus-per-node", str(options.num_gpus)]  # no allocation yet: srun makes one
+    if options.num_gpus is not None and allocation is None:
+        arguments += ["--gpus-per-node", str(options.num_gpus)]  # srun makes one
     files = {name: os.path.expandvars(value) for name, value in _from_files(say).items()}
     say(f"{_processes(sum(map(len, slots.values())))} on {len(slots)} hosts by srun")
     run_srun(plan, list(slots), arguments, {**exported(os.environ, os.getcwd()), **files})
