@@ -18,6 +18,8 @@ _EXPORTS = {
     "ZeroConfig": "hf_zero.config",
     "ZeroEngine": "hf_zero.engine",
     "engine_of": "hf_zero.engine",
+    "add_config_arguments": "hf_zero.script_arguments",
+    "init_distributed": "hf_zero.processes",
     "initialize": "hf_zero.initializer",
     "shard": "hf_zero.initializer",
     "full_grad": "hf_zero.access",

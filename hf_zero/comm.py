@@ -84,7 +84,7 @@ class Comm:
             return
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.world_size = len(ranks)
-        self.backend = backend_for(device)
+        self.backend = backend_for(device) if self.world_size > 1 else "none"
         if self.world_size > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
             self._group = dist.new_group(ranks, backend=self.backend, timeout=timeout)

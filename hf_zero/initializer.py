@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -16,8 +17,9 @@ from hf_zero.engine import ZeroEngine
 from hf_zero.errors import ConfigError
 from hf_zero.optim.schedules import choose_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.processes import join_processes
+from hf_zero.processes import init_distributed, join_processes
 from hf_zero.renewal import new_engine
+from hf_zero.script_arguments import adopt_local_rank, config_of
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -34,12 +36,15 @@ def initialize(
     config_params: Mapping[str, Any] | str | Path | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     dist_init_required: bool | None = None,
+    distributed_port: int | None = None,
     mpu: Any = None,
+    mesh_param: Any = None,
 ) -> tuple[ZeroEngine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
     """Train `model` with ZeRO; the signature is deepspeed.initialize's. All ranks must call.
 
     Args:
-        args: Something with a `zero_config`, `zero` or `deepspeed_config` path, used where `config` is None.
+        args: What `add_config_arguments` and the parser made: a `zero`, `zero_config` or `deepspeed_config` path in
+            the place of `config`, and a `local_rank`, which is set to this process's.
         model: Whole, built alike on all ranks, or loaded in shards.
         optimizer: A torch optimizer over the model's parameters, or a function that makes one from them; None builds
             the one of the configuration's optimizer block over `model_parameters` (or all trainable parameters). With
@@ -48,18 +53,25 @@ def initialize(
         lr_scheduler: A scheduler, or a function that makes one from the optimizer; None builds the one of the
             configuration's scheduler block. `engine.step()` steps it once for each step of the optimizer.
         config: A path, a dict, a JSON string or a ZeroConfig. `config_params` is DeepSpeed's older name for it.
+        collate_fn: Makes a batch of samples, as for a DataLoader.
+        dist_init_required: False: the process group must exist already. None: it is made where it does not, for one
+            process too, as `init_distributed` does with `distributed_port`.
 
     Returns:
         (engine, optimizer, dataloader, lr_scheduler); what was not asked for is None.
     Raises:
-        ConfigError: Everything that is wrong with the configuration, at once.
+        ConfigError: Everything that is wrong with the configuration, at once; or there is none, or there are two.
     """
     if model is None:
         raise ConfigError("initialize needs a model: hf_zero.initialize(model=..., optimizer=..., config=...)")
     if mpu is not None:
         raise ConfigError("initialize(mpu=...): model parallelism beside hf_zero is not supported")
-    loaded = _load_config(args, config if config is not None else config_params)
-    world_size = join_processes()
+    if mesh_param is not None:
+        raise ConfigError("initialize(mesh_param=...): sequence parallelism beside hf_zero is not supported")
+    loaded = config_of(args, config, config_params)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    adopt_local_rank(args)
+    world_size = dist.get_world_size()
     trains = optimizer is not None or loaded.get("optimizer") is not None
     brought = {"client_optimizer": optimizer is not None, "client_scheduler": lr_scheduler is not None or not trains}
     resolved = loaded.resolve(model=model, world_size=world_size, **brought)
@@ -67,16 +79,7 @@ def initialize(
     engine = _make_engine(model, resolved, train=made is not None)
     sharded = engine.attach_optimizer(made) if made is not None else None
     engine.lr_scheduler = choose_scheduler(lr_scheduler, resolved.scheduler, made)
-    loader = None
-    if training_data is not None:
-        sampler: DistributedSampler[Any] = DistributedSampler(training_data, engine.world_size, engine.rank)
-        loader = DataLoader(
-            training_data,
-            batch_size=resolved.train_micro_batch_size_per_gpu,
-            sampler=sampler,
-            collate_fn=collate_fn,
-            drop_last=resolved.dataloader_drop_last,
-        )
+    loader = None if training_data is None else _make_loader(training_data, engine, collate_fn)
     return engine, sharded, loader, engine.lr_scheduler
 
 
@@ -102,7 +105,7 @@ def shard(
     """
     if not train:
         model.requires_grad_(False)
-    loaded = _load_config(None, {"zero_optimization": {"stage": 3}} if config is None else config)
+    loaded = config_of(None, {"zero_optimization": {"stage": 3}} if config is None else config)
     world_size = join_processes()
     resolved = loaded.resolve(model=model, world_size=world_size, client_optimizer=True, client_scheduler=True)
     _make_engine(model, resolved, train=train)
@@ -118,18 +121,18 @@ def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool) -> 
     return engine
 
 
-def _load_config(args: Any, config: Any) -> ZeroConfig:
-    if isinstance(config, ZeroConfig):
-        return config
-    if config is None:
-        for name in ("zero_config", "zero", "deepspeed_config"):
-            config = config or getattr(args, name, None)
-    if config is None:
-        raise ConfigError(
-            "initialize needs a configuration: config= as a path, a dict or a JSON string "
-            '(the smallest one is {"zero_optimization": {"stage": 3}})'
-        )
-    return ZeroConfig.load(config, defer=True)
+def _make_loader(
+    data: Dataset[Any], engine: ZeroEngine, collate_fn: Callable[[list[Any]], Any] | None
+) -> DataLoader[Any]:
+    """This rank's share of `data`, in micro-batches. Where ranks do not divide it, some samples come twice."""
+    sampler: DistributedSampler[Any] = DistributedSampler(data, engine.world_size, engine.rank)
+    return DataLoader(
+        data,
+        batch_size=engine.config.train_micro_batch_size_per_gpu,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=engine.config.dataloader_drop_last,
+    )
 
 
 def _make_optimizer(

@@ -3,41 +3,95 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import functools
 import os
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
+from hf_zero.cluster import described_processes
 from hf_zero.errors import ConfigError
+
+
+def adopt_cluster_variables() -> None:
+    """Where srun or mpirun started this process, set the variables that torchrun sets; accelerate reads them too.
+
+    Raises:
+        ConfigError: This is one of several processes, but not enough is known of the others.
+    """
+    os.environ.update(described_processes(os.environ))
 
 
 def ensure_process_group(device: torch.device) -> None:
     """Join the process group that a launcher described in the environment, if there is one and none is joined yet."""
     if dist.is_initialized():
         return
-    if "WORLD_SIZE" not in os.environ:
-        _check_started_alone()
+    adopt_cluster_variables()
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return
     dist.init_process_group(backend_for(device))
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    *,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """deepspeed.init_distributed: join the other processes, if this process has not joined them yet.
+
+    Without a launcher (a notebook, `python script.py`) the group has this process only, and takes no port. All ranks
+    must call.
+
+    Args:
+        dist_backend: torch's name of one; None means NCCL where there is a GPU, else gloo.
+        auto_mpi_discovery: Take the variables of srun or mpirun where torchrun's are not set.
+        distributed_port: The port of rank 0, where the environment names none.
+        verbose: Taken for DeepSpeed's sake; nothing is printed.
+        timeout: None means DEEPSPEED_TIMEOUT (minutes) where that is set, else torch's own.
+        init_method, rank, world_size: As for torch.distributed.init_process_group, in the place of the environment.
+        dist_init_required: False: the processes must have been joined already.
+    Raises:
+        ConfigError: The backend needs a GPU and there is none, or `dist_init_required` does not hold.
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise ConfigError(
+            "dist_init_required=False, but no process group exists: call torch.distributed.init_process_group first, "
+            "or leave dist_init_required out"
+        )
+    device = default_device()
+    if dist_backend == "nccl" and device.type == "cpu":
+        raise ConfigError("dist_backend='nccl' needs a GPU, and this process has none: leave dist_backend out")
+    if timeout is None and "DEEPSPEED_TIMEOUT" in os.environ:
+        timeout = datetime.timedelta(minutes=float(os.environ["DEEPSPEED_TIMEOUT"]))
+    if distributed_port is not None:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    if auto_mpi_discovery:
+        adopt_cluster_variables()
+    backend = dist_backend or backend_for(device)
+    if init_method is not None:
+        dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+    leave_cleanly_at_exit()
 
 
 def join_processes() -> int:
     """Join the process group as `ensure_process_group` does; returns the number of ranks."""
     ensure_process_group(default_device())
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _check_started_alone() -> None:
-    """Refuse to train N separate models because N processes were started without torch's launcher."""
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if int(os.environ.get(name) or "1") > 1:
-            raise ConfigError(
-                f"{name}={os.environ[name]}: this is one of several processes, but WORLD_SIZE and MASTER_ADDR are not "
-                "set, so each of them would train a model of its own.\nStart one torchrun (or accelerate launch) per "
-                "node instead: it starts the processes of the node and tells them of each other."
-            )
 
 
 @functools.cache

@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 60
 
 # From the lowest row up. A file imports from lower rows only, or from its own package.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset(["errors", "layout", "config", "processes"]),
+    frozenset(["errors", "layout", "config", "processes", "cluster"]),
     frozenset(["native", "comm"]),
     frozenset(["store"]),
     frozenset(["shards"]),
@@ -26,10 +26,10 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(["optim"]),
     frozenset(["checkpoint"]),
     frozenset(
-        """engine engine_state script_calls access fragments ema weight_copy loading renewal construction
-        duplication""".split()
+        """engine engine_state script_calls access fragments ema weight_copy loading renewal construction duplication
+        script_arguments""".split()
     ),
-    frozenset(["initializer", "hf", "cli", "run", "utils"]),
+    frozenset(["initializer", "hf", "cli", "run", "utils", "launcher"]),
     frozenset(["__init__"]),  # the public names, above all of them
 )
 HF_LAYER = 8
@@ -41,6 +41,8 @@ SIDEWAYS = frozenset(
         ("processes", "errors"),
         ("engine", "script_calls"),
         ("script_calls", "engine_state"),
+        ("processes", "cluster"),
+        ("cluster", "errors"),
         ("access", "engine"),
         ("fragments", "access"),
         ("ema", "engine"),
@@ -54,6 +56,7 @@ SIDEWAYS = frozenset(
         ("initializer", "hf"),
         ("run", "hf"),
         ("cli", "hf"),
+        ("cli", "launcher"),
     ]
 )
 # These run where nothing but the files of a checkpoint is there.

@@ -11,6 +11,7 @@ import transformers
 from hf_zero.config import ZeroConfig
 from hf_zero.hf.conflicts import check_rivals, check_run
 from hf_zero.hf.enable import ACTIVATION
+from hf_zero.processes import adopt_cluster_variables
 
 _Arguments = TypeVar("_Arguments", bound=transformers.TrainingArguments)
 
@@ -41,6 +42,7 @@ class ZeroArgumentsMixin:
         # Problems of the file wait, to be told together with what it contradicts in the arguments.
         config = ZeroConfig.load(self.zero, defer=True)
         check_rivals(config, self)
+        adopt_cluster_variables()  # before accelerate looks at the environment
         super().__post_init__()  # type: ignore[misc]
         check_run(config, self)
         self._zero_config = config

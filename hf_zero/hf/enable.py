@@ -19,6 +19,7 @@ from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
+from hf_zero.processes import adopt_cluster_variables
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ def enable(config: ZeroConfig | str | Path | Mapping[str, Any]) -> None:
     Raises:
         ConfigError: The configuration is wrong, or this version of transformers or accelerate lacks a seam.
     """
+    adopt_cluster_variables()  # before accelerate looks at the environment
     ACTIVATION.activate(ZeroConfig.load(config), for_everyone=True)
 
 

@@ -1,0 +1,52 @@
+"""What every host of a job has to know, and how it travels on a command line."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from typing import Any
+
+DEFAULT_PORT = 29500  # torch's and DeepSpeed's
+
+
+@dataclasses.dataclass(frozen=True)
+class JobPlan:
+    """The same for all hosts.
+
+    Attributes:
+        master_addr: Of the first host; "" where SLURM knows, which puts hosts into an order of its own.
+        devices: For each host, the GPU of each of its processes, as CUDA_VISIBLE_DEVICES names it.
+        command: What each process runs: the interpreter's arguments included, or a program's name.
+        pass_local_rank: Give `--local_rank=K` to the script, as DeepSpeed does, after `command[:script_end]`.
+        use_devices: Set CUDA_VISIBLE_DEVICES. False where this host is the only one and has no GPU.
+        bind_cores: None, or the cores that a host's processes share out; "" for all that they may use.
+        job: A name that no other job has; "" where nobody has to find the processes by it.
+        watch_stdin: The end of standard input means that the launcher is gone.
+    """
+
+    devices: tuple[tuple[str, ...], ...]
+    master_addr: str
+    master_port: int
+    command: tuple[str, ...]
+    script_end: int
+    pass_local_rank: bool = True
+    use_devices: bool = True
+    bind_cores: str | None = None
+    log_folder: str | None = None
+    job: str = ""
+    watch_stdin: bool = False
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.devices)
+
+    def encode(self) -> str:
+        return base64.urlsafe_b64encode(json.dumps(dataclasses.asdict(self)).encode()).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> JobPlan:
+        values: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
+        values["devices"] = tuple(tuple(host) for host in values["devices"])
+        values["command"] = tuple(values["command"])
+        return cls(**values)

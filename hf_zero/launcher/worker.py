@@ -1,0 +1,59 @@
+"""Stands before the script in each process that needs it: binds it to cores, sends its output to a file, becomes it.
+
+`python -m hf_zero.launcher.worker '{"cores": [0, 1], "log": "prefix"}' command ...`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from hf_zero.launcher.problems import LaunchUsageError
+
+
+def parse_cores(text: str) -> list[int]:
+    """`1,3-5,7` as [1, 3, 4, 5, 7].
+
+    Raises:
+        LaunchUsageError: It is none of that, or names a core that this process may not use.
+    """
+    cores: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
+            raise LaunchUsageError(f"--bind_core_list {text}: {part!r} is not of the form 3 or 3-5")
+        cores += range(int(first), int(last or first) + 1)
+    missing = sorted(set(cores) - os.sched_getaffinity(0))
+    if missing:
+        raise LaunchUsageError(f"--bind_core_list {text}: there is no core {missing[0]} to use on this host")
+    return sorted(set(cores))
+
+
+def share(cores: Sequence[int], rank: int, count: int) -> list[int]:
+    """The cores of one of `count` processes of a host: as many for each, those left over for nobody."""
+    each = len(cores) // count
+    return list(cores[rank * each : (rank + 1) * each])
+
+
+def main(argv: Sequence[str]) -> None:
+    options, command = json.loads(argv[0]), list(argv[1:])
+    rank, local_rank = os.environ["RANK"], int(os.environ["LOCAL_RANK"])
+    if options["cores"]:
+        own = share(options["cores"], local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
+        os.sched_setaffinity(0, own)
+        os.environ["OMP_NUM_THREADS"] = str(len(own))
+    if options["log"]:
+        log = os.open(f"{options['log']}_rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.stderr.write(f"hf-zero launch: error: {command[0]}: {error.strerror}\n")
+        sys.exit(127)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

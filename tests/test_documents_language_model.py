@@ -1,0 +1,211 @@
+"""Scripts for a GPT-2 as tutorials on ZeRO write them, `deepspeed` replaced by `hf_zero`, by their launch lines."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+
+from tests.harness.launches import fake_transports, finish, launch, processes_naming, start, write_script
+
+STEPS = 6
+MODEL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 256, "n_positions": 64}
+MODEL |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}  # what is compared must not be random
+
+# A model with random weights, text as bytes in the place of a tokenizer's ids, and a loader that every rank has alike.
+COMMON = f"""
+from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+from torch.optim import Adam
+from torch.utils.data import DataLoader
+import torch, hf_zero
+import torch.distributed as dist
+
+set_seed(0)
+model = GPT2LMHeadModel(GPT2Config(**{MODEL!r}))
+
+def tokens(texts):
+    return torch.tensor([list(text.encode().ljust(48)) for text in texts])
+
+texts = [f"sample {{i}}: the answer to question {{i * i}} is {{i % 7}}" for i in range({8 * STEPS})]
+data_loader = DataLoader(texts, batch_size=8)
+"""
+
+BY_FILE = """
+from argparse import ArgumentParser
+
+parser = ArgumentParser()
+parser.add_argument("--deepspeed_config", default="zero.json", type=str)
+parser.add_argument("--local_rank", default=0, type=int)
+args = parser.parse_args()
+optimizer = Adam(model.parameters(), lr=1e-3, weight_decay=3e-7)
+engine, optimizer, _, scheduler = hf_zero.initialize(args=args, model=model, optimizer=optimizer)
+"""
+
+BY_DICT = """
+optimizer = Adam(model.parameters(), lr=1e-3, weight_decay=3e-7)
+engine, optimizer, _, scheduler = hf_zero.initialize(optimizer=optimizer, model=model, config=CONFIG)
+"""
+
+LOOP = """
+model.train()
+for i, data in enumerate(data_loader):
+    ids = tokens(data).to(engine.device)
+    loss = engine(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+    engine.backward(loss)
+    FAIL
+    engine.step()
+    if dist.get_rank() == 0:
+        print(f"step:{i}, loss:{loss.item():.6f}")
+"""
+
+CONFIG = {
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 1,
+    "zero_optimization": {
+        "stage": 1,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 5e8,
+        "overlap_comm": False,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 5e8,
+        "contiguous_gradients": True,
+    },
+    "zero_allow_untested_optimizer": True,
+    "wall_clock_breakdown": False,
+    "steps_per_print": 9999999999,
+}
+
+
+def config(stage: int) -> dict[str, object]:
+    return {**CONFIG, "zero_optimization": {**CONFIG["zero_optimization"], "stage": stage}}
+
+
+def losses_of(text: str) -> list[float]:
+    return [float(line.split("loss:")[1]) for line in text.splitlines() if "loss:" in line]
+
+
+def plain_losses() -> list[float]:
+    """The same training by one process and torch alone."""
+    set_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**MODEL))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=3e-7)
+    losses = []
+    for step in range(STEPS):
+        texts = [f"sample {i}: the answer to question {i * i} is {i % 7}" for i in range(8 * step, 8 * step + 8)]
+        ids = torch.tensor([list(text.encode().ljust(48)) for text in texts])
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.2
+    return losses
+
+
+@pytest.mark.slow
+def test_configuration_in_a_file(tmp_path: Path) -> None:
+    write_script(tmp_path, COMMON + BY_FILE + LOOP.replace("FAIL", "pass"), "zero_args.py")
+    (tmp_path / "dp_config.json").write_text(json.dumps(config(1)))
+    job = launch(tmp_path, "--num_gpus=2", "zero_args.py", "--deepspeed_config=dp_config.json")
+    assert job.status == 0, job.err
+    assert losses_of(job.out) == pytest.approx(plain_losses(), abs=2e-5)
+
+
+@pytest.mark.slow
+def test_configuration_in_the_script(tmp_path: Path) -> None:
+    write_script(tmp_path, f"CONFIG = {config(3)!r}\n" + COMMON + LOCAL_RANK + BY_DICT + LOOP.replace("FAIL", "pass"))
+    for processes in (1, 2):
+        job = launch(tmp_path, f"--num_gpus={processes}", "train.py")
+        assert job.status == 0, job.err
+        assert losses_of(job.out) == pytest.approx(plain_losses(), abs=2e-5)
+
+
+LOCAL_RANK = """
+import sys
+assert sys.argv[1:] and sys.argv[1].startswith("--local_rank="), sys.argv  # a script may leave it unread
+"""
+
+
+@pytest.mark.slow
+def test_two_hosts_of_a_hostfile(tmp_path: Path) -> None:
+    write_script(tmp_path, COMMON + BY_FILE + LOOP.replace("FAIL", "pass"), "zero_args.py")
+    (tmp_path / "zero.json").write_text(json.dumps(config(2)))
+    (tmp_path / "hostfile").write_text("hostname1 slots=8\nhostname2 slots=8\n")
+    line = ["--num_gpus", 1, "--num_nodes", 2, "--hostfile", "hostfile", "--master_addr", "127.0.0.1"]
+    more = fake_transports(tmp_path / "bin")
+    job = launch(tmp_path, *line, "--master_port=19901", "zero_args.py", "--deepspeed_config", "zero.json", **more)
+    assert job.status == 0, job.err
+    assert losses_of(job.out) == pytest.approx(plain_losses(), abs=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_rank_that_raises_ends_the_job(hosts: int, tmp_path: Path) -> None:
+    """The other rank waits for it in a collective then."""
+    fail = """if i == 3 and dist.get_rank() == 1: open("failed", "w"), 1 / 0"""
+    script = write_script(tmp_path, COMMON + BY_FILE + LOOP.replace("FAIL", fail))
+    (tmp_path / "zero.json").write_text(json.dumps(config(3)))
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    line: list[object] = ["--num_gpus=2"] if hosts == 1 else ["-H", "hosts", "--master_addr", "127.0.0.1"]
+    job = start(tmp_path, *line, "--master_port", 19910 + hosts, script, **fake_transports(tmp_path / "bin"))
+    done = finish(job)
+    assert time.time() - (tmp_path / "failed").stat().st_mtime < 30
+    assert done.status == 1 and "ZeroDivisionError" in done.err
+    assert "rank 1 failed on" in done.err
+    assert processes_naming(str(script)) == []
+    assert len(losses_of(done.out)) in (3, 4)
+
+
+INFERENCE = """
+    import os
+    import torch
+    from transformers import T5Config, AutoModelForSeq2SeqLM, set_seed
+    import hf_zero
+
+    world_size = int(os.getenv("WORLD_SIZE", "1"))
+    hf_zero.init_distributed()
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    ds_config = {
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": False},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "cpu", "pin_memory": True},
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": config.d_model * config.d_model,
+            "stage3_prefetch_bucket_size": int(0.9 * config.d_model * config.d_model),
+            "stage3_param_persistence_threshold": 10 * config.d_model,
+        },
+        "steps_per_print": 2000,
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "wall_clock_breakdown": False,
+    }
+    dschf = hf_zero.HfZeroConfig(ds_config)
+    set_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    engine = hf_zero.initialize(model=model, config_params=ds_config)[0]
+    engine.module.eval()
+    rank = torch.distributed.get_rank()
+    inputs = torch.tensor([[3, 4, 5, 6]] if rank == 0 else [[9, 8, 7, 1]], device=engine.device)
+    with torch.no_grad():
+        outputs = engine.module.generate(inputs, synced_gpus=True, max_new_tokens=5)
+    os.write(1, f"rank{rank}: {outputs[0].tolist()}\\n".encode())
+"""
+
+
+@pytest.mark.slow
+def test_inference_with_an_input_per_rank(tmp_path: Path) -> None:
+    write_script(tmp_path, INFERENCE, "t0.py")
+    lines = []
+    for processes in (1, 2):
+        job = launch(tmp_path, "--num_gpus", processes, "t0.py")
+        assert job.status == 0, job.err
+        lines.append(sorted(line for line in job.out.splitlines() if line.startswith("rank")))
+    assert [len(line) for line in lines] == [1, 2]
+    assert lines[0][0] == lines[1][0]  # in shards or alone
