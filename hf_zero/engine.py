@@ -20,6 +20,7 @@ from hf_zero.checkpoint import session
 from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
 from hf_zero.errors import StateError
+from hf_zero.estimate.account import log_account
 from hf_zero.optim.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_buffers, torch_dtype
@@ -331,10 +332,10 @@ class ZeroEngine:
 
     def teardown(self) -> None:
         """Give the plain model back: whole parameters, no hooks. All ranks must call."""
+        log_account(self)
         self.retire()
         for unit in self.units:
-            if unit.on_demand:
-                self.params.make_full(unit)
+            self.params.make_full(unit)
             for buffer in unit.buffers:
                 buffer.detach()
         self.homes.close()

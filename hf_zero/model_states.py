@@ -4,7 +4,8 @@ They count parameters, gradients and optimizer states in 16-bit training with Ad
 gathered layers in fp32, no activations. `hf-zero estimate` counts what hf_zero really allocates; these are for scripts
 that call DeepSpeed's functions and compare with its published figures.
 
-Source: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, DeepSpeed 0.19.8 (the formulas, the words of the tables).
+Source: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, DeepSpeed 0.19.8: the formulas and
+the words of the tables.
 """
 
 from __future__ import annotations

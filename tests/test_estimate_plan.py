@@ -14,7 +14,6 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.estimate.plan import Plan, plan_model
 from hf_zero.estimate.profile import Profile, measure
-from hf_zero.estimate.tracker import StorageTracker
 from tests.harness.ranks import run_ranks
 
 VOCAB, WIDTH, INNER, BATCH, LENGTH = 67, 24, 40, 2, 7
@@ -45,7 +44,9 @@ def jobs(folder: str) -> list[tuple[str, dict[str, Any]]]:
                 zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": WIDTH}
                 zero["offload_optimizer"] = {"device": optimizer, "nvme_path": folder}
                 zero["offload_param"] = {"device": param, "nvme_path": folder, "max_in_cpu": 5000}
-                found.append((f"stage {stage}, optimizer {optimizer}, parameters {param}", {"zero_optimization": zero}))
+                found.append(
+                    (f"stage {stage}, optimizer {optimizer}, parameters {param}", {"zero_optimization": zero})
+                )
     everything = found[-1][1]["zero_optimization"]
     small = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
     more = {
@@ -95,7 +96,9 @@ def test_plan_is_the_report_of_the_run(world_size: int, tmp_path: Path) -> None:
         for (name, config), report in zip(all_jobs, by_rank[rank], strict=True):
             plan, _ = planned(copy.deepcopy(config), world_size, rank)
             if plan.report != report:
-                differences = {key: (plan.report[key], report[key]) for key in report if plan.report[key] != report[key]}
+                differences = {
+                    key: (plan.report[key], report[key]) for key in report if plan.report[key] != report[key]
+                }
                 wrong.append(f"{name}, rank {rank}: (planned, measured) {differences}")
             assert sum(plan.report[kind] for kind in ("parameters", "gradients", "master", "optimizer")) > 0
     assert not wrong, "\n".join(wrong)

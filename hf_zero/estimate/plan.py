@@ -9,13 +9,14 @@ gathering and reducing, along a `Profile`. So a change of the engine changes its
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
 from hf_zero.estimate.pretend import META, PretendedComm, PretendedHomes
 from hf_zero.estimate.profile import Profile
@@ -24,9 +25,12 @@ from hf_zero.estimate.states import PlannedStates
 from hf_zero.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, Drafted, draft_units, make_units
 from hf_zero.runtime.grads import GradReducer
+from hf_zero.runtime.homes import Draft
 from hf_zero.runtime.params import OnDemandParams, PrefetchLimits
 from hf_zero.runtime.report import memory_report
 from hf_zero.shards.buffer import FlatBuffer
+from hf_zero.shards.partition import UnitSpec
+from hf_zero.shards.unit import ShardUnit
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -54,6 +58,7 @@ class Plan:
     host: dict[str, int]
     disk: dict[str, int]
     phases: dict[str, int]
+    between: int  # in memory between steps, with what is kept for reuse
     activations_measured: bool
 
     @property
@@ -93,6 +98,38 @@ def plan_model(
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     drafted = draft_units(model, settings, comm)
     return _Planner(config, settings, comm, profile, optimizer).plan(drafted, buffers)
+
+
+def plan_units(
+    units: Iterable[ShardUnit],
+    config: ResolvedConfig,
+    comm: Comm,
+    *,
+    buffers: Iterable[torch.Tensor],
+    optimizer: OptimizerFactory | None,
+) -> Plan:
+    """The plan of this rank of a live engine: as `plan_model`, from the layouts that its units have.
+
+    Args:
+        optimizer: None where the engine does not train.
+    """
+    pretended = PretendedComm(comm.rank, comm.world_size, on_host=comm.computes_on_host)
+    drafted = [
+        (
+            UnitSpec(unit.name, unit.kind, unit.module, tuple(_parameters_of(unit))),
+            [Draft(buffer.layout, buffer.dtype, buffer.on_demand) for buffer in unit.buffers],
+        )
+        for unit in units
+    ]
+    settings = BuildSettings.of(config, 1.0, train=optimizer is not None)
+    nbytes = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+    return _Planner(config, settings, pretended, None, optimizer).plan(drafted, nbytes)
+
+
+def _parameters_of(unit: ShardUnit) -> Iterator[tuple[str, nn.Parameter]]:
+    for buffer in unit.buffers:
+        for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+            yield slot.name, param
 
 
 class _Planner:
@@ -138,6 +175,7 @@ class _Planner:
                 tracker.restart_peak()
                 states.update()
                 update = tracker.restart_peak()
+                between = tracker.live
         report = memory_report(built.units, reducer, built.homes, states.state_bytes) | {
             "gathered_peak": params.peak_live_bytes,
             "gradients_peak": built.pool.peak_live_bytes,
@@ -145,7 +183,8 @@ class _Planner:
         phases = {"start": start, "forward and backward": moment.total, "update": max(update, before)}
         staging = built.homes.staging_bytes
         phases = {name: peak + buffer_bytes + (staging if name != "start" else 0) for name, peak in phases.items()}
-        return self._by_medium(built, states, report, moment, static, buffer_bytes, phases)
+        between += buffer_bytes + staging
+        return self._by_medium(built, states, report, moment, static, buffer_bytes, phases, between)
 
     @property
     def _on_host(self) -> bool:
@@ -182,6 +221,7 @@ class _Planner:
         static: int,
         buffer_bytes: int,
         phases: dict[str, int],
+        between: int,
     ) -> Plan:
         homes = built.homes
         assert isinstance(homes, PretendedHomes)
@@ -206,6 +246,7 @@ class _Planner:
             {kind: size for kind, size in host.items() if size},
             {kind: size for kind, size in disk.items() if size},
             phases,
+            between,
             self._profile is not None,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -149,9 +150,7 @@ def _attend(
     return output
 
 
-def measure(
-    model: nn.Module, config: ResolvedConfig, batch: Mapping[str, torch.Tensor], *, on_host: bool
-) -> Profile:
+def measure(model: nn.Module, config: ResolvedConfig, batch: Mapping[str, torch.Tensor], *, on_host: bool) -> Profile:
     """Run forward and backward of `model`, on the meta device, in training mode; it is left as it was.
 
     Args:
@@ -227,7 +226,7 @@ def _recording(
         for buffer in unit.buffers:
             for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
                 if buffer.layout.trainable:
-                    hooks.on_gradient(param, lambda grad, name=slot.name: recorder.gradient(name, grad))
+                    hooks.on_gradient(param, functools.partial(recorder.gradient, slot.name))
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,6 @@ from hf_zero.runtime.build import BuiltUnits
 from hf_zero.runtime.grads import GradReducer
 from hf_zero.runtime.params import OnDemandParams, Phase
 from hf_zero.shards.partition import UnitKind
-
 
 # A vote agrees on the order of the pass before the last one, and gathers go ahead along what was agreed.
 _WINDOWS = 3
@@ -76,7 +76,7 @@ def replay(
             acting.boundary = number + 1 == micro_steps
             for event in events:
                 watch.computing(event.peak)
-                watch.handling(lambda event=event: acting.do(event), event.live)
+                watch.handling(functools.partial(acting.do, event), event.live)
         watch.handling(reducer.settle, 0)
         for order in params.orders.values():
             order.agree(True)
@@ -92,9 +92,7 @@ class _Acting:
         self._units = {unit.name: unit for unit in built.units if unit.on_demand}
         self._shapes = {slot.name: slot.shape for b in built.grads for slot in b.flat.layout.slots}
         self._places = {
-            slot.name: (buffer, index)
-            for buffer in built.grads
-            for index, slot in enumerate(buffer.flat.layout.slots)
+            slot.name: (buffer, index) for buffer in built.grads for index, slot in enumerate(buffer.flat.layout.slots)
         }
         self._params = params
         self._reducer = reducer

@@ -12,6 +12,7 @@ from hf_zero.config import ResolvedConfig
 from hf_zero.optim.host_adam import HostAdamSettings
 from hf_zero.optim.host_state import HostState
 from hf_zero.optim.owned import CutGroups
+from hf_zero.optim.rules import check_native, check_optimizer
 from hf_zero.runtime.build import BuiltUnits
 from hf_zero.shards.sink import make_sink, must_stage
 
@@ -45,6 +46,10 @@ class PlannedStates:
         if trained and built.grads:
             make = factory or (lambda params: _optimizer_of(config.optimizer, params, on_host=on_host))
             self._optimizer = make(trained)
+            sharded = any(buffer.flat.layout.world_size > 1 for buffer in built.grads)
+            check_optimizer(self._optimizer, sharded=sharded, allow_untested=config.zero_allow_untested_optimizer)
+            if any(buffer.flat.home.native for buffer in built.grads):
+                check_native(self._optimizer)
             self._owned = CutGroups(self._optimizer).take(built.grads)
         settings = HostAdamSettings.of(config, built.homes.host)
         native = [buffer for buffer in built.grads if buffer.flat.home.native]
@@ -88,9 +93,7 @@ class PlannedStates:
         return sum(shard.nbytes for state in self._native for shard in (state.master, *state.moments))
 
 
-def _optimizer_of(
-    block: Mapping[str, Any] | None, params: Iterable[Any], *, on_host: bool
-) -> torch.optim.Optimizer:
+def _optimizer_of(block: Mapping[str, Any] | None, params: Iterable[Any], *, on_host: bool) -> torch.optim.Optimizer:
     if block is None:
         # Trainer's default is fused on GPUs, which makes no copies; neither does the plain loop that meta tensors get.
         return torch.optim.AdamW(params)

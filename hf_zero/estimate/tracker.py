@@ -19,7 +19,7 @@ class StorageTracker(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self._known: dict[int, list[Any]] = {}  # key -> [weak reference, bytes]

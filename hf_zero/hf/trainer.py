@@ -24,6 +24,7 @@ from transformers.trainer_pt_utils import reissue_pt_warnings, remove_dummy_chec
 
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError
+from hf_zero.estimate.account import log_account
 from hf_zero.hf.adapters import computes_its_adapters, is_peft_model, keeps_base, whole_prompt_encoders
 from hf_zero.hf.checkpoints import checkpoint_to_resume, has_sharded_state, lacks_frozen_weights
 from hf_zero.hf.conflicts import check_run
@@ -91,6 +92,8 @@ def train(
         _mix_references_by_shards(self)
     result = orig(resume_from_checkpoint, *args, **kwargs)
     finish_updates(self)
+    if (engine := _engine(self)) is not None:
+        log_account(engine)
     return result
 
 

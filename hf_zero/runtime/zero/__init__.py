@@ -1,1 +1,1 @@
-"""Places of names that scripts know from DeepSpeed: `deepspeed.runtime.zero.NAME` becomes `hf_zero.runtime.zero.NAME`."""
+"""Where scripts find what they know from DeepSpeed's package of this name, with `hf_zero` for `deepspeed`."""

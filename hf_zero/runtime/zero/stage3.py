@@ -1,4 +1,4 @@
-"""What scripts import from deepspeed.runtime.zero.stage3: the memory estimators. See hf_zero/model_states.py."""
+"""What scripts import from deepspeed.runtime.zero.stage3: memory estimators. See model_states.py."""
 
 from hf_zero.model_states import (
     estimate_zero3_model_states_mem_needs,

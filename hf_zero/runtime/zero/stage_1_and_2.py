@@ -1,4 +1,4 @@
-"""What scripts import from deepspeed.runtime.zero.stage_1_and_2: the memory estimators. See hf_zero/model_states.py."""
+"""What scripts import from deepspeed.runtime.zero.stage_1_and_2: memory estimators. See model_states.py."""
 
 from hf_zero.model_states import (
     estimate_zero2_model_states_mem_needs,
