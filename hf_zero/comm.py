@@ -71,6 +71,7 @@ class Comm:
 
     def __init__(self, device: torch.device, *, group: Any = None, timeout_s: float = 600.0) -> None:
         self.device = device
+        self.computes_on_host = device.type == "cpu"  # the host's memory is the device's
         self.timeout_s = timeout_s
         self.counts: dict[str, CommCount] = collections.defaultdict(CommCount)
         self._ring: collections.deque[Operation] = collections.deque(maxlen=_RING_SIZE)
@@ -79,14 +80,17 @@ class Comm:
         self._group: Any = None
         self._group_name = ""
         self._stopped = False  # connections were closed after an error
+        self._connect(group)
+
+    def _connect(self, group: Any) -> None:
         if not dist.is_initialized():
             self.rank, self.world_size, self.backend = 0, 1, "none"
             return
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.world_size = len(ranks)
-        self.backend = backend_for(device) if self.world_size > 1 else "none"
+        self.backend = backend_for(self.device) if self.world_size > 1 else "none"
         if self.world_size > 1:
-            timeout = datetime.timedelta(seconds=timeout_s)
+            timeout = datetime.timedelta(seconds=self.timeout_s)
             self._group = dist.new_group(ranks, backend=self.backend, timeout=timeout)
             self._group_name = self._group.group_name
             leave_cleanly_at_exit()

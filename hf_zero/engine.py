@@ -18,6 +18,7 @@ from torch import nn
 from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
 from hf_zero.errors import StateError
+from hf_zero.estimate.account import log_account
 from hf_zero.optim.host_adam import HostAdamSettings
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -278,10 +279,10 @@ class ZeroEngine(ScriptCalls):
 
     def teardown(self) -> None:
         """Give the plain model back: whole parameters, no hooks. All ranks must call."""
+        log_account(self)
         self.retire()
         for unit in self.units:
-            if unit.on_demand:
-                self.params.make_full(unit)
+            self.params.make_full(unit)
             for buffer in unit.buffers:
                 buffer.detach()
         self.homes.close()

@@ -23,6 +23,7 @@ from transformers.trainer_pt_utils import reissue_pt_warnings, remove_dummy_chec
 
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.estimate.account import log_account
 from hf_zero.hf.adapters import computes_its_adapters, is_peft_model, keeps_base, whole_prompt_encoders
 from hf_zero.hf.checkpoints import agree_on_checkpoint, has_sharded_state, lacks_frozen_weights
 from hf_zero.hf.conflicts import check_run
@@ -106,6 +107,8 @@ def train(
         _tell_unused_block(self)
     result = orig(resume_from_checkpoint, *args, **kwargs)
     finish_updates(self)
+    if (engine := _engine(self)) is not None:
+        log_account(engine)
     return result
 
 

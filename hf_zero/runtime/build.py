@@ -83,6 +83,9 @@ class BuiltUnits:
 Fill = Callable[[FlatBuffer], None]
 
 
+Drafted = list[tuple[UnitSpec, list[Draft]]]  # a unit before memory exists, with the flat buffers that it will have
+
+
 def build_units(
     model: nn.Module, settings: BuildSettings, comm: Comm, fill: Fill = FlatBuffer.fill_from_params
 ) -> BuiltUnits:
@@ -92,6 +95,14 @@ def build_units(
     Raises ConfigError for parameters that cannot be cut, DivergenceError if the ranks built different models,
     OffloadError where a folder to offload to cannot be used.
     """
+    drafted = draft_units(model, settings, comm)
+    _tell_lost_strides([spec for spec, _ in drafted], comm)
+    _check_equal(comm, [draft.layout for _, mine in drafted for draft in mine])
+    return make_units(drafted, settings, comm, fill)
+
+
+def draft_units(model: nn.Module, settings: BuildSettings, comm: Comm) -> Drafted:
+    """What the units of `model` will be. No memory, no communication; the model may be on the meta device."""
     if keeps_small_parameters_whole(settings.stage) and settings.plan(UnitKind.LAYER, comm.world_size).on_demand:
         threshold = settings.persistence_threshold
     else:
@@ -99,15 +110,18 @@ def build_units(
     specs = partition(
         model, persistence_threshold=threshold, model_persistence_threshold=settings.model_persistence_threshold
     )
-    _tell_lost_strides(specs, comm)
     dtype_of = _dtype_rule(model, settings)
-    drafts = [(spec, _drafts(spec, settings, comm, dtype_of)) for spec in specs]
-    everything = [draft for _, mine in drafts for draft in mine]
-    _check_equal(comm, [draft.layout for draft in everything])
-    homes = Homes(settings.offload, comm, everything)
+    return [(spec, _drafts(spec, settings, comm, dtype_of)) for spec in specs]
+
+
+def make_units(
+    drafted: Drafted, settings: BuildSettings, comm: Comm, fill: Fill, homes_class: type[Homes] = Homes
+) -> BuiltUnits:
+    """The second half of `build_units`: memory, and the parameters in it."""
+    homes = homes_class(settings.offload, comm, [draft for _, mine in drafted for draft in mine])
     units: list[ShardUnit] = []
     eager: dict[int, bool] = {}
-    for spec, mine in drafts:
+    for spec, mine in drafted:
         params = dict(spec.params)
         buffers = []
         for draft in mine:
@@ -126,7 +140,7 @@ def build_units(
     comm.barrier(
         "all shards"
     )  # rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own
-    pool = MemoryPool(comm.device)
+    pool = MemoryPool(comm.device, keeps=comm.computes_on_host)
     flats = [flat for unit in _reduce_order(units) for flat in unit.buffers if flat.layout.trainable]
     grads = [GradBuffer(flat, comm, pool, settings.grads, homes.host, eager=eager[id(flat)]) for flat in flats]
     return BuiltUnits(settings, comm, homes, units, grads, pool)

@@ -33,8 +33,9 @@ class MemoryPool:
     On the CPU fresh memory costs page faults, more than the reduce of a small unit; CUDA's allocator pools by itself.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, keeps: bool) -> None:
         self._device = device
+        self._keeps = keeps
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = collections.defaultdict(list)
         self.live_bytes = 0
         self.peak_live_bytes = 0
@@ -49,7 +50,7 @@ class MemoryPool:
     def give(self, tensor: torch.Tensor) -> None:
         self.live_bytes -= tensor.numel() * tensor.element_size()
         free = self._free[(tensor.numel(), tensor.dtype)]
-        if self._device.type == "cpu" and len(free) < _MAX_IN_FLIGHT:
+        if self._keeps and len(free) < _MAX_IN_FLIGHT:
             free.append(tensor)
 
     def clear(self) -> None:
@@ -98,7 +99,8 @@ class GradBuffer:
         else:
             self.dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
         self._host = host
-        self._on_host = flat.full.device.type != "cpu" and not isinstance(flat.home.master, DeviceStore)
+        # Reduced gradients go to the host, where the update is.
+        self.on_host = not comm.computes_on_host and not isinstance(flat.home.master, DeviceStore)
         self._memories = 0
         self._resident, self.shard = self._make_memory(eager)
         self._spare: tuple[torch.Tensor | None, ShardTensor] | None = None
@@ -118,7 +120,7 @@ class GradBuffer:
         layout, rank, device = self.flat.layout, self.flat.rank, self.flat.full.device
         resident = None if eager else torch.zeros(layout.padded_numel, dtype=self.dtype, device=device)
         self._memories += 1
-        if self._on_host:
+        if self.on_host:
             key = f"{layout.name}/grad/{self._memories}"
             self._host.create(key, layout.shard_numel, self.dtype)
             return resident, ShardTensor(layout, rank, self._host.tensor(key), in_full=False)
@@ -126,6 +128,13 @@ class GradBuffer:
             return resident, ShardTensor(layout, rank, resident, in_full=True)
         memory = torch.zeros(layout.shard_numel, dtype=self.dtype, device=device)
         return None, ShardTensor(layout, rank, memory, in_full=False)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of a whole gradient that stays for the run, where the shard is no part of it."""
+        if self._resident is None or self.shard.in_full:
+            return 0
+        return self._resident.numel() * self._resident.element_size()
 
     # ---------------------------------------------------------------- an update reads the shard
     def lend(self, reader: Pending, *, swap: bool) -> tuple[ShardTensor, torch.Event | None]:
@@ -222,7 +231,7 @@ class GradBuffer:
         for (start, numel), mine in zip(layout.buckets(), self.shard.parts, strict=True):
             bucket = self._flying[start : start + numel]
             if layout.world_size == self._comm.world_size:
-                in_place = self._empty and mine.device == bucket.device
+                in_place = self._empty and not self.on_host
                 result = mine if in_place else torch.empty_like(mine, device=bucket.device)
                 pending = self._comm.reduce_scatter(result, bucket, layout.name, wire_dtype=self._wire)
             else:

@@ -77,10 +77,10 @@ class Homes:
         self._settings = settings
         self._comm = comm
         self.device = DeviceStore(comm.device)
-        self._copies = CopyStream(comm.device)
-        self.host = HostStore(comm.device, pin=settings.optimizer.pin_memory or settings.param.pin_memory)
+        self._copies = self._make_copies()
+        self.host = self._make_host(pin=settings.optimizer.pin_memory or settings.param.pin_memory)
         self._folders: dict[str, SwapFolder] = {}
-        self.disks: dict[str, DiskStore] = {}  # "optimizer", "parameters"
+        self.disks: dict[str, ShardStore] = {}  # "optimizer", "parameters"
         self._offloaded = self._choose_offloaded(drafts)
         self._on_disk = self._choose_on_disk(drafts)
         self._states: ShardStore = self.host
@@ -154,37 +154,37 @@ class Homes:
         optimizer, param = self._settings.optimizer, self._settings.param
         if optimizer.device == "nvme":
             one_tile = _STATES * page_rounded(self._state_tile_bytes(drafts))
-            pool = self._pool(optimizer.buffer_count * one_tile, optimizer.pin_memory)
-            disk = DiskStore(
-                self._folder(optimizer.nvme_path),
+            self._states = self.disks["optimizer"] = self._make_disk(
+                optimizer.nvme_path,
                 "optimizer",
-                aio=self._settings.aio,
-                pool=pool,
+                optimizer.buffer_count * one_tile,
+                pin=optimizer.pin_memory,
                 preallocate=not optimizer.fast_init,
                 read_ahead=optimizer.pipeline_read,
                 write_behind=optimizer.pipeline_write,
             )
-            self._states = self.disks["optimizer"] = disk
         if self._on_disk:
             sizes = [d.layout.shard_numel * d.dtype.itemsize for d in drafts if d.layout.name in self._on_disk]
             itemsize = max(d.dtype.itemsize for d in drafts if d.layout.name in self._on_disk)
             one = page_rounded(min(max(sizes), param.buffer_size * itemsize))
-            disk = DiskStore(
-                self._folder(param.nvme_path),
-                "parameters",
-                aio=self._settings.aio,
-                pool=self._pool(param.buffer_count * one, param.pin_memory),
-                preallocate=True,
+            self._params = self.disks["parameters"] = self._make_disk(
+                param.nvme_path, "parameters", param.buffer_count * one, pin=param.pin_memory, preallocate=True
             )
-            self._params = self.disks["parameters"] = disk
 
     def _state_tile_bytes(self, drafts: Sequence[Draft]) -> int:
         limit = max(1, min(self._settings.sub_group_numel, MAX_TILE_NUMEL))
         mine = [draft for draft in drafts if draft.layout.name in self._offloaded]
         return max((min(d.layout.shard_numel, limit) * master_dtype_of(d.dtype).itemsize for d in mine), default=1)
 
-    def _pool(self, nbytes: int, pin: bool) -> StagingPool:
-        return StagingPool(max(nbytes, 1), device=self._comm.device, pin=pin)
+    def _make_copies(self) -> CopyStream:
+        return CopyStream(self._comm.device)
+
+    def _make_host(self, *, pin: bool) -> HostStore:
+        return HostStore(self._comm.device, pin=pin)
+
+    def _make_disk(self, path: str | None, name: str, pool_bytes: int, *, pin: bool, **options: bool) -> ShardStore:
+        pool = StagingPool(max(pool_bytes, 1), device=self._comm.device, pin=pin)
+        return DiskStore(self._folder(path), name, aio=self._settings.aio, pool=pool, **options)
 
     def _folder(self, path: str | None) -> SwapFolder:
         assert path is not None  # the configuration was checked
@@ -212,7 +212,7 @@ class Homes:
         self._closing()
 
 
-def _close(disks: dict[str, DiskStore], folders: dict[str, SwapFolder]) -> None:
+def _close(disks: dict[str, ShardStore], folders: dict[str, SwapFolder]) -> None:
     for disk in disks.values():
         disk.close()
     for folder in folders.values():

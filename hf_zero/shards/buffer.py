@@ -146,8 +146,8 @@ class FlatBuffer:
             master.copy_from(values)
             return master
         if dtype == self.dtype and isinstance(self.shard, ShardTensor):
-            on_device = isinstance(self.home.master, DeviceStore)
-            if self.shard.memory.device == (self._device if on_device else torch.device("cpu")):
+            master_is_on_host = self._comm.computes_on_host or not isinstance(self.home.master, DeviceStore)
+            if master_is_on_host == self.shard_is_on_host:
                 return self.shard
         return self._keep(values, self.home.master, "master", dtype)
 
@@ -241,6 +241,8 @@ class FlatBuffer:
 
     def check_placeholders(self) -> None:
         """Raise if somebody wrote to a released parameter (`zero_`, `fill_` and a 1-element write do not raise)."""
+        if self._ghost.is_meta:
+            return  # sizes without values: nothing can be written
         untouched = torch.isnan(self._ghost)
         if not untouched.all():
             names = [slot.name for slot, same in zip(self.layout.slots, untouched.tolist(), strict=True) if not same]
@@ -283,6 +285,11 @@ class FlatBuffer:
         if self.master is not None or not self.on_demand:
             raise AssertionError(f"{self.layout.name} has more than a shard to bring up to date")
         self.shard.copy_from(ShardTensor(self.layout, self._rank, self.full, in_full=True))
+
+    @property
+    def shard_is_on_host(self) -> bool:
+        """Whether the parameters' shard, where it is memory, is memory of the host."""
+        return self._comm.computes_on_host or (self.on_demand and not isinstance(self.home.param, DeviceStore))
 
     @property
     def rank(self) -> int:

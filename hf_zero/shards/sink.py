@@ -131,7 +131,7 @@ class StoredSink(ParamSink):
 
 def must_stage(flat: FlatBuffer) -> bool:
     """Whether the host cannot write into the shard of `flat` directly."""
-    return isinstance(flat.shard, ShardTensor) and flat.shard.memory.device.type != "cpu"
+    return isinstance(flat.shard, ShardTensor) and not flat.shard_is_on_host
 
 
 def make_sink(flat: FlatBuffer, host: HostStore, *, staged: bool) -> ParamSink:

@@ -1,0 +1,224 @@
+"""Every legal choice of stage and offload for a model and its ranks, planned, and which one to take."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_zero.config import ResolvedConfig, ZeroConfig
+from hf_zero.errors import ConfigError
+from hf_zero.estimate.plan import Plan, plan_model
+from hf_zero.estimate.profile import Profile
+
+MEDIA = ("none", "cpu", "nvme")
+# What a process needs on a GPU beside its tensors (context, NCCL, kernels), and what an allocator cannot use.
+DEVICE_RESERVE = 1_000_000_000
+DEVICE_SHARE = 0.95
+HOST_SHARE = 0.9
+MAX_BATCH = 1024
+# Stands in plans for a folder that nobody has named: no file is made.
+_NVME_PATH = "/local_nvme"
+
+
+@dataclass(frozen=True)
+class Choice:
+    stage: int
+    optimizer: str  # offload_optimizer.device
+    param: str  # offload_param.device
+
+    def __str__(self) -> str:
+        media = [f"{name} on {'the host' if where == 'cpu' else 'disk'}" for name, where in self._away()]
+        return f"stage {self.stage}, {' and '.join(media) or 'no offload'}"
+
+    def _away(self) -> list[tuple[str, str]]:
+        both = (("optimizer states", self.optimizer), ("parameters", self.param))
+        return [(name, where) for name, where in both if where != "none"]
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """Slower choices compare greater: what leaves the device costs more than what is gathered from other ranks."""
+        return (MEDIA.index(self.optimizer), MEDIA.index(self.param), self.stage)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Bytes; None where nothing is known."""
+
+    gpus: int  # per node
+    nodes: int
+    gpu_memory: int | None
+    cpu_memory: int | None  # per node
+    on_host: bool = False  # ranks compute on the CPU
+
+    @property
+    def world_size(self) -> int:
+        return self.gpus * self.nodes
+
+    def misfit(self, plan: Plan) -> tuple[str, int, int] | None:
+        """(what is short, bytes needed, bytes that can be used) where `plan` does not fit."""
+        host_limit = None if self.cpu_memory is None else int(self.cpu_memory * HOST_SHARE)
+        if self.on_host:
+            needed = plan.memory_peak * self.gpus
+            return ("memory of a node", needed, host_limit) if host_limit is not None and needed > host_limit else None
+        if self.gpu_memory is not None:
+            usable = int(self.gpu_memory * DEVICE_SHARE) - DEVICE_RESERVE
+            if plan.device_peak > usable:
+                return "memory of a GPU", plan.device_peak, max(usable, 0)
+        needed = plan.host_peak * self.gpus
+        if host_limit is not None and needed > host_limit:
+            return "host memory of a node", needed, host_limit
+        return None
+
+
+@dataclass(frozen=True)
+class Advice:
+    choice: Choice | None  # None: nothing fits
+    batch_size: int | None  # largest power of two that fits; None where activations are not known
+    reason: str
+
+
+def all_choices() -> Iterator[Choice]:
+    for stage in range(4):
+        for optimizer in MEDIA if stage else ("none",):
+            for param in MEDIA if stage == 3 else ("none",):
+                yield Choice(stage, optimizer, param)
+
+
+def configure(raw: Mapping[str, Any], choice: Choice, batch_size: int | None) -> dict[str, Any]:
+    """`raw` with the stage and media of `choice`, and without what only TrainingArguments could fill in.
+
+    Learning rates and schedules take no memory; "auto" types mean bf16; "auto" batch numbers `batch_size`.
+    """
+    config = copy.deepcopy(dict(raw))
+    zero = dict(config.get("zero_optimization") or {})
+    zero["stage"] = choice.stage
+    for name, device in (("offload_optimizer", choice.optimizer), ("offload_param", choice.param)):
+        block = dict(zero.get(name) or {})
+        zero[name] = {**block, "device": device, "nvme_path": block.get("nvme_path") or _NVME_PATH}
+    config["zero_optimization"] = zero
+    for name in ("scheduler", "train_batch_size"):
+        config.pop(name, None)
+    micro = config.get("train_micro_batch_size_per_gpu")
+    if batch_size is not None or not isinstance(micro, int):
+        config["train_micro_batch_size_per_gpu"] = batch_size or 1
+    for name, value in (("gradient_accumulation_steps", 1), ("gradient_clipping", 1.0)):
+        if config.get(name) == "auto":
+            config[name] = value
+    for name, value in (("bf16", True), ("fp16", False)):
+        types = config.get(name)
+        if isinstance(types, dict) and types.get("enabled") == "auto":
+            config[name] = {**types, "enabled": value}
+    optimizer = config.get("optimizer")
+    if isinstance(optimizer, dict):
+        params = {name: value for name, value in (optimizer.get("params") or {}).items() if value != "auto"}
+        config["optimizer"] = {**optimizer, "params": {"lr": 1e-4, **params}}
+    return config
+
+
+def resolve(
+    raw: Mapping[str, Any], choice: Choice, model: nn.Module, hardware: Hardware, batch_size: int | None = None
+) -> ResolvedConfig:
+    """Raises ConfigError for a choice that the configuration does not allow."""
+    config = ZeroConfig.load(configure(raw, choice, batch_size))
+    return config.resolve(model=model, world_size=hardware.world_size)
+
+
+def plan_all(
+    raw: Mapping[str, Any], model: nn.Module, hardware: Hardware, profile: Profile | None
+) -> dict[Choice, Plan]:
+    """Plans of rank 0 for every choice that the configuration allows.
+
+    Raises ConfigError where it allows none.
+    """
+    plans: dict[Choice, Plan] = {}
+    refused: ConfigError | None = None
+    for choice in all_choices():
+        try:
+            config = resolve(raw, choice, model, hardware)
+            plans[choice] = plan_model(model, config, on_host=hardware.on_host, profile=profile)
+        except ConfigError as error:
+            refused = error
+    if not plans and refused is not None:
+        raise refused
+    return plans
+
+
+def advise(
+    plans: Mapping[Choice, Plan],
+    hardware: Hardware,
+    plan_of: Callable[[Choice, int], Plan] | None,
+    batch_size: int,
+    show: Callable[[float], str],
+) -> Advice:
+    """The fastest choice that fits, and the largest micro-batch with it.
+
+    Args:
+        plan_of: Plans a choice with another batch size; None where activations are not known.
+        batch_size: That `plans` are for.
+        show: Bytes, for people.
+    """
+    passed: list[str] = []
+    for choice in _by_speed(plans, hardware):
+        misfit = hardware.misfit(plans[choice])
+        if misfit is not None:
+            what, needed, usable = misfit
+            passed.append(f"{choice} needs {show(needed)} of the {show(usable)} that can be used of the {what}")
+            continue
+        largest = None if plan_of is None else _largest_batch(choice, hardware, plan_of, batch_size)
+        why = _because(choice, plans[choice], hardware, passed, show)
+        return Advice(choice, largest, why)
+    return Advice(None, None, f"nothing fits: {passed[-1] if passed else 'there is no choice'}")
+
+
+def _by_speed(plans: Mapping[Choice, Plan], hardware: Hardware) -> Sequence[Choice]:
+    chosen = [choice for choice in plans if (choice.stage == 0) == (hardware.world_size == 1) or choice.stage == 3]
+    # A rank alone shares nothing; with several ranks stage 1 moves what stage 0 moves, and keeps less. Offload without
+    # stage 3 is for ranks whose whole parameters fit.
+    chosen += [choice for choice in plans if choice.optimizer != "none" and choice not in chosen]
+    chosen += [
+        choice for choice in plans if choice.stage in (1, 2) and choice not in chosen and hardware.world_size > 1
+    ]
+    return sorted(dict.fromkeys(chosen), key=lambda choice: choice.cost)
+
+
+def _because(choice: Choice, plan: Plan, hardware: Hardware, passed: list[str], show: Callable[[float], str]) -> str:
+    peak = plan.memory_peak if hardware.on_host else plan.device_peak
+    needs = f"it needs {show(peak)} per rank"
+    if not passed:
+        return f"{needs}, and it is the fastest"
+    return f"{needs}; {passed[-1]}"
+
+
+def _largest_batch(choice: Choice, hardware: Hardware, plan_of: Callable[[Choice, int], Plan], known: int) -> int:
+    """Largest power of two that fits, or `known`, which does."""
+    sizes = [known, *(1 << power for power in range(MAX_BATCH.bit_length()) if 1 << power > known)]
+    fits, misfits = 0, len(sizes)
+    while misfits - fits > 1:  # every plan is a pass over the model
+        middle = (fits + misfits) // 2
+        if hardware.misfit(plan_of(choice, sizes[middle])) is None:
+            fits = middle
+        else:
+            misfits = middle
+    return sizes[fits]
+
+
+def as_json(choice: Choice, plan: Plan, hardware: Hardware) -> dict[str, Any]:
+    """A row of the answer, for programs."""
+    return {
+        **dataclasses.asdict(choice),
+        "device_bytes": plan.device_peak,
+        "host_bytes_per_node": plan.host_peak * hardware.gpus,
+        "disk_bytes_per_node": sum(plan.disk.values()) * hardware.gpus,
+        "memory_peak_bytes": plan.memory_peak,
+        "device": plan.device,
+        "host": plan.host,
+        "disk": plan.disk,
+        "phases": plan.phases,
+        "report": plan.report,
+        "fits": hardware.misfit(plan) is None,
+    }

@@ -1,0 +1,128 @@
+"""Stand-ins under which an engine's own code runs for its sizes alone: a rank of no group, stores without memory.
+
+Everything is on the meta device, so nothing is allocated, sent or written; what the code would keep can be counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_zero.comm import Comm
+from hf_zero.runtime.homes import Homes
+from hf_zero.store import HostStore, ShardStore
+from hf_zero.store.base import Lease
+from hf_zero.store.copies import CopyStream
+from hf_zero.store.staging import page_rounded
+
+META = torch.device("meta")
+
+
+class _Over:
+    def wait(self) -> None:
+        return None
+
+
+class PretendedComm(Comm):
+    """Rank `rank` of `world_size` ranks that are not there: collectives end at once, with the memory they take.
+
+    Args:
+        on_host: The ranks would compute on the CPU, over gloo; else on GPUs, over NCCL.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, on_host: bool) -> None:
+        self._pretended = (rank, world_size, "gloo" if on_host else "nccl")
+        super().__init__(META)
+        self.computes_on_host = on_host
+
+    def _connect(self, group: Any) -> None:
+        self.rank, self.world_size, self.backend = self._pretended
+        if self.world_size > 1:
+            self._group = object()
+
+    def _start(self, call: Any, what: str) -> Any:
+        return _Over()
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        return [value] * self.world_size
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the receive buffers that are kept for reuse."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._scratch)
+
+
+class PretendedHost(HostStore):
+    """Whole pages of nothing."""
+
+    def _allocate(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        self._blocks[key] = torch.empty(page_rounded(nbytes), dtype=torch.uint8, device=META)
+        return self._blocks[key][:nbytes].view(dtype)
+
+
+class PretendedDisk(ShardStore):
+    """Knows the sizes of its keys.
+
+    Args:
+        pool_bytes: Of the staging memory through which they would be read and written.
+    """
+
+    can_stage = True
+
+    def __init__(self, pool_bytes: int) -> None:
+        self._pool_bytes = pool_bytes
+        self._sizes: dict[str, tuple[int, torch.dtype]] = {}
+
+    @property
+    def staging_bytes(self) -> int:
+        """What the pool would hold: never more than its budget, nor than there is to stage."""
+        return min(self._pool_bytes, sum(map(page_rounded, self.usage().values())))
+
+    def create(self, key: str, numel: int, dtype: torch.dtype) -> None:
+        if key in self._sizes:
+            raise AssertionError(f"{key} exists already")
+        self._sizes[key] = (numel, dtype)
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        return None
+
+    def lease(
+        self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
+    ) -> Lease:
+        sizes = [self._sizes[key] for key in keys]
+        return Lease([torch.empty(numel, dtype=dtype, device=META) for numel, dtype in sizes])
+
+    def flush(self) -> None:
+        return None
+
+    def drop(self, key: str) -> None:
+        del self._sizes[key]
+
+    def usage(self) -> dict[str, int]:
+        return {key: numel * dtype.itemsize for key, (numel, dtype) in self._sizes.items()}
+
+
+class _NoCopies(CopyStream):
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))  # without a stream
+
+
+class PretendedHomes(Homes):
+    """Homes whose stores have sizes only: no memory, no folder, no file."""
+
+    def _make_copies(self) -> CopyStream:
+        return _NoCopies()
+
+    def _make_host(self, *, pin: bool) -> HostStore:
+        return PretendedHost(META, pin=False)
+
+    def _make_disk(self, path: str | None, name: str, pool_bytes: int, *, pin: bool, **options: bool) -> ShardStore:
+        return PretendedDisk(pool_bytes)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory of the pools between disk and its users."""
+        return sum(disk.staging_bytes for disk in self.disks.values() if isinstance(disk, PretendedDisk))

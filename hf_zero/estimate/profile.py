@@ -1,0 +1,246 @@
+"""One forward and backward of a model on the meta device: what it keeps, and when it uses which unit.
+
+The hooks are the engine's own, so units are used, left, and their gradients handed over exactly when a training would.
+Nothing is computed: every operation gives sizes only, and the bytes behind what it returns are counted as they live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hf_zero.config import ResolvedConfig
+from hf_zero.estimate.pretend import PretendedComm, PretendedHomes
+from hf_zero.estimate.tracker import StorageTracker
+from hf_zero.runtime.build import BuildSettings, draft_units, make_units, torch_dtype
+from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
+from hf_zero.runtime.loss_scale import LossScale
+from hf_zero.runtime.params import OnDemandParams, Phase, PrefetchLimits
+from hf_zero.shards.buffer import FlatBuffer
+from hf_zero.shards.partition import UnitKind
+from hf_zero.shards.unit import ShardUnit
+
+
+@dataclass(frozen=True)
+class Event:
+    """A call that a training makes at this point, and the activations around it."""
+
+    call: str  # a method of OnDemandParams, or "gradient"
+    unit: str  # name of the unit, "" for calls about all of them
+    phase: Phase | None
+    param: str  # of a gradient: name of the parameter
+    dtype: torch.dtype | None  # of a gradient
+    peak: int  # most bytes of activations since the event before
+    live: int  # bytes of activations now
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a micro-batch keeps beside parameters and what the engine makes of its gradients."""
+
+    events: tuple[Event, ...]
+    batch: str  # shapes, for people
+    saved: int  # bytes of activations between forward and backward
+    peak: int  # most bytes of activations, gradients on their way to the engine included
+
+
+class _Recorder(OnDemandParams):
+    """Writes down what it is asked to do, and leaves every unit whole."""
+
+    def __init__(self, units: list[ShardUnit], tracker: StorageTracker) -> None:
+        super().__init__(units, PrefetchLimits(0, 0))
+        self.events: list[Event] = []
+        self._tracker = tracker
+
+    def record(self, call: str, unit: ShardUnit | None = None, phase: Phase | None = None) -> None:
+        peak = self._tracker.restart_peak()
+        name = unit.name if unit is not None else ""
+        self.events.append(Event(call, name, phase, "", None, peak, self._tracker.live))
+
+    def gradient(self, name: str, grad: torch.Tensor) -> None:
+        peak = self._tracker.restart_peak()
+        self.events.append(Event("gradient", "", None, name, grad.dtype, peak, self._tracker.live))
+
+    def before_use(self, unit: ShardUnit, phase: Phase) -> None:
+        self.record("before_use", unit, phase)
+
+    def after_use(self, unit: ShardUnit) -> None:
+        self.record("after_use", unit)
+
+    def make_full(self, unit: ShardUnit) -> None:
+        self.record("make_full", unit)
+
+    def hold(self, unit: ShardUnit) -> None:
+        self.record("hold", unit)
+
+    def begin_forward(self) -> None:
+        self.record("begin_forward")
+
+    def release_idle(self) -> None:
+        self.record("release_idle")
+
+    def begin_backward(self) -> None:
+        self.record("begin_backward")
+
+    def end_backward(self) -> None:
+        self.record("end_backward")
+
+
+class _Assumptions(TorchFunctionMode):
+    """Where a model looks at values, `all()` holds and `any()` does not: no padding, no packed sequences."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.all, torch.all, torch.Tensor.any, torch.any) and len(args) == 1 and not kwargs:
+            return torch.tensor(func in (torch.Tensor.all, torch.all))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _fused_attention(*, on_host: bool) -> Iterator[None]:
+    """Inside, attention keeps its inputs, its output and one number per row, as the fused kernels do.
+
+    On the meta device torch takes the plain formula, which keeps every score. Dropout has no fused kernel on the CPU.
+    The function is replaced where models look it up: a mode of torch is not in force inside a backward, where
+    checkpointing recomputes.
+    """
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        dropout = kwargs.get("dropout_p", args[3] if len(args) > 3 else 0.0)
+        if query.is_meta and query.dim() == 4 and not (on_host and dropout):
+            return _attend(query, *args, **kwargs)
+        return plain(query, *args, **kwargs)
+
+    torch.nn.functional.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = plain
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        # The kernels read one head several times; an expanded view has the right shape and no memory of its own.
+        groups = query.shape[1] // key.shape[1]
+        key, value = (
+            one.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) if one.is_meta else one
+            for one in (key, value)
+        )
+    mask = attn_mask if attn_mask is None or attn_mask.dtype != torch.bool else None
+    output = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal and mask is None, attn_mask=mask, scale=scale
+    )[0]
+    assert isinstance(output, torch.Tensor)
+    return output
+
+
+def measure(model: nn.Module, config: ResolvedConfig, batch: Mapping[str, torch.Tensor], *, on_host: bool) -> Profile:
+    """Run forward and backward of `model`, on the meta device, in training mode; it is left as it was.
+
+    Args:
+        config: Decides the parameters' types and what is a unit; stage and offload change nothing here.
+        batch: Meta tensors; the model must return something with a `loss`, a dict with "loss", or the loss.
+    Raises:
+        Whatever the model raises where sizes alone do not do, as in code that looks at values.
+    """
+    zero = dataclasses.replace(config.zero, stage=3, offload_param=dataclasses.replace(config.zero.offload_param))
+    config = dataclasses.replace(config, stage=3, zero=dataclasses.replace(zero, stage3_param_persistence_threshold=0))
+    settings = dataclasses.replace(BuildSettings.of(config, 1.0))
+    settings = dataclasses.replace(settings, offload=_nowhere(settings))
+    comm = PretendedComm(0, 2, on_host=on_host)
+    with _untouched(model):
+        built = make_units(
+            draft_units(model, settings, comm), settings, comm, FlatBuffer.fill_from_params, PretendedHomes
+        )
+        for unit in built.units:
+            if unit.on_demand:
+                unit.gather_start()
+                unit.gather_finish()
+        tracker = StorageTracker()
+        tracker.ignore(tensor for tensor in [*model.parameters(), *model.buffers(), *batch.values()])
+        recorder = _Recorder(built.units, tracker)
+        with _recording(model, built.units, recorder, torch_dtype(config.dtype)):
+            return _run(model, batch, recorder, tracker, on_host=on_host)
+
+
+def _run(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    recorder: _Recorder,
+    tracker: StorageTracker,
+    *,
+    on_host: bool,
+) -> Profile:
+    with tracker, _Assumptions(), _fused_attention(on_host=on_host), torch.enable_grad():
+        output = model(**batch)
+        loss = output if isinstance(output, torch.Tensor) else output["loss"]
+        del output  # as a training loop does: the logits are not needed for the backward
+        saved = tracker.live
+        recorder.record("between")
+        loss.backward()
+        del loss
+        recorder.record("over")
+    peak = max((event.peak for event in recorder.events), default=0)
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
+    return Profile(tuple(recorder.events), shapes, saved, peak)
+
+
+def _nowhere(settings: BuildSettings) -> Any:
+    offload = settings.offload
+    return dataclasses.replace(
+        offload,
+        param=dataclasses.replace(offload.param, device="none"),
+        optimizer=dataclasses.replace(offload.optimizer, device="none"),
+    )
+
+
+@contextlib.contextmanager
+def _recording(
+    model: nn.Module, units: list[ShardUnit], recorder: _Recorder, dtype: torch.dtype | None
+) -> Iterator[None]:
+    """The engine's hooks on `model`, talking to the recorder."""
+    hooks = ModelHooks()
+    watch = BackwardWatch(recorder.begin_backward, recorder.end_backward)
+    hooks.on_model(model, watch, dtype, LossScale())
+    for unit in units:
+        if unit.on_demand and unit.kind is UnitKind.ROOT:
+            hooks.on_root(unit, recorder, watch)
+        elif unit.on_demand:
+            hooks.on_layer(unit, recorder, watch, "cpu")  # a device for autocast, which is off
+        for buffer in unit.buffers:
+            for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+                if buffer.layout.trainable:
+                    hooks.on_gradient(param, functools.partial(recorder.gradient, slot.name))
+    try:
+        yield
+    finally:
+        hooks.remove()
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Give the parameters back what they had."""
+    kept = [(param, param.data) for param in model.parameters()]
+    try:
+        yield
+    finally:
+        for param, data in kept:
+            param.data = data
+            param.grad = None

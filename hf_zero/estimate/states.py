@@ -1,0 +1,105 @@
+"""Optimizer states of planned units: the user's optimizer on meta shards, or what the native rule would keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.config import ResolvedConfig
+from hf_zero.optim.host_adam import HostAdamSettings
+from hf_zero.optim.host_state import HostState
+from hf_zero.optim.owned import CutGroups
+from hf_zero.optim.rules import check_native, check_optimizer
+from hf_zero.runtime.build import BuiltUnits
+from hf_zero.shards.sink import make_sink, must_stage
+
+
+class _Reader:
+    def wait(self) -> None:
+        return None
+
+
+class PlannedStates:
+    """What ShardedOptimizer and HostAdam would hold for `built`, made by the parts that they are made of.
+
+    Args:
+        stand_ins: By id of the model's parameter: the meta parameter in its place.
+        factory: Makes the optimizer from parameters; None takes the configuration's block, else AdamW.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        built: BuiltUnits,
+        stand_ins: Mapping[int, nn.Parameter],
+        factory: Callable[[Iterable[Any]], torch.optim.Optimizer] | None,
+        *,
+        on_host: bool,
+    ) -> None:
+        self._built = built
+        trained = [param for param in stand_ins.values() if param.requires_grad]
+        self._optimizer = None
+        self._owned = []
+        if trained and built.grads:
+            make = factory or (lambda params: _optimizer_of(config.optimizer, params, on_host=on_host))
+            self._optimizer = make(trained)
+            sharded = any(buffer.flat.layout.world_size > 1 for buffer in built.grads)
+            check_optimizer(self._optimizer, sharded=sharded, allow_untested=config.zero_allow_untested_optimizer)
+            if any(buffer.flat.home.native for buffer in built.grads):
+                check_native(self._optimizer)
+            self._owned = CutGroups(self._optimizer).take(built.grads)
+        settings = HostAdamSettings.of(config, built.homes.host)
+        native = [buffer for buffer in built.grads if buffer.flat.home.native]
+        runs = {id(b): [owned for owned in self._owned if owned.buffer is b] for b in native}
+        self._native = [HostState(b, runs[id(b)], settings.moments_dtype) for b in native if runs[id(b)]]
+        delayed = settings.delay_from is not None
+        self.early = settings.early and not delayed and any(s.master.store.can_stage for s in self._native)
+        self.lent_bytes = 0  # gradients on the device that a delayed update reads beside those of the next step
+        for state in self._native:
+            may_be_early = settings.early and not delayed and state.master.store.can_stage
+            staged = must_stage(state.flat) or delayed or may_be_early
+            make_sink(state.flat, settings.host, staged=staged)
+            if delayed:
+                lent, _ = state.grads.lend(_Reader(), swap=True)
+                self.lent_bytes += 0 if state.grads.on_host else lent.nbytes
+
+    def update(self) -> None:
+        """One step of the torch optimizer on the shards that it updates, as ShardedOptimizer calls it."""
+        if self._optimizer is None:
+            return
+        for owned in self._owned:
+            for master, grad in zip(owned.masters, owned.grads, strict=False):
+                master.grad = grad.to(master.dtype)
+        self._optimizer.step()
+        for owned in self._owned:
+            for master in owned.masters:
+                master.grad = None
+
+    @property
+    def state_bytes(self) -> int:
+        """As ShardedOptimizer.state_bytes()."""
+        held = 0
+        if self._optimizer is not None:
+            values = [value for state in self._optimizer.state.values() for value in state.values()]
+            held = sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
+        return held + sum(moment.nbytes for state in self._native for moment in state.moments)
+
+    @property
+    def staged_bytes(self) -> int:
+        """States on disk that a backward writes beside those of the step before."""
+        return sum(shard.nbytes for state in self._native for shard in (state.master, *state.moments))
+
+
+def _optimizer_of(block: Mapping[str, Any] | None, params: Iterable[Any], *, on_host: bool) -> torch.optim.Optimizer:
+    if block is None:
+        # Trainer's default is fused on GPUs, which makes no copies; neither does the plain loop that meta tensors get.
+        return torch.optim.AdamW(params)
+    kind = getattr(torch.optim, block["type"])
+    # On GPUs torch updates all tensors together, with a copy of them in between; meta tensors must be told to.
+    together = {} if on_host or "fused" in block.get("params", {}) else {"foreach": True}
+    arguments = {name: value for name, value in block.get("params", {}).items() if name != "fused"}
+    made: torch.optim.Optimizer = kind(params, **{**together, **arguments})
+    return made
