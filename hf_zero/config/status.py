@@ -163,7 +163,6 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.compute_grad_norm": "the norm is computed when it is asked for",
     "zero_optimization.load_from_fp32_weights": "masters always come from the fp32 values where a checkpoint has them",
     "zero_optimization.elastic_checkpoint": "every checkpoint loads at any number of ranks",
-    "zero_optimization.stage3_max_reuse_distance": "a unit is released as soon as it has been used",
     "zero_optimization.stage3_module_granularity_threshold": "units are whole layers",
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": "a gather needs no copy, so there is nothing to save",
     "zero_optimization.stage3_allgather_sequential": "a gather needs no copy, so there is nothing to save",

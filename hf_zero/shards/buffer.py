@@ -182,13 +182,17 @@ class FlatBuffer:
             self.check_placeholders()
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
         # Where the shard comes from the host, the copy and the all-gather behind it stay off the compute stream.
-        away = self.home.master is not self.home.param or not isinstance(self.home.param, DeviceStore)
-        with self.home.copies.beside() if away else contextlib.nullcontext():
+        with self.home.copies.beside() if self.comes_from_afar else contextlib.nullcontext():
             self.finish_update()
             with self._comm.stop_together():
                 parts = self._parts_on_device()
             for (start, numel), part in zip(self.layout.buckets(), parts, strict=True):
                 self._pending.append(self._comm.all_gather(self.full[start : start + numel], part, self.layout.name))
+
+    @property
+    def comes_from_afar(self) -> bool:
+        """Whether the shard, or its update, is elsewhere than on the device."""
+        return self.home.master is not self.home.param or not isinstance(self.home.param, DeviceStore)
 
     def _parts_on_device(self) -> list[torch.Tensor]:
         """This rank's part of every bucket, on the compute device; valid until `gather_finish`."""
