@@ -78,8 +78,8 @@ class ZeroEngine:
         self.trains = train
         if built is None:
             comm = Comm.join(device, group=group, timeout_s=config.desync_timeout)
-            scale = 1 / (comm.world_size * self.accumulation_steps)
-            built = build_units(model, BuildSettings.of(config, scale, train=train), comm)
+            settings = BuildSettings.of(config, comm.world_size, self.accumulation_steps, train=train)
+            built = build_units(model, settings, comm)
         self.comm = built.comm
         share_buffers(model, self.comm)
         self.homes, self.units, self.pool = built.homes, built.units, built.pool

@@ -53,7 +53,6 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     "optimizer.type": ("Lamb", "SGD"),
     "optimizer.params.bias_correction": (False, True),
     "scheduler": ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, None),
-    "gradient_allreduce_op": ("sum", "mean"),
     "managed_gradient_accumulation": (False, True),
     "sequence_parallel_size": (2, 1),
     "data_types.param_dtype": ("bf16", None),

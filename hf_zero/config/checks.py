@@ -54,6 +54,13 @@ def cross_problems(values: Mapping[str, Any], args: Any, problems: Problems) -> 
             "bf16.enabled is true as well, and there is one 16-bit type at a time",
             'Set one of them to false, or both to "auto" and give one of bf16=True and fp16=True.',
         )
+    if look_up(values, "gradient_allreduce_op") == "sum" and look_up(values, f"{ZERO}.stage") == 3:
+        problems.add(
+            "gradient_allreduce_op",
+            "sum",
+            "stage 3 has the mean only, as in DeepSpeed",
+            'Set it to "mean" and multiply the loss by the number of ranks, or use stage 0, 1 or 2.',
+        )
     optimizer = values.get("optimizer")
     if isinstance(optimizer, Mapping) and "type" not in optimizer and not _reported(problems, "optimizer"):
         problems.add(

@@ -102,7 +102,6 @@ NOT_YET: tuple[NotYet, ...] = (
         "scheduler", _block, "Remove the block and build a torch or transformers scheduler (Trainer does so itself)."
     ),
     NotYet("sparse_gradients", _true, _DROP),
-    NotYet("gradient_allreduce_op", _one_of("sum"), 'Set it to "mean", or multiply the loss by the number of ranks.'),
     NotYet("managed_gradient_accumulation", _false, "Remove it; engine.no_sync() skips the reduction where wanted."),
     NotYet("sequence_parallel_size", _above(1), _DROP),
     NotYet("graph_harvesting", _true, _DROP),
@@ -149,14 +148,11 @@ NOT_YET: tuple[NotYet, ...] = (
 
 _BY_LAYOUT = "the flat buffers give this by their layout"
 _NO_TRACE = "the order of gathers is fixed, there is no trace"
-_EXACT_MEAN = "the mean over ranks is the same either way"
 _OFFLOAD_ONLY = "it matters under offload only"
 
 # Keys that are taken and have nothing to do here, with the reason. A value other than the default gives a notice.
 NO_EFFECT: dict[str, str] = {
     "zero_optimization.contiguous_gradients": _BY_LAYOUT,
-    "zero_optimization.reduce_scatter": "the stage decides between reduce-scatter and all-reduce",
-    "zero_optimization.allgather_partitions": "parameters are always all-gathered",
     "zero_optimization.use_multi_rank_bucket_allreduce": _BY_LAYOUT,
     "zero_optimization.round_robin_gradients": "every rank owns a part of every bucket",
     "zero_optimization.parameter_alignment": "parameters always start at 16-byte addresses",
@@ -183,8 +179,6 @@ NO_EFFECT: dict[str, str] = {
     "bf16.immediate_grad_update": "gradients are always taken as they are ready",
     "bf16.check_grad_overflow": "bf16 has the range of fp32",
     "optimizer.legacy_fusion": "torch's optimizers are used",
-    "prescale_gradients": _EXACT_MEAN,
-    "gradient_predivide_factor": _EXACT_MEAN,
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
     "data_types.keep_in_fp32_modules": "buffers always keep their dtype; keep_fp32 names parameters",
     "wall_clock_breakdown": "torch.profiler shows the phases by name",

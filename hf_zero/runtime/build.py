@@ -14,9 +14,10 @@ from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
 from hf_zero.errors import DivergenceError
 from hf_zero.layout import UnitLayout
-from hf_zero.runtime.grads import GradBuffer, GradSettings, MemoryPool
+from hf_zero.runtime.grads import GradBuffer, MemoryPool
 from hf_zero.runtime.homes import Draft, Homes, OffloadSettings
 from hf_zero.runtime.plan import UnitPlan, keeps_small_parameters_whole, plan_unit
+from hf_zero.runtime.reduction import GradSettings
 from hf_zero.shards.buffer import FlatBuffer
 from hf_zero.shards.partition import UnitKind, UnitSpec, partition
 from hf_zero.shards.unit import ShardUnit
@@ -48,8 +49,10 @@ class BuildSettings:
     offload: OffloadSettings
 
     @classmethod
-    def of(cls, config: ResolvedConfig, scale: float, *, train: bool = True) -> BuildSettings:
-        """`scale` multiplies every gradient; see GradSettings."""
+    def of(
+        cls, config: ResolvedConfig, world_size: int = 1, accumulation: int = 1, *, train: bool = True
+    ) -> BuildSettings:
+        """`world_size` and `accumulation`: what gradients are averaged over; see GradSettings."""
         zero = config.zero
         return cls(
             stage=config.stage,
@@ -59,8 +62,12 @@ class BuildSettings:
             cast_to=torch_dtype(config.dtype),
             keep_fp32=config.keep_fp32,
             train=train,
-            grads=GradSettings(
-                torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), scale
+            grads=GradSettings.of(
+                config,
+                world_size=world_size,
+                accumulation=accumulation,
+                accum_dtype=torch_dtype(config.grad_accum_dtype),
+                wire_dtype=torch_dtype(config.communication_data_type),
             ),
             offload=OffloadSettings.of(config),
         )

@@ -29,13 +29,14 @@ from hf_zero.store.copies import CopyStream
 
 @dataclass(frozen=True)
 class Home:
-    """Where the data of one flat buffer lives between uses."""
+    """Where the data of one flat buffer lives between uses, and how ranks share it after an update."""
 
     param: ShardStore  # its shard, where parameters are whole around their use only
     master: ShardStore  # master weights, and the moments of a native update
     copies: CopyStream  # for what goes between host and device; one for all buffers
     native: bool  # the native rule updates the masters tile by tile; else torch does, and they stay in memory
     tile_numel: int
+    broadcasts: bool = False  # what is whole for ever comes from each owner by a broadcast (`allgather_partitions`)
 
 
 class FlatBuffer:
@@ -186,8 +187,19 @@ class FlatBuffer:
             self.finish_update()
             with self._comm.stop_together():
                 parts = self._parts_on_device()
+            fill = self._start_broadcasts if self.home.broadcasts and not self.on_demand else self._start_all_gather
             for (start, numel), part in zip(self.layout.buckets(), parts, strict=True):
-                self._pending.append(self._comm.all_gather(self.full[start : start + numel], part, self.layout.name))
+                fill(self.full[start : start + numel], part)
+
+    def _start_all_gather(self, bucket: torch.Tensor, part: torch.Tensor) -> None:
+        self._pending.append(self._comm.all_gather(bucket, part, self.layout.name))
+
+    def _start_broadcasts(self, bucket: torch.Tensor, part: torch.Tensor) -> None:
+        places = bucket.chunk(self._comm.world_size)
+        if places[self._rank].data_ptr() != part.data_ptr():
+            places[self._rank].copy_(part)
+        for owner, place in enumerate(places):
+            self._pending.append(self._comm.broadcast_start(place, self.layout.name, src=owner))
 
     @property
     def comes_from_afar(self) -> bool:
