@@ -138,7 +138,7 @@ class ShardedConstruction:
         engines = []
         for root in sorted(roots, key=self._first_number):
             config = resolve(root)
-            built = build_units(root, BuildSettings.of(config, train=False), self._comm, succession.fill)
+            built = build_units(root, BuildSettings.of(config, 1.0, train=False), self._comm, succession.fill)
             engines.append(ZeroEngine(root, config, built=built, train=False))
         succession.finish()
         return engines

@@ -32,7 +32,7 @@ def _copy_model(engine: ZeroEngine, memo: dict[int, Any]) -> nn.Module:
             for param in (param for buffer in unit.buffers for param in buffer.params):
                 memo[id(param)] = nn.Parameter(_ghost_of(param), requires_grad=param.requires_grad)
         copied: nn.Module = copy.deepcopy(engine.module, memo)
-    settings = BuildSettings.of(engine.config, train=False)
+    settings = BuildSettings.of(engine.config, 1.0, train=False)
     built = build_units(copied, settings, engine.comm, _Twins(engine.units, memo).fill)
     twin = ZeroEngine(copied, engine.config, built=built, train=False)
     for dress in engine.dressings:

@@ -25,7 +25,7 @@ from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_buffers, torch_dtype
 from hf_zero.runtime.fittings import Callbacks, Fitted, ModelFittings
 from hf_zero.runtime.grads import GradBuffer, GradReducer
-from hf_zero.runtime.params import Limits, OnDemandParams
+from hf_zero.runtime.params import OnDemandParams, PrefetchLimits
 from hf_zero.runtime.report import memory_report, start_line
 from hf_zero.runtime.thaw import Thaw
 from hf_zero.runtime.weights import WholeWeights
@@ -78,12 +78,12 @@ class ZeroEngine:
         self.trains = train
         if built is None:
             comm = Comm.join(device, group=group, timeout_s=config.desync_timeout)
-            settings = BuildSettings.of(config, comm.world_size, self.accumulation_steps, train=train)
-            built = build_units(model, settings, comm)
+            scale = 1 / (comm.world_size * self.accumulation_steps)
+            built = build_units(model, BuildSettings.of(config, scale, train=train), comm)
         self.comm = built.comm
         share_buffers(model, self.comm)
         self.homes, self.units, self.pool = built.homes, built.units, built.pool
-        self.params = OnDemandParams(self.units, Limits.of(config.zero), on_left=self._unit_left)
+        self.params = OnDemandParams(self.units, PrefetchLimits.of(config.zero), on_left=self._unit_left)
         self.reducer = GradReducer(
             built.grads,
             overlap=config.zero.overlap_comm,
@@ -343,7 +343,7 @@ class ZeroEngine:
         """Take everything off the model but its units, which another engine is to take over. All ranks must call."""
         self.finish_updates()
         for unit in self.units:
-            if unit.state in (UnitState.GATHERING, UnitState.KEPT):
+            if unit.state is UnitState.GATHERING:
                 self.params.make_full(unit)
         self._take_off()
         if self.optimizer is not None:

@@ -74,7 +74,7 @@ def renew(
         engine.retire()
     succession = Succession(unit for engine in engines for unit in engine.units)
     accumulation = accumulation_steps or config.gradient_accumulation_steps
-    settings = BuildSettings.of(config, comm.world_size, accumulation, train=train)
+    settings = BuildSettings.of(config, 1.0 / (comm.world_size * accumulation), train=train)
     built = build_units(model, settings, comm, succession.fill)
     succession.finish()
     for engine in engines:

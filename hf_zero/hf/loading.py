@@ -116,7 +116,7 @@ class ShardedLoad:
         present = {names[key].name for key in given}
         _quietly_tie(model, set(live) - present)
         self._replace_parameters(present)
-        settings = BuildSettings.of(self._config, train=False)
+        settings = BuildSettings.of(self._config, 1.0, train=False)
         self._built = build_units(model, settings, self._comm, FlatBuffer.fill_later)
         self._placer = ShardPlacer(self._built.units)
         is_lazy = {key: isinstance(given[key], StoredTensor) and names[key].pattern is None for key in given}

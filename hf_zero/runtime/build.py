@@ -14,10 +14,10 @@ from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
 from hf_zero.errors import DivergenceError
 from hf_zero.layout import UnitLayout
-from hf_zero.runtime.grads import GradBuffer, MemoryPool
+from hf_zero.runtime.grads import GradBuffer, GradSettings, MemoryPool
 from hf_zero.runtime.homes import Draft, Homes, OffloadSettings
 from hf_zero.runtime.plan import UnitPlan, keeps_small_parameters_whole, plan_unit
-from hf_zero.runtime.reduction import GradSettings
+from hf_zero.runtime.reduction import Reduction
 from hf_zero.shards.buffer import FlatBuffer
 from hf_zero.shards.partition import UnitKind, UnitSpec, partition
 from hf_zero.shards.unit import ShardUnit
@@ -46,13 +46,12 @@ class BuildSettings:
     keep_fp32: tuple[str, ...]  # name patterns that a cast leaves in fp32
     train: bool  # parameters that require gradients get masters and gradients
     grads: GradSettings
+    reduction: Reduction
     offload: OffloadSettings
 
     @classmethod
-    def of(
-        cls, config: ResolvedConfig, world_size: int = 1, accumulation: int = 1, *, train: bool = True
-    ) -> BuildSettings:
-        """`world_size` and `accumulation`: what gradients are averaged over; see GradSettings."""
+    def of(cls, config: ResolvedConfig, scale: float, *, train: bool = True) -> BuildSettings:
+        """`scale` multiplies every gradient; see GradSettings."""
         zero = config.zero
         return cls(
             stage=config.stage,
@@ -62,13 +61,10 @@ class BuildSettings:
             cast_to=torch_dtype(config.dtype),
             keep_fp32=config.keep_fp32,
             train=train,
-            grads=GradSettings.of(
-                config,
-                world_size=world_size,
-                accumulation=accumulation,
-                accum_dtype=torch_dtype(config.grad_accum_dtype),
-                wire_dtype=torch_dtype(config.communication_data_type),
+            grads=GradSettings(
+                torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), scale
             ),
+            reduction=Reduction.of(config),
             offload=OffloadSettings.of(config),
         )
 
@@ -134,7 +130,10 @@ def build_units(
     )  # rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own
     pool = MemoryPool(comm.device)
     flats = [flat for unit in _reduce_order(units) for flat in unit.buffers if flat.layout.trainable]
-    grads = [GradBuffer(flat, comm, pool, settings.grads, homes.host, eager=eager[id(flat)]) for flat in flats]
+    grads = [
+        GradBuffer(flat, comm, pool, settings.grads, homes.host, eager=eager[id(flat)], reduction=settings.reduction)
+        for flat in flats
+    ]
     return BuiltUnits(settings, comm, homes, units, grads, pool)
 
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from hf_zero.comm import Comm, Pending
-from hf_zero.runtime.reduction import GradSettings
+from hf_zero.runtime.reduction import Reduction
 from hf_zero.shards.buffer import FlatBuffer
 from hf_zero.shards.tensors import ShardTensor
 from hf_zero.store import DeviceStore, HostStore
@@ -55,11 +56,20 @@ class MemoryPool:
         self._free.clear()
 
 
+@dataclass(frozen=True)
+class GradSettings:
+    """How gradients are summed."""
+
+    accum_dtype: torch.dtype | None  # None: fp32, fp64 for fp64 parameters
+    wire_dtype: torch.dtype | None  # `communication_data_type`; None: the accumulation type
+    scale: float  # 1 / (world size x accumulation steps): the sum over ranks and micro-steps becomes the mean
+
+
 class GradBuffer:
     """The gradient of one flat buffer: `whole` while it arrives, `shard` once it is reduced.
 
-    Invariants: after the reduces of a window `shard` is the plain mean over ranks (or the sum: GradSettings) of the
-    sum over micro-steps, each scaled; padding is zero.
+    Invariants: after the reduces of a window `shard` is the plain mean over ranks of the sum over micro-steps, each
+    scaled (with `gradient_allreduce_op` "sum" their sum); padding is zero.
     """
 
     whole: torch.Tensor | None  # 1-D [padded_numel]: what has arrived here since the last reduce started
@@ -74,16 +84,20 @@ class GradBuffer:
         host: HostStore,
         *,
         eager: bool,
+        reduction: Reduction,
     ) -> None:
         self.flat = flat
         self.eager = eager
+        self._reduction = reduction
         self._comm = comm
         self._pool = pool
-        self._settings = settings
+        self._scale = settings.scale
+        self._wire = settings.wire_dtype
         if settings.accum_dtype is not None:
             self.dtype = settings.accum_dtype
         else:
             self.dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        self._max_flight = reduction.buckets_in_flight(comm, self.dtype, self._wire)
         self._host = host
         self._on_host = flat.full.device.type != "cpu" and not isinstance(flat.home.master, DeviceStore)
         self._memories = 0
@@ -96,9 +110,7 @@ class GradBuffer:
         self.seen = [False] * len(flat.params)  # had a gradient on this rank in this window
         self._written = [False] * len(flat.params)  # has a value in `whole`
         self._arrived: set[int] = set()  # in this backward
-        self._max_flight = settings.buckets_in_flight(comm, self.dtype)
-        # pending, its result, our part
-        self._flight: collections.deque[tuple[Pending, torch.Tensor, torch.Tensor]] = collections.deque()
+        self._flight: list[tuple[Pending, torch.Tensor, torch.Tensor]] = []  # pending, its result, our part
         self._flying: torch.Tensor | None = None  # the whole that the reduce under way reads
         self._empty = True  # `shard` holds nothing of this window yet
 
@@ -199,14 +211,17 @@ class GradBuffer:
         self.num_reduces += 1
         self._flying, self.whole = self.whole, None
         for (start, numel), mine in zip(layout.buckets(), self.shard.parts, strict=True):
+            bucket = self._flying[start : start + numel]
             if len(self._flight) == self._max_flight:
                 self._finish_oldest()
-            bucket = self._flying[start : start + numel]
-            result, out = bucket, None
             if layout.world_size == self._comm.world_size:
                 in_place = self._empty and mine.device == bucket.device
-                result = out = mine if in_place else torch.empty_like(mine, device=bucket.device)
-            self._flight.append((self._settings.start(self._comm, bucket, out, layout.name), result, mine))
+                result = mine if in_place else torch.empty_like(mine, device=bucket.device)
+                pending = self._reduction.parts(self._comm, result, bucket, layout.name, wire_dtype=self._wire)
+            else:
+                result = bucket
+                pending = self._reduction.everything(self._comm, bucket, layout.name, wire_dtype=self._wire)
+            self._flight.append((pending, result, mine))
 
     def reduce_finish(self) -> None:
         while self._flight:
@@ -218,18 +233,18 @@ class GradBuffer:
         self._flying = None
 
     def _finish_oldest(self) -> None:
-        pending, result, mine = self._flight.popleft()
+        pending, result, mine = self._flight.pop(0)
         pending.wait()
-        scale = self._settings.after
         if result.device != mine.device:
-            self._copy_to_host(result.mul_(scale), mine)
+            self._copy_to_host(result, mine)
         elif result.data_ptr() != mine.data_ptr():
-            mine.add_(result, alpha=scale)
-        elif scale != 1.0:
-            mine.mul_(scale)
+            mine.add_(result, alpha=self._scale)
+        elif self._scale != 1.0:
+            mine.mul_(self._scale)
 
     def _copy_to_host(self, result: torch.Tensor, mine: torch.Tensor) -> None:
         """Move a reduced part from the compute device to the host, or add it to what is there."""
+        result = result.mul_(self._scale)
         if self._empty:
             self._on_its_way = self.flat.home.copies.copy(mine, result)
         else:

@@ -27,7 +27,7 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Limits:
+class PrefetchLimits:
     """What may be whole beside the units in use, in elements.
 
     Args:
@@ -40,10 +40,10 @@ class Limits:
 
     ahead: int
     live: int
-    reuse: int
+    reuse: int = 0
 
     @classmethod
-    def of(cls, zero: ZeroSection) -> Limits:
+    def of(cls, zero: ZeroSection) -> PrefetchLimits:
         return cls(
             zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
             zero.stage3_max_live_parameters,
@@ -92,7 +92,7 @@ class OnDemandParams:
     """
 
     def __init__(
-        self, units: list[ShardUnit], limits: Limits, on_left: Callable[[ShardUnit], None] = lambda unit: None
+        self, units: list[ShardUnit], limits: PrefetchLimits, on_left: Callable[[ShardUnit], None] = lambda unit: None
     ) -> None:
         """`on_left(unit)` is called in backward, at the same point on all ranks, when `unit` has had its last use."""
         self.units = [unit for unit in units if unit.on_demand]

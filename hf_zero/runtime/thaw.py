@@ -91,7 +91,15 @@ class Thaw:
         plan = self._settings.plan(unit.kind, comm.world_size)
         trained = next(flat for flat in new if flat.layout.trainable)
         homes = self._built.homes
-        return GradBuffer(trained, comm, self._built.pool, self._settings.grads, homes.host, eager=plan.eager)
+        return GradBuffer(
+            trained,
+            comm,
+            self._built.pool,
+            self._settings.grads,
+            homes.host,
+            eager=plan.eager,
+            reduction=self._settings.reduction,
+        )
 
     def _drafts(self, unit: ShardUnit, old: FlatBuffer, comm: Comm) -> Iterator[Draft]:
         base = old.layout.name.partition("/frozen")[0]
