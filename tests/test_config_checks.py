@@ -49,7 +49,6 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     f"{ZERO}.zero_hpz_partition_size": (8, 1),
     f"{ZERO}.zeropp_loco_param": ({"err_beta": 0.8}, {}),
     f"{ZERO}.mics_shard_size": (8, -1),
-    f"{ZERO}.ignore_unused_parameters": (False, True),
     "optimizer.type": ("Lamb", "SGD"),
     "optimizer.params.bias_correction": (False, True),
     "scheduler": ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, None),

@@ -285,7 +285,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _settled(self, flat: FlatBuffer, index: int) -> tuple[GradBuffer, float] | None:
         """(where the gradient of this window is, what clipping multiplies it with); None if no rank has one."""
-        facts = self._facts or settle_window(self._reducer, self._comm, self._orders)
+        facts = self._facts or settle_window(self._reducer, self._comm, self._orders, closes=False)
         for number, grads in enumerate(self._reducer.buffers):
             if grads.flat is flat and facts.has_grad[number][index]:
                 return grads, self._factor if flat.home.native else 1.0  # elsewhere the gradient itself was scaled

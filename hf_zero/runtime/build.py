@@ -47,6 +47,7 @@ class BuildSettings:
     train: bool  # parameters that require gradients get masters and gradients
     grads: GradSettings
     reduction: Reduction
+    allow_unused: bool  # `ignore_unused_parameters`
     offload: OffloadSettings
 
     @classmethod
@@ -65,6 +66,7 @@ class BuildSettings:
                 torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), scale
             ),
             reduction=Reduction.of(config),
+            allow_unused=zero.ignore_unused_parameters,
             offload=OffloadSettings.of(config),
         )
 
@@ -130,11 +132,24 @@ def build_units(
     )  # rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own
     pool = MemoryPool(comm.device)
     flats = [flat for unit in _reduce_order(units) for flat in unit.buffers if flat.layout.trainable]
-    grads = [
-        GradBuffer(flat, comm, pool, settings.grads, homes.host, eager=eager[id(flat)], reduction=settings.reduction)
-        for flat in flats
-    ]
+    grads = [make_grads(flat, settings, comm, pool, homes, eager=eager[id(flat)]) for flat in flats]
     return BuiltUnits(settings, comm, homes, units, grads, pool)
+
+
+def make_grads(
+    flat: FlatBuffer, settings: BuildSettings, comm: Comm, pool: MemoryPool, homes: Homes, *, eager: bool
+) -> GradBuffer:
+    """The gradient memory of a trainable flat buffer."""
+    return GradBuffer(
+        flat,
+        comm,
+        pool,
+        settings.grads,
+        homes.host,
+        eager=eager,
+        reduction=settings.reduction,
+        allow_unused=settings.allow_unused,
+    )
 
 
 def _reduce_order(units: list[ShardUnit]) -> Iterable[ShardUnit]:

@@ -85,9 +85,12 @@ class GradBuffer:
         *,
         eager: bool,
         reduction: Reduction,
+        allow_unused: bool = True,
     ) -> None:
+        """`allow_unused`: a parameter may be without gradient on all ranks in a window."""
         self.flat = flat
         self.eager = eager
+        self.allow_unused = allow_unused
         self._reduction = reduction
         self._comm = comm
         self._pool = pool
