@@ -13,6 +13,7 @@ from hf_zero.errors import StateError
 from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.owned import CutGroups, OwnedRun
 from hf_zero.optim.rules import check_native, check_optimizer
+from hf_zero.optim.sub_groups import sub_groups
 from hf_zero.optim.whole import (
     assemble,
     changed_state,
@@ -300,13 +301,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update_by_torch(self, has_grad: Mapping[int, Sequence[bool]]) -> None:
         # Called without any gradient too: it runs the user's step hooks, and schedulers look for the call.
-        for owned in self._owned:
-            present = has_grad[id(owned.buffer)][owned.index]
-            for master, grad in zip(owned.masters, owned.grads, strict=False):
-                master.grad = grad.to(master.dtype) if present else None
-        self.optimizer.step()
-        for owned in self._owned:
-            for master in owned.masters:
+        for group in sub_groups(self.optimizer, self._owned, has_grad):
+            for master, grad in group:
+                master.grad = grad.to(master.dtype)
+            self.optimizer.step()
+            for master, _ in group:
                 master.grad = None
 
     def _publish(self, *, native_too: bool) -> None:

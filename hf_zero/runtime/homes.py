@@ -106,6 +106,7 @@ class Homes:
             native=offloaded and self._settings.native,
             copies=self._copies,
             tile_numel=max(1, min(self._settings.sub_group_numel, MAX_TILE_NUMEL)),
+            sub_group_numel=max(1, self._settings.sub_group_numel),
             broadcasts=self._settings.broadcasts,
         )
 

@@ -36,6 +36,7 @@ class Home:
     copies: CopyStream  # for what goes between host and device; one for all buffers
     native: bool  # the native rule updates the masters tile by tile; else torch does, and they stay in memory
     tile_numel: int
+    sub_group_numel: int = 1 << 62  # elements that one call of a torch optimizer updates
     broadcasts: bool = False  # what is whole for ever comes from each owner by a broadcast (`allgather_partitions`)
 
 
