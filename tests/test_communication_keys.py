@@ -24,6 +24,7 @@ from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case
 from tests.harness.sharded import Options, micro_step, start
 
+SLOW = pytest.mark.slow
 STEPS = 3
 CASE = Case("plain", 2, 2, single=True)
 Keys = tuple[tuple[str, Any], ...]
@@ -91,7 +92,7 @@ def assert_near(a: Run, b: Run, case: Case) -> None:
 
 
 # ---------------------------------------------------------------- which primitive
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=SLOW)])
 def test_broadcasts_in_the_place_of_all_gathers(world: int) -> None:
     """allgather_partitions false: after the step every owner broadcasts its part, in every bucket."""
     case = dataclasses.replace(CASE, world=world)
@@ -108,7 +109,7 @@ def test_broadcasts_in_the_place_of_all_gathers(world: int) -> None:
             assert ("all_gather" in after) == (stage == 3), "layers are gathered on demand all the same"
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=SLOW)])
 def test_all_reduces_in_the_place_of_reduce_scatters(world: int) -> None:
     case = dataclasses.replace(CASE, world=world, optimizer="sgd")
     small = ("reduce_bucket_size", 1000)
@@ -210,7 +211,10 @@ def _count_in_flight(comm: Comm, name: str, live: list[int], peaks: list[int]) -
 BUCKET = 64
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, None), (1, "bf16"), (2, None), (3, "fp16")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [(2, None), *(pytest.param(*one, marks=SLOW) for one in ((0, None), (1, "bf16"), (3, "fp16")))],
+)
 def test_buffers_of_constant_size(stage: int, dtype: str | None) -> None:
     """What communication holds at once depends on the bucket, not on the model."""
     shapes = [(2, 32), (6, 32), (2, 96)]
@@ -223,6 +227,7 @@ def test_buffers_of_constant_size(stage: int, dtype: str | None) -> None:
 
 
 # ---------------------------------------------------------------- overlap
+@SLOW
 def test_overlap_does_not_change_a_bit() -> None:
     jobs = [Options(stage, zero=(("overlap_comm", on),)) for stage in range(4) for on in (True, False)]
     for runs in run_ranks(train, 2, CASE, jobs):
@@ -292,7 +297,7 @@ def _whole_grad(engine: ZeroEngine) -> torch.Tensor:
     return grad
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=SLOW) for stage in (0, 1, 3))])
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.half)])
 def test_communication_data_type(stage: int, name: str, dtype: torch.dtype) -> None:
     """1 + 2^-9 is no bf16: only a sum of such values in another type than the one asked for would show it."""
@@ -333,14 +338,14 @@ def sum_of_bf16(stage: int, wire: str | None) -> tuple[torch.Tensor, torch.Tenso
     return _whole_grad(engine), (everyone[0] + everyone[1]) / 2
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=SLOW) for stage in (0, 1, 2))])
 def test_bf16_gradients_are_summed_exactly_in_fp32(stage: int) -> None:
     for wire in ("fp32", None):
         for got, want in run_ranks(sum_of_bf16, 2, stage, wire):
             assert torch.equal(got, want) and not torch.equal(want, want.bfloat16().float())
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=SLOW) for stage in (0, 1, 3))])
 def test_gradients_may_be_divided_before_the_sum(stage: int) -> None:
     """What travels is divided; 80000 is more than fp16 holds, 40000 is not. The mean stays."""
     wire: dict[str, Any] = {"communication_data_type": "fp16"}
@@ -356,6 +361,7 @@ def test_gradients_may_be_divided_before_the_sum(stage: int) -> None:
                 assert grad.isinf().all(), "the sum does not fit: that is what the factor is for"
 
 
+@SLOW
 def test_factors_do_not_change_a_bit_in_fp32() -> None:
     """Powers of two are exact."""
     ways: list[Keys] = [(), (("prescale_gradients", True),), (("gradient_predivide_factor", 2.0),)]
@@ -370,7 +376,7 @@ def test_factors_do_not_change_a_bit_in_fp32() -> None:
                 assert all(torch.equal(2 * a, b) for a, b in zip(halves, wholes, strict=True)) and halves
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=SLOW) for stage in (0, 2))])
 def test_sum_in_the_place_of_the_mean(stage: int) -> None:
     config = {"gradient_allreduce_op": "sum", "gradient_accumulation_steps": 1}
     for _, grad in run_ranks(exchange, 2, stage, config, {}, 3.0):
@@ -398,7 +404,7 @@ def look_at_gradients(stage: int) -> tuple[bool, dict[str, tuple[int, int]]]:
     return alias, mine
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3, pytest.param(2, marks=SLOW)])
 def test_gradients_are_contiguous_and_spread(world: int) -> None:
     """contiguous_gradients, round_robin_gradients: every rank has its share of every unit, within one alignment."""
     for stage in (1, 2):

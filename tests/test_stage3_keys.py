@@ -117,7 +117,7 @@ def _layer_numel() -> int:
     return seen.layer
 
 
-@pytest.mark.parametrize("prefetch", [0, EVERYTHING])
+@pytest.mark.parametrize("prefetch", [EVERYTHING, pytest.param(0, marks=pytest.mark.slow)])
 def test_live_parameters(prefetch: int) -> None:
     """What is whole stays below the cap wherever one layer in use and the root do."""
     one, root = (seen := run_ranks(watch, 2, [{}])[0][0]).layer, seen.root
@@ -128,7 +128,6 @@ def test_live_parameters(prefetch: int) -> None:
         for cap, seen in zip(caps, by_setting, strict=True):
             # The unit that backward enters is gathered before the one it leaves is released.
             assert seen.peak <= max(cap, root + 2 * one), cap
-            assert seen.peak <= max(cap, root) + 2 * one
         counts = [seen.gathers() for seen in by_setting]
         assert counts[0] == 2 * NUM_LAYERS and counts[-1] == NUM_LAYERS
         assert counts == sorted(counts, reverse=True) and len(set(counts)) >= 3
@@ -172,7 +171,9 @@ def count_gathers(case: Case, distances: list[int]) -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize("model", ["reentrant", "non_reentrant", "twice"])
+@pytest.mark.parametrize(
+    "model", ["non_reentrant", *(pytest.param(m, marks=pytest.mark.slow) for m in ("reentrant", "twice"))]
+)
 def test_reuse_with_checkpointing_and_shared_layers(model: str) -> None:
     """Toy has three layers. `twice` runs 0 1 0 2: in backward 0 is left when 1 has been entered, which 0 follows."""
     case = Case(model, 2, 1)
