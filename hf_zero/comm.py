@@ -131,12 +131,12 @@ class Comm:
         `wire_dtype` is the type that travels; the sum is taken in `out`'s type on gloo, in the wire type on NCCL.
         `full` must not change before `wait` returns.
         """
-        self._record("reduce_scatter", what, full)
+        wire = self._as_sent(full, wire_dtype)
+        self._record("reduce_scatter", what, wire)
         if self._group is None:
             if full.data_ptr() != out.data_ptr():
                 out.copy_(full)
             return _Done()
-        wire = full if wire_dtype is None or wire_dtype == full.dtype else full.to(wire_dtype)
         with record_function(f"hf_zero::reduce ({what})"):
             if self.backend == "gloo":
                 return self._exchange_and_sum(out, wire, what)
@@ -148,10 +148,10 @@ class Comm:
 
     def all_reduce(self, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None) -> Pending:
         """Start summing `full` over ranks in place."""
-        self._record("all_reduce", what, full)
+        wire = self._as_sent(full, wire_dtype)
+        self._record("all_reduce", what, wire)
         if self._group is None:
             return _Done()
-        wire = full if wire_dtype is None or wire_dtype == full.dtype else full.to(wire_dtype)
         with record_function(f"hf_zero::all_reduce ({what})"):
             work = self._start(lambda: dist.all_reduce(wire, group=self._group, async_op=True), what)
         return _Work(self, [work], f"all-reduce of {what}", lambda: None if wire is full else full.copy_(wire))
@@ -167,10 +167,14 @@ class Comm:
 
     def broadcast(self, tensor: torch.Tensor, what: str, *, src: int = 0) -> None:
         """Copy `tensor` of group rank `src` to all ranks, in place."""
+        self.broadcast_start(tensor, what, src=src).wait()
+
+    def broadcast_start(self, tensor: torch.Tensor, what: str, *, src: int) -> Pending:
         self._record("broadcast", what, tensor)
-        if self._group is not None:
-            work = self._start(lambda: dist.broadcast(tensor, group=self._group, group_src=src, async_op=True), what)
-            _Work(self, [work], f"broadcast of {what}").wait()
+        if self._group is None:
+            return _Done()
+        work = self._start(lambda: dist.broadcast(tensor, group=self._group, group_src=src, async_op=True), what)
+        return _Work(self, [work], f"broadcast of {what}")
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """`value` of every rank, in rank order. For small control data."""
@@ -298,6 +302,9 @@ class Comm:
             f"Another rank has stopped, or runs other code than this one (desync_timeout is {self.timeout_s:.0f} s). "
             f"The last operations of this rank, to compare with the other ranks' message:\n{last}"
         )
+
+    def _as_sent(self, full: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        return full if self._group is None or dtype is None else full.to(dtype)
 
     def _exchange_parts(self, full: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
         """All-gather by sending `part` to every rank, straight into its place in their `full`.

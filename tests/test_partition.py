@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import hf_zero
 from hf_zero.errors import ConfigError
 from hf_zero.shards.partition import UnitKind, check_parameters, partition, persistent_parameters
+from tests.harness.ranks import run_ranks
 
 
 def names(model: nn.Module, **settings: int) -> dict[str, list[str]]:
@@ -87,3 +91,30 @@ def test_all_parameters_that_cannot_be_cut_are_named() -> None:
         check_parameters(model)
     for name in ("1.weight", "1.bias", "0.phase"):
         assert name in str(caught.value)
+
+
+def say_what_stays_whole(**zero: int) -> str:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=64, n_positions=16))
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
+    logger = logging.getLogger("hf_zero.engine")
+    logger.setLevel(logging.INFO)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+    return "\n".join(lines)
+
+
+def test_the_log_says_what_stays_whole() -> None:
+    """3 layers of 3072 + 96, 1024 + 32, 4096 + 128, 4096 + 32 and 4 x 32 elements; embeddings; a norm of 2 x 32."""
+    small = 3 * (96 + 32 + 128 + 32 + 4 * 32) + 2 * 32
+    for zero, numel, count in (
+        ({"stage3_param_persistence_threshold": 128}, small, 3 * 8 + 2),
+        ({"stage3_param_persistence_threshold": 0}, 0, 0),
+        ({"stage3_param_persistence_threshold": 1024}, small + 3 * 1024 + 16 * 32, 3 * 9 + 3),
+        ({"stage3_param_persistence_threshold": 128, "stage3_model_persistence_threshold": 40}, 32, 1),
+    ):
+        told, silent = run_ranks(say_what_stays_whole, 2, **zero)
+        assert f"Parameter Offload: Total persistent parameters: {numel} in {count} params" in told, zero
+        assert not silent

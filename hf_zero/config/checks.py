@@ -47,6 +47,13 @@ def _switch(path: str, value: Any) -> tuple[str, Any]:
 def cross_problems(values: Mapping[str, Any], args: Any, problems: Problems) -> None:
     """Add the problems that show only when several keys, or the training arguments, are seen together."""
     _check_offload(values, problems)
+    if look_up(values, "gradient_allreduce_op") == "sum" and look_up(values, f"{ZERO}.stage") == 3:
+        problems.add(
+            "gradient_allreduce_op",
+            "sum",
+            "stage 3 has the mean only, as in DeepSpeed",
+            'Set it to "mean" and multiply the loss by the number of ranks, or use stage 0, 1 or 2.',
+        )
     optimizer = values.get("optimizer")
     if isinstance(optimizer, Mapping) and "type" not in optimizer and not _reported(problems, "optimizer"):
         problems.add(

@@ -86,11 +86,9 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("zero_optimization.zeropp_loco_param", _given, _ZEROPP),
     NotYet("zero_optimization.mics_shard_size", _above(0), "Remove it: shards span all ranks."),
     NotYet("zero_optimization.mics_hierarchical_params_gather", _true, "Remove it: shards span all ranks."),
-    NotYet("zero_optimization.ignore_unused_parameters", _false, "Remove it: unused parameters count as zeros."),
     NotYet("optimizer.type", _one_of(*OTHER_OPTIMIZERS), "Use AdamW, Adam or SGD, which are exact on shards."),
     NotYet("optimizer.params.bias_correction", _false, "Remove it: torch's Adam always corrects the bias."),
     NotYet("sparse_gradients", _true, _DROP),
-    NotYet("gradient_allreduce_op", _one_of("sum"), 'Set it to "mean", or multiply the loss by the number of ranks.'),
     NotYet("managed_gradient_accumulation", _false, "Remove it; engine.no_sync() skips the reduction where wanted."),
     NotYet("sequence_parallel_size", _above(1), _DROP),
     NotYet("graph_harvesting", _true, _DROP),
@@ -137,7 +135,6 @@ NOT_YET: tuple[NotYet, ...] = (
 
 _BY_LAYOUT = "the flat buffers give this by their layout"
 _NO_TRACE = "the order of gathers is fixed, there is no trace"
-_EXACT_MEAN = "the mean over ranks is the same either way"
 _OFFLOAD_ONLY = "it matters under offload only"
 
 _APEX = (
@@ -148,15 +145,12 @@ _APEX = (
 # Keys that are taken and have nothing to do here, with the reason. A value other than the default gives a notice.
 NO_EFFECT: dict[str, str] = {
     "zero_optimization.contiguous_gradients": _BY_LAYOUT,
-    "zero_optimization.reduce_scatter": "the stage decides between reduce-scatter and all-reduce",
-    "zero_optimization.allgather_partitions": "parameters are always all-gathered",
     "zero_optimization.use_multi_rank_bucket_allreduce": _BY_LAYOUT,
     "zero_optimization.round_robin_gradients": "every rank owns a part of every bucket",
     "zero_optimization.parameter_alignment": "parameters always start at 16-byte addresses",
     "zero_optimization.compute_grad_norm": "the norm is computed when it is asked for",
     "zero_optimization.load_from_fp32_weights": "masters always come from the fp32 values where a checkpoint has them",
     "zero_optimization.elastic_checkpoint": "every checkpoint loads at any number of ranks",
-    "zero_optimization.stage3_max_reuse_distance": "a unit is released as soon as it has been used",
     "zero_optimization.stage3_module_granularity_threshold": "units are whole layers",
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": "a gather needs no copy, so there is nothing to save",
     "zero_optimization.stage3_allgather_sequential": "a gather needs no copy, so there is nothing to save",
@@ -179,8 +173,6 @@ NO_EFFECT: dict[str, str] = {
     "torch_autocast.lower_precision_safe_modules": "torch's autocast decides by operation",
     **{f"amp.{name}": "amp levels are run by torch, which decides this itself" for name in _APEX},
     "optimizer.legacy_fusion": "torch's optimizers are used",
-    "prescale_gradients": _EXACT_MEAN,
-    "gradient_predivide_factor": _EXACT_MEAN,
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
     "data_types.keep_in_fp32_modules": "buffers always keep their dtype; keep_fp32 names parameters",
     "disable_allgather": "it is not read by DeepSpeed either",

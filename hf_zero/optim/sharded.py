@@ -14,6 +14,7 @@ from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.owned import CutGroups, OwnedRun
 from hf_zero.optim.rules import check_native, check_optimizer
+from hf_zero.optim.sub_groups import sub_groups
 from hf_zero.optim.whole import (
     assemble,
     changed_state,
@@ -297,7 +298,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _settled(self, flat: FlatBuffer, index: int) -> tuple[GradBuffer, float] | None:
         """(where the gradient of this window is, what clipping multiplies it with); None if no rank has one."""
-        facts = self._facts or settle_window(self._reducer, self._comm, self._orders)
+        facts = self._facts or settle_window(self._reducer, self._comm, self._orders, closes=False)
         for number, grads in enumerate(self._reducer.buffers):
             if grads.flat is flat and facts.has_grad[number][index]:
                 return grads, self._factor if flat.home.native else 1.0  # elsewhere the gradient itself was scaled
@@ -313,13 +314,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update_by_torch(self, has_grad: Mapping[int, Sequence[bool]]) -> None:
         # Called without any gradient too: it runs the user's step hooks, and schedulers look for the call.
-        for owned in self._owned:
-            present = has_grad[id(owned.buffer)][owned.index]
-            for master, grad in zip(owned.masters, owned.grads, strict=False):
-                master.grad = grad.to(master.dtype) if present else None
-        self.optimizer.step()
-        for owned in self._owned:
-            for master in owned.masters:
+        for group in sub_groups(self.optimizer, self._owned, has_grad):
+            for master, grad in group:
+                master.grad = grad.to(master.dtype)
+            self.optimizer.step()
+            for master, _ in group:
                 master.grad = None
 
     def _publish(self, *, native_too: bool) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.comm import Comm
+from hf_zero.errors import StateError
 from hf_zero.runtime.grads import GradBuffer, GradReducer
 from hf_zero.runtime.order import UseOrder
 
@@ -25,10 +26,14 @@ class WindowFacts:
     has_grad: tuple[tuple[bool, ...], ...]  # per gradient buffer, per parameter: on any rank
 
 
-def settle_window(reducer: GradReducer, comm: Comm, orders: Sequence[UseOrder]) -> WindowFacts:
+def settle_window(reducer: GradReducer, comm: Comm, orders: Sequence[UseOrder], *, closes: bool = True) -> WindowFacts:
     """Bring every gradient of the window into the shards and vote. All ranks must call.
 
     A second vote is needed only where some rank had gradients that came after their buffer's reduce.
+
+    Args:
+        closes: A step follows. Then StateError is raised, on all ranks, for a parameter that no rank had a gradient
+            of, where `ignore_unused_parameters` is false.
     """
     reducer.settle()
     for buffer in reducer.buffers:
@@ -39,7 +44,26 @@ def settle_window(reducer: GradReducer, comm: Comm, orders: Sequence[UseOrder]) 
         facts = _vote(reducer, comm, orders)
     for order, agreed in zip(orders, facts.agreed, strict=True):
         order.agree(agreed)
+    if closes:
+        _refuse_unused(reducer.buffers, facts.has_grad)
     return WindowFacts(math.sqrt(facts.norm_sq), tuple(facts.has_grad))
+
+
+def _refuse_unused(buffers: Sequence[GradBuffer], has_grad: Sequence[Sequence[bool]]) -> None:
+    unused = [
+        slot.name
+        for buffer, present in zip(buffers, has_grad, strict=True)
+        if not buffer.allow_unused
+        for slot, there in zip(buffer.flat.layout.slots, present, strict=True)
+        if not there
+    ]
+    if unused:
+        raise StateError(
+            f"{len(unused)} parameter(s) had no gradient on any rank since the last step, first: "
+            f"{', '.join(sorted(unused)[:5])}; zero_optimization.ignore_unused_parameters = false forbids that.\n"
+            "Let every trainable parameter take part in the loss, freeze it (requires_grad_(False)), or set the key "
+            "to true: such parameters are then left alone."
+        )
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
 from hf_zero.errors import DivergenceError
 from hf_zero.layout import UnitLayout
-from hf_zero.runtime.grads import GradBuffer, GradSettings, MemoryPool
+from hf_zero.runtime.grads import GradBuffer, GradSettings
 from hf_zero.runtime.homes import Draft, Homes, OffloadSettings
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.plan import UnitPlan, keeps_small_parameters_whole, plan_unit
+from hf_zero.runtime.pool import MemoryPool
+from hf_zero.runtime.reduction import Reduction
 from hf_zero.shards.buffer import FlatBuffer
 from hf_zero.shards.partition import UnitKind, UnitSpec, partition
 from hf_zero.shards.unit import ShardUnit
@@ -46,6 +48,8 @@ class BuildSettings:
     keep_fp32: tuple[str, ...]  # name patterns that a cast leaves in fp32
     train: bool  # parameters that require gradients get masters and gradients
     grads: GradSettings
+    reduction: Reduction
+    allow_unused: bool  # `ignore_unused_parameters`
     offload: OffloadSettings
 
     @classmethod
@@ -63,6 +67,8 @@ class BuildSettings:
             grads=GradSettings(
                 torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), scale, LossScale()
             ),
+            reduction=Reduction.of(config),
+            allow_unused=zero.ignore_unused_parameters,
             offload=OffloadSettings.of(config),
         )
 
@@ -142,8 +148,24 @@ def make_units(
     )  # rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own
     pool = MemoryPool(comm.device, keeps=comm.computes_on_host)
     flats = [flat for unit in _reduce_order(units) for flat in unit.buffers if flat.layout.trainable]
-    grads = [GradBuffer(flat, comm, pool, settings.grads, homes.host, eager=eager[id(flat)]) for flat in flats]
+    grads = [make_grads(flat, settings, comm, pool, homes, eager=eager[id(flat)]) for flat in flats]
     return BuiltUnits(settings, comm, homes, units, grads, pool)
+
+
+def make_grads(
+    flat: FlatBuffer, settings: BuildSettings, comm: Comm, pool: MemoryPool, homes: Homes, *, eager: bool
+) -> GradBuffer:
+    """The gradient memory of a trainable flat buffer."""
+    return GradBuffer(
+        flat,
+        comm,
+        pool,
+        settings.grads,
+        homes.host,
+        eager=eager,
+        reduction=settings.reduction,
+        allow_unused=settings.allow_unused,
+    )
 
 
 def _reduce_order(units: list[ShardUnit]) -> Iterable[ShardUnit]:

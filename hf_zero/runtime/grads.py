@@ -20,41 +20,13 @@ import torch
 
 from hf_zero.comm import Comm, Pending
 from hf_zero.runtime.loss_scale import LossScale
+from hf_zero.runtime.pool import MemoryPool
+from hf_zero.runtime.reduction import Reduction
 from hf_zero.shards.buffer import FlatBuffer
 from hf_zero.shards.tensors import ShardTensor
 from hf_zero.store import DeviceStore, HostStore
 
 _MAX_IN_FLIGHT = 2
-
-
-class MemoryPool:
-    """Whole-gradient memory of buffers whose reduce is over, for the next buffer of the same size.
-
-    On the CPU fresh memory costs page faults, more than the reduce of a small unit; CUDA's allocator pools by itself.
-    """
-
-    def __init__(self, device: torch.device, *, keeps: bool) -> None:
-        self._device = device
-        self._keeps = keeps
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = collections.defaultdict(list)
-        self.live_bytes = 0
-        self.peak_live_bytes = 0
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        free = self._free[(numel, dtype)]
-        tensor = free.pop() if free else torch.empty(numel, dtype=dtype, device=self._device)
-        self.live_bytes += tensor.numel() * tensor.element_size()
-        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
-        return tensor
-
-    def give(self, tensor: torch.Tensor) -> None:
-        self.live_bytes -= tensor.numel() * tensor.element_size()
-        free = self._free[(tensor.numel(), tensor.dtype)]
-        if self._keeps and len(free) < _MAX_IN_FLIGHT:
-            free.append(tensor)
-
-    def clear(self) -> None:
-        self._free.clear()
 
 
 @dataclass(frozen=True)
@@ -71,7 +43,7 @@ class GradBuffer:
     """The gradient of one flat buffer: `whole` while it arrives, `shard` once it is reduced.
 
     Invariants: after the reduces of a window `shard` is the plain mean over ranks of the sum over micro-steps, each
-    scaled; padding is zero.
+    scaled (with `gradient_allreduce_op` "sum" their sum); padding is zero.
     """
 
     whole: torch.Tensor | None  # 1-D [padded_numel]: what has arrived here since the last reduce started
@@ -86,9 +58,14 @@ class GradBuffer:
         host: HostStore,
         *,
         eager: bool,
+        reduction: Reduction,
+        allow_unused: bool = True,
     ) -> None:
+        """`allow_unused`: a parameter may be without gradient on all ranks in a window."""
         self.flat = flat
         self.eager = eager
+        self.allow_unused = allow_unused
+        self._reduction = reduction
         self._comm = comm
         self._pool = pool
         self._mean = settings.scale
@@ -98,6 +75,7 @@ class GradBuffer:
             self.dtype = settings.accum_dtype
         else:
             self.dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        self._max_flight = reduction.buckets_in_flight(comm, self.dtype, self._wire)
         self._host = host
         # Reduced gradients go to the host, where the update is.
         self.on_host = not comm.computes_on_host and not isinstance(flat.home.master, DeviceStore)
@@ -230,13 +208,15 @@ class GradBuffer:
         self._flying, self.whole = self.whole, None
         for (start, numel), mine in zip(layout.buckets(), self.shard.parts, strict=True):
             bucket = self._flying[start : start + numel]
+            if len(self._flight) == self._max_flight:
+                self._finish_oldest()
             if layout.world_size == self._comm.world_size:
                 in_place = self._empty and not self.on_host
                 result = mine if in_place else torch.empty_like(mine, device=bucket.device)
-                pending = self._comm.reduce_scatter(result, bucket, layout.name, wire_dtype=self._wire)
+                pending = self._reduction.parts(self._comm, result, bucket, layout.name, wire_dtype=self._wire)
             else:
                 result = bucket
-                pending = self._comm.all_reduce(bucket, layout.name, wire_dtype=self._wire)
+                pending = self._reduction.everything(self._comm, bucket, layout.name, wire_dtype=self._wire)
             self._flight.append((pending, result, mine))
 
     @property
@@ -244,20 +224,23 @@ class GradBuffer:
         return self._mean / self._loss_scale.value
 
     def reduce_finish(self) -> None:
-        for pending, result, mine in self._flight:
-            pending.wait()
-            if result.device != mine.device:
-                self._copy_to_host(result, mine)
-            elif result.data_ptr() != mine.data_ptr():
-                mine.add_(result, alpha=self._scale)
-            elif self._scale != 1.0:
-                mine.mul_(self._scale)
+        while self._flight:
+            self._finish_oldest()
         if self._flying is not None:
             self._empty = False
             if self._flying is not self._resident:
                 self._pool.give(self._flying)
         self._flying = None
-        self._flight.clear()
+
+    def _finish_oldest(self) -> None:
+        pending, result, mine = self._flight.pop(0)
+        pending.wait()
+        if result.device != mine.device:
+            self._copy_to_host(result, mine)
+        elif result.data_ptr() != mine.data_ptr():
+            mine.add_(result, alpha=self._scale)
+        elif self._scale != 1.0:
+            mine.mul_(self._scale)
 
     def _copy_to_host(self, result: torch.Tensor, mine: torch.Tensor) -> None:
         """Move a reduced part from the compute device to the host, or add it to what is there."""

@@ -41,6 +41,7 @@ class OffloadSettings:
     aio: AioSettings
     sub_group_numel: int  # `sub_group_size`
     native: bool  # offloaded states are updated by native code, not by torch on the host
+    broadcasts: bool  # `allgather_partitions` is false
 
     @classmethod
     def of(cls, config: ResolvedConfig) -> OffloadSettings:
@@ -58,6 +59,7 @@ class OffloadSettings:
             sub_group_numel=zero.sub_group_size,
             # torch's optimizers keep their state in memory.
             native=config.force_native_adam or zero.offload_optimizer.device == "nvme",
+            broadcasts=not zero.allgather_partitions,
         )
 
 
@@ -104,6 +106,8 @@ class Homes:
             native=offloaded and self._settings.native,
             copies=self._copies,
             tile_numel=max(1, min(self._settings.sub_group_numel, MAX_TILE_NUMEL)),
+            sub_group_numel=max(1, self._settings.sub_group_numel),
+            broadcasts=self._settings.broadcasts,
         )
 
     def admit(self, drafts: Sequence[Draft]) -> None:

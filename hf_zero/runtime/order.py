@@ -56,6 +56,16 @@ class UseOrder:
             yield self._units[after]
             before, here = here, after
 
+    def reaches_its_end(self, last: ShardUnit | None) -> bool:
+        """Whether `upcoming`, which gave `last` last (None: nothing), stopped because the agreed order ends there."""
+        if not self._agreed or not self._recording:
+            return False
+        return (self._recording[-1] if last is None else self._index[id(last)]) == self._agreed[-1]
+
+    def whole_pass(self) -> Iterator[ShardUnit]:
+        """All uses of the agreed order."""
+        return (self._units[i] for i in self._agreed)
+
     def digest(self) -> int:
         """Of the last whole pass; travels in the vote of a step."""
         return zlib.crc32(repr(self._recorded).encode()) & _DIGEST_MASK

@@ -17,8 +17,6 @@ from hf_zero.runtime.order import UseOrder
 from hf_zero.shards.partition import UnitKind
 from hf_zero.shards.unit import ShardUnit, UnitState
 
-# One unit ahead hides its gather behind the compute of the unit before; more would only hold memory.
-_MAX_UNITS_AHEAD = 1
 # A shard on a slow medium is read further ahead, into staging memory; the pool says how far that goes.
 _MAX_READS_AHEAD = 4
 
@@ -30,18 +28,27 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class PrefetchLimits:
-    """How far ahead parameters are gathered, in elements of whole units.
+    """What may be whole beside the units in use, in elements.
 
-    `ahead` is `stage3_prefetch_bucket_size`: the next unit is gathered ahead whatever its size, further ones while
-    their sum stays below (see _MAX_UNITS_AHEAD); 0 turns it off. `live` is `stage3_max_live_parameters`.
+    Args:
+        ahead: `stage3_prefetch_bucket_size`: how far along the agreed order units are gathered ahead. The next one is,
+            whatever its size; 0 turns it off.
+        live: `stage3_max_live_parameters`: what may be whole in all. Only what is in use goes beyond it.
+        reuse: `stage3_max_reuse_distance`: a unit whose next use comes before so many elements of other units stays
+            whole, if there is room; 0 releases every unit after its use.
     """
 
     ahead: int
     live: int
+    reuse: int = 0
 
     @classmethod
     def of(cls, zero: ZeroSection) -> PrefetchLimits:
-        return cls(zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0, zero.stage3_max_live_parameters)
+        return cls(
+            zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
+            zero.stage3_max_live_parameters,
+            zero.stage3_max_reuse_distance,
+        )
 
 
 class RepeatedUse:
@@ -77,8 +84,11 @@ class RepeatedUse:
 class OnDemandParams:
     """Gathers a unit before its use, releases it after, and starts on the next one meanwhile.
 
-    Invariant: a unit is FULL from `before_use` to `after_use`, recomputation included; a held unit stays FULL until
-    `release_all`, a pinned one until the end of the block that pinned it, or a step, which changes its values.
+    Invariants:
+      - A unit is FULL from `before_use` to `after_use`, recomputation included; a held unit stays FULL until
+        `release_all`, a pinned one until the end of the block that pinned it, or a step, which changes its values.
+      - `live_numel` goes beyond `stage3_max_live_parameters` only by units in use.
+      - What is gathered, kept and released when depends on nothing but the order of uses, which is that of all ranks.
     """
 
     def __init__(
@@ -97,7 +107,10 @@ class OnDemandParams:
         self._stream: RepeatedUse | None = None  # inside `streaming`
         self.builds_graph = False  # this backward makes a graph of gradients: [Note: Double backward] in hooks.py
         self._graph_alive = False  # an earlier one did, and its graph may still be walked
+        self._phase: Phase | None = None  # the pass of the training that is under way
+        self._kept: dict[int, ShardUnit] = {}  # KEPT units by id, the longest kept first
         self.live_numel = 0
+        self.peak_live_numel = 0
         self.live_bytes = 0
         self.peak_live_bytes = 0
 
@@ -132,7 +145,8 @@ class OnDemandParams:
         if expected is not None and expected is not unit and expected.state is UnitState.GATHERING:
             self._release(expected)  # another branch was taken
         self.make_full(unit)
-        self._prefetch(self._stream.upcoming)
+        # One ahead hides its gather. What was gathered ahead of the last token was gathered for nothing.
+        self._prefetch(self._stream.upcoming, max_units=1)
 
     def _note(self, unit: ShardUnit, phase: Phase) -> ShardUnit | None:
         """Record the use; return the unit that backward has left for good with it, if any."""
@@ -148,9 +162,13 @@ class OnDemandParams:
     def make_full(self, unit: ShardUnit) -> None:
         """Make `unit` whole outside of forward and backward. All ranks must call."""
         if unit.state is UnitState.SHARDED:
+            self._make_room(unit.numel)
             self._start(unit)
         if unit.state is UnitState.GATHERING:
             unit.gather_finish()
+        elif unit.state is UnitState.KEPT:
+            del self._kept[id(unit)]
+            unit.use_again()
 
     def make_sharded(self, unit: ShardUnit) -> None:
         """Release `unit` whatever its state."""
@@ -212,18 +230,52 @@ class OnDemandParams:
 
     def after_use(self, unit: ShardUnit) -> None:
         kept = id(unit) in self._held or id(unit) in self._pinned
-        if not kept and not self.builds_graph and not self._graph_alive:
+        if kept or self.builds_graph or self._graph_alive:
+            return
+        if unit.state is UnitState.FULL and self.live_numel <= self._limits.live and self._is_needed_soon(unit):
+            self._kept[id(unit)] = unit
+            unit.keep()
+        else:
             self._release(unit)
+
+    def _is_needed_soon(self, unit: ShardUnit) -> bool:
+        """Whether the next use of `unit` in this forward and backward is within `stage3_max_reuse_distance`."""
+        if not self._limits.reuse or self._stream is not None:
+            return False
+        passed = 0
+        for other in self._still_to_come():
+            if other is unit:
+                return True
+            passed += other.numel
+            if passed >= self._limits.reuse:
+                return False
+        return False
+
+    def _still_to_come(self) -> Iterator[ShardUnit]:
+        """The uses that follow, along the agreed orders, up to the end of backward."""
+        if self._phase is None:
+            return
+        last = None
+        for unit in self.orders[self._phase].upcoming():
+            yield unit
+            last = unit
+        trains = self._phase is Phase.FORWARD and self._forward_trains
+        if trains and self.orders[Phase.FORWARD].reaches_its_end(last):
+            yield from self.orders[Phase.BACKWARD].whole_pass()
 
     def begin_forward(self) -> None:
         if self._stream is not None and not torch.is_grad_enabled():
             return  # a step votes on the order of the training's forwards
+        self._phase = Phase.FORWARD
+        for unit in list(self._kept.values()):  # of a forward whose backward has not come yet, and may never
+            self._release(unit)
         self.orders[Phase.FORWARD].begin()
         self._forward_trains = torch.is_grad_enabled()
 
     def begin_backward(self) -> None:
         """All ranks must call. The root unit may have been released by the end of another backward."""
         self.orders[Phase.BACKWARD].begin()
+        self._phase = Phase.BACKWARD
         self.builds_graph = False
         self._last_in_backward = None
         for unit in self.units:
@@ -247,6 +299,7 @@ class OnDemandParams:
         self._release_all_but(frozenset())
 
     def _release_all_but(self, kept: AbstractSet[int]) -> None:
+        self._phase = None
         self._held.clear()
         self.builds_graph = self._graph_alive = False
         for unit in self.units:
@@ -257,14 +310,16 @@ class OnDemandParams:
         """End of a forward: give back what was gathered ahead and not used."""
         if self._stream is not None and not torch.is_grad_enabled():
             return  # it was gathered for the next forward
+        idle = {UnitState.GATHERING} if self._forward_trains else {UnitState.GATHERING, UnitState.KEPT}
         for unit in self.units:
-            if unit.state is UnitState.GATHERING:
+            if unit.state in idle:
                 self._release(unit)
 
     def _start(self, unit: ShardUnit) -> None:
         unit.gather_start()
         self.live_numel += unit.numel
         self.live_bytes += unit.full_bytes
+        self.peak_live_numel = max(self.peak_live_numel, self.live_numel)
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
     def _release(self, unit: ShardUnit) -> None:
@@ -273,19 +328,37 @@ class OnDemandParams:
         if unit.state is UnitState.GATHERING:
             unit.gather_finish()
         unit.release()
+        self._kept.pop(id(unit), None)
         self.live_numel -= unit.numel
         self.live_bytes -= unit.full_bytes
 
-    def _prefetch(self, upcoming: Callable[[], Iterator[ShardUnit]]) -> None:
+    def _make_room(self, numel: int, near: AbstractSet[int] = frozenset()) -> bool:
+        """Release kept units, except `near` ones, until `numel` more elements may be whole; return whether they may.
+
+        The longest kept goes first: backward comes to it last.
+        """
+        for unit in list(self._kept.values()):
+            if self.live_numel + numel <= self._limits.live:
+                break
+            if id(unit) not in near:
+                self._release(unit)
+        return self.live_numel + numel <= self._limits.live
+
+    def _prefetch(self, upcoming: Callable[[], Iterator[ShardUnit]], max_units: int | None = None) -> None:
         if not self._limits.ahead:
             return
-        for unit in itertools.islice(upcoming(), _MAX_UNITS_AHEAD, _MAX_READS_AHEAD):
+        for unit in itertools.islice(upcoming(), 1, _MAX_READS_AHEAD):
             if unit.state is UnitState.SHARDED:
                 unit.prefetch()
         ahead = 0
-        for unit in itertools.islice(upcoming(), _MAX_UNITS_AHEAD):
+        near: set[int] = set()
+        for unit in itertools.islice(upcoming(), max_units):
             ahead += unit.numel
-            if ahead > max(self._limits.ahead, unit.numel) or self.live_numel + unit.numel > self._limits.live:
+            # To start the gather of a unit that is updated or read first is to wait for that.
+            if near and (ahead > self._limits.ahead or unit.comes_from_afar):
                 return
+            near.add(id(unit))
             if unit.state is UnitState.SHARDED:
+                if not self._make_room(unit.numel, near):
+                    return
                 self._start(unit)

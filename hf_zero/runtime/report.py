@@ -12,16 +12,18 @@ from hf_zero.shards.unit import ShardUnit
 
 
 def start_line(config: ResolvedConfig, world_size: int, units: Sequence[ShardUnit], reducer: GradReducer) -> str:
-    """Stage, units and the types of gradients, in one sentence."""
+    """Stage, units and the types of gradients in one sentence, and at stage 3 DeepSpeed's line on what stays whole."""
     kept = [unit for unit in units if unit.kind is UnitKind.PERSISTENT]
     grads = sorted({f"{buffer.dtype}".removeprefix("torch.") for buffer in reducer.buffers})
     numel = sum(buffer.layout.numel for unit in kept for buffer in unit.buffers)
     count = sum(len(buffer.params) for unit in kept for buffer in unit.buffers)
-    return (
+    line = (
         f"stage {config.stage} on {world_size} rank(s), {len(units)} units; gradients accumulate in "
-        f"{'/'.join(grads) or 'nothing'} and are reduced in {config.communication_data_type or 'the same type'}; "
-        f"Total persistent parameters: {numel} in {count} params"
+        f"{'/'.join(grads) or 'nothing'} and are reduced in {config.communication_data_type or 'the same type'}"
     )
+    if config.stage == 3:
+        line += f"; Parameter Offload: Total persistent parameters: {numel} in {count} params"
+    return line
 
 
 def memory_report(units: Iterable[ShardUnit], reducer: GradReducer, homes: Homes, state_bytes: int) -> dict[str, int]:

@@ -15,7 +15,7 @@ from torch import nn
 from hf_zero.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
-from hf_zero.runtime.build import BuiltUnits
+from hf_zero.runtime.build import BuiltUnits, make_grads
 from hf_zero.runtime.grads import GradBuffer
 from hf_zero.runtime.homes import Draft
 from hf_zero.runtime.hooks import in_backward
@@ -97,8 +97,7 @@ class Thaw:
         old.discard()
         plan = self._settings.plan(unit.kind, comm.world_size)
         trained = next(flat for flat in new if flat.layout.trainable)
-        homes = self._built.homes
-        return GradBuffer(trained, comm, self._built.pool, self._settings.grads, homes.host, eager=plan.eager)
+        return make_grads(trained, self._settings, comm, self._built.pool, self._built.homes, eager=plan.eager)
 
     def _drafts(self, unit: ShardUnit, old: FlatBuffer, comm: Comm) -> Iterator[Draft]:
         base = old.layout.name.partition("/frozen")[0]

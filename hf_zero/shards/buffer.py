@@ -29,13 +29,15 @@ from hf_zero.store.copies import CopyStream
 
 @dataclass(frozen=True)
 class Home:
-    """Where the data of one flat buffer lives between uses."""
+    """Where the data of one flat buffer lives between uses, and how ranks share it after an update."""
 
     param: ShardStore  # its shard, where parameters are whole around their use only
     master: ShardStore  # master weights, and the moments of a native update
     copies: CopyStream  # for what goes between host and device; one for all buffers
     native: bool  # the native rule updates the masters tile by tile; else torch does, and they stay in memory
     tile_numel: int
+    sub_group_numel: int = 1 << 62  # elements that one call of a torch optimizer updates
+    broadcasts: bool = False  # what is whole for ever comes from each owner by a broadcast (`allgather_partitions`)
 
 
 class FlatBuffer:
@@ -182,13 +184,28 @@ class FlatBuffer:
             self.check_placeholders()
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
         # Where the shard comes from the host, the copy and the all-gather behind it stay off the compute stream.
-        away = self.home.master is not self.home.param or not isinstance(self.home.param, DeviceStore)
-        with self.home.copies.beside() if away else contextlib.nullcontext():
+        with self.home.copies.beside() if self.comes_from_afar else contextlib.nullcontext():
             self.finish_update()
             with self._comm.stop_together():
                 parts = self._parts_on_device()
+            fill = self._start_broadcasts if self.home.broadcasts and not self.on_demand else self._start_all_gather
             for (start, numel), part in zip(self.layout.buckets(), parts, strict=True):
-                self._pending.append(self._comm.all_gather(self.full[start : start + numel], part, self.layout.name))
+                fill(self.full[start : start + numel], part)
+
+    def _start_all_gather(self, bucket: torch.Tensor, part: torch.Tensor) -> None:
+        self._pending.append(self._comm.all_gather(bucket, part, self.layout.name))
+
+    def _start_broadcasts(self, bucket: torch.Tensor, part: torch.Tensor) -> None:
+        places = bucket.chunk(self._comm.world_size)
+        if places[self._rank].data_ptr() != part.data_ptr():
+            places[self._rank].copy_(part)
+        for owner, place in enumerate(places):
+            self._pending.append(self._comm.broadcast_start(place, self.layout.name, src=owner))
+
+    @property
+    def comes_from_afar(self) -> bool:
+        """Whether the shard, or its update, is elsewhere than on the device."""
+        return self.home.master is not self.home.param or not isinstance(self.home.param, DeviceStore)
 
     def _parts_on_device(self) -> list[torch.Tensor]:
         """This rank's part of every bucket, on the compute device; valid until `gather_finish`."""

@@ -16,15 +16,17 @@ class UnitState(enum.Enum):
     SHARDED = "sharded"  # the shard only; parameters are placeholders
     GATHERING = "gathering"  # full buffers are being filled; parameters are still placeholders
     FULL = "full"  # full buffers; parameters are views of them
+    KEPT = "kept"  # as FULL, but nobody uses it now: it waits for a use that is near, and may be released before
 
 
 class ShardUnit:
     """Parameters that are gathered and reduced together, around one module.
 
     SHARDED -> gather_start() -> GATHERING -> gather_finish() -> FULL -> release() -> SHARDED
+    FULL -> keep() -> KEPT -> use_again() -> FULL, or KEPT -> release() -> SHARDED
 
     Invariants:
-      - Whole memory exists in GATHERING and FULL only. A unit that is not `on_demand` is FULL for ever.
+      - No whole memory exists in SHARDED. A unit that is not `on_demand` is FULL for ever.
       - All ranks call gather_start in the same order: collectives match by order.
     """
 
@@ -47,6 +49,14 @@ class ShardUnit:
         self.buffers[place : place + 1] = new
         self._measure()
 
+    @property
+    def comes_from_afar(self) -> bool:
+        """Whether a gather waits for more than the other ranks: a copy from the host, a read, an update there.
+
+        The same on all ranks.
+        """
+        return any(buffer.comes_from_afar for buffer in self.buffers)
+
     def prefetch(self) -> None:
         """Start bringing the shards near where they are on a slow medium. No communication."""
         for buffer in self.buffers:
@@ -65,8 +75,18 @@ class ShardUnit:
             buffer.gather_finish()
         self.state = UnitState.FULL
 
-    def release(self) -> None:
+    def keep(self) -> None:
+        """Nobody uses the unit any more; it stays whole for a use to come."""
         self._expect(UnitState.FULL)
+        self.state = UnitState.KEPT
+
+    def use_again(self) -> None:
+        self._expect(UnitState.KEPT)
+        self.state = UnitState.FULL
+
+    def release(self) -> None:
+        if self.state is not UnitState.KEPT:
+            self._expect(UnitState.FULL)
         for buffer in self.buffers:
             buffer.release()
         self.state = UnitState.SHARDED

@@ -1,0 +1,415 @@
+"""The keys that say how gradients and parameters travel: what they send, and that the result stays.
+
+Everything a rank hands to a collective is recorded where comm.py counts it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hf_zero
+from hf_zero.comm import Comm, Pending
+from hf_zero.engine import ZeroEngine
+from hf_zero.errors import ConfigError
+from hf_zero.runtime.reduction import MAX_BUCKETS_IN_FLIGHT
+from hf_zero.shards.partition import UnitKind
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import Case
+from tests.harness.sharded import Options, micro_step, start
+
+SLOW = pytest.mark.slow
+STEPS = 3
+CASE = Case("plain", 2, 2, single=True)
+Keys = tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass
+class Sent:
+    op: str
+    what: str
+    numel: int
+    dtype: torch.dtype
+    values: torch.Tensor  # as they were when the collective started
+
+
+@dataclasses.dataclass
+class Run:
+    sent: list[Sent]  # in the last step
+    weights: dict[str, torch.Tensor]
+    norms: list[float | None]
+
+    def calls(self) -> dict[str, int]:
+        return dict(collections.Counter(sent.op for sent in self.sent if sent.op != "vote"))
+
+    def largest(self, *ops: str) -> int:
+        return max(sent.numel for sent in self.sent if sent.op in ops)
+
+
+def record(comm: Comm) -> list[Sent]:
+    sent: list[Sent] = []
+    original = comm._record
+
+    def recording(op: str, what: str, full: torch.Tensor) -> None:
+        sent.append(Sent(op, what, full.numel(), full.dtype, full.clone()))
+        original(op, what, full)
+
+    comm._record = recording  # type: ignore[method-assign]
+    return sent
+
+
+def train(case: Case, jobs: list[Options]) -> list[Run]:
+    return [_train_one(case, options) for options in jobs]
+
+
+def _train_one(case: Case, options: Options) -> Run:
+    engine = start(case, options)
+    sent = record(engine.comm)
+    norms = []
+    for step in range(STEPS):
+        sent.clear()
+        for micro in range(case.accumulation):
+            micro_step(engine, case, step, micro, options)
+        norms.append(engine.get_global_grad_norm())
+    return Run(list(sent), engine.full_state_dict(keep=True), norms)
+
+
+def equal(a: Run, b: Run) -> bool:
+    return a.norms == b.norms and all(torch.equal(value, b.weights[name]) for name, value in a.weights.items())
+
+
+def assert_near(a: Run, b: Run, case: Case) -> None:
+    """To 1e-6 of what is summed. Where a true gradient is zero, Adam takes the sign of its rounding: so SGD."""
+    assert case.optimizer == "sgd"
+    for name, value in a.weights.items():
+        torch.testing.assert_close(value, b.weights[name], rtol=1e-6, atol=1e-6)
+
+
+# ---------------------------------------------------------------- which primitive
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=SLOW)])
+def test_broadcasts_in_the_place_of_all_gathers(world: int) -> None:
+    """allgather_partitions false: after the step every owner broadcasts its part, in every bucket."""
+    case = dataclasses.replace(CASE, world=world)
+    persistent = ("stage3_param_persistence_threshold", 20)
+    settings: list[Keys] = [(persistent,), (persistent, ("allgather_partitions", False))]
+    jobs = [Options(stage, zero=zero) for stage in range(4) for zero in settings]
+    for runs in run_ranks(train, world, case, jobs):
+        for stage, (gathered, broadcast) in enumerate(zip(runs[::2], runs[1::2], strict=True)):
+            assert equal(gathered, broadcast)
+            before, after = gathered.calls(), broadcast.calls()
+            replaced = before.get("all_gather", 0) - after.get("all_gather", 0)
+            assert (replaced > 0) == (stage > 0) and "broadcast" not in before
+            assert after.get("broadcast", 0) == world * replaced
+            assert ("all_gather" in after) == (stage == 3), "layers are gathered on demand all the same"
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=SLOW)])
+def test_all_reduces_in_the_place_of_reduce_scatters(world: int) -> None:
+    case = dataclasses.replace(CASE, world=world, optimizer="sgd")
+    small = ("reduce_bucket_size", 1000)
+    settings: list[Keys] = [(small,), (small, ("reduce_scatter", False))]
+    jobs = [Options(stage, zero=zero) for stage in range(4) for zero in settings]
+    for runs in run_ranks(train, world, case, jobs):
+        for stage, (scattered, reduced) in enumerate(zip(runs[::2], runs[1::2], strict=True)):
+            if world == 2:  # a + b = b + a; of three, gloo adds in another order
+                assert equal(scattered, reduced)
+            assert_near(scattered, reduced, case)
+            op = "reduce_scatter" if stage else "all_reduce"
+            assert scattered.calls()[op] == reduced.calls()["all_reduce"] > 1
+            assert "reduce_scatter" not in reduced.calls()
+
+
+# ---------------------------------------------------------------- bucket sizes
+def test_bucket_sizes() -> None:
+    """No collective moves more, and the result does not depend on them (a clipped one does in its last bits: the norm
+    is summed part by part)."""
+    sizes = [(100, 100), (1000, 1000), (10**9, 10**9), (700, 10**9), (10**9, 700)]
+    jobs = [
+        Options(
+            stage,
+            zero=(("reduce_bucket_size", reduce), ("allgather_bucket_size", gather)),
+            config=(("gradient_clipping", 0.0),),
+        )
+        for stage in range(4)
+        for reduce, gather in sizes
+    ]
+    for runs in run_ranks(train, 2, CASE, jobs):
+        for stage in range(4):
+            mine = runs[stage * len(sizes) : (stage + 1) * len(sizes)]
+            for (reduce, gather), run in zip(sizes, mine, strict=True):
+                assert run.largest("reduce_scatter", "all_reduce") <= reduce
+                if stage:
+                    assert run.largest("all_gather") <= gather
+                assert all(torch.equal(value, mine[2].weights[name]) for name, value in run.weights.items()), (
+                    f"stage {stage}, {reduce}, {gather}"
+                )
+            assert len({run.largest("reduce_scatter", "all_reduce") for run in mine}) >= 3
+
+
+class Wide(nn.Module):
+    """`layers` linear layers of `width` x `width` that are a unit each."""
+
+    _no_split_modules = ("Linear",)
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def peak_in_flight(shapes: list[tuple[int, int]], stage: int, dtype: str | None) -> list[tuple[int, int, int]]:
+    """Per model: its elements, the most elements of gradients on their way at once, receive buffers kept for reuse."""
+    return [_peak_of(layers, width, stage, dtype) for layers, width in shapes]
+
+
+def _peak_of(layers: int, width: int, stage: int, dtype: str | None) -> tuple[int, int, int]:
+    model = Wide(layers, width)
+    zero = {"stage": stage, "reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "communication_data_type": dtype}
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    live = [0]
+    peaks = [0]
+    for name in ("reduce_scatter", "all_reduce"):
+        _count_in_flight(engine.comm, name, live, peaks)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, width)))
+        engine.step()
+    assert live == [0]
+    numel = sum(unit.numel for unit in engine.units)
+    return numel, max(peaks), sum(buffer.numel() for buffer in engine.comm._scratch)
+
+
+def _count_in_flight(comm: Comm, name: str, live: list[int], peaks: list[int]) -> None:
+    original = getattr(comm, name)
+
+    class Counted:
+        def __init__(self, pending: Pending, numel: int) -> None:
+            self.pending, self.numel = pending, numel
+
+        def wait(self) -> None:
+            self.pending.wait()
+            live[0] -= self.numel
+            self.numel = 0
+
+    def counting(*args: Any, **kwargs: Any) -> Pending:
+        full = args[0] if name == "all_reduce" else args[1]
+        live[0] += full.numel()
+        peaks.append(live[0])
+        return Counted(original(*args, **kwargs), full.numel())
+
+    setattr(comm, name, counting)
+
+
+BUCKET = 64
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [(2, None), *(pytest.param(*one, marks=SLOW) for one in ((0, None), (1, "bf16"), (3, "fp16")))],
+)
+def test_buffers_of_constant_size(stage: int, dtype: str | None) -> None:
+    """What communication holds at once depends on the bucket, not on the model."""
+    shapes = [(2, 32), (6, 32), (2, 96)]
+    for measured in run_ranks(peak_in_flight, 2, shapes, stage, dtype):
+        assert measured[2][0] > 8 * measured[0][0] > 0
+        assert len({peak for _, peak, _ in measured}) == 1
+        for _, peak, kept in measured:
+            assert 2 * BUCKET <= peak <= 2 * MAX_BUCKETS_IN_FLIGHT * BUCKET
+            assert kept <= 2 * MAX_BUCKETS_IN_FLIGHT * BUCKET
+
+
+# ---------------------------------------------------------------- overlap
+@SLOW
+def test_overlap_does_not_change_a_bit() -> None:
+    jobs = [Options(stage, zero=(("overlap_comm", on),)) for stage in range(4) for on in (True, False)]
+    for runs in run_ranks(train, 2, CASE, jobs):
+        for on, off in zip(runs[::2], runs[1::2], strict=True):
+            assert equal(on, off) and on.calls() == off.calls()
+
+
+# ---------------------------------------------------------------- volume
+def count_bytes(stages: list[int], dtype: str | None) -> list[int]:
+    """Bytes that a rank takes part in, in a step; an all-reduce counts twice, as on a ring."""
+    totals = []
+    for stage in stages:
+        case = Case("plain", 2, 1, single=True)
+        # Layers only: what is read outside of them is held from forward to backward.
+        options = Options(stage, config=(("communication_data_type", dtype),))
+        engine = start(case, options)
+        layers = {b.layout.name for u in engine.units for b in u.buffers if u.kind is UnitKind.LAYER}
+        sent = record(engine.comm)
+        for step in range(STEPS):
+            sent.clear()
+            micro_step(engine, case, step, 0, options)
+        weight = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+        totals.append(sum(weight[s.op] * s.values.nbytes for s in sent if s.what in layers))
+    return totals
+
+
+def test_stage_3_moves_one_and_a_half_times_as_much() -> None:
+    for zero, one, two, three in run_ranks(count_bytes, 2, [0, 1, 2, 3], None):
+        assert three / two == pytest.approx(1.5, rel=0.05)
+        assert one == two > 0 and zero == pytest.approx(two, rel=0.01)
+    (_, two, three), *_ = run_ranks(count_bytes, 2, [0, 2, 3], "bf16")
+    assert three / two == pytest.approx((4 + 4 + 2) / (4 + 2), rel=0.05), "half of a reduce: what is counted travels"
+
+
+# ---------------------------------------------------------------- types and factors
+def exchange(stage: int, config: dict[str, Any], zero: dict[str, Any], grad: float) -> tuple[list[Sent], torch.Tensor]:
+    """One backward in which rank r has the gradient (r + 1) x `grad` everywhere; the mean that reached the shards."""
+    engine, sent = _engine_of_one(stage, config, zero)
+    engine.backward(engine((engine.rank + 1) * grad * torch.ones(1)))
+    engine.optimizer.clip_grad_norm(float("inf"))  # type: ignore[union-attr]
+    return [one for one in sent if one.op in ("reduce_scatter", "all_reduce")], _whole_grad(engine)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return (self.weight.float() * factor).sum()
+
+
+def _engine_of_one(stage: int, config: dict[str, Any], zero: dict[str, Any]) -> tuple[ZeroEngine, list[Sent]]:
+    model = Scaled()
+    full = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+        **config,
+    }
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=full)[0]
+    return engine, record(engine.comm)
+
+
+def _whole_grad(engine: ZeroEngine) -> torch.Tensor:
+    grad = hf_zero.full_grad(engine.module.weight)
+    assert grad is not None
+    return grad
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=SLOW) for stage in (0, 1, 3))])
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.half)])
+def test_communication_data_type(stage: int, name: str, dtype: torch.dtype) -> None:
+    """1 + 2^-9 is no bf16: only a sum of such values in another type than the one asked for would show it."""
+    value = 1 + 2.0**-9
+    as_sent = torch.tensor(value).to(dtype).float().item()
+    for sent, grad in run_ranks(exchange, 2, stage, {"communication_data_type": name}, {}, value):
+        assert {one.dtype for one in sent} == {dtype} and sent
+        rank1 = torch.tensor(2 * value).to(dtype).float().item()
+        total = torch.tensor(as_sent + rank1)
+        exact = stage > 0 or dtype == torch.float32  # gloo's all-reduce rounds the sum too
+        assert torch.equal(grad, (total if exact else total.to(dtype).float()).expand(32) / 2)
+
+
+def sum_of_bf16(stage: int, wire: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean that reached the shards, and the mean of both ranks' bf16 gradients taken in fp32."""
+    model = nn.Linear(37, 29, bias=False)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(29, 37))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "communication_data_type": wire,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    torch.manual_seed(10 + dist.get_rank())
+    x = torch.randn(5, 37).bfloat16()
+    plain = nn.Linear(37, 29, bias=False).bfloat16()
+    with torch.no_grad():
+        plain.weight.copy_(model.weight)
+    plain(x).float().square().sum().backward()
+    assert plain.weight.grad is not None and plain.weight.grad.dtype == torch.bfloat16
+    own = plain.weight.grad.float()
+    everyone = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(everyone, own)
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    engine.backward(engine(x).float().square().sum())
+    return _whole_grad(engine), (everyone[0] + everyone[1]) / 2
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=SLOW) for stage in (0, 1, 2))])
+def test_bf16_gradients_are_summed_exactly_in_fp32(stage: int) -> None:
+    for wire in ("fp32", None):
+        for got, want in run_ranks(sum_of_bf16, 2, stage, wire):
+            assert torch.equal(got, want) and not torch.equal(want, want.bfloat16().float())
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=SLOW) for stage in (0, 1, 3))])
+def test_gradients_may_be_divided_before_the_sum(stage: int) -> None:
+    """What travels is divided; 80000 is more than fp16 holds, 40000 is not. The mean stays."""
+    wire: dict[str, Any] = {"communication_data_type": "fp16"}
+    all_reduce = {"reduce_scatter": False}
+    for keys, factor in (({}, 1.0), ({"prescale_gradients": True}, 2.0), ({"gradient_predivide_factor": 4.0}, 4.0)):
+        for rank, (sent, grad) in enumerate(run_ranks(exchange, 2, stage, {**wire, **keys}, all_reduce, 40000.0)):
+            want = torch.tensor((rank + 1) * 40000.0 / factor).half()
+            real = sent[0].values[:32]
+            assert torch.equal(real, want.expand(32)) and sent[0].dtype == torch.float16
+            if keys:
+                assert torch.equal(grad, torch.full((32,), 60000.0))
+            else:
+                assert grad.isinf().all(), "the sum does not fit: that is what the factor is for"
+
+
+@SLOW
+def test_factors_do_not_change_a_bit_in_fp32() -> None:
+    """Powers of two are exact."""
+    ways: list[Keys] = [(), (("prescale_gradients", True),), (("gradient_predivide_factor", 2.0),)]
+    jobs = [Options(stage, config=way) for stage in range(4) for way in ways]
+    for runs in run_ranks(train, 2, CASE, jobs):
+        for stage in range(4):
+            plain, *others = runs[stage * 3 : stage * 3 + 3]
+            for other in others:
+                assert equal(plain, other)
+                halves = [s.values for s in other.sent if s.op in ("reduce_scatter", "all_reduce")]
+                wholes = [s.values for s in plain.sent if s.op in ("reduce_scatter", "all_reduce")]
+                assert all(torch.equal(2 * a, b) for a, b in zip(halves, wholes, strict=True)) and halves
+
+
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=SLOW) for stage in (0, 2))])
+def test_sum_in_the_place_of_the_mean(stage: int) -> None:
+    config = {"gradient_allreduce_op": "sum", "gradient_accumulation_steps": 1}
+    for _, grad in run_ranks(exchange, 2, stage, config, {}, 3.0):
+        assert torch.equal(grad, torch.full((32,), 9.0))
+
+
+def test_stage_3_has_no_sum() -> None:
+    with pytest.raises(ConfigError, match=r"gradient_allreduce_op.*stage 3 has the mean only"):
+        hf_zero.ZeroConfig.load({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}).resolve()
+
+
+# ---------------------------------------------------------------- what the layout gives without its key
+def look_at_gradients(stage: int) -> tuple[bool, dict[str, tuple[int, int]]]:
+    """Whether gradients are views of one buffer per unit; per unit, the elements it has and those that are mine."""
+    case, options = Case("plain", dist.get_world_size(), 1, single=True), Options(stage)
+    engine = start(case, options)
+    assert engine.optimizer is not None
+    alias = True
+    mine: dict[str, tuple[int, int]] = {}
+    for owned in engine.optimizer.owned_runs():
+        memory = owned.buffer.shard.memory.untyped_storage().data_ptr()
+        alias &= all(grad.untyped_storage().data_ptr() == memory for grad in owned.grads)
+        layout = owned.buffer.flat.layout
+        mine[layout.name] = (layout.numel, mine.get(layout.name, (0, 0))[1] + owned.run.numel)
+    return alias, mine
+
+
+@pytest.mark.parametrize("world", [3, pytest.param(2, marks=SLOW)])
+def test_gradients_are_contiguous_and_spread(world: int) -> None:
+    """contiguous_gradients, round_robin_gradients: every rank has its share of every unit, within one alignment."""
+    for stage in (1, 2):
+        for alias, mine in run_ranks(look_at_gradients, world, stage):
+            assert alias
+            for name, (numel, owned) in mine.items():
+                assert abs(owned - numel / world) <= 8 * world + 64, (name, numel, owned)
+                assert owned > 0.8 * numel / world
