@@ -91,8 +91,8 @@ class EngineState(abc.ABC):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Any = None,
-    ) -> Any:
-        """Restore weights, optimizer state, scheduler and counters; returns the saved client_state.
+    ) -> tuple[str, Any]:
+        """Restore weights, optimizer state, scheduler and counters; returns (the checkpoint's folder, client_state).
 
         All ranks must call. Without a tag it is the one saved last in `load_dir`. `load_module_only` leaves all but
         weights and buffers as they are. Parameters must fit with `load_module_strict=False` too.
@@ -106,19 +106,20 @@ class EngineState(abc.ABC):
         self.params.release_all()
         self.finish_updates()
         self.zero_grad()
+        folder = chosen(load_dir, tag)
         loaded = session.load(
             self._session(),
-            chosen(load_dir, tag),
+            folder,
             load_optimizer=load_optimizer_states and not load_module_only,
             load_scheduler=load_lr_scheduler_states and not load_module_only,
         )
         if load_module_only:
-            return loaded.client_state
+            return str(folder), loaded.client_state
         self.global_steps = loaded.global_step
         self.micro_steps = loaded.global_step * self.accumulation_steps
         if self.optimizer is not None:
             self.optimizer.restart_at(loaded.global_step)
-        return loaded.client_state
+        return str(folder), loaded.client_state
 
     def _session(self) -> session.Session:
         return session.Session(
