@@ -138,7 +138,9 @@ class Dummies:
         schedule = getattr(optimizer, "schedule", None)
         if schedule is not None:  # the optimizer was prepared alone, in an earlier call
             optimizer.schedule = None
-            return schedule
+            if dummy.lr_scheduler_callable is None:
+                return schedule
+            self._accelerator._schedulers.remove(schedule)
         return self._built(dummy)
 
     def _built(self, dummy: DummyScheduler) -> Any:
