@@ -106,7 +106,8 @@ def save(stage: int, folder: str, bf16: bool = False, medium: str = "none") -> d
 
 def resume(stage: int, folder: str, bf16: bool = False, medium: str = "none") -> dict[str, Any]:
     engine = start(stage, seed=99, bf16=bf16, medium=medium)
-    assert engine.load_checkpoint(folder) == {"epoch": 3}
+    path, client_state = engine.load_checkpoint(folder)
+    assert Path(path) == Path(folder) and client_state == {"epoch": 3}
     assert engine.global_steps == STEPS_BEFORE and float(engine.module.calls) == STEPS_BEFORE
     weights = engine.full_state_dict(keep=engine.rank == 0)
     losses = steps(engine, STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)
