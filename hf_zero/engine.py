@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -149,8 +149,14 @@ class ZeroEngine(ScriptCalls):
     def eval(self) -> ZeroEngine:
         return self.train(False)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """`loss.backward()`: gradients are averaged over ranks and accumulation steps whichever is called."""
+    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, **kwargs: Any) -> None:
+        """`loss.backward(**kwargs)`, scaled for fp16; gradients are means over ranks and accumulation steps either way.
+
+        Args:
+            scale_wrt_gas: DeepSpeed's name. False: the loss is divided by the accumulation steps already.
+        """
+        if not scale_wrt_gas:
+            loss = loss * self.accumulation_steps
         with self.loss_scale.scaled(loss) as scaled:
             scaled.backward(**kwargs)
 
@@ -168,8 +174,11 @@ class ZeroEngine(ScriptCalls):
         return not self._no_sync and self.at_boundary()
 
     @reported
-    def step(self) -> None:
-        """End a micro-batch; at the boundary update the parameters and step the scheduler. All ranks must call."""
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-batch; at the boundary update the parameters and step the scheduler. All ranks must call.
+
+        `lr_kwargs` are given to the scheduler's step.
+        """
         boundary = self.at_boundary()
         self.micro_steps += 1
         if not boundary:
@@ -178,7 +187,7 @@ class ZeroEngine(ScriptCalls):
             raise StateError("this engine has no optimizer: pass one to hf_zero.initialize, or an optimizer block")
         self.optimizer.step()
         if self.lr_scheduler is not None and not self.optimizer.overflow:
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this window. `step` does it by itself."""

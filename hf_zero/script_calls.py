@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -29,16 +29,19 @@ from hf_zero.runtime.thaw import Thaw
 logger = logging.getLogger(__name__)
 
 _EngineT = TypeVar("_EngineT", bound="ScriptCalls")
+_Params = ParamSpec("_Params")
 
 
-def reported(step: Callable[[_EngineT], None]) -> Callable[[_EngineT], None]:
+def reported(
+    step: Callable[Concatenate[_EngineT, _Params], None],
+) -> Callable[Concatenate[_EngineT, _Params], None]:
     """Around `engine.step`: tells the engine's reports, and remembers whether the step updated the parameters."""
 
     @functools.wraps(step)
-    def reporting_step(self: _EngineT) -> None:
+    def reporting_step(self: _EngineT, *args: _Params.args, **kwargs: _Params.kwargs) -> None:
         boundary, steps, skipped = self.at_boundary(), self.global_steps, self.skipped_steps
         self.reports.step_starts()
-        step(self)
+        step(self, *args, **kwargs)
         self._step_applied = self.global_steps > steps and self.skipped_steps == skipped
         self.reports.step_ends(boundary=boundary)
 

@@ -285,3 +285,40 @@ def test_other_precisions_compute_in_their_type_and_train(block: dict[str, Any],
     plain, _ = run_ranks(train_under, 2, {}, False, 0)[0]
     assert set(types) == {dtype} and got == pytest.approx(plain, rel=2e-2)
     assert (got == plain) == (dtype == "torch.float32")
+
+
+# ---------------------------------------------------------------- what a loop says about its own scaling
+def scaled_by_the_caller() -> tuple[dict[str, Any], dict[str, Any], list[int]]:
+    results, told = [], []
+    for by_caller in (False, True):
+        torch.manual_seed(3)
+        model = Net()
+        engine = hf_zero.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            lr_scheduler=_Told(told),
+            config={"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+        )[0]
+        for number in range(2):
+            x = torch.randn(2, 7, generator=torch.Generator().manual_seed(number))
+            loss = engine(x).square().mean()
+            if by_caller:
+                engine.backward(loss / 2, scale_wrt_gas=False)
+            else:
+                engine.backward(loss)
+            engine.step(lr_kwargs={"epoch": 5})
+        results.append(engine.full_state_dict(keep=True))
+    return results[0], results[1], told
+
+
+class _Told:
+    def __init__(self, told: list[int]) -> None:
+        self._told = told
+
+    def step(self, epoch: int) -> None:
+        self._told.append(epoch)
+
+
+def test_a_loss_that_is_divided_already_and_arguments_of_the_scheduler() -> None:
+    first, second, told = run_ranks(scaled_by_the_caller, 2)[0]
+    assert all(torch.equal(first[name], second[name]) for name in first) and told == [5, 5]
