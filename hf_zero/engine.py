@@ -150,7 +150,7 @@ class ZeroEngine(ScriptCalls):
         return self.train(False)
 
     def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, **kwargs: Any) -> None:
-        """`loss.backward(**kwargs)`, scaled for fp16; gradients are means over ranks and accumulation steps either way.
+        """`loss.backward(**kwargs)`, scaled for fp16; gradients are means over ranks and accumulation either way.
 
         Args:
             scale_wrt_gas: DeepSpeed's name. False: the loss is divided by the accumulation steps already.

@@ -38,7 +38,7 @@ def reported(
     """Around `engine.step`: tells the engine's reports, and remembers whether the step updated the parameters."""
 
     @functools.wraps(step)
-    def reporting_step(self: _EngineT, *args: _Params.args, **kwargs: _Params.kwargs) -> None:
+    def reporting_step(self: _EngineT, /, *args: _Params.args, **kwargs: _Params.kwargs) -> None:
         boundary, steps, skipped = self.at_boundary(), self.global_steps, self.skipped_steps
         self.reports.step_starts()
         step(self, *args, **kwargs)
