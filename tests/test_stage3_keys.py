@@ -182,6 +182,51 @@ def test_reuse_with_checkpointing_and_shared_layers(model: str) -> None:
         assert (never, last, always) == (2 * uses, 2 * uses - near, 3)
 
 
+class Mix(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(9, 9), nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(self.a(x) + y), self.b(y)
+
+
+class Mixes(nn.Module):
+    """Layers of two inputs each, whose gradients arrive one after the other; the first layer is used twice."""
+
+    _no_split_modules = ("Mix",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mix() for _ in range(2))
+        self.start = nn.Parameter(torch.ones(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pair = (x + self.start, x * self.start)
+        for index in (0, 1, 0):
+            pair = self.layers[index](*pair)
+        return (pair[0] * pair[1]).sum()
+
+
+def gathers_of_mixes(distance: int) -> int:
+    model = Mixes()
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": distance}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    for _ in range(STEPS):
+        engine.comm.reset_counts()
+        engine.backward(engine(torch.ones(2, 9)))
+        engine.step()
+    return engine.comm.counts["all_gather"].calls
+
+
+def test_reuse_of_layers_with_several_inputs() -> None:
+    """Beside the root's gather: one for each use or more (one output's backward may end before another's), or two."""
+    never, always = (run_ranks(gathers_of_mixes, 2, distance) for distance in (0, EVERYTHING))
+    assert never[0] >= 1 + 6 and never == [never[0]] * 2
+    assert always == [1 + 2] * 2
+
+
 VARIED = [
     (
         ("stage3_max_reuse_distance", distance),

@@ -230,7 +230,7 @@ class OnDemandParams:
 
     def after_use(self, unit: ShardUnit) -> None:
         kept = id(unit) in self._held or id(unit) in self._pinned
-        if kept or self.builds_graph or self._graph_alive:
+        if kept or self.builds_graph or self._graph_alive or unit.state is UnitState.KEPT:
             return
         if unit.state is UnitState.FULL and self.live_numel <= self._limits.live and self._is_needed_soon(unit):
             self._kept[id(unit)] = unit
