@@ -64,5 +64,9 @@ def config_of(args: Any, config: Any, config_params: Any = None) -> ZeroConfig:
 
 def adopt_local_rank(args: Any) -> None:
     """Set `args.local_rank`, if there is one, to this process's: scripts read it after `initialize`."""
-    if hasattr(args, "local_rank"):
-        args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not hasattr(args, "local_rank"):
+        return
+    if "LOCAL_RANK" in os.environ:
+        args.local_rank = int(os.environ["LOCAL_RANK"])
+    elif args.local_rank is None or args.local_rank < 0:  # else the script, which started its own processes, knows
+        args.local_rank = 0

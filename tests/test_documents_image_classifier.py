@@ -99,7 +99,7 @@ def test_convnet(processes: int, tmp_path: Path) -> None:
     write_script(tmp_path, SCRIPT, "train_cifar.py")
     (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
     line = [f"--num_gpus={processes}", "train_cifar.py", "--deepspeed_config", "ds_config.json", "--epochs", 5]
-    job = launch(tmp_path, *line)
+    job = launch(tmp_path, *line, OMP_NUM_THREADS="1")
     assert job.status == 0, job.err
     rows = sorted([float(part) for part in text.split()] for text in job.out.splitlines())
     assert [row[:4] for row in rows] == [

@@ -15,6 +15,7 @@ import pytest
 
 from hf_zero.cli.main import main
 from hf_zero.cluster import slurm_port
+from hf_zero.launcher.plan import JobPlan
 from tests.harness.launches import (
     Launched,
     bare_environment,
@@ -310,3 +311,29 @@ def test_a_missing_hostfile_means_this_host(tmp_path: Path) -> None:
     facts = facts_of(job.out)
     assert [entry["WORLD_SIZE"] for entry in facts] == ["2", "2"]
     assert facts[0]["MASTER_PORT"] == facts[1]["MASTER_PORT"] != "29500"
+
+
+@pytest.mark.parametrize(
+    ("line", "visible", "devices"),
+    [
+        ("", None, ("0", "1", "2", "3")),
+        ("--num_gpus 2", None, ("0", "1")),
+        ("--include localhost:3,1", None, ("1", "3")),
+        ("--exclude localhost:0", None, ("1", "2", "3")),
+        ("", "GPU-a,GPU-b,6,7", ("GPU-a", "GPU-b", "6", "7")),  # as SLURM or a user chose them
+        ("--num_gpus 2", "4,5,6,7", ("4", "5")),
+        ("--include localhost:2", "4,5,6,7", ("2",)),  # names the host's own GPUs, as DeepSpeed does
+    ],
+)
+def test_which_gpus(
+    line: str, visible: str | None, devices: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice only: this machine need not have four GPUs."""
+    plans: list[JobPlan] = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("hf_zero.launcher.job.run_node", lambda plan, rank: plans.append(plan))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert main(["launch", *line.split(), str(write_script(tmp_path, TELL))]) == 0
+    assert plans[0].devices == (devices,) and plans[0].use_devices

@@ -151,3 +151,15 @@ def test_a_script_alone(tmp_path: Path) -> None:
     for job in jobs:
         out, err = job.communicate(timeout=120)
         assert job.returncode == 0 and out.startswith("done"), err
+
+
+def test_the_local_rank_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    args = argparse.Namespace(local_rank=5, zero=CONFIG)
+    start(args)
+    assert args.local_rank == 0  # the launcher's word, not the default of the script's parser
+    monkeypatch.delenv("LOCAL_RANK")
+    for given, expected in ((-1, 0), (None, 0), (3, 3)):
+        args = argparse.Namespace(local_rank=given, zero=CONFIG)
+        start(args)
+        assert args.local_rank == expected

@@ -96,7 +96,9 @@ def check_reachable(transport: Transport, hosts: Sequence[str]) -> None:
 
 def address_of(transport: Transport, host: str) -> str:
     """The first address that `host` itself names."""
-    addresses = transport.ask(host, "hostname -I").split()
+    lines = transport.ask(host, "hostname -I").split("\n")
+    # What a login prints comes before.
+    addresses = next((line.split() for line in reversed(lines) if line.strip()), [])
     if not addresses:
         raise LaunchUsageError(f"host {host} names no address of its own; give one by --master_addr")
     return addresses[0]

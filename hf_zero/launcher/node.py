@@ -147,8 +147,8 @@ def _found_by(job: str, node_rank: int) -> Iterator[None]:
 def stop(job: str) -> None:
     """End the agents of `job` on this host, and with them their processes."""
     for path in Path(tempfile.gettempdir()).glob(f"hf_zero-{job}-*.pid"):
-        pid = int(path.read_text())
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # it ended, or begins, at this moment
+            pid = int(path.read_text())
             # The number may belong to somebody else by now.
             if b"hf_zero.launcher.node" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGTERM)
