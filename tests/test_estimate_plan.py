@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
+from hf_zero.estimate.account import plan_engine
 from hf_zero.estimate.plan import Plan, plan_model
 from hf_zero.estimate.profile import Profile, measure
 from tests.harness.ranks import run_ranks
@@ -65,6 +67,8 @@ def jobs(folder: str) -> list[tuple[str, dict[str, Any]]]:
 
 def measured(all_jobs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, int]]:
     reports = []
+    logger = logging.getLogger("hf_zero.estimate.account")
+    logger.setLevel(logging.INFO)
     for _, config in all_jobs:
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -73,9 +77,32 @@ def measured(all_jobs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, int]]
             engine.backward(engine(**batch()).loss)
             engine.step()
         engine.finish_updates()
-        reports.append(engine.memory_report())
+        report = engine.memory_report()
+        live = plan_engine(engine).report
+        # Without a profile the plan takes the layers in the order of their registration, as this model does.
+        assert live == report, (config, live, report)
+        reports.append(report)
+        lines = _Lines()
+        logger.addHandler(lines)
         engine.teardown()
+        logger.removeHandler(lines)
+        assert len(lines.said) == (2 if engine.rank == 0 else 0), lines.said
+        if lines.said:
+            parameters = f"parameters {report['parameters'] / 1e6:,.1f} | {report['parameters'] / 1e6:,.1f}"
+            assert parameters in lines.said[0]
+            assert "peak" in lines.said[1]
     return reports
+
+
+class _Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
 
 
 def planned(config: dict[str, Any], world_size: int, rank: int, **changes: Any) -> tuple[Plan, Profile]:
@@ -102,3 +129,58 @@ def test_plan_is_the_report_of_the_run(world_size: int, tmp_path: Path) -> None:
                 wrong.append(f"{name}, rank {rank}: (planned, measured) {differences}")
             assert sum(plan.report[kind] for kind in ("parameters", "gradients", "master", "optimizer")) > 0
     assert not wrong, "\n".join(wrong)
+
+
+def test_activations_are_those_of_a_real_forward() -> None:
+    """What the forward keeps, counted on meta, is what autograd saves of real tensors in a real forward."""
+    plain, profile = planned({"zero_optimization": {"stage": 3}}, 2, 0)
+    model = llama()
+    owned = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    inputs = batch()
+    owned.update(tensor.untyped_storage().data_ptr() for tensor in inputs.values())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**inputs).loss
+    assert loss.requires_grad
+    assert profile.saved == pytest.approx(sum(saved.values()), rel=0.05)
+    assert profile.peak > profile.saved
+    assert plain.device["activations"] <= profile.peak
+
+
+def test_checkpointing_keeps_less() -> None:
+    _, plain = planned({"zero_optimization": {"stage": 3}}, 2, 0, num_hidden_layers=6)
+    with torch.device("meta"):
+        model = llama(num_hidden_layers=6)
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    resolved = ZeroConfig.load({"zero_optimization": {"stage": 3}}).resolve(model=model, client_optimizer=True)
+    before = [param.data for param in model.parameters()]
+    checkpointed = measure(model, resolved, batch("meta"), on_host=True)
+    assert checkpointed.saved < plain.saved / 2
+    assert all(
+        param.data.shape == data.shape and param.dtype == data.dtype
+        for param, data in zip(model.parameters(), before, strict=True)
+    )
+
+
+def test_plans_need_no_memory_and_leave_no_trace(tmp_path: Path) -> None:
+    """A model of 7 B parameters, its states on a disk that is not there."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+    with torch.device("meta"):
+        model = llama(**sizes, vocab_size=32000)
+    path = tmp_path / "disk"
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(path)}}
+    config = ZeroConfig.load({"bf16": {"enabled": True}, "zero_optimization": zero, "gradient_clipping": 1.0})
+    plan = plan_model(model, config.resolve(model=model, world_size=8, client_optimizer=True))
+    numel = sum(param.numel() for param in model.parameters())
+    assert plan.disk["master"] == pytest.approx(4 * numel / 8, rel=0.01)
+    assert plan.disk["optimizer"] == pytest.approx(8 * numel / 8, rel=0.01)
+    assert plan.device["parameters"] == pytest.approx(2 * numel / 8, rel=0.01)
+    assert "activations" not in plan.device
+    assert not path.exists()

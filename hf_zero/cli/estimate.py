@@ -205,7 +205,7 @@ _GROUPS = (
     ("optimizer", "update"),
     ("gradients", "whole gradients"),
     ("gathered parameters",),
-    ("gradient buffers", "staging"),
+    ("gradient buffers", "staging", "lost to the allocator"),
     ("activations",),
 )
 

@@ -115,7 +115,9 @@ def _fused_attention(*, on_host: bool) -> Iterator[None]:
 
     def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         dropout = kwargs.get("dropout_p", args[3] if len(args) > 3 else 0.0)
-        if query.is_meta and query.dim() == 4 and not (on_host and dropout):
+        mask = kwargs.get("attn_mask", args[2] if len(args) > 2 else None)
+        learned = mask is not None and mask.requires_grad  # as T5's position biases: no fused kernel gives a gradient
+        if query.is_meta and query.dim() == 4 and not learned and not (on_host and dropout):
             return _attend(query, *args, **kwargs)
         return plain(query, *args, **kwargs)
 

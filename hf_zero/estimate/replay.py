@@ -140,9 +140,14 @@ def _plain_events(built: BuiltUnits) -> list[Event]:
     for layer in layers:
         events += [event("before_use", layer.name, Phase.FORWARD), event("after_use", layer.name)]
     events += [event("release_idle"), event("hold", root.name), event("begin_backward")]
-    for layer in reversed(layers):
-        events += [event("before_use", layer.name, Phase.BACKWARD), *gradients(layer.name)]
-        events.append(event("after_use", layer.name))
-    for unit in (root, *others):
-        events += gradients(unit.name)
+    late = [gradients(unit.name) for unit in (root, *others)]
+    for mine in late:  # the head's comes first, and with it the memory for the whole buffer; the embedding's last
+        events += mine[-1:]
+    leaving: list[Event] = []
+    for layer in reversed(layers):  # a layer's inputs have their gradients when the one before has been entered
+        events += [event("before_use", layer.name, Phase.BACKWARD), *leaving, *gradients(layer.name)]
+        leaving = [event("after_use", layer.name)]
+    events += leaving
+    for mine in late:
+        events += mine[:-1]
     return [*events, event("end_backward")]
