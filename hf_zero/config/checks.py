@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_zero.config.keys import ROOT
+from hf_zero.config.optimizer_checks import optimizer_problems
 from hf_zero.config.optimizers import OTHER_OPTIMIZERS
 from hf_zero.config.parse import look_up
 from hf_zero.config.problems import Problems, show
@@ -47,6 +48,7 @@ def _switch(path: str, value: Any) -> tuple[str, Any]:
 def cross_problems(values: Mapping[str, Any], args: Any, problems: Problems) -> None:
     """Add the problems that show only when several keys, or the training arguments, are seen together."""
     _check_offload(values, problems)
+    optimizer_problems(values, problems)
     if look_up(values, "fp16.enabled") is True and look_up(values, "bf16.enabled") is True:
         problems.add(
             "fp16.enabled",

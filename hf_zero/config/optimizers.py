@@ -33,13 +33,20 @@ TORCH_OPTIMIZERS: dict[str, frozenset[str]] = {
     }.items()
 }
 
-# Types that a shard of the elements is not enough for, or that are not in torch: refused by name (status.py).
+# Types that torch does not have, or has in another form: classes of hf_zero.optim. The parameters are DeepSpeed's.
+OWN_OPTIMIZERS: dict[str, frozenset[str]] = {
+    name: frozenset(params.split())
+    for name, params in {
+        "Lamb": "lr betas eps weight_decay bias_correction eps_inside_sqrt max_coeff min_coeff amsgrad",
+        "Lion": "lr betas weight_decay",
+    }.items()
+}
+
+# Types that a shard of the elements is not enough for, or that nothing here computes: refused by name (status.py).
 OTHER_OPTIMIZERS = (
-    "Lamb",
     "OneBitAdam",
     "OneBitLamb",
     "ZeroOneAdam",
-    "Lion",
     "Muon",
     "MuAdam",
     "MuAdamW",
@@ -49,7 +56,7 @@ OTHER_OPTIMIZERS = (
     "SparseAdam",
 )
 
-OPTIMIZERS = (*TORCH_OPTIMIZERS, *OTHER_OPTIMIZERS)
+OPTIMIZERS = (*TORCH_OPTIMIZERS, *OWN_OPTIMIZERS, *OTHER_OPTIMIZERS)
 
 # Every parameter of every type with its range. Only the four that TrainingArguments know may be "auto".
 OPTIMIZER_PARAMS: dict[str, Entry] = {
@@ -58,7 +65,8 @@ OPTIMIZER_PARAMS: dict[str, Entry] = {
     "eps": real(auto=True),
     "weight_decay": real(auto=True),
     **{name: real() for name in "momentum dampening rho lr_decay initial_accumulator_value alpha lambd t0".split()},
-    "momentum_decay": real(),
+    **{name: real() for name in "momentum_decay max_coeff min_coeff".split()},
+    "eps_inside_sqrt": flag(None),
     "etas": floats(size=2),
     "step_sizes": floats(size=2),
     **{name: flag(None) for name in "amsgrad fused foreach maximize capturable differentiable nesterov".split()},
@@ -115,7 +123,7 @@ def params_of(block: str, data: Mapping[str, Any]) -> Block:
     kind = {name.lower(): name for name in _TYPE[block].choices}.get(given.lower()) if isinstance(given, str) else None
     if kind in OTHER_OPTIMIZERS:
         return Block(keys=rows, free=True)
-    names = TORCH_OPTIMIZERS.get(kind or "") or SCHEDULER_TYPES.get(kind or "")
+    names = TORCH_OPTIMIZERS.get(kind or "") or OWN_OPTIMIZERS.get(kind or "") or SCHEDULER_TYPES.get(kind or "")
     if names is None:
         return Block(keys=rows)
     if kind in ("Adam", "AdamW"):
@@ -124,13 +132,15 @@ def params_of(block: str, data: Mapping[str, Any]) -> Block:
 
 
 def torch_form(block: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer block as `{"type": a class of torch.optim, "params": its arguments}`.
+    """An optimizer block as `{"type": a class of torch.optim or hf_zero.optim, "params": its arguments}`.
 
     DeepSpeed's rules hold: "Adam" means AdamW unless adam_w_mode is false, and Adam's and AdamW's weight decay is 0
     where none is given (torch's own default for AdamW is 0.01, which DeepSpeed takes only with torch_adam).
     """
     kind = block["type"]
     params = dict(block.get("params", {}))
+    if kind in OWN_OPTIMIZERS:
+        return {"type": kind, "params": params}
     extras = {name: params.pop(name) for name in _DEEPSPEED_ADAM.split() if name in params}
     if kind in ("Adam", "AdamW"):
         if not extras.get("torch_adam"):

@@ -96,8 +96,9 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("zero_optimization.mics_shard_size", _above(0), "Remove it: shards span all ranks."),
     NotYet("zero_optimization.mics_hierarchical_params_gather", _true, "Remove it: shards span all ranks."),
     NotYet("zero_optimization.ignore_unused_parameters", _false, "Remove it: unused parameters count as zeros."),
-    NotYet("optimizer.type", _one_of(*OTHER_OPTIMIZERS), "Use AdamW, Adam or SGD, which are exact on shards."),
-    NotYet("optimizer.params.bias_correction", _false, "Remove it: torch's Adam always corrects the bias."),
+    NotYet(
+        "optimizer.type", _one_of(*OTHER_OPTIMIZERS), "Use AdamW, Adam, Lamb, Lion or SGD, which are right on shards."
+    ),
     NotYet(
         "scheduler", _block, "Remove the block and build a torch or transformers scheduler (Trainer does so itself)."
     ),

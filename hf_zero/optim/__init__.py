@@ -1,5 +1,7 @@
-"""The user's optimizer on shards, and an Adam for parameters in CPU memory."""
+"""The user's optimizer on shards, and optimizers that torch does not have."""
 
 from hf_zero.optim.cpu_adam import CPUAdam
+from hf_zero.optim.lamb import Lamb
+from hf_zero.optim.lion import Lion
 
-__all__ = ["CPUAdam"]
+__all__ = ["CPUAdam", "Lamb", "Lion"]

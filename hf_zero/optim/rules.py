@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 
 from hf_zero.errors import ConfigError
+from hf_zero.optim.lamb import Lamb
+from hf_zero.optim.lion import Lion
 
 _ELEMENTWISE = frozenset(
     f"torch.optim.{name}"
@@ -24,6 +26,8 @@ _NEEDS_WHOLE = {
     "SparseAdam": "sparse gradients",
     "Lamb": "the norm of the whole parameter",
     "LAMB": "the norm of the whole parameter",
+    "FusedLamb": "the norm of the whole parameter",
+    "Lion8bit": "quantisation blocks that a shard cuts",
     "LARS": "the norm of the whole parameter",
     "Shampoo": "the whole matrix",
     "DistributedShampoo": "the whole matrix",
@@ -39,6 +43,8 @@ _NEEDS_WHOLE = {
     "DAdaptAdam": "inner products over all parameters",
     "ScheduleFreeWrapper": "a second copy of the parameters that it swaps itself",
 }
+_ELEMENTWISE_INSTEAD = "an elementwise optimizer (torch.optim.AdamW, Adam, SGD, ...)"
+_INSTEAD = dict.fromkeys(("Lamb", "LAMB", "FusedLamb"), "hf_zero.optim.Lamb, which asks the other ranks for it")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> None:
@@ -48,14 +54,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
         sharded: False at stage 0, where every rank updates whole parameters and any optimizer is right.
         allow_untested: `zero_allow_untested_optimizer`: take a class that hf_zero does not know as elementwise.
     """
-    if not sharded:
+    if not sharded or isinstance(optimizer, Lion | Lamb):
         return
     for kind in type(optimizer).__mro__:
         if kind.__name__ in _NEEDS_WHOLE:
             raise ConfigError(
                 f"optimizer {type(optimizer).__name__} cannot be right on shards: it needs "
                 f"{_NEEDS_WHOLE[kind.__name__]}, and at stages 1-3 a rank holds only a range of elements.\n"
-                "Use an elementwise optimizer (torch.optim.AdamW, Adam, SGD, ...), or stage 0."
+                f"Use {_INSTEAD.get(kind.__name__, _ELEMENTWISE_INSTEAD)}, or stage 0."
             )
     known = any(_is_elementwise(kind) for kind in type(optimizer).__mro__)
     if not known and not allow_untested:

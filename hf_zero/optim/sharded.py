@@ -13,6 +13,7 @@ from hf_zero.errors import StateError
 from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.owned import CutGroups, OwnedRun
 from hf_zero.optim.rules import check_native, check_optimizer
+from hf_zero.optim.update import make_update
 from hf_zero.optim.whole import (
     assemble,
     changed_state,
@@ -81,6 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._cut = CutGroups(optimizer)
         self._owned = self._cut.take(reducer.buffers)
         self._cut.refuse_strangers()
+        self._update = make_update(optimizer, reducer, comm)
         self._native: HostAdam | None = None
         if native:
             with comm.stop_together():
@@ -163,7 +165,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._native is not None:
             with self._comm.stop_together():
                 changed = self._native.step(has_grad, self._factor)
-        self._update_by_torch(has_grad)
+        self._update.update(self._owned, has_grad)
         self._publish(native_too=changed)
         self._forget_window()
         self._after_step()
@@ -297,17 +299,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 self._facts = settle_window(self._reducer, self._comm, self._orders)
         return self._facts
-
-    def _update_by_torch(self, has_grad: Mapping[int, Sequence[bool]]) -> None:
-        # Called without any gradient too: it runs the user's step hooks, and schedulers look for the call.
-        for owned in self._owned:
-            present = has_grad[id(owned.buffer)][owned.index]
-            for master, grad in zip(owned.masters, owned.grads, strict=False):
-                master.grad = grad.to(master.dtype) if present else None
-        self.optimizer.step()
-        for owned in self._owned:
-            for master in owned.masters:
-                master.grad = None
 
     def _publish(self, *, native_too: bool) -> None:
         """Masters -> parameters: cast, and gather where parameters stay whole on ranks that own a part each."""

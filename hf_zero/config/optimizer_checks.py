@@ -1,0 +1,39 @@
+"""Conditions between the optimizer block and the rest of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_zero.config.parse import look_up
+from hf_zero.config.problems import Problems
+
+_PARAMS = "optimizer.params"
+_OFFLOAD = "zero_optimization.offload_optimizer.device"
+
+
+def optimizer_problems(values: Mapping[str, Any], problems: Problems) -> None:
+    """Add the problems of an optimizer block that show only when its type is known."""
+    kind = look_up(values, "optimizer.type")
+    if kind in ("Adam", "AdamW") and look_up(values, f"{_PARAMS}.bias_correction") is False:
+        problems.add(
+            f"{_PARAMS}.bias_correction",
+            False,
+            "not supported yet",
+            "Remove it: torch's Adam always corrects the bias.",
+        )
+    if kind == "Lamb":
+        _check_lamb(values, problems)
+
+
+def _check_lamb(values: Mapping[str, Any], problems: Problems) -> None:
+    device = look_up(values, _OFFLOAD)
+    if device not in (None, "none"):
+        problems.add(
+            "optimizer.type",
+            "Lamb",
+            f'Lamb does not go with {_OFFLOAD} = "{device}": its update needs norms over all ranks',
+            'Remove offload_optimizer, or use "AdamW".',
+        )
+    if look_up(values, f"{_PARAMS}.amsgrad") is True:
+        problems.add(f"{_PARAMS}.amsgrad", True, "it is not part of LAMB", "Remove it.")

@@ -1,0 +1,22 @@
+"""Which optimizer a configuration's `optimizer` block names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.config.optimizers import OWN_OPTIMIZERS
+from hf_zero.optim.lamb import Lamb
+from hf_zero.optim.lion import Lion
+
+_OWN = {"Lamb": Lamb, "Lion": Lion}
+assert _OWN.keys() == OWN_OPTIMIZERS.keys()
+
+
+def optimizer_of(block: Mapping[str, Any], model: nn.Module) -> tuple[Any, dict[str, Any]]:
+    """(class, keyword arguments) of a resolved `optimizer` block, for parameters of `model` or groups of them."""
+    kind = _OWN.get(block["type"]) or getattr(torch.optim, block["type"])
+    return kind, dict(block.get("params", {}))

@@ -1,0 +1,79 @@
+"""How a torch optimizer is run over the elements that this rank updates: one strategy per kind of optimizer.
+
+Most optimizers treat every element by itself and are simply called. Others need more than a shard: Lamb the norms of
+whole parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hf_zero.comm import Comm
+from hf_zero.optim.lamb import Lamb
+from hf_zero.optim.owned import OwnedRun
+from hf_zero.runtime.grads import GradReducer
+
+HasGrad = Mapping[int, Sequence[bool]]  # id of a gradient buffer -> per parameter: on any rank
+
+
+class TorchUpdate:
+    """The update of an optimizer that treats every element by itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradReducer, comm: Comm) -> None:
+        self.optimizer = optimizer
+        self.reducer = reducer
+        self.comm = comm
+
+    def update(self, owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
+        """One update of the masters from the mean gradient. All ranks must call.
+
+        Called without any gradient too: it runs the user's step hooks, and schedulers look for the call.
+        """
+        give_gradients(owned, has_grad)
+        self.call(owned)
+        for one in owned:
+            for master in one.masters:
+                master.grad = None
+
+    def call(self, owned: Sequence[OwnedRun]) -> None:
+        """Let the optimizer take its step."""
+        self.optimizer.step()
+
+
+class LambUpdate(TorchUpdate):
+    """Lamb on shards: squared norms per parameter, summed over the ranks by one all-reduce."""
+
+    def call(self, owned: Sequence[OwnedRun]) -> None:
+        firsts, total = {}, 0
+        for buffer in self.reducer.buffers:
+            firsts[id(buffer)] = total
+            total += len(buffer.flat.params)
+        places = {id(master): firsts[id(one.buffer)] + one.index for one in owned for master in one.masters}
+        sharded = any(buffer.flat.layout.world_size > 1 for buffer in self.reducer.buffers)
+
+        def combine(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> torch.Tensor:
+            device = self.comm.device
+            index = torch.tensor([places[id(tensor)] for tensor in tensors], dtype=torch.long, device=device)
+            whole = torch.zeros(total, 2, dtype=torch.float64, device=device)
+            whole.index_add_(0, index, squares.to(device))
+            if sharded:
+                self.comm.all_reduce(whole, "norms of parameters").wait()
+            return whole[index]
+
+        assert isinstance(self.optimizer, Lamb)
+        self.optimizer.step(combine=combine)
+
+
+def give_gradients(owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
+    """Let masters have the gradients of this window, where any rank had one."""
+    for one in owned:
+        present = has_grad[id(one.buffer)][one.index]
+        for master, grad in zip(one.masters, one.grads, strict=False):
+            master.grad = grad.to(master.dtype) if present else None
+
+
+def make_update(optimizer: torch.optim.Optimizer, reducer: GradReducer, comm: Comm) -> TorchUpdate:
+    """The strategy for `optimizer`."""
+    return (LambUpdate if isinstance(optimizer, Lamb) else TorchUpdate)(optimizer, reducer, comm)

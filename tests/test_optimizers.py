@@ -1,0 +1,196 @@
+"""Every optimizer of an `optimizer` block follows one process that computes its formula on whole parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from hf_zero import optim
+from hf_zero.engine import ZeroEngine
+from hf_zero.errors import ConfigError
+from tests.harness.optimizer_formulas import FORMULAS, State
+from tests.harness.ranks import RankFailure, run_ranks
+from tests.harness.reference import Case, _mean_loss
+from tests.harness.sharded import Options, micro_step, zero_config
+
+STEPS = 20
+LAMB = {"lr": 0.02, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.1}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "Lion": {"type": "Lion", "params": {"lr": 0.01, "betas": [0.9, 0.97], "weight_decay": 0.1}},
+    "Lamb": {"type": "Lamb", "params": LAMB},
+    "Lamb, other settings": {
+        "type": "lamb",
+        "params": {**LAMB, "bias_correction": False, "eps_inside_sqrt": True, "max_coeff": 2.0, "min_coeff": 0.5},
+    },
+}
+slow = pytest.mark.slow
+
+
+def build(case: Case) -> torch.nn.Module:
+    """The case's model, without the parameters whose true gradient is zero: its sign is that of a rounding error."""
+    model = case.build()
+    for name, param in model.named_parameters():
+        if name.endswith("attention.key.bias"):
+            param.requires_grad_(False)
+    return model
+
+
+def begin(case: Case, stage: int, block: dict[str, Any], **zero: Any) -> ZeroEngine:
+    config = zero_config(case, Options(stage, zero=tuple(zero.items())))
+    return hf_zero.initialize(model=build(case), config={**config, "optimizer": block})[0]
+
+
+def train(engine: ZeroEngine, case: Case, stage: int, steps: range) -> dict[str, torch.Tensor]:
+    for step in steps:
+        for micro in range(case.accumulation):
+            micro_step(engine, case, step, micro, Options(stage))
+    return engine.full_state_dict(keep=True)
+
+
+def train_block(case: Case, stages: tuple[int, ...], block: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    # Buckets that cut parameters into several pieces.
+    return [
+        train(begin(case, stage, block, reduce_bucket_size=97), case, stage, range(case.steps)) for stage in stages
+    ]
+
+
+def reference(case: Case, block: dict[str, Any]) -> tuple[dict[str, torch.Tensor], State]:
+    """(parameters after the last step, state) of the formula in this process."""
+    model = build(case)
+    names = {param: name for name, param in model.named_parameters()}
+    params = {name: param.data for param, name in names.items()}
+    state: State = {}
+    options = {"betas": (0.9, 0.999), "weight_decay": 0.0, **block["params"]}
+    for step in range(case.steps):
+        _mean_loss(model, case, step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        grads = {name: param.grad for param, name in names.items() if param.grad is not None}
+        FORMULAS[block["type"].capitalize()](params, grads, state, step, **options)
+        model.zero_grad()
+    return model.state_dict(), state
+
+
+def follows(case: Case, stages: tuple[int, ...], block: dict[str, Any]) -> State:
+    before = case.build().state_dict()
+    want, state = reference(case, block)
+    for stage, got in zip(stages, run_ranks(train_block, case.world, case, stages, block)[0], strict=True):
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, rtol=0, atol=1e-9, msg=f"stage {stage}, {name}")
+    moved = [name for name in state if float((want[name] - before[name]).abs().max()) > 0.01]
+    assert len(moved) == len(state) > 10, "every parameter moved"
+    return state
+
+
+MATRIX = [
+    pytest.param(name, accumulation, stages, marks=[] if quick else slow, id=f"{name}-{accumulation}-{stages}")
+    for name in BLOCKS
+    for accumulation, stages, quick in ((1, (3,), "," not in name), (1, (0, 1, 2), False), (4, (0, 1, 2, 3), False))
+]
+
+
+@pytest.mark.parametrize(("name", "accumulation", "stages"), MATRIX)
+def test_blocks_follow_their_formula(name: str, accumulation: int, stages: tuple[int, ...]) -> None:
+    state = follows(Case("plain", 2, accumulation, steps=STEPS), stages, BLOCKS[name])
+    if name.startswith("Lamb"):
+        ratios = {ratio for own in state.values() for ratio in own["ratios"]}
+        assert len(ratios) > 100 and all(abs(ratio - 1) > 1e-6 for ratio in ratios)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Lion", "Lamb"])
+@pytest.mark.parametrize("model", ["unused_somewhere", "frozen", "tied", "convnet"])
+def test_other_models_and_worlds(name: str, model: str) -> None:
+    case = Case(model, 3, 1, steps=5)
+    want = reference(case, BLOCKS[name])[0]
+    for got in run_ranks(train_block, 3, case, (1, 3), BLOCKS[name])[0]:
+        for key, value in want.items():
+            torch.testing.assert_close(got[key], value, rtol=0, atol=1e-9, msg=key)
+
+
+# ---------------------------------------------------------------- checkpoints
+def save_half(case: Case, stage: int, block: dict[str, Any], folder: str) -> None:
+    engine = begin(case, stage, block)
+    train(engine, case, stage, range(3))
+    engine.save_checkpoint(folder)
+
+
+def resume_half(case: Case, stage: int, block: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
+    """The other half, at another world size; the batches are those of the first one."""
+    engine = begin(case, stage, block)
+    engine.load_checkpoint(folder)
+    if dist.get_world_size() == case.world:
+        return train(engine, case, stage, range(3, 6))
+    for step in range(3, 6):
+        for rank in range(case.world):  # one rank sees what all had
+            (engine(**case.batch(step, 0, rank))["loss"] / case.world).backward()
+        engine.step()
+    return engine.full_state_dict(keep=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Lion", "Lamb"])
+@pytest.mark.parametrize(("stage", "then"), [(1, 3), (3, 1), (3, 0)])
+def test_resume_at_another_world_size(tmp_path: Path, name: str, stage: int, then: int) -> None:
+    case = Case("plain", 2, 1, steps=6)
+    run_ranks(save_half, 2, case, stage, BLOCKS[name], str(tmp_path))
+    want = reference(case, BLOCKS[name])[0]
+    for world in (1, 2):
+        got = run_ranks(resume_half, world, case, then, BLOCKS[name], str(tmp_path))[0]
+        for key, value in want.items():
+            torch.testing.assert_close(got[key], value, rtol=0, atol=1e-9, msg=f"{key} at {world}")
+
+
+# ---------------------------------------------------------------- what travels
+def count_norms(case: Case) -> tuple[int, int, list[float]]:
+    engine = begin(case, 3, BLOCKS["Lamb"])
+    engine.comm.reset_counts()
+    train(engine, case, 3, range(1))
+    count = engine.comm.counts["all_reduce"]
+    assert engine.optimizer is not None and isinstance(engine.optimizer.optimizer, optim.Lamb)
+    return count.calls, count.numel, engine.optimizer.optimizer.get_lamb_coeffs()
+
+
+def test_lamb_sends_one_message_per_step() -> None:
+    case = Case("plain", 2)
+    num_params = sum(param.requires_grad for param in build(case).parameters())
+    for calls, numel, ratios in run_ranks(count_norms, 2, case):
+        assert (calls, numel) == (1, 2 * num_params)
+        assert len(ratios) > 5 and all(0.01 <= ratio <= 10 for ratio in ratios) and len(set(ratios)) > 5
+
+
+# ---------------------------------------------------------------- as ordinary torch optimizers, and their errors
+@pytest.mark.parametrize("kind", [optim.Lamb, optim.Lion])
+def test_values_out_of_range_are_named(kind: Any) -> None:
+    with pytest.raises(ConfigError, match="lr=-1"):
+        kind([torch.nn.Parameter(torch.ones(3))], lr=-1.0)
+    with pytest.raises(ConfigError, match="betas"):
+        kind([torch.nn.Parameter(torch.ones(3))], betas=(0.9, 1.0))
+
+
+def test_lion_leaves_elements_without_gradient_alone() -> None:
+    param = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16))
+    optimizer = optim.Lion([param], lr=0.5)
+    param.grad = torch.tensor([0.0, 4.0, -4.0], dtype=torch.bfloat16)
+    optimizer.step()
+    assert param.tolist() == [1.0, 1.5, 3.5] and optimizer.state[param]["exp_avg"].dtype == torch.float32
+
+
+class FusedLamb(torch.optim.SGD):
+    """Stands for a Lamb from elsewhere: it would take the norm of what it holds."""
+
+
+def attach_foreign_lamb() -> None:
+    model = Case().build()
+    config = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    hf_zero.initialize(model=model, optimizer=FusedLamb(model.parameters(), lr=0.1), config=config)
+
+
+def test_a_lamb_from_elsewhere_is_refused() -> None:
+    for failure in run_ranks(attach_foreign_lamb, 2, expect_error=True):
+        assert isinstance(failure, RankFailure) and failure.kind == "ConfigError"
+        assert "FusedLamb" in failure.message and "hf_zero.optim.Lamb" in failure.message
