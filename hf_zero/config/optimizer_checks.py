@@ -24,6 +24,18 @@ def optimizer_problems(values: Mapping[str, Any], problems: Problems) -> None:
         )
     if kind == "Lamb":
         _check_lamb(values, problems)
+    stage = look_up(values, "zero_optimization.stage")
+    if kind == "OneBitAdam" and stage not in (None, 0):
+        problems.add(
+            "optimizer.type",
+            kind,
+            f"it does not go with ZeRO (zero_optimization.stage = {stage}): it compresses momenta of whole parameters",
+            'Set the stage to 0, or use "AdamW".',
+        )
+    if kind in ("Lamb", "OneBitAdam") and look_up(values, f"{_PARAMS}.amsgrad") is True:
+        problems.add(f"{_PARAMS}.amsgrad", True, f"{kind} does not have it", "Remove it.")
+    if kind == "OneBitAdam" and look_up(values, f"{_PARAMS}.eps_inside_sqrt") is True:
+        problems.add(f"{_PARAMS}.eps_inside_sqrt", True, "OneBitAdam adds eps to the square root", "Remove it.")
 
 
 def _check_lamb(values: Mapping[str, Any], problems: Problems) -> None:
@@ -35,5 +47,3 @@ def _check_lamb(values: Mapping[str, Any], problems: Problems) -> None:
             f'Lamb does not go with {_OFFLOAD} = "{device}": its update needs norms over all ranks',
             'Remove offload_optimizer, or use "AdamW".',
         )
-    if look_up(values, f"{_PARAMS}.amsgrad") is True:
-        problems.add(f"{_PARAMS}.amsgrad", True, "it is not part of LAMB", "Remove it.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.config.schema import Block, Entry, Key, choice, count, flag, floats, real
+from hf_zero.config.schema import Block, Entry, Key, choice, count, flag, floats, real, text
 
 _COMMON = "lr weight_decay foreach maximize capturable differentiable"
 _ADAM = f"{_COMMON} betas eps amsgrad fused"
@@ -32,6 +32,8 @@ TORCH_OPTIMIZERS: dict[str, frozenset[str]] = {
         "Rprop": "lr foreach maximize capturable differentiable etas step_sizes",
     }.items()
 }
+# Names that DeepSpeed's OneBitAdam takes and that change nothing there, or must be off.
+_ONE_BIT = "bias_correction eps_inside_sqrt amsgrad cuda_aware comm_backend_name"
 
 # Types that torch does not have, or has in another form: classes of hf_zero.optim. The parameters are DeepSpeed's.
 OWN_OPTIMIZERS: dict[str, frozenset[str]] = {
@@ -39,12 +41,12 @@ OWN_OPTIMIZERS: dict[str, frozenset[str]] = {
     for name, params in {
         "Lamb": "lr betas eps weight_decay bias_correction eps_inside_sqrt max_coeff min_coeff amsgrad",
         "Lion": "lr betas weight_decay",
+        "OneBitAdam": f"lr betas eps weight_decay freeze_step {_ONE_BIT}",
     }.items()
 }
 
 # Types that a shard of the elements is not enough for, or that nothing here computes: refused by name (status.py).
 OTHER_OPTIMIZERS = (
-    "OneBitAdam",
     "OneBitLamb",
     "ZeroOneAdam",
     "Muon",
@@ -66,7 +68,9 @@ OPTIMIZER_PARAMS: dict[str, Entry] = {
     "weight_decay": real(auto=True),
     **{name: real() for name in "momentum dampening rho lr_decay initial_accumulator_value alpha lambd t0".split()},
     **{name: real() for name in "momentum_decay max_coeff min_coeff".split()},
-    "eps_inside_sqrt": flag(None),
+    "freeze_step": count(low=1),
+    **{name: flag(None) for name in "eps_inside_sqrt cuda_aware".split()},
+    "comm_backend_name": text(),
     "etas": floats(size=2),
     "step_sizes": floats(size=2),
     **{name: flag(None) for name in "amsgrad fused foreach maximize capturable differentiable nesterov".split()},
@@ -140,7 +144,8 @@ def torch_form(block: Mapping[str, Any]) -> dict[str, Any]:
     kind = block["type"]
     params = dict(block.get("params", {}))
     if kind in OWN_OPTIMIZERS:
-        return {"type": kind, "params": params}
+        taken = params.keys() - (_ONE_BIT.split() if kind == "OneBitAdam" else ())
+        return {"type": kind, "params": {name: value for name, value in params.items() if name in taken}}
     extras = {name: params.pop(name) for name in _DEEPSPEED_ADAM.split() if name in params}
     if kind in ("Adam", "AdamW"):
         if not extras.get("torch_adam"):

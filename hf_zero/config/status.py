@@ -185,6 +185,8 @@ NO_EFFECT: dict[str, str] = {
     "bf16.immediate_grad_update": "gradients are always taken as they are ready",
     "bf16.check_grad_overflow": "bf16 has the range of fp32",
     "optimizer.legacy_fusion": "torch's optimizers are used",
+    "optimizer.params.cuda_aware": "signs travel through the process group",
+    "optimizer.params.comm_backend_name": "signs travel through the process group",
     "prescale_gradients": _EXACT_MEAN,
     "gradient_predivide_factor": _EXACT_MEAN,
     "seq_parallel_communication_data_type": "there is no sequence parallelism",

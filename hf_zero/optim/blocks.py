@@ -11,8 +11,9 @@ from torch import nn
 from hf_zero.config.optimizers import OWN_OPTIMIZERS
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lion import Lion
+from hf_zero.optim.onebit import OneBitAdam
 
-_OWN = {"Lamb": Lamb, "Lion": Lion}
+_OWN = {"Lamb": Lamb, "Lion": Lion, "OneBitAdam": OneBitAdam}
 assert _OWN.keys() == OWN_OPTIMIZERS.keys()
 
 

@@ -11,6 +11,7 @@ import torch
 from hf_zero.errors import ConfigError
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lion import Lion
+from hf_zero.optim.onebit import OneBitAdam
 
 _ELEMENTWISE = frozenset(
     f"torch.optim.{name}"
@@ -56,6 +57,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
     """
     if not sharded or isinstance(optimizer, Lion | Lamb):
         return
+    if isinstance(optimizer, OneBitAdam):
+        raise ConfigError(
+            "optimizer OneBitAdam needs stage 0: each rank compresses the momentum of whole parameters, made of its "
+            "own gradient.\nSet zero_optimization.stage to 0, or use torch.optim.AdamW."
+        )
     for kind in type(optimizer).__mro__:
         if kind.__name__ in _NEEDS_WHOLE:
             raise ConfigError(

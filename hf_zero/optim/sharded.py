@@ -363,6 +363,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def restart_at(self, step: int) -> None:
         """`step` updates have been made before, in another run."""
+        self._update.restart()
         if self._native is not None:
             self._native.restart_at(step)
 
@@ -370,7 +371,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Bytes of optimizer state beside the masters, on whatever medium."""
         tensors = [value for state in self.state.values() for value in state.values()]
         held = sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
-        held += sum(shard.nbytes for shards in self.attached.values() for shard in shards.values())
+        held += self._update.state_bytes() + sum(
+            shard.nbytes for shards in self.attached.values() for shard in shards.values()
+        )
         return held + (0 if self._native is None else self._native.moment_bytes())
 
     def owned_runs(self) -> Iterator[OwnedRun]:

@@ -1,7 +1,7 @@
 """How a torch optimizer is run over the elements that this rank updates: one strategy per kind of optimizer.
 
 Most optimizers treat every element by itself and are simply called. Others need more than a shard: Lamb the norms of
-whole parameters.
+whole parameters, OneBitAdam gradients that no rank has averaged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import torch
 
 from hf_zero.comm import Comm
 from hf_zero.optim.lamb import Lamb
+from hf_zero.optim.onebit import OneBitAdam
 from hf_zero.optim.owned import OwnedRun
+from hf_zero.optim.signs import SignMean
 from hf_zero.runtime.grads import GradReducer
 
 HasGrad = Mapping[int, Sequence[bool]]  # id of a gradient buffer -> per parameter: on any rank
@@ -41,9 +43,18 @@ class TorchUpdate:
         """Let the optimizer take its step."""
         self.optimizer.step()
 
+    def restart(self) -> None:
+        """The optimizer's state has been replaced, by a checkpoint's."""
+
+    def state_bytes(self) -> int:
+        """Bytes held between steps beside what the optimizer itself holds."""
+        return 0
+
 
 class LambUpdate(TorchUpdate):
     """Lamb on shards: squared norms per parameter, summed over the ranks by one all-reduce."""
+
+    optimizer: Lamb
 
     def call(self, owned: Sequence[OwnedRun]) -> None:
         firsts, total = {}, 0
@@ -62,8 +73,33 @@ class LambUpdate(TorchUpdate):
                 self.comm.all_reduce(whole, "norms of parameters").wait()
             return whole[index]
 
-        assert isinstance(self.optimizer, Lamb)
         self.optimizer.step(combine=combine)
+
+
+class OneBitUpdate(TorchUpdate):
+    """OneBitAdam: once its variance is frozen, ranks keep their gradients and exchange signs of momenta."""
+
+    optimizer: OneBitAdam
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradReducer, comm: Comm) -> None:
+        super().__init__(optimizer, reducer, comm)
+        self._mean = SignMean(comm)
+        self._choose_phase()
+
+    def call(self, owned: Sequence[OwnedRun]) -> None:
+        self.optimizer.step(exchange=self._mean.average if self.comm.world_size > 1 else None)
+        self._choose_phase()
+
+    def restart(self) -> None:
+        self._mean.forget()
+        self._choose_phase()
+
+    def state_bytes(self) -> int:
+        return self._mean.nbytes
+
+    def _choose_phase(self) -> None:
+        for buffer in self.reducer.buffers:
+            buffer.stay_local(self.optimizer.is_frozen)
 
 
 def give_gradients(owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
@@ -76,4 +112,8 @@ def give_gradients(owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
 
 def make_update(optimizer: torch.optim.Optimizer, reducer: GradReducer, comm: Comm) -> TorchUpdate:
     """The strategy for `optimizer`."""
-    return (LambUpdate if isinstance(optimizer, Lamb) else TorchUpdate)(optimizer, reducer, comm)
+    kind = next((update for known, update in _SPECIAL.items() if isinstance(optimizer, known)), TorchUpdate)
+    return kind(optimizer, reducer, comm)
+
+
+_SPECIAL: dict[type, type[TorchUpdate]] = {Lamb: LambUpdate, OneBitAdam: OneBitUpdate}

@@ -89,6 +89,7 @@ class GradBuffer:
         self._comm = comm
         self._pool = pool
         self._scale = settings.scale
+        self._stays_local = False  # gradients are not summed over ranks: the optimizer exchanges something smaller
         self._wire = settings.wire_dtype
         if settings.accum_dtype is not None:
             self.dtype = settings.accum_dtype
@@ -106,7 +107,7 @@ class GradBuffer:
         self.seen = [False] * len(flat.params)  # had a gradient on this rank in this window
         self._written = [False] * len(flat.params)  # has a value in `whole`
         self._arrived: set[int] = set()  # in this backward
-        self._flight: list[tuple[Pending, torch.Tensor, torch.Tensor]] = []  # pending, its result, our part
+        self._flight: list[tuple[Pending | None, torch.Tensor, torch.Tensor]] = []  # pending, its result, our part
         self._flying: torch.Tensor | None = None  # the whole that the reduce under way reads
         self._empty = True  # `shard` holds nothing of this window yet
 
@@ -206,20 +207,30 @@ class GradBuffer:
         layout = self.flat.layout
         self.num_reduces += 1
         self._flying, self.whole = self.whole, None
+        pending: Pending | None
         for (start, numel), mine in zip(layout.buckets(), self.shard.parts, strict=True):
             bucket = self._flying[start : start + numel]
             if layout.world_size == self._comm.world_size:
                 in_place = self._empty and mine.device == bucket.device
                 result = mine if in_place else torch.empty_like(mine, device=bucket.device)
                 pending = self._comm.reduce_scatter(result, bucket, layout.name, wire_dtype=self._wire)
+            elif self._stays_local:
+                result, pending = bucket, None
             else:
                 result = bucket
                 pending = self._comm.all_reduce(bucket, layout.name, wire_dtype=self._wire)
             self._flight.append((pending, result, mine))
 
+    def stay_local(self, local: bool) -> None:
+        """From the next window on, let each rank keep the mean of its own micro-steps; stage 0 only."""
+        if local != self._stays_local:
+            self._stays_local = local
+            self._scale *= self._comm.world_size if local else 1 / self._comm.world_size
+
     def reduce_finish(self) -> None:
         for pending, result, mine in self._flight:
-            pending.wait()
+            if pending is not None:
+                pending.wait()
             if result.device != mine.device:
                 self._copy_to_host(result, mine)
             elif result.data_ptr() != mine.data_ptr():
