@@ -6,6 +6,9 @@ whole matrix, at its shape, or at all parameters together is not, and is refused
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 
 from hf_zero.errors import ConfigError
@@ -23,6 +26,7 @@ _ELEMENTWISE = frozenset(
 _NEEDS_WHOLE = {
     "Adafactor": "row and column means of the whole matrix",
     "Muon": "the whole momentum matrix",
+    "MuonWithAuxAdam": "the whole momentum matrix",
     "LBFGS": "inner products over all parameters",
     "SparseAdam": "sparse gradients",
     "Lamb": "the norm of the whole parameter",
@@ -44,8 +48,20 @@ _NEEDS_WHOLE = {
     "DAdaptAdam": "inner products over all parameters",
     "ScheduleFreeWrapper": "a second copy of the parameters that it swaps itself",
 }
+# Those of them that get whole parameters, on the rank that owns one: module and name, since others may do more.
+_GETS_WHOLE = frozenset(["torch.optim.Adafactor", "torch.optim.Muon", "transformers.optimization.Adafactor"])
 _ELEMENTWISE_INSTEAD = "an elementwise optimizer (torch.optim.AdamW, Adam, SGD, ...)"
-_INSTEAD = dict.fromkeys(("Lamb", "LAMB", "FusedLamb"), "hf_zero.optim.Lamb, which asks the other ranks for it")
+_INSTEAD = {
+    **dict.fromkeys(("Lamb", "LAMB", "FusedLamb"), "hf_zero.optim.Lamb, which asks the other ranks for it"),
+    "Adafactor": "the Adafactor of torch.optim or transformers, which gets whole matrices",
+    **dict.fromkeys(("Muon", "MuonWithAuxAdam"), "torch.optim.Muon or hf_zero.optim.Muon, which get whole matrices"),
+}
+
+
+def needs_whole(optimizer: torch.optim.Optimizer) -> Callable[[Mapping[str, Any]], bool] | None:
+    """Which param groups of `optimizer` need whole parameters and can have them; None if none does."""
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    return (lambda group: True) if kind in _GETS_WHOLE else None
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> None:
@@ -55,7 +71,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
         sharded: False at stage 0, where every rank updates whole parameters and any optimizer is right.
         allow_untested: `zero_allow_untested_optimizer`: take a class that hf_zero does not know as elementwise.
     """
-    if not sharded or isinstance(optimizer, Lion | Lamb):
+    if not sharded or isinstance(optimizer, Lion | Lamb) or needs_whole(optimizer) is not None:
         return
     if isinstance(optimizer, OneBitAdam):
         raise ConfigError(

@@ -13,7 +13,8 @@ from hf_zero.errors import StateError
 from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.owned import CutGroups, OwnedRun
 from hf_zero.optim.rules import check_native, check_optimizer
-from hf_zero.optim.update import make_update
+from hf_zero.optim.strategies import make_owners, make_update
+from hf_zero.optim.update import FileState, StatePlace
 from hf_zero.optim.whole import (
     assemble,
     changed_state,
@@ -79,10 +80,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             offload = dataclasses.replace(offload, moments_dtype=torch.bfloat16)
         self._native_flats: list[FlatBuffer] = []  # in the order of their updates; the same on all ranks
         self._offload = offload
-        self._cut = CutGroups(optimizer)
+        owners = make_owners(optimizer, comm, sharded=sharded)
+        self._cut = CutGroups(optimizer, owners)
         self._owned = self._cut.take(reducer.buffers)
         self._cut.refuse_strangers()
-        self._update = make_update(optimizer, reducer, comm)
+        self._update = make_update(optimizer, reducer, comm, owners)
         self._native: HostAdam | None = None
         if native:
             with comm.stop_together():
@@ -375,6 +377,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.nbytes for shards in self.attached.values() for shard in shards.values()
         )
         return held + (0 if self._native is None else self._native.moment_bytes())
+
+    def file_state(self) -> FileState:
+        """State that checkpoints do not find where the masters are. All ranks must call."""
+        return self._update.file_state(self._owned)
+
+    def state_places(self) -> Iterator[StatePlace]:
+        """What torch updates on this rank: name, elements, and the tensors that `state` is of."""
+        return self._update.places(self._owned)
 
     def owned_runs(self) -> Iterator[OwnedRun]:
         """What this rank updates, in the order of the param groups."""

@@ -1,23 +1,39 @@
 """How a torch optimizer is run over the elements that this rank updates: one strategy per kind of optimizer.
 
 Most optimizers treat every element by itself and are simply called. Others need more than a shard: Lamb the norms of
-whole parameters, OneBitAdam gradients that no rank has averaged.
+whole parameters, OneBitAdam gradients that no rank has averaged, some the whole parameters (whole_update.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from hf_zero.comm import Comm
+from hf_zero.layout import Piece, Run
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.onebit import OneBitAdam
 from hf_zero.optim.owned import OwnedRun
+from hf_zero.optim.rules import needs_whole
 from hf_zero.optim.signs import SignMean
 from hf_zero.runtime.grads import GradReducer
 
+# A parameter's name, elements of it, and tensors that hold these
+StatePlace = tuple[str, Run | Sequence[Piece], Sequence[torch.Tensor]]
 HasGrad = Mapping[int, Sequence[bool]]  # id of a gradient buffer -> per parameter: on any rank
+
+
+@dataclass(frozen=True)
+class FileState:
+    """Optimizer state of parameters that are updated whole, in the form in which checkpoints hold it."""
+
+    # By name, for each tensor of this rank's run: what has the parameter's shape, cut as the run is; and numbers.
+    parts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    # By name and kind: tensors of other shapes, whole, on all ranks.
+    odd: Mapping[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
 
 class TorchUpdate:
@@ -49,6 +65,30 @@ class TorchUpdate:
     def state_bytes(self) -> int:
         """Bytes held between steps beside what the optimizer itself holds."""
         return 0
+
+    def file_state(self, owned: Sequence[OwnedRun]) -> FileState:
+        """What of the state is not where the masters are, or not of their shape. All ranks must call."""
+        if needs_whole(self.optimizer) is None:
+            return FileState()
+        # Every rank has whole parameters.
+        states = {one.run.name: (one, self.optimizer.state.get(one.masters[0], {})) for one in owned}
+        return FileState(
+            {},
+            {
+                (name, kind): value
+                for name, (one, state) in states.items()
+                for kind, value in state.items()
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape != one.masters[0].shape
+            },
+        )
+
+    def places(self, owned: Sequence[OwnedRun]) -> Iterator[StatePlace]:
+        """The tensors that the optimizer holds on this rank, and of which elements of which parameter."""
+        yield from ((one.run.name, one.run, one.masters) for one in owned if not one.native)
+
+    def elementwise(self, owned: Sequence[OwnedRun]) -> list[OwnedRun]:
+        """Those of `owned` that the optimizer updates where they are."""
+        return list(owned)
 
 
 class LambUpdate(TorchUpdate):
@@ -108,12 +148,3 @@ def give_gradients(owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
         present = has_grad[id(one.buffer)][one.index]
         for master, grad in zip(one.masters, one.grads, strict=False):
             master.grad = grad.to(master.dtype) if present else None
-
-
-def make_update(optimizer: torch.optim.Optimizer, reducer: GradReducer, comm: Comm) -> TorchUpdate:
-    """The strategy for `optimizer`."""
-    kind = next((update for known, update in _SPECIAL.items() if isinstance(optimizer, known)), TorchUpdate)
-    return kind(optimizer, reducer, comm)
-
-
-_SPECIAL: dict[type, type[TorchUpdate]] = {Lamb: LambUpdate, OneBitAdam: OneBitUpdate}
