@@ -16,7 +16,11 @@ import transformers
 from torch import nn
 
 import hf_zero
+from hf_zero import optim
 from hf_zero.engine import ZeroEngine
+from hf_zero.errors import ConfigError
+from hf_zero.optim.blocks import optimizer_of
+from hf_zero.optim.orthogonal import orthogonalized
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case, _mean_loss
 from tests.harness.sharded import Options, micro_step, zero_config
@@ -35,6 +39,11 @@ def adafactor_of_transformers(params: Iterable[Any]) -> torch.optim.Optimizer:
 
 def adafactor_with_its_own_rate(params: Iterable[Any]) -> torch.optim.Optimizer:
     return transformers.Adafactor(params)
+
+
+def muon(params: Iterable[Any]) -> torch.optim.Optimizer:
+    settings = {"muon_lr": 0.02, "adam_lr": 0.01, "weight_decay": 0.05, "betas": (0.9, 0.97), "eps": 1e-6}
+    return optim.Muon(params, **settings)
 
 
 def muon_and_nothing_else(params: Iterable[Any]) -> torch.optim.Optimizer:
@@ -84,12 +93,12 @@ def close(make: Make, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor
         torch.testing.assert_close(got[name], value, rtol=0, atol=atol, msg=f"{where}, {name}")
 
 
-MAKERS: list[Make] = [adafactor, adafactor_of_transformers, adafactor_with_its_own_rate, muon_and_nothing_else]
+MAKERS: list[Make] = [adafactor, adafactor_of_transformers, adafactor_with_its_own_rate, muon, muon_and_nothing_else]
 MATRIX = [
     pytest.param(make, world, accumulation, stages, marks=[] if quick else pytest.mark.slow)
     for make in MAKERS
     for world, accumulation, stages, quick in (
-        (2, 1, (3,), make in (adafactor, muon_and_nothing_else)),
+        (2, 1, (3,), make in (adafactor, muon)),
         (2, 1, (0, 1, 2), False),
         (3, 4, (1, 3), False),
     )
@@ -164,3 +173,76 @@ def test_owners_share_the_work_and_state_is_not_taken_for_weights(tmp_path: Path
     assert done.returncode == 0, done.stderr
     names = set(safetensors.torch.load_file(output)) if output.is_file() else set()
     assert names == set(results[0][1])
+
+
+# ---------------------------------------------------------------- Muon itself, and its block
+# DeepSpeed 0.19.8's Newton-Schulz functions on the CPU, of sin(0.7 i^2): the first two elements and the norm.
+DEEPSPEED = [
+    ((7, 11), "gram", (-0.1869, 0.25011, 2.64198)),
+    ((7, 11), "standard", (-0.19922, 0.25586, 2.62869)),
+    ((11, 7), "gram", (0.07574, 0.34091, 2.48231)),
+    ((11, 7), "standard", (0.07812, 0.34766, 2.50782)),
+    ((5, 5), "gram", (0.02347, 0.77029, 2.26881)),
+    ((5, 5), "standard", (0.02734, 0.72656, 2.26011)),
+]
+
+
+@pytest.mark.parametrize(("shape", "method", "want"), DEEPSPEED)
+def test_orthogonalization_is_deepspeeds(shape: tuple[int, int], method: str, want: tuple[float, ...]) -> None:
+    matrix = torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) ** 2 * 0.7).view(shape)
+    got = orthogonalized(matrix, method).float()
+    values = [*got.flatten()[:2].tolist(), got.norm().item()]
+    assert values == pytest.approx(want, abs=2e-5 if method == "gram" else 0.01)
+    sizes = torch.linalg.svdvals(orthogonalized(matrix.double(), method))
+    assert float(sizes.min()) > 0.6 and float(sizes.max()) < 1.2
+
+
+def test_muon_follows_torch_where_both_compute_the_same() -> None:
+    torch.manual_seed(0)
+    first = [nn.Parameter(torch.randn(12, 5)), nn.Parameter(torch.randn(4, 9)), nn.Parameter(torch.randn(6))]
+    second = [nn.Parameter(param.detach().clone()) for param in first]
+    mine = optim.Muon(first, lr=0.02, weight_decay=0.1, ns_method="standard", eps=1e-8)
+    theirs = torch.optim.Muon(second[:2], lr=0.02, weight_decay=0.1)
+    adam = torch.optim.AdamW(second[2:], lr=0.02, weight_decay=0.1, betas=(0.9, 0.95))
+    before = [param.detach().clone() for param in first]
+    for _ in range(5):
+        for one, other in zip(first, second, strict=True):
+            one.grad = torch.randn(one.shape)
+            other.grad = one.grad.clone()
+        for optimizer in (mine, theirs, adam):
+            optimizer.step()
+    for one, other, old, atol in zip(first, second, before, (6e-3, 6e-3, 1e-6), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=atol)
+        assert float((one - old).abs().max()) > 0.02
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.body, self.lm_head = nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 7, bias=False)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_block_leaves_embeddings_and_the_head_to_adam(grouped: bool) -> None:
+    model = Named()
+    block = {"type": "muon", "params": {"lr": 1e-2, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}}
+    resolved = hf_zero.ZeroConfig.load({"optimizer": block}).resolve(model=model)
+    assert resolved.optimizer is not None
+    kind, arguments = optimizer_of(resolved.optimizer, model)
+    params = list(model.parameters())
+    made = kind([{"params": params, "weight_decay": 0.0}] if grouped else params, **arguments)
+    for group in made.param_groups:
+        assert group["weight_decay"] == (0.0 if grouped else 0.1)
+    muons, adams = made.param_groups
+    assert [id(param) for param in muons["params"]] == [id(model.body.weight)]
+    assert muons["lr"] == 1e-2 and adams["lr"] == 1e-3 and muons["momentum"] == 0.9 and len(adams["params"]) == 3
+
+
+def test_what_muon_cannot_take_is_named() -> None:
+    with pytest.raises(ConfigError, match="ns_method"):
+        optim.Muon([nn.Parameter(torch.ones(2, 2))], ns_method="newton")
+    with pytest.raises(ConfigError, match="for matrices"):
+        optim.Muon([{"params": [nn.Parameter(torch.ones(2))], "use_muon": True}])
+    with pytest.raises(ConfigError, match="per_head_muon"):
+        block = {"type": "Muon", "params": {"per_head_muon": True}}
+        hf_zero.ZeroConfig.load({"optimizer": block}).resolve()

@@ -24,6 +24,8 @@ def optimizer_problems(values: Mapping[str, Any], problems: Problems) -> None:
         )
     if kind == "Lamb":
         _check_lamb(values, problems)
+    if kind == "Muon" and look_up(values, f"{_PARAMS}.per_head_muon") is True:
+        problems.add(f"{_PARAMS}.per_head_muon", True, "not supported yet", "Remove it: Muon takes whole matrices.")
     stage = look_up(values, "zero_optimization.stage")
     if kind == "OneBitAdam" and stage not in (None, 0):
         problems.add(

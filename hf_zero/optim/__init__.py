@@ -3,6 +3,7 @@
 from hf_zero.optim.cpu_adam import CPUAdam
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lion import Lion
+from hf_zero.optim.muon import Muon
 from hf_zero.optim.onebit import OneBitAdam
 
-__all__ = ["CPUAdam", "Lamb", "Lion", "OneBitAdam"]
+__all__ = ["CPUAdam", "Lamb", "Lion", "Muon", "OneBitAdam"]

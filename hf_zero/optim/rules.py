@@ -14,6 +14,7 @@ import torch
 from hf_zero.errors import ConfigError
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lion import Lion
+from hf_zero.optim.muon import Muon
 from hf_zero.optim.onebit import OneBitAdam
 
 _ELEMENTWISE = frozenset(
@@ -60,6 +61,8 @@ _INSTEAD = {
 
 def needs_whole(optimizer: torch.optim.Optimizer) -> Callable[[Mapping[str, Any]], bool] | None:
     """Which param groups of `optimizer` need whole parameters and can have them; None if none does."""
+    if isinstance(optimizer, Muon):
+        return lambda group: bool(group["use_muon"])
     kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     return (lambda group: True) if kind in _GETS_WHOLE else None
 
