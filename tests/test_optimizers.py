@@ -27,6 +27,15 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "type": "lamb",
         "params": {**LAMB, "bias_correction": False, "eps_inside_sqrt": True, "max_coeff": 2.0, "min_coeff": 0.5},
     },
+    "Adam, bias_correction false": {
+        "type": "Adam",
+        "params": {"lr": 0.003, "betas": [0.9, 0.97], "eps": 1e-6, "weight_decay": 0.1, "bias_correction": False},
+    },
+    "Adam, L2, bias_correction false": {
+        "type": "Adam",
+        "params": {"lr": 0.003, "betas": [0.9, 0.97], "eps": 1e-6, "weight_decay": 0.1, "adam_w_mode": False}
+        | {"bias_correction": False},
+    },
 }
 slow = pytest.mark.slow
 
@@ -99,6 +108,52 @@ def test_blocks_follow_their_formula(name: str, accumulation: int, stages: tuple
     if name.startswith("Lamb"):
         ratios = {ratio for own in state.values() for ratio in own["ratios"]}
         assert len(ratios) > 100 and all(abs(ratio - 1) > 1e-6 for ratio in ratios)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in BLOCKS if name.startswith("Adam")])
+def test_adam_without_bias_correction_is_native_under_offload(name: str) -> None:
+    case = Case("plain", 2, 2, steps=STEPS)
+    want = reference(case, BLOCKS[name])[0]
+    for got in run_ranks(train_offloaded, 2, case, BLOCKS[name]):
+        for key, value in want.items():
+            torch.testing.assert_close(got[key], value, rtol=0, atol=1e-9, msg=key)
+
+
+def train_offloaded(case: Case, block: dict[str, Any], **config: Any) -> dict[str, torch.Tensor]:
+    options = Options(2, zero=(("offload_optimizer", {"device": "cpu"}),), config=tuple(config.items()))
+    engine = hf_zero.initialize(model=build(case), config={**zero_config(case, options), "optimizer": block})[0]
+    assert engine.optimizer is not None
+    native = {run.native for run in engine.optimizer.owned_runs()}
+    assert native == {config.get("zero_force_ds_cpu_optimizer", True)}
+    return train(engine, case, 2, range(case.steps))
+
+
+# By torch on the host, or not at all.
+HOSTED: dict[str, dict[str, Any]] = {
+    "Lion": BLOCKS["Lion"],
+    "SGD": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+    "Adagrad": {"type": "Adagrad", "params": {"lr": 0.05, "eps": 1e-6}},
+    "Adafactor": {"type": "Adafactor", "params": {"lr": 0.02}},
+    "Muon": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.01, "eps": 1e-6}},
+}
+
+
+def train_both(case: Case, block: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    on_device = train(begin(case, 2, block), case, 2, range(case.steps))
+    return on_device, train_offloaded(case, block, zero_force_ds_cpu_optimizer=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTED)
+def test_others_are_offloaded_by_torch_or_refused(name: str) -> None:
+    case = Case("plain", 2, 1, steps=5)
+    for want, got in run_ranks(train_both, 2, case, HOSTED[name]):
+        for key, value in want.items():
+            torch.testing.assert_close(got[key], value, rtol=0, atol=1e-9, msg=key)
+    for failure in run_ranks(train_offloaded, 2, case, HOSTED[name], expect_error=True):
+        assert failure.kind == "ConfigError" and "cannot update offloaded states" in failure.message
+        assert name in failure.message and "zero_force_ds_cpu_optimizer" in failure.message
 
 
 @pytest.mark.slow
@@ -194,3 +249,25 @@ def test_a_lamb_from_elsewhere_is_refused() -> None:
     for failure in run_ranks(attach_foreign_lamb, 2, expect_error=True):
         assert isinstance(failure, RankFailure) and failure.kind == "ConfigError"
         assert "FusedLamb" in failure.message and "hf_zero.optim.Lamb" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("block", "zero", "wrong"),
+    [
+        ({"type": "Lamb"}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "Lamb does not go with"),
+        ({"type": "Lamb", "params": {"amsgrad": True}}, {}, "Lamb does not have it"),
+        ({"type": "Lamb", "params": {"max_grad_norm": 1.0}}, {}, "gradient_clipping"),
+        ({"type": "Lion", "params": {"eps": 1e-8}}, {}, "unknown key"),
+        ({"type": "Lion", "params": {"betas": [0.9]}}, {}, "a list of 2 numbers"),
+        ({"type": "AdamW", "params": {"bias_correction": False, "amsgrad": True}}, {}, "does not go with bias"),
+        ({"type": "OneBitAdam", "params": {"freeze_step": 0}}, {}, "of at least 1"),
+        ({"type": "OneBitAdam", "params": {"eps_inside_sqrt": True}}, {}, "adds eps to the square root"),
+        ({"type": "Adafactor", "params": {"eps": 1e-8}}, {}, "a list of 2 numbers"),
+        ({"type": "Muon", "params": {"ns_method": "svd"}}, {}, '"gram" or "standard"'),
+        ({"type": "ZeroOneAdam", "params": {"anything": 1}}, {}, "not supported yet"),
+    ],
+)
+def test_blocks_are_checked(block: dict[str, Any], zero: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong) as raised:
+        hf_zero.ZeroConfig.load({"optimizer": block, "zero_optimization": zero}).resolve()
+    assert "1 problem" in str(raised.value)

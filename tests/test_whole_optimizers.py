@@ -18,7 +18,7 @@ from torch import nn
 import hf_zero
 from hf_zero import optim
 from hf_zero.engine import ZeroEngine
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.blocks import optimizer_of
 from hf_zero.optim.orthogonal import orthogonalized
 from tests.harness.ranks import run_ranks
@@ -173,6 +173,43 @@ def test_owners_share_the_work_and_state_is_not_taken_for_weights(tmp_path: Path
     assert done.returncode == 0, done.stderr
     names = set(safetensors.torch.load_file(output)) if output.is_file() else set()
     assert names == set(results[0][1])
+
+
+# ---------------------------------------------------------------- reading state
+def read_state(case: Case) -> tuple[dict[str, torch.Tensor], list[str]]:
+    engine = begin(case, 3, adafactor)
+    weight = engine.module.get_parameter("head.weight")
+    assert hf_zero.full_optimizer_state(weight, "row_var") is None
+    train(engine, case, 3, range(3))
+    found = {kind: hf_zero.full_optimizer_state(weight, kind) for kind in ("row_var", "col_var", "step", "master")}
+    said = []
+    for call in (
+        lambda: hf_zero.full_optimizer_state(weight, "exp_avg"),
+        lambda: hf_zero.local_optimizer_state(weight, "row_var"),
+        lambda: hf_zero.set_full_optimizer_state(weight, "row_var", found["master"]),
+    ):
+        with pytest.raises(StateError) as raised:
+            call()
+        said.append(str(raised.value))
+    return {kind: value for kind, value in found.items() if value is not None}, said
+
+
+def test_state_of_an_owner_is_read_on_every_rank() -> None:
+    case = Case("plain", 2, steps=3)
+    model = build(case, adafactor)
+    optimizer = adafactor([param for param in model.parameters() if param.requires_grad])
+    for step in range(3):
+        _mean_loss(model, case, step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    want = optimizer.state[model.get_parameter("head.weight")]
+    for found, said in run_ranks(read_state, 2, case):
+        for kind in ("row_var", "col_var", "step"):
+            torch.testing.assert_close(found[kind], want[kind], rtol=1e-9, atol=0)
+        torch.testing.assert_close(found["master"], model.get_parameter("head.weight").detach(), rtol=0, atol=1e-9)
+        assert "only col_var, master, row_var, step" in said[0]
+        assert all("whole on one rank" in text for text in said[1:])
 
 
 # ---------------------------------------------------------------- Muon itself, and its block

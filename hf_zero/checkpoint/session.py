@@ -39,7 +39,7 @@ from hf_zero.shards.unit import ShardUnit
 logger = logging.getLogger(__name__)
 
 # Optimizers that keep the same state under the same names: one goes on where the other stopped.
-_SAME_STATE = frozenset(["Adam", "AdamW", "CPUAdam"])
+_SAME_STATE = frozenset(["Adam", "AdamW", "CPUAdam", "UncorrectedAdam"])
 _T = TypeVar("_T")
 
 
@@ -92,7 +92,8 @@ def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool
     session = replace(session, exclude_frozen=exclude_frozen)
     if session.optimizer is not None:
         session.optimizer.check_active("a checkpoint")
-        session = replace(session, file_state=session.optimizer.file_state())
+        owned = list(session.optimizer.owned_runs())
+        session = replace(session, file_state=session.optimizer.strategy.file_state(owned))
     frozen = whole_digests(comm, _frozen_shards(session)) if session.exclude_frozen else {}
     info = _info(session, client_state, frozen)
     _together(comm, "checkpoint contents", lambda: check_info(info))
@@ -312,7 +313,7 @@ def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
     for owned in optimizer.owned_runs():
         if owned.native:
             optimizer.load_native_state(owned, read_states(reader, owned.run.name, owned.run, owned.masters)[0])
-    for name, pieces, tensors in optimizer.state_places():
+    for name, pieces, tensors in optimizer.strategy.places(list(optimizer.owned_runs())):
         for tensor, state in zip(tensors, read_states(reader, name, pieces, tensors), strict=True):
             if state:
                 optimizer.state[tensor] = state

@@ -9,6 +9,8 @@ from hf_zero.config.parse import look_up
 from hf_zero.config.problems import Problems
 
 _PARAMS = "optimizer.params"
+# What torch's Adam has and Adam without bias correction has not.
+_NOT_UNCORRECTED = ("torch_adam", "amsgrad", "maximize", "capturable", "differentiable")
 _OFFLOAD = "zero_optimization.offload_optimizer.device"
 
 
@@ -16,12 +18,11 @@ def optimizer_problems(values: Mapping[str, Any], problems: Problems) -> None:
     """Add the problems of an optimizer block that show only when its type is known."""
     kind = look_up(values, "optimizer.type")
     if kind in ("Adam", "AdamW") and look_up(values, f"{_PARAMS}.bias_correction") is False:
-        problems.add(
-            f"{_PARAMS}.bias_correction",
-            False,
-            "not supported yet",
-            "Remove it: torch's Adam always corrects the bias.",
-        )
+        for name in _NOT_UNCORRECTED:
+            if look_up(values, f"{_PARAMS}.{name}") is True:
+                problems.add(
+                    f"{_PARAMS}.{name}", True, "it does not go with bias_correction = false", "Remove one of them."
+                )
     if kind == "Lamb":
         _check_lamb(values, problems)
     if kind == "Muon" and look_up(values, f"{_PARAMS}.per_head_muon") is True:

@@ -15,7 +15,7 @@ _ADAM = f"{_COMMON} betas eps amsgrad fused"
 # Names DeepSpeed adds to Adam and AdamW.
 _DEEPSPEED_ADAM = "torch_adam adam_w_mode bias_correction fp32_optimizer_states"
 
-# torch.optim classes that are right on shards: elements depend on themselves only, or parameters get owners (Adafactor).
+# torch.optim classes that are right on shards: an element depends on itself only, or parameters get owners.
 TORCH_OPTIMIZERS: dict[str, frozenset[str]] = {
     name: frozenset(params.split())
     for name, params in {
@@ -162,6 +162,10 @@ def torch_form(block: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": kind, "params": {name: value for name, value in params.items() if name in taken}}
     extras = {name: params.pop(name) for name in _DEEPSPEED_ADAM.split() if name in params}
     if kind in ("Adam", "AdamW"):
+        if extras.get("bias_correction") is False:
+            kept = {name: value for name, value in params.items() if name in ("lr", "betas", "eps", "weight_decay")}
+            decoupled = kind == "AdamW" or extras.get("adam_w_mode", True)
+            return {"type": "UncorrectedAdam", "params": {**kept, "adamw_mode": decoupled}}
         if not extras.get("torch_adam"):
             params.setdefault("weight_decay", 0.0)
         if kind == "Adam" and extras.get("adam_w_mode", True):

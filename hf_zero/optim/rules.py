@@ -98,7 +98,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
 
 
 # What the native Adam stands in for when states are offloaded: exactly these classes, for a subclass may do more.
-_NATIVE = frozenset(["torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "hf_zero.optim.cpu_adam.CPUAdam"])
+_NATIVE = frozenset(
+    [
+        "torch.optim.adam.Adam",
+        "torch.optim.adamw.AdamW",
+        "hf_zero.optim.cpu_adam.CPUAdam",
+        "hf_zero.optim.uncorrected_adam.UncorrectedAdam",
+    ]
+)
 
 
 def check_native(optimizer: torch.optim.Optimizer) -> None:

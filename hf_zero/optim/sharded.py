@@ -14,7 +14,6 @@ from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.owned import CutGroups, OwnedRun
 from hf_zero.optim.rules import check_native, check_optimizer
 from hf_zero.optim.strategies import make_owners, make_update
-from hf_zero.optim.update import FileState, StatePlace
 from hf_zero.optim.whole import (
     assemble,
     changed_state,
@@ -84,7 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._cut = CutGroups(optimizer, owners)
         self._owned = self._cut.take(reducer.buffers)
         self._cut.refuse_strangers()
-        self._update = make_update(optimizer, reducer, comm, owners)
+        self.strategy = make_update(optimizer, reducer, comm, owners)
         self._native: HostAdam | None = None
         if native:
             with comm.stop_together():
@@ -167,7 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._native is not None:
             with self._comm.stop_together():
                 changed = self._native.step(has_grad, self._factor)
-        self._update.update(self._owned, has_grad)
+        self.strategy.update(self._owned, has_grad)
         self._publish(native_too=changed)
         self._forget_window()
         self._after_step()
@@ -250,7 +249,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """See access.full_optimizer_state."""
         if kind == "master" and flat.master is not None:
             return assemble(flat, index, self._comm, flat.master.read_run, flat.master.dtype)
-        return whole_state(flat, index, kind, self._comm, self._state_of(flat, index))
+        read = self.strategy.reader_of(flat, index)
+        return read(kind) if read else whole_state(flat, index, kind, self._comm, self._state_of(flat, index))
 
     @torch.no_grad()
     def local_state(self, flat: FlatBuffer, index: int, kind: str) -> torch.Tensor | None:
@@ -278,6 +278,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, flat: FlatBuffer, index: int) -> dict[str, Any] | None:
         """This rank's state of a parameter by kind; {} before the first update, None if it owns nothing of it."""
+        self.strategy.check_cut(flat, index)
         owned = self._owned_of(flat, index)
         if owned is None:
             return None
@@ -365,7 +366,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def restart_at(self, step: int) -> None:
         """`step` updates have been made before, in another run."""
-        self._update.restart()
+        self.strategy.restart()
         if self._native is not None:
             self._native.restart_at(step)
 
@@ -373,18 +374,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Bytes of optimizer state beside the masters, on whatever medium."""
         tensors = [value for state in self.state.values() for value in state.values()]
         held = sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
-        held += self._update.state_bytes() + sum(
+        held += self.strategy.state_bytes() + sum(
             shard.nbytes for shards in self.attached.values() for shard in shards.values()
         )
         return held + (0 if self._native is None else self._native.moment_bytes())
-
-    def file_state(self) -> FileState:
-        """State that checkpoints do not find where the masters are. All ranks must call."""
-        return self._update.file_state(self._owned)
-
-    def state_places(self) -> Iterator[StatePlace]:
-        """What torch updates on this rank: name, elements, and the tensors that `state` is of."""
-        return self._update.places(self._owned)
 
     def owned_runs(self) -> Iterator[OwnedRun]:
         """What this rank updates, in the order of the param groups."""

@@ -6,13 +6,14 @@ whole parameters, OneBitAdam gradients that no rank has averaged, some the whole
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hf_zero.comm import Comm
+from hf_zero.errors import StateError
 from hf_zero.layout import Piece, Run
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.onebit import OneBitAdam
@@ -20,9 +21,12 @@ from hf_zero.optim.owned import OwnedRun
 from hf_zero.optim.rules import needs_whole
 from hf_zero.optim.signs import SignMean
 from hf_zero.runtime.grads import GradReducer
+from hf_zero.shards.buffer import FlatBuffer
 
 # A parameter's name, elements of it, and tensors that hold these
 StatePlace = tuple[str, Run | Sequence[Piece], Sequence[torch.Tensor]]
+# From a kind to the whole state of one parameter, None before the first update; all ranks must call
+StateReader = Callable[[str], torch.Tensor | None]
 HasGrad = Mapping[int, Sequence[bool]]  # id of a gradient buffer -> per parameter: on any rank
 
 
@@ -43,6 +47,8 @@ class TorchUpdate:
         self.optimizer = optimizer
         self.reducer = reducer
         self.comm = comm
+        for buffer in reducer.buffers:  # another optimizer may have kept gradients on their ranks
+            buffer.stay_local(False)
 
     def update(self, owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
         """One update of the masters from the mean gradient. All ranks must call.
@@ -85,6 +91,18 @@ class TorchUpdate:
     def places(self, owned: Sequence[OwnedRun]) -> Iterator[StatePlace]:
         """The tensors that the optimizer holds on this rank, and of which elements of which parameter."""
         yield from ((one.run.name, one.run, one.masters) for one in owned if not one.native)
+
+    def reader_of(self, flat: FlatBuffer, index: int) -> StateReader | None:
+        """What reads the state of a parameter that is not where its master is; None for others."""
+        return None
+
+    def check_cut(self, flat: FlatBuffer, index: int) -> None:
+        """Raise StateError if the state of a parameter cannot be read and set in part."""
+        if self.reader_of(flat, index) is not None:
+            raise StateError(
+                f"the state of {flat.layout.slots[index].name} is whole on one rank: {type(self.optimizer).__name__} "
+                "needs it so. It can be read whole, by full_optimizer_state, and not be set."
+            )
 
     def elementwise(self, owned: Sequence[OwnedRun]) -> list[OwnedRun]:
         """Those of `owned` that the optimizer updates where they are."""

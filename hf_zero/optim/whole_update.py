@@ -10,6 +10,7 @@ also holds gradient and master of what it owns, as much again as its own shards.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,13 @@ from typing import Any
 import torch
 
 from hf_zero.comm import Comm
+from hf_zero.errors import StateError
 from hf_zero.layout import Piece
 from hf_zero.optim.owned import OwnedRun
 from hf_zero.optim.owners import Owners, WholeParam
-from hf_zero.optim.update import FileState, HasGrad, StatePlace, TorchUpdate, give_gradients
+from hf_zero.optim.update import FileState, HasGrad, StatePlace, StateReader, TorchUpdate, give_gradients
 from hf_zero.runtime.grads import GradReducer
+from hf_zero.shards.buffer import FlatBuffer
 
 # Elements that one exchange moves over all ranks together: what bounds the messages' memory.
 _BATCH_NUMEL = 1 << 26
@@ -141,6 +144,28 @@ class WholeUpdate(TorchUpdate):
     def holds_whole(self, owned: OwnedRun) -> bool:
         return not self.elementwise([owned])
 
+    def reader_of(self, flat: FlatBuffer, index: int) -> StateReader | None:
+        found = (one for one in self._owners.params if one.buffer.flat is flat and one.index == index)
+        param = next(found, None)
+        return None if param is None else functools.partial(self._read, param)
+
+    def _read(self, param: WholeParam, kind: str) -> torch.Tensor | None:
+        """The whole state, on the compute device of every rank. All ranks must call."""
+        name = param.slot.name
+        mine = self.optimizer.state.get(param.whole, {}) if param.whole is not None else {}
+        facts = {key: (tuple(value.shape), value.dtype) if _is_shaped(value) else value for key, value in mine.items()}
+        known = self.comm.all_gather_object(facts, f"state of {name}")[param.owner]
+        if not known:
+            return None
+        if kind not in known:
+            raise StateError(f"{name} has no optimizer state {kind!r}, only {', '.join(sorted({*known, 'master'}))}")
+        if not isinstance(known[kind], tuple):
+            return torch.as_tensor(known[kind], device=self.comm.device)
+        shape, dtype = known[kind]
+        whole = mine[kind].contiguous() if mine else torch.empty(shape, dtype=dtype, device=self.comm.device)
+        self.comm.broadcast(whole, f"state of {name}", src=param.owner)
+        return whole.clone() if mine else whole
+
     def file_state(self, owned: Sequence[OwnedRun]) -> FileState:
         states = {
             param.slot.name: self.optimizer.state.get(param.whole, {})
@@ -172,6 +197,10 @@ class WholeUpdate(TorchUpdate):
                     moves.append(_Move(param, value, whole, [part[kind] for part in parts.get(name, [])]))
         self._spread(moves, "state of owned parameters")
         return FileState(parts, odd)
+
+
+def _is_shaped(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _fact(value: Any, shape: tuple[int, ...]) -> Any:

@@ -45,4 +45,20 @@ def lamb(
         params[name] -= rate * ratio * update
 
 
-FORMULAS = {"Lion": lion, "Lamb": lamb}
+def uncorrected_adam(
+    params: dict[str, torch.Tensor], grads: dict[str, torch.Tensor], state: State, step: int, **options: Any
+) -> None:
+    """Kingma and Ba 2014 without the correction; decoupled decay as Loshchilov and Hutter 2017."""
+    lr, (beta1, beta2), decay = options["lr"], options["betas"], options["weight_decay"]
+    for name, grad in grads.items():
+        own = state.setdefault(name, {"m": torch.zeros_like(grad), "v": torch.zeros_like(grad)})
+        if not options.get("adam_w_mode", True):
+            grad = grad + decay * params[name]
+        else:
+            params[name] -= lr * decay * params[name]
+        own["m"] = beta1 * own["m"] + (1 - beta1) * grad
+        own["v"] = beta2 * own["v"] + (1 - beta2) * grad**2
+        params[name] -= lr * own["m"] / (own["v"].sqrt() + options["eps"])
+
+
+FORMULAS = {"Lion": lion, "Lamb": lamb, "Adam": uncorrected_adam}
