@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero import optim
+from hf_zero.config.optimizers import TORCH_OPTIMIZERS
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import ConfigError
 from tests.harness.optimizer_formulas import FORMULAS, State
@@ -165,6 +166,52 @@ def test_other_models_and_worlds(name: str, model: str) -> None:
     for got in run_ranks(train_block, 3, case, (1, 3), BLOCKS[name])[0]:
         for key, value in want.items():
             torch.testing.assert_close(got[key], value, rtol=0, atol=1e-9, msg=key)
+
+
+# ---------------------------------------------------------------- torch's, by name
+BY_NAME: dict[str, dict[str, Any]] = {
+    "Adam": {"adam_w_mode": False, "weight_decay": 0.1, "eps": 1e-6},
+    "AdamW": {"weight_decay": 0.1, "eps": 1e-6},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "Adagrad": {"lr_decay": 0.1, "initial_accumulator_value": 0.01},
+    "Adadelta": {"lr": 1.0, "rho": 0.8},
+    "Adafactor": {"beta2_decay": -0.7, "weight_decay": 0.1},
+    "Adamax": {"eps": 1e-6},
+    "ASGD": {"lr": 0.1, "t0": 2.0},
+    "NAdam": {"eps": 1e-6, "momentum_decay": 0.01},
+    "RAdam": {"eps": 1e-6},
+    "RMSprop": {"eps": 1e-6, "momentum": 0.5, "centered": True},
+    "Rprop": {"etas": [0.6, 1.1]},
+}
+
+
+def train_by_name(case: Case, stage: int) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for name, params in BY_NAME.items():
+        block = {"type": name, "params": {"lr": 0.02, **params}}
+        found[name] = train(begin(case, stage, block), case, stage, range(case.steps))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 4), (3, 1), (2, 4)])
+def test_classes_of_torch_by_name(stage: int, accumulation: int) -> None:
+    assert set(BY_NAME) == set(TORCH_OPTIMIZERS)
+    case = Case("plain", 2, accumulation, steps=STEPS)
+    got = run_ranks(train_by_name, 2, case, stage, timeout=200)[0]
+    for name, params in BY_NAME.items():
+        given = {"lr": 0.02, **{key: value for key, value in params.items() if key != "adam_w_mode"}}
+        model = build(case)
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        optimizer = getattr(torch.optim, name)([p for p in model.parameters() if p.requires_grad], **given)
+        for step in range(case.steps):
+            _mean_loss(model, case, step).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(got[name][key], value, rtol=0, atol=1e-8, msg=f"{name}, {key}")
+        assert float((model.state_dict()["head.weight"] - before["head.weight"]).abs().max()) > 1e-3, name
 
 
 # ---------------------------------------------------------------- checkpoints
