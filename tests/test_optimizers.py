@@ -121,16 +121,15 @@ def test_adam_without_bias_correction_is_native_under_offload(name: str) -> None
             torch.testing.assert_close(got[key], value, rtol=0, atol=1e-9, msg=key)
 
 
-def train_offloaded(case: Case, block: dict[str, Any], **config: Any) -> dict[str, torch.Tensor]:
-    options = Options(2, zero=(("offload_optimizer", {"device": "cpu"}),), config=tuple(config.items()))
+def train_offloaded(case: Case, block: dict[str, Any], *, native: bool = True) -> dict[str, torch.Tensor]:
+    options = Options(2, zero=(("offload_optimizer", {"device": "cpu"}),))
     engine = hf_zero.initialize(model=build(case), config={**zero_config(case, options), "optimizer": block})[0]
     assert engine.optimizer is not None
-    native = {run.native for run in engine.optimizer.owned_runs()}
-    assert native == {config.get("zero_force_ds_cpu_optimizer", True)}
+    assert {run.native for run in engine.optimizer.owned_runs()} == {native}
     return train(engine, case, 2, range(case.steps))
 
 
-# By torch on the host, or not at all.
+# By torch on the host where a block names them, as DeepSpeed does.
 HOSTED: dict[str, dict[str, Any]] = {
     "Lion": BLOCKS["Lion"],
     "SGD": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
@@ -141,20 +140,33 @@ HOSTED: dict[str, dict[str, Any]] = {
 
 
 def train_both(case: Case, block: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    on_device = train(begin(case, 2, block), case, 2, range(case.steps))
-    return on_device, train_offloaded(case, block, zero_force_ds_cpu_optimizer=False)
+    return train(begin(case, 2, block), case, 2, range(case.steps)), train_offloaded(case, block, native=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTED)
-def test_others_are_offloaded_by_torch_or_refused(name: str) -> None:
+def test_others_are_offloaded_by_torch(name: str) -> None:
     case = Case("plain", 2, 1, steps=5)
     for want, got in run_ranks(train_both, 2, case, HOSTED[name]):
         for key, value in want.items():
             torch.testing.assert_close(got[key], value, rtol=0, atol=1e-9, msg=key)
-    for failure in run_ranks(train_offloaded, 2, case, HOSTED[name], expect_error=True):
-        assert failure.kind == "ConfigError" and "cannot update offloaded states" in failure.message
-        assert name in failure.message and "zero_force_ds_cpu_optimizer" in failure.message
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    resolved = hf_zero.ZeroConfig.load({"optimizer": HOSTED[name], "zero_optimization": zero}).resolve()
+    assert f"optimizer.type = {name} has no native update" in "".join(resolved.notices)
+
+
+def offload_instance(native: bool) -> None:
+    model = build(Case())
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": native}
+    hf_zero.initialize(model=model, optimizer=optim.Lion(model.parameters()), config=config)
+
+
+def test_an_instance_is_refused_under_offload_as_deepspeed_does() -> None:
+    for failure in run_ranks(offload_instance, 2, True, expect_error=True):
+        assert failure.kind == "ConfigError" and "Lion cannot update offloaded states" in failure.message
+        assert "zero_force_ds_cpu_optimizer" in failure.message
+    run_ranks(offload_instance, 2, False)
 
 
 @pytest.mark.slow
@@ -302,6 +314,16 @@ def test_a_lamb_from_elsewhere_is_refused() -> None:
     ("block", "zero", "wrong"),
     [
         ({"type": "Lamb"}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "Lamb does not go with"),
+        (
+            {"type": "Lion"},
+            {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+            "updated by native code",
+        ),
+        (
+            {"type": "Lion"},
+            {"stage": 2, "offload_optimizer": {"device": "cpu", "delayed_update": True}},
+            'optimizer.type = "Lion" leaves the update to torch',
+        ),
         ({"type": "Lamb", "params": {"amsgrad": True}}, {}, "Lamb does not have it"),
         ({"type": "Lamb", "params": {"max_grad_norm": 1.0}}, {}, "gradient_clipping"),
         ({"type": "Lion", "params": {"eps": 1e-8}}, {}, "unknown key"),

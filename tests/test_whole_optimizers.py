@@ -283,3 +283,72 @@ def test_what_muon_cannot_take_is_named() -> None:
     with pytest.raises(ConfigError, match="per_head_muon"):
         block = {"type": "Muon", "params": {"per_head_muon": True}}
         hf_zero.ZeroConfig.load({"optimizer": block}).resolve()
+
+
+# ---------------------------------------------------------------- parameters that join later, and 16 bits
+def thaw_at(model: nn.Module, step: int) -> None:
+    if step == 2:
+        model.get_parameter("layers.1.up.weight").requires_grad_(True)
+        model.get_parameter("layers.1.up.bias").requires_grad_(True)
+
+
+def hold_back(model: nn.Module) -> None:
+    for name in ("layers.1.up.weight", "layers.1.up.bias"):
+        model.get_parameter(name).requires_grad_(False)
+
+
+def train_thawing(case: Case, stage: int, make: Make) -> dict[str, torch.Tensor]:
+    model = build(case, make)
+    hold_back(model)
+    options = Options(stage)
+    optimizer = make(list(model.parameters()))
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=zero_config(case, options))[0]
+    for step in range(case.steps):
+        thaw_at(model, step)
+        micro_step(engine, case, step, 0, options)
+    return engine.full_state_dict(keep=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [adafactor, muon])
+def test_parameters_that_join_later_get_owners(make: Make) -> None:
+    case = Case("plain", 2, steps=5, clip=1e9)
+    model = build(case, make)
+    hold_back(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = make(list(model.parameters()))
+    for step in range(case.steps):
+        thaw_at(model, step)
+        _mean_loss(model, case, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float((model.state_dict()["layers.1.up.weight"] - before["layers.1.up.weight"]).abs().max()) > 0.01
+    for stage in (1, 3):
+        close(make, run_ranks(train_thawing, 2, case, stage, make)[0], model.state_dict(), f"stage {stage}")
+
+
+def train_in_bf16(case: Case, make: Make) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for stage in (0, 3):
+        config = {**zero_config(case, Options(stage)), "bf16": {"enabled": True}}
+        engine = hf_zero.initialize(model=build(case, make), optimizer=make, config=config)[0]
+        train(engine, case, stage, range(case.steps))
+        weight = engine.module.get_parameter("layers.0.up.weight")
+        master = hf_zero.full_optimizer_state(weight, "master")
+        assert master is not None and master.dtype == torch.float32 and weight.dtype == torch.bfloat16
+        found.append(master)
+    return found
+
+
+def lamb(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return optim.Lamb(params, lr=0.02, eps=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [adafactor, muon, lamb])
+def test_masters_of_a_bf16_model_are_updated(make: Make) -> None:
+    case = Case("plain", 2, steps=5, single=True)
+    before = build(case, make).get_parameter("layers.0.up.weight")
+    for whole, sharded in run_ranks(train_in_bf16, 2, case, make):
+        torch.testing.assert_close(sharded, whole, rtol=0, atol=1e-3)
+        assert 0.01 < float((whole - before).abs().max()) < 1

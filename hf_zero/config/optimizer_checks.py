@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hf_zero.config.optimizers import OTHER_OPTIMIZERS
 from hf_zero.config.parse import look_up
 from hf_zero.config.problems import Problems
 
+# Types whose offloaded states are updated by native code.
+NATIVE = ("Adam", "AdamW")
 _PARAMS = "optimizer.params"
 # What torch's Adam has and Adam without bias correction has not.
 _NOT_UNCORRECTED = ("torch_adam", "amsgrad", "maximize", "capturable", "differentiable")
@@ -27,6 +30,13 @@ def optimizer_problems(values: Mapping[str, Any], problems: Problems) -> None:
         _check_lamb(values, problems)
     if kind == "Muon" and look_up(values, f"{_PARAMS}.per_head_muon") is True:
         problems.add(f"{_PARAMS}.per_head_muon", True, "not supported yet", "Remove it: Muon takes whole matrices.")
+    if kind not in (None, *NATIVE, *OTHER_OPTIMIZERS, "Lamb", "OneBitAdam") and look_up(values, _OFFLOAD) == "nvme":
+        problems.add(
+            "optimizer.type",
+            kind,
+            f'it does not go with {_OFFLOAD} = "nvme": what is on disk is updated by native code, which is Adam\'s',
+            'Use "AdamW", or offload to "cpu".',
+        )
     stage = look_up(values, "zero_optimization.stage")
     if kind == "OneBitAdam" and stage not in (None, 0):
         problems.add(
@@ -39,6 +49,19 @@ def optimizer_problems(values: Mapping[str, Any], problems: Problems) -> None:
         problems.add(f"{_PARAMS}.amsgrad", True, f"{kind} does not have it", "Remove it.")
     if kind == "OneBitAdam" and look_up(values, f"{_PARAMS}.eps_inside_sqrt") is True:
         problems.add(f"{_PARAMS}.eps_inside_sqrt", True, "OneBitAdam adds eps to the square root", "Remove it.")
+
+
+def runs_in_torch(values: Mapping[str, Any]) -> bool:
+    """Whether the optimizer block names a type that only torch updates, wherever its states are."""
+    kind = look_up(values, "optimizer.type")
+    return kind is not None and kind not in NATIVE
+
+
+def optimizer_notices(given: Mapping[str, Any]) -> list[str]:
+    """What the user should know about an optimizer block that is obeyed."""
+    if not runs_in_torch(given) or look_up(given, _OFFLOAD) != "cpu":
+        return []
+    return [f"optimizer.type = {look_up(given, 'optimizer.type')} has no native update: torch runs it on the host"]
 
 
 def _check_lamb(values: Mapping[str, Any], problems: Problems) -> None:
