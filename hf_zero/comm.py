@@ -156,6 +156,24 @@ class Comm:
             work = self._start(lambda: dist.all_reduce(wire, group=self._group, async_op=True), what)
         return _Work(self, [work], f"all-reduce of {what}", lambda: None if wire is full else full.copy_(wire))
 
+    def all_to_all(
+        self, out: torch.Tensor, full: torch.Tensor, what: str, sizes: tuple[list[int], list[int]] | None = None
+    ) -> Pending:
+        """Start sending the r-th part of `full` (1-D) to rank r, and filling `out` with what the ranks send, in order.
+
+        `sizes`: elements from each rank, and to each rank; None means equal parts.
+        """
+        self._record("all_to_all", what, full)
+        if self._group is None:
+            out.copy_(full)
+            return _Done()
+        received, sent = sizes or (None, None)
+        with record_function(f"hf_zero::all_to_all ({what})"):
+            work = self._start(
+                lambda: dist.all_to_all_single(out, full, received, sent, group=self._group, async_op=True), what
+            )
+        return _Work(self, [work], f"all-to-all of {what}")
+
     def vote(self, values: torch.Tensor, what: str) -> list[float]:
         """Sum `values` (1-D float64, any device) over ranks and bring the sums to the host."""
         self._record("vote", what, values)

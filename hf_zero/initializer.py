@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import ConfigError
+from hf_zero.optim.blocks import optimizer_of
 from hf_zero.optim.schedules import choose_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.processes import init_distributed, join_processes
@@ -150,11 +151,6 @@ def _make_optimizer(
         return optimizer(chosen)
     if block is None:
         return None
-    return build_optimizer(block, chosen)
-
-
-def build_optimizer(block: Mapping[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """The torch.optim optimizer that an `optimizer` block names."""
-    kind = getattr(torch.optim, block["type"])
-    made: torch.optim.Optimizer = kind(parameters, **block.get("params", {}))
+    kind, arguments = optimizer_of(block, model)
+    made: torch.optim.Optimizer = kind(chosen, **arguments)
     return made

@@ -48,8 +48,7 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     f"{ZERO}.zero_hpz_partition_size": (8, 1),
     f"{ZERO}.zeropp_loco_param": ({"err_beta": 0.8}, {}),
     f"{ZERO}.mics_shard_size": (8, -1),
-    "optimizer.type": ("Lamb", "SGD"),
-    "optimizer.params.bias_correction": (False, True),
+    "optimizer.type": ("ZeroOneAdam", "SGD"),
     "managed_gradient_accumulation": (False, True),
     "sequence_parallel_size": (2, 1),
     "data_types.param_dtype": ("bf16", None),
@@ -94,14 +93,22 @@ def test_the_switches_of_the_table_above_are_the_table_of_refusals() -> None:
 
 
 def test_keys_without_effect_are_taken_with_a_notice() -> None:
-    others = {"texts": ["x"], "int": 12345, "float": 0.5, "any": "info", "dtype": "bf16", "choice": "Fail"}
+    others = {
+        "texts": ["x"],
+        "text": "x",
+        "int": 12345,
+        "float": 0.5,
+        "any": "info",
+        "dtype": "bf16",
+        "choice": "Fail",
+    }
     for path in NO_EFFECT:
         row = find(ROOT, path)
         if not isinstance(row, Key):
             continue
         value = (not row.default) if row.kind == "bool" else others[row.kind]
         given = nested(path, value)
-        given.setdefault("optimizer", {})["type"] = "SGD"
+        given.setdefault("optimizer", {})["type"] = "OneBitAdam" if ".params." in path else "SGD"
         resolved = ZeroConfig.load(given).resolve()
         assert [line for line in resolved.notices if line.startswith(f"{path} = ")], path
         assert NO_EFFECT[path] in resolved.notices[0]

@@ -149,7 +149,8 @@ def plan_tensors(manifest: Mapping[str, Any], options: Options) -> list[Tensor]:
         raise ConsolidateError(f"no {'trainable ' if options.only_trainable else ''}parameters are in the checkpoint")
     for info in manifest["buffers"]:
         name, shape, stored = info["name"], tuple(info["shape"]), CODES[info["dtype"]]
-        tensors.append(Tensor(name, f"{name}::buffer", shape, stored, stored, [(0, 0, math.prod(shape))]))
+        if "::state::" not in name:  # which is optimizer state
+            tensors.append(Tensor(name, f"{name}::buffer", shape, stored, stored, [(0, 0, math.prod(shape))]))
     return tensors
 
 

@@ -25,6 +25,8 @@ SCRIPT_NAME = "consolidate.py"
 # Kinds that hold the parameter itself: of a trainable parameter its master, of a frozen one the parameter.
 WEIGHT_KINDS = ("master", "param")
 BUFFER_KIND = "buffer"
+# In names of buffers that are no buffers of the model, but optimizer state: PARAMETER::state::KIND.
+STATE_MARK = "::state::"
 
 # safetensors' names of element types.
 DTYPE_CODES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from hf_zero.checkpoint.frozen import FrozenShards, check_frozen, whole_digests
 from hf_zero.checkpoint.latest import set_latest
 from hf_zero.checkpoint.load import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, SaveInfo, TensorInfo
+from hf_zero.checkpoint.optimizer_state import ATTACHED, collect, read_states, state_name
 from hf_zero.checkpoint.save import (
     build_manifest,
     check_info,
@@ -29,6 +30,7 @@ from hf_zero.errors import CheckpointError, OffloadError
 from hf_zero.layout import Run
 from hf_zero.optim.owned import OwnedRun
 from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.optim.update import FileState
 from hf_zero.shards.buffer import FlatBuffer
 from hf_zero.shards.partition import clean_name, tied_names
 from hf_zero.shards.stored import StoredShard
@@ -37,12 +39,8 @@ from hf_zero.shards.unit import ShardUnit
 
 logger = logging.getLogger(__name__)
 
-# Optimizer state that is a Python number, not a tensor of one element, keeps its kind through a file by this suffix.
-_PYTHON_NUMBER = "@python"
 # Optimizers that keep the same state under the same names: one goes on where the other stopped.
-_SAME_STATE = frozenset(["Adam", "AdamW", "CPUAdam"])
-# Kinds that the optimizer does not know, such as an average of the weights.
-_ATTACHED = "attached."
+_SAME_STATE = frozenset(["Adam", "AdamW", "CPUAdam", "UncorrectedAdam"])
 _T = TypeVar("_T")
 
 
@@ -58,6 +56,9 @@ class Session:
     stage: int
     global_step: int
     exclude_frozen: bool = False  # frozen weights are not saved, but their digests: [Note: Digests of frozen weights]
+    file_state: FileState = field(
+        default_factory=FileState
+    )  # while saving: optimizer state that is not where its parameter is
 
     @property
     def buffers(self) -> list[FlatBuffer]:
@@ -88,6 +89,8 @@ def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool
     session = replace(session, exclude_frozen=exclude_frozen)
     if session.optimizer is not None:
         session.optimizer.check_active("a checkpoint")
+        owned = list(session.optimizer.owned_runs())
+        session = replace(session, file_state=session.optimizer.strategy.file_state(owned))
     frozen = whole_digests(comm, _frozen_shards(session)) if session.exclude_frozen else {}
     info = _info(session, client_state, frozen)
     _together(comm, "checkpoint contents", lambda: check_info(info))
@@ -190,7 +193,7 @@ def _model_buffers(session: Session) -> dict[str, torch.Tensor]:
         for name, value in module._buffers.items():
             if value is not None and name not in module._non_persistent_buffers_set:
                 found[clean_name(f"{path}.{name}" if path else name)] = value
-    return found
+    return found | {state_name(*key): value for key, value in session.file_state.odd.items()}
 
 
 def _run_states(session: Session) -> Iterator[RunState]:
@@ -206,7 +209,7 @@ def _run_states(session: Session) -> Iterator[RunState]:
             scalars: dict[str, Scalar] = {}
             tensors.update((kind, shards[buffer].read_run(run)) for kind, shards in _attached(session.optimizer))
             if run.name in owned and session.optimizer is not None:
-                more, scalars = _optimizer_state(session.optimizer, owned[run.name])
+                more, scalars = _optimizer_state(session, session.optimizer, owned[run.name])
                 tensors.update(more)
             yield RunState(buffer.layout.name, run, tensors, scalars)
 
@@ -219,11 +222,14 @@ def _readable(shard: ShardTensor | StoredShard, run: Run) -> torch.Tensor | Chun
 
 
 def _optimizer_state(
-    optimizer: ShardedOptimizer, owned: OwnedRun
+    session: Session, optimizer: ShardedOptimizer, owned: OwnedRun
 ) -> tuple[dict[str, torch.Tensor | Chunked], dict[str, Scalar]]:
     native = optimizer.native_state(owned)
     if native is None:
-        return _collect([optimizer.state.get(master, {}) for master in owned.masters], owned)
+        states = session.file_state.parts.get(owned.run.name)
+        if states is None:
+            states = [optimizer.state.get(master, {}) for master in owned.masters]
+        return collect(states, owned, session.file_state.odd)
     tensors = {kind: _readable(value, owned.run) for kind, value in native.items() if isinstance(value, StoredShard)}
     scalars = {kind: float(value) for kind, value in native.items() if not isinstance(value, StoredShard)}
     return tensors, dict(scalars)
@@ -231,34 +237,11 @@ def _optimizer_state(
 
 def _attached(optimizer: ShardedOptimizer | None) -> list[tuple[str, dict[FlatBuffer, ShardTensor]]]:
     """Kinds in the files, and shards, of what is kept beside the state that the optimizer itself has."""
-    return [] if optimizer is None else [(_ATTACHED + kind, shards) for kind, shards in optimizer.attached.items()]
+    return [] if optimizer is None else [(ATTACHED + kind, shards) for kind, shards in optimizer.attached.items()]
 
 
 def _owned_by_name(optimizer: ShardedOptimizer | None) -> dict[str, OwnedRun]:
     return {} if optimizer is None else {owned.run.name: owned for owned in optimizer.owned_runs()}
-
-
-def _collect(
-    states: list[dict[str, Any]], owned: OwnedRun
-) -> tuple[dict[str, torch.Tensor | Chunked], dict[str, Scalar]]:
-    """The optimizer state of one run: its tensors joined, its scalars once."""
-    tensors: dict[str, torch.Tensor | Chunked] = {}
-    scalars: dict[str, Scalar] = {}
-    for key, first in states[0].items():
-        values = [state[key] for state in states]
-        if isinstance(first, torch.Tensor) and first.shape == owned.masters[0].shape and first.dim():
-            flat = [value.reshape(-1) for value in values]
-            tensors[key] = flat[0] if len(flat) == 1 else torch.cat(flat)
-        elif isinstance(first, torch.Tensor) and first.numel() == 1:
-            scalars[key] = first.item()
-        elif isinstance(first, bool | int | float):
-            scalars[key + _PYTHON_NUMBER] = first
-        elif first is not None:
-            raise CheckpointError(
-                f"optimizer state {key!r} of {owned.run.name} is a {type(first).__name__}, which a checkpoint cannot "
-                "cut to another world size; use an optimizer whose state is elementwise"
-            )
-    return tensors, scalars
 
 
 # -------------------------------------------------------------------- load
@@ -333,11 +316,11 @@ def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
     optimizer.state.clear()
     for owned in optimizer.owned_runs():
         if owned.native:
-            optimizer.load_native_state(owned, _state_of(owned, reader)[0])
-            continue
-        for master, state in zip(owned.masters, _state_of(owned, reader), strict=True):
+            optimizer.load_native_state(owned, read_states(reader, owned.run.name, owned.run, owned.masters)[0])
+    for name, pieces, tensors in optimizer.strategy.places(list(optimizer.owned_runs())):
+        for tensor, state in zip(tensors, read_states(reader, name, pieces, tensors), strict=True):
             if state:
-                optimizer.state[master] = state
+                optimizer.state[tensor] = state
     for group, saved in zip(optimizer.param_groups, reader.manifest.param_groups, strict=False):
         for key, value in saved.items():
             if key in group and value is not None:
@@ -351,7 +334,7 @@ def load_attached(session: Session, folder: Path, kind: str) -> None:
     """
     with _open_together(session, folder) as reader:
         stored = {name for kinds in reader.manifest.kinds.values() for name in kinds}
-        if _ATTACHED + kind not in stored:
+        if ATTACHED + kind not in stored:
             raise CheckpointError(f"{folder} holds no {kind!r}: it was saved without, or under another name")
         _load_attached(session, reader, only=kind)
 
@@ -360,7 +343,7 @@ def _load_attached(session: Session, reader: CheckpointReader, *, only: str | No
     """What a checkpoint does not hold of an attached kind starts from the weights, which have been loaded."""
     new = set()
     for kind, shards in _attached(session.optimizer):
-        if only is not None and kind != _ATTACHED + only:
+        if only is not None and kind != ATTACHED + only:
             continue
         for buffer, shard in shards.items():
             for run in buffer.layout.runs(buffer.rank):
@@ -374,22 +357,3 @@ def _load_attached(session: Session, reader: CheckpointReader, *, only: str | No
                 shard.write_run(run, values)
     if new and session.comm.rank == 0:
         logger.warning("%s: %s starts anew from the weights", reader.folder, ", ".join(sorted(new)))
-
-
-def _state_of(owned: OwnedRun, reader: CheckpointReader) -> list[dict[str, Any]]:
-    """The saved optimizer state for each tensor of a run."""
-    states: list[dict[str, Any]] = [{} for _ in owned.masters]
-    sizes = [master.numel() for master in owned.masters]
-    device = owned.masters[0].device
-    for kind in reader.kinds(owned.run.name):
-        if kind not in ("master", "param") and not kind.startswith(_ATTACHED):
-            chunks = torch.split(reader.read(owned.run.name, kind, owned.run), sizes)
-            for state, master, chunk in zip(states, owned.masters, chunks, strict=True):
-                state[kind] = chunk.to(device, master.dtype, copy=True).view(master.shape)
-    for key, value in reader.scalars(owned.run.name).items():
-        for state in states:
-            if key.endswith(_PYTHON_NUMBER):
-                state[key.removesuffix(_PYTHON_NUMBER)] = value
-            else:
-                state[key] = torch.tensor(value, dtype=torch.float32)
-    return states

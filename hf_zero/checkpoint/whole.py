@@ -15,7 +15,7 @@ import torch
 
 from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.load import CheckpointReader, open_checkpoint
-from hf_zero.checkpoint.manifest import WEIGHT_KINDS, TensorInfo
+from hf_zero.checkpoint.manifest import STATE_MARK, WEIGHT_KINDS, TensorInfo
 from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
         manifest = reader.manifest
         trainable = {slot.name for layout in manifest.layouts if layout.trainable for slot in layout.slots}
         self._params = {info.name: info for info in manifest.params if with_frozen or info.name in trainable}
-        self._buffers = {info.name: info for info in manifest.buffers}
+        self._buffers = {info.name: info for info in manifest.buffers if STATE_MARK not in info.name}
         tied = {name: first for name, first in manifest.tied.items() if first in self._params}
         self._stored_as = {name: name for name in self._params} | tied | {name: name for name in self._buffers}
         self._given: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_zero.config.keys import ROOT
+from hf_zero.config.optimizer_checks import optimizer_notices, optimizer_problems, runs_in_torch
 from hf_zero.config.optimizers import OTHER_OPTIMIZERS
 from hf_zero.config.parse import look_up
 from hf_zero.config.problems import Problems, show
@@ -47,6 +48,7 @@ def _switch(path: str, value: Any) -> tuple[str, Any]:
 def cross_problems(values: Mapping[str, Any], args: Any, problems: Problems) -> None:
     """Add the problems that show only when several keys, or the training arguments, are seen together."""
     _check_offload(values, problems)
+    optimizer_problems(values, problems)
     if look_up(values, "gradient_allreduce_op") == "sum" and look_up(values, f"{ZERO}.stage") == 3:
         problems.add(
             "gradient_allreduce_op",
@@ -114,14 +116,16 @@ def _check_offload(values: Mapping[str, Any], problems: Problems) -> None:
             "there is nothing to delay: the update runs on the device, not beside it",
             f'Remove it, or set {OFFLOADS[1]}.device to "cpu" or "nvme".',
         )
-    if optimizer == "cpu" and look_up(values, FORCE) is False:
+    by_torch = runs_in_torch(values)
+    if optimizer == "cpu" and (by_torch or look_up(values, FORCE) is False):
+        why = f"optimizer.type = {show(look_up(values, 'optimizer.type'))}" if by_torch else f"{FORCE} = false"
         for key, on in ((MOMENTS, False), (f"{OFFLOADS[1]}.delayed_update", True)):
             if look_up(values, key) is on:
                 problems.add(
                     key,
                     on,
-                    f"it belongs to the native Adam, and {FORCE} = false leaves the update to torch",
-                    f"Remove it, or remove {FORCE}.",
+                    f"it belongs to the native Adam, and {why} leaves the update to torch",
+                    'Remove it, or use "AdamW".' if by_torch else f"Remove it, or remove {FORCE}.",
                 )
     ratio = look_up(values, f"{OFFLOADS[1]}.ratio")
     if isinstance(ratio, float) and ratio < 1.0 and stage != 3:
@@ -142,6 +146,7 @@ def notices(given: Mapping[str, Any]) -> list[str]:
         default = row.default if isinstance(row, Key) else None
         if value not in (None, default, "auto", {}):
             lines.append(f"{path} = {show(value)} has no effect: {reason}")
+    lines += optimizer_notices(given)
     gather = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
     if look_up(given, gather) is False and look_up(given, f"{ZERO}.stage") == 3:
         lines.append(f"{gather} = false: checkpoints will have no model.safetensors; hf-zero consolidate makes it")

@@ -9,7 +9,14 @@ from __future__ import annotations
 import sys
 
 from hf_zero.config.keys_more import MORE
-from hf_zero.config.optimizers import OPTIMIZER_PARAMS, OPTIMIZERS, SCHEDULER_PARAMS, SCHEDULERS, TORCH_OPTIMIZERS
+from hf_zero.config.optimizers import (
+    OPTIMIZER_PARAMS,
+    OPTIMIZERS,
+    OWN_OPTIMIZERS,
+    SCHEDULER_PARAMS,
+    SCHEDULERS,
+    TORCH_OPTIMIZERS,
+)
 from hf_zero.config.schema import (
     Alias,
     Block,
@@ -186,7 +193,7 @@ AIO = Block(
 
 OPTIMIZER = Block(
     keys={
-        "type": Key(kind="choice", choices=OPTIMIZERS, offered=tuple(TORCH_OPTIMIZERS)),
+        "type": Key(kind="choice", choices=OPTIMIZERS, offered=(*TORCH_OPTIMIZERS, *OWN_OPTIMIZERS)),
         "params": Block(keys=OPTIMIZER_PARAMS),
         "legacy_fusion": flag(False),
     }

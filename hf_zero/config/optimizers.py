@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.config.schema import Block, Entry, Key, choice, count, flag, floats, real
+from hf_zero.config.schema import Block, Entry, Key, choice, count, flag, floats, real, text
 
 _COMMON = "lr weight_decay foreach maximize capturable differentiable"
 _ADAM = f"{_COMMON} betas eps amsgrad fused"
 # Names DeepSpeed adds to Adam and AdamW.
 _DEEPSPEED_ADAM = "torch_adam adam_w_mode bias_correction fp32_optimizer_states"
 
-# torch.optim classes whose update of an element depends on that element only: exact on any shard.
+# torch.optim classes that are right on shards: an element depends on itself only, or parameters get owners.
 TORCH_OPTIMIZERS: dict[str, frozenset[str]] = {
     name: frozenset(params.split())
     for name, params in {
@@ -24,6 +24,7 @@ TORCH_OPTIMIZERS: dict[str, frozenset[str]] = {
         "SGD": "lr weight_decay foreach maximize differentiable fused momentum dampening nesterov",
         "Adadelta": f"{_COMMON} rho eps",
         "Adagrad": "lr weight_decay foreach maximize differentiable fused lr_decay initial_accumulator_value eps",
+        "Adafactor": "lr weight_decay foreach maximize beta2_decay eps d",
         "Adamax": f"{_COMMON} betas eps",
         "ASGD": f"{_COMMON} lambd alpha t0",
         "NAdam": f"{_COMMON} betas eps momentum_decay decoupled_weight_decay",
@@ -32,24 +33,39 @@ TORCH_OPTIMIZERS: dict[str, frozenset[str]] = {
         "Rprop": "lr foreach maximize capturable differentiable etas step_sizes",
     }.items()
 }
+# Names that DeepSpeed's OneBitAdam takes and that change nothing there, or must be off.
+_ONE_BIT = "bias_correction eps_inside_sqrt amsgrad cuda_aware comm_backend_name"
 
-# Types that a shard of the elements is not enough for, or that are not in torch: refused by name (status.py).
+_DEEPSPEED_MUON = "torch_adam adam_w_mode fp32_optimizer_states"
+
+# Types that torch does not have, or has in another form: classes of hf_zero.optim. The parameters are DeepSpeed's.
+OWN_OPTIMIZERS: dict[str, frozenset[str]] = {
+    name: frozenset(params.split())
+    for name, params in {
+        "Lamb": "lr betas eps weight_decay bias_correction eps_inside_sqrt max_coeff min_coeff amsgrad",
+        "Lion": "lr betas weight_decay",
+        "Muon": f"lr betas eps weight_decay momentum ns_method muon_lr adam_lr per_head_muon {_DEEPSPEED_MUON}",
+        "OneBitAdam": f"lr betas eps weight_decay freeze_step {_ONE_BIT}",
+    }.items()
+}
+# Parameters of these that their classes do not take: they change nothing, or other values are refused.
+_NOT_TAKEN = {
+    "OneBitAdam": frozenset(_ONE_BIT.split()),
+    "Muon": frozenset(["torch_adam", "fp32_optimizer_states", "per_head_muon"]),
+}
+
+# Types that a shard of the elements is not enough for, or that nothing here computes: refused by name (status.py).
 OTHER_OPTIMIZERS = (
-    "Lamb",
-    "OneBitAdam",
     "OneBitLamb",
     "ZeroOneAdam",
-    "Lion",
-    "Muon",
     "MuAdam",
     "MuAdamW",
     "MuSGD",
-    "Adafactor",
     "LBFGS",
     "SparseAdam",
 )
 
-OPTIMIZERS = (*TORCH_OPTIMIZERS, *OTHER_OPTIMIZERS)
+OPTIMIZERS = (*TORCH_OPTIMIZERS, *OWN_OPTIMIZERS, *OTHER_OPTIMIZERS)
 
 # Every parameter of every type with its range. Only the four that TrainingArguments know may be "auto".
 OPTIMIZER_PARAMS: dict[str, Entry] = {
@@ -58,7 +74,15 @@ OPTIMIZER_PARAMS: dict[str, Entry] = {
     "eps": real(auto=True),
     "weight_decay": real(auto=True),
     **{name: real() for name in "momentum dampening rho lr_decay initial_accumulator_value alpha lambd t0".split()},
-    "momentum_decay": real(),
+    **{name: real() for name in "momentum_decay max_coeff min_coeff".split()},
+    "freeze_step": count(low=1),
+    "beta2_decay": real(low=None, high=0),
+    "d": real(low=1),
+    **{name: real() for name in "muon_lr adam_lr".split()},
+    "ns_method": choice(None, "gram", "standard"),
+    "per_head_muon": flag(None),
+    **{name: flag(None) for name in "eps_inside_sqrt cuda_aware".split()},
+    "comm_backend_name": text(),
     "etas": floats(size=2),
     "step_sizes": floats(size=2),
     **{name: flag(None) for name in "amsgrad fused foreach maximize capturable differentiable nesterov".split()},
@@ -116,24 +140,33 @@ def params_of(block: str, data: Mapping[str, Any]) -> Block:
     kind = {name.lower(): name for name in _TYPE[block].choices}.get(given.lower()) if isinstance(given, str) else None
     if kind in OTHER_OPTIMIZERS:
         return Block(keys=rows, free=True)
-    names = TORCH_OPTIMIZERS.get(kind or "") or SCHEDULER_TYPES.get(kind or "")
+    names = TORCH_OPTIMIZERS.get(kind or "") or OWN_OPTIMIZERS.get(kind or "") or SCHEDULER_TYPES.get(kind or "")
     if names is None:
         return Block(keys=rows)
     if kind in ("Adam", "AdamW"):
         names = names.union(_DEEPSPEED_ADAM.split())
-    return Block(keys={name: row for name, row in rows.items() if name in names})
+    # Adafactor's are two numbers of another meaning, so not TrainingArguments' either.
+    own = {"eps": floats(size=2, low=0)} if kind == "Adafactor" else {}
+    return Block(keys={name: own.get(name, row) for name, row in rows.items() if name in names})
 
 
 def torch_form(block: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer block as `{"type": a class of torch.optim, "params": its arguments}`.
+    """An optimizer block as `{"type": a class of torch.optim or hf_zero.optim, "params": its arguments}`.
 
     DeepSpeed's rules hold: "Adam" means AdamW unless adam_w_mode is false, and Adam's and AdamW's weight decay is 0
     where none is given (torch's own default for AdamW is 0.01, which DeepSpeed takes only with torch_adam).
     """
     kind = block["type"]
     params = dict(block.get("params", {}))
+    if kind in OWN_OPTIMIZERS:
+        taken = params.keys() - _NOT_TAKEN.get(kind, frozenset())
+        return {"type": kind, "params": {name: value for name, value in params.items() if name in taken}}
     extras = {name: params.pop(name) for name in _DEEPSPEED_ADAM.split() if name in params}
     if kind in ("Adam", "AdamW"):
+        if extras.get("bias_correction") is False:
+            kept = {name: value for name, value in params.items() if name in ("lr", "betas", "eps", "weight_decay")}
+            decoupled = kind == "AdamW" or extras.get("adam_w_mode", True)
+            return {"type": "UncorrectedAdam", "params": {**kept, "adamw_mode": decoupled}}
         if not extras.get("torch_adam"):
             params.setdefault("weight_decay", 0.0)
         if kind == "Adam" and extras.get("adam_w_mode", True):

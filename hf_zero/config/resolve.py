@@ -25,6 +25,7 @@ from hf_zero.config.autofill import (
 )
 from hf_zero.config.checks import MOMENTS, cross_problems, notices, refusals
 from hf_zero.config.keys import ROOT
+from hf_zero.config.optimizer_checks import runs_in_torch
 from hf_zero.config.optimizers import torch_form
 from hf_zero.config.parse import Parsed, look_up, put
 from hf_zero.config.precision import precision_of, precision_problems
@@ -234,7 +235,7 @@ class _Resolver:
             dataloader_drop_last=values["dataloader_drop_last"],
             gather_for_generation=values["gather_for_generation"],
             aio=Aio(**values["aio"]),
-            force_native_adam=values["zero_force_ds_cpu_optimizer"],
+            force_native_adam=values["zero_force_ds_cpu_optimizer"] and not runs_in_torch(values),
             moments_16bit=look_up(values, MOMENTS) is False,
             optimizer=torch_form(optimizer) if optimizer else None,
             scheduler=copy.deepcopy(scheduler) if scheduler else None,

@@ -143,7 +143,7 @@ class ResolvedConfig:
     aio: Aio
     force_native_adam: bool  # zero_force_ds_cpu_optimizer: an offloaded update is native, or the optimizer is refused
     moments_16bit: bool  # optimizer.params.fp32_optimizer_states is false
-    optimizer: dict[str, Any] | None  # {"type": a class of torch.optim, "params": its arguments}
+    optimizer: dict[str, Any] | None  # {"type": a class of torch.optim or hf_zero.optim, "params": ...}
     scheduler: dict[str, Any] | None
     # Dotted path -> value, for every key that has one: what the fields above say and the rest.
     settings: dict[str, Any] = field(repr=False)

@@ -86,8 +86,9 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("zero_optimization.zeropp_loco_param", _given, _ZEROPP),
     NotYet("zero_optimization.mics_shard_size", _above(0), "Remove it: shards span all ranks."),
     NotYet("zero_optimization.mics_hierarchical_params_gather", _true, "Remove it: shards span all ranks."),
-    NotYet("optimizer.type", _one_of(*OTHER_OPTIMIZERS), "Use AdamW, Adam or SGD, which are exact on shards."),
-    NotYet("optimizer.params.bias_correction", _false, "Remove it: torch's Adam always corrects the bias."),
+    NotYet(
+        "optimizer.type", _one_of(*OTHER_OPTIMIZERS), "Use AdamW, Adam, Lamb, Lion or SGD, which are right on shards."
+    ),
     NotYet("sparse_gradients", _true, _DROP),
     NotYet("managed_gradient_accumulation", _false, "Remove it; engine.no_sync() skips the reduction where wanted."),
     NotYet("sequence_parallel_size", _above(1), _DROP),
@@ -173,6 +174,8 @@ NO_EFFECT: dict[str, str] = {
     "torch_autocast.lower_precision_safe_modules": "torch's autocast decides by operation",
     **{f"amp.{name}": "amp levels are run by torch, which decides this itself" for name in _APEX},
     "optimizer.legacy_fusion": "torch's optimizers are used",
+    "optimizer.params.cuda_aware": "signs travel through the process group",
+    "optimizer.params.comm_backend_name": "signs travel through the process group",
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
     "data_types.keep_in_fp32_modules": "buffers always keep their dtype; keep_fp32 names parameters",
     "disable_allgather": "it is not read by DeepSpeed either",

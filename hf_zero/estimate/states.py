@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ResolvedConfig
+from hf_zero.optim.blocks import optimizer_of
 from hf_zero.optim.host_adam import HostAdamSettings
 from hf_zero.optim.host_state import HostState
 from hf_zero.optim.owned import CutGroups
@@ -97,9 +99,10 @@ def _optimizer_of(block: Mapping[str, Any] | None, params: Iterable[Any], *, on_
     if block is None:
         # Trainer's default is fused on GPUs, which makes no copies; neither does the plain loop that meta tensors get.
         return torch.optim.AdamW(params)
-    kind = getattr(torch.optim, block["type"])
+    kind, arguments = optimizer_of(block, nn.Module())
     # On GPUs torch updates all tensors together, with a copy of them in between; meta tensors must be told to.
-    together = {} if on_host or "fused" in block.get("params", {}) else {"foreach": True}
-    arguments = {name: value for name, value in block.get("params", {}).items() if name != "fused"}
+    stays = on_host or "fused" in arguments or "foreach" not in inspect.signature(kind).parameters
+    together = {} if stays else {"foreach": True}
+    arguments.pop("fused", None)
     made: torch.optim.Optimizer = kind(params, **{**together, **arguments})
     return made

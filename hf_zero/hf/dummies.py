@@ -17,11 +17,13 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler  # from accelerate.utils only beside DeepSpeed
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.hf.accelerated_optimizer import ZeroAcceleratedOptimizer
+from hf_zero.optim.blocks import optimizer_of
 from hf_zero.optim.schedule import Schedule
 from hf_zero.optim.schedules import choose_scheduler
 
@@ -61,7 +63,7 @@ class Dummies:
                 "another optimizer.\nUse DummyScheduler(optimizer, lr_scheduler_callable=...)."
             )
         left_out = self._is_left_out(objects)
-        real = [self._optimizer_for(one) if isinstance(one, DummyOptim) else one for one in objects]
+        real = [self._optimizer_for(one, objects) if isinstance(one, DummyOptim) else one for one in objects]
         real = [self._scheduler_for(one) if isinstance(one, DummyScheduler) else one for one in real]
         prepared = stock(real)
         results = [self._finish(one, left_out) for one in (prepared if isinstance(prepared, tuple) else (prepared,))]
@@ -109,7 +111,7 @@ class Dummies:
         self._accelerator._schedulers.append(wrapped)
         return wrapped
 
-    def _optimizer_for(self, dummy: DummyOptim) -> torch.optim.Optimizer:
+    def _optimizer_for(self, dummy: DummyOptim, objects: Sequence[Any]) -> torch.optim.Optimizer:
         for known, made in self._optimizers:
             if known is dummy:
                 return made
@@ -129,9 +131,17 @@ class Dummies:
                 )
             logger.info("DummyOptim without an optimizer block: AdamW with the learning rate %g", dummy.lr)
             block = {"type": "AdamW", "params": more}
-        real: torch.optim.Optimizer = getattr(torch.optim, block["type"])(list(dummy.params), **block["params"])
+        params = list(dummy.params)
+        kind, arguments = optimizer_of(block, self._model_of(params, objects))
+        real: torch.optim.Optimizer = kind(params, **arguments)
         self._optimizers.append((dummy, real))
         return real
+
+    def _model_of(self, params: Sequence[Any], objects: Sequence[Any]) -> nn.Module:
+        """The model that parameters, or groups of them, belong to; an empty one if it is not there, which prepare will say."""
+        wanted = {id(param) for group in params for param in _members(group)}
+        models = [one for one in (*objects, *self._accelerator._models) if isinstance(one, nn.Module)]
+        return next((one for one in models if wanted & {id(param) for param in one.parameters()}), nn.Module())
 
     def _scheduler_for(self, dummy: DummyScheduler) -> Any:
         optimizer = dummy.optimizer
@@ -197,3 +207,10 @@ class Dummies:
 def _inner(optimizer: Any) -> Any:
     """The script's optimizer under what `prepare` made of it."""
     return optimizer.optimizer.optimizer if isinstance(optimizer, ZeroAcceleratedOptimizer) else optimizer
+
+
+def _members(group: Any) -> Sequence[Any]:
+    """The parameters of what stands in an optimizer's list: one, or a group of them."""
+    if not isinstance(group, dict):
+        return [group]
+    return [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])

@@ -30,6 +30,7 @@ from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin, writes_weights
 from hf_zero.hf.weights import full_weights, restore_weights
+from hf_zero.optim.blocks import optimizer_of
 from hf_zero.optim.schedules import choose_scheduler
 from hf_zero.weight_copy import copy_weights
 
@@ -71,7 +72,7 @@ def create_optimizer(self: Any, orig: Original, model: nn.Module | None = None) 
     block = plugin.resolve(self.accelerator, self.model).optimizer
     if block is None:
         return orig(model)
-    self.optimizer_cls_and_kwargs = (getattr(torch.optim, block["type"]), dict(block["params"]))
+    self.optimizer_cls_and_kwargs = optimizer_of(block, self.model)
     try:
         return orig(model)
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.errors import ConfigError
 from hf_zero.layout import Run
+from hf_zero.optim.owners import Owners, WholeParam
 from hf_zero.runtime.grads import GradBuffer
 from hf_zero.shards.stored import StoredShard
 from hf_zero.shards.tensors import ShardTensor
@@ -83,7 +84,9 @@ class CutGroups:
         tuple[OwnedRun, dict[str, Any]]
     ]  # of the runs taken last that are updated natively: what the optimizer had for them
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, owners: Owners | None = None) -> None:
+        """`owners` deals out the parameters that the optimizer needs whole."""
+        self._owners = owners
         self._state = dict(optimizer.state)
         self._live_state = optimizer.state
         self._live_state.clear()
@@ -103,20 +106,38 @@ class CutGroups:
         taken: list[OwnedRun] = []
         left = []
         self.native_state = []
+        wholes = self._adopt(places)
         for group, param in self._waiting:
             if id(param) not in places:
                 left.append((group, param))
                 continue
             buffer, index = places[id(param)]
             run = runs[id(buffer)].get(buffer.flat.layout.slots[index].name)
-            if run is None:
+            owned = own_run(buffer, index, run) if run is not None else None
+            taken += [owned] if owned is not None else []
+            if id(param) in wholes:
+                self._hold_whole(group, param, wholes[id(param)])
+                continue
+            if owned is None:
                 continue  # other ranks own all of it
-            owned = own_run(buffer, index, run)
-            taken.append(owned)
             group["params"].extend(owned.masters)
             self._move_state(param, owned)
         self._waiting = left
         return taken
+
+    def _adopt(self, places: Mapping[int, tuple[GradBuffer, int]]) -> dict[int, WholeParam]:
+        """Owners of those of the waiting parameters that are needed whole, by the parameter's id."""
+        if self._owners is None:
+            return {}
+        wanted = [id(param) for group, param in self._waiting if id(param) in places and self._owners.wants(group)]
+        return dict(zip(wanted, self._owners.adopt([places[one] for one in wanted]), strict=True))
+
+    def _hold_whole(self, group: dict[str, Any], param: torch.Tensor, adopted: WholeParam) -> None:
+        state = self._state.pop(param, None)
+        if adopted.whole is not None:
+            group["params"].append(adopted.whole)
+            if state is not None:
+                self._live_state[adopted.whole] = state
 
     def _move_state(self, param: torch.Tensor, owned: OwnedRun) -> None:
         if param not in self._state:

@@ -6,9 +6,16 @@ whole matrix, at its shape, or at all parameters together is not, and is refused
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 
 from hf_zero.errors import ConfigError
+from hf_zero.optim.lamb import Lamb
+from hf_zero.optim.lion import Lion
+from hf_zero.optim.muon import Muon
+from hf_zero.optim.onebit import OneBitAdam
 
 _ELEMENTWISE = frozenset(
     f"torch.optim.{name}"
@@ -20,10 +27,13 @@ _ELEMENTWISE = frozenset(
 _NEEDS_WHOLE = {
     "Adafactor": "row and column means of the whole matrix",
     "Muon": "the whole momentum matrix",
+    "MuonWithAuxAdam": "the whole momentum matrix",
     "LBFGS": "inner products over all parameters",
     "SparseAdam": "sparse gradients",
     "Lamb": "the norm of the whole parameter",
     "LAMB": "the norm of the whole parameter",
+    "FusedLamb": "the norm of the whole parameter",
+    "Lion8bit": "quantisation blocks that a shard cuts",
     "LARS": "the norm of the whole parameter",
     "Shampoo": "the whole matrix",
     "DistributedShampoo": "the whole matrix",
@@ -39,6 +49,22 @@ _NEEDS_WHOLE = {
     "DAdaptAdam": "inner products over all parameters",
     "ScheduleFreeWrapper": "a second copy of the parameters that it swaps itself",
 }
+# Those of them that get whole parameters, on the rank that owns one: module and name, since others may do more.
+_GETS_WHOLE = frozenset(["torch.optim.Adafactor", "torch.optim.Muon", "transformers.optimization.Adafactor"])
+_ELEMENTWISE_INSTEAD = "an elementwise optimizer (torch.optim.AdamW, Adam, SGD, ...)"
+_INSTEAD = {
+    **dict.fromkeys(("Lamb", "LAMB", "FusedLamb"), "hf_zero.optim.Lamb, which asks the other ranks for it"),
+    "Adafactor": "the Adafactor of torch.optim or transformers, which gets whole matrices",
+    **dict.fromkeys(("Muon", "MuonWithAuxAdam"), "torch.optim.Muon or hf_zero.optim.Muon, which get whole matrices"),
+}
+
+
+def needs_whole(optimizer: torch.optim.Optimizer) -> Callable[[Mapping[str, Any]], bool] | None:
+    """Which param groups of `optimizer` need whole parameters and can have them; None if none does."""
+    if isinstance(optimizer, Muon):
+        return lambda group: bool(group["use_muon"])
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    return (lambda group: True) if kind in _GETS_WHOLE else None
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> None:
@@ -48,14 +74,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
         sharded: False at stage 0, where every rank updates whole parameters and any optimizer is right.
         allow_untested: `zero_allow_untested_optimizer`: take a class that hf_zero does not know as elementwise.
     """
-    if not sharded:
+    if not sharded or isinstance(optimizer, Lion | Lamb) or needs_whole(optimizer) is not None:
         return
+    if isinstance(optimizer, OneBitAdam):
+        raise ConfigError(
+            "optimizer OneBitAdam needs stage 0: each rank compresses the momentum of whole parameters, made of its "
+            "own gradient.\nSet zero_optimization.stage to 0, or use torch.optim.AdamW."
+        )
     for kind in type(optimizer).__mro__:
         if kind.__name__ in _NEEDS_WHOLE:
             raise ConfigError(
                 f"optimizer {type(optimizer).__name__} cannot be right on shards: it needs "
                 f"{_NEEDS_WHOLE[kind.__name__]}, and at stages 1-3 a rank holds only a range of elements.\n"
-                "Use an elementwise optimizer (torch.optim.AdamW, Adam, SGD, ...), or stage 0."
+                f"Use {_INSTEAD.get(kind.__name__, _ELEMENTWISE_INSTEAD)}, or stage 0."
             )
     known = any(_is_elementwise(kind) for kind in type(optimizer).__mro__)
     if not known and not allow_untested:
@@ -67,7 +98,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
 
 
 # What the native Adam stands in for when states are offloaded: exactly these classes, for a subclass may do more.
-_NATIVE = frozenset(["torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "hf_zero.optim.cpu_adam.CPUAdam"])
+_NATIVE = frozenset(
+    [
+        "torch.optim.adam.Adam",
+        "torch.optim.adamw.AdamW",
+        "hf_zero.optim.cpu_adam.CPUAdam",
+        "hf_zero.optim.uncorrected_adam.UncorrectedAdam",
+    ]
+)
 
 
 def check_native(optimizer: torch.optim.Optimizer) -> None:

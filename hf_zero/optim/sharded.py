@@ -14,7 +14,7 @@ from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.owned import CutGroups, OwnedRun
 from hf_zero.optim.rules import check_native, check_optimizer
-from hf_zero.optim.sub_groups import sub_groups
+from hf_zero.optim.strategies import make_owners, make_update
 from hf_zero.optim.whole import (
     assemble,
     changed_state,
@@ -80,9 +80,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.last_norm: float | None = None
         self._native_flats: list[FlatBuffer] = []  # in the order of their updates; the same on all ranks
         self._offload = offload.for_groups(optimizer.param_groups)
-        self._cut = CutGroups(optimizer)
+        owners = make_owners(optimizer, comm, sharded=sharded)
+        self._cut = CutGroups(optimizer, owners)
         self._owned = self._cut.take(reducer.buffers)
         self._cut.refuse_strangers()
+        self.strategy = make_update(optimizer, reducer, comm, owners)
         self._native: HostAdam | None = None
         if native:
             with comm.stop_together():
@@ -166,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._native is not None:
             with self._comm.stop_together():
                 changed = self._native.step(has_grad, self._factor)
-        self._update_by_torch(has_grad)
+        self.strategy.update(self._owned, has_grad)
         self._publish(native_too=changed)
         self._forget_window()
         self._after_step()
@@ -259,7 +261,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """See access.full_optimizer_state."""
         if kind == "master" and flat.master is not None:
             return assemble(flat, index, self._comm, flat.master.read_run, flat.master.dtype)
-        return whole_state(flat, index, kind, self._comm, self._state_of(flat, index))
+        read = self.strategy.reader_of(flat, index)
+        return read(kind) if read else whole_state(flat, index, kind, self._comm, self._state_of(flat, index))
 
     @torch.no_grad()
     def local_state(self, flat: FlatBuffer, index: int, kind: str) -> torch.Tensor | None:
@@ -287,6 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, flat: FlatBuffer, index: int) -> dict[str, Any] | None:
         """This rank's state of a parameter by kind; {} before the first update, None if it owns nothing of it."""
+        self.strategy.check_cut(flat, index)
         owned = self._owned_of(flat, index)
         if owned is None:
             return None
@@ -311,15 +315,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._facts = settle_window(self._reducer, self._comm, self._orders)
             self.last_norm = self._facts.norm
         return self._facts
-
-    def _update_by_torch(self, has_grad: Mapping[int, Sequence[bool]]) -> None:
-        # Called without any gradient too: it runs the user's step hooks, and schedulers look for the call.
-        for group in sub_groups(self.optimizer, self._owned, has_grad):
-            for master, grad in group:
-                master.grad = grad.to(master.dtype)
-            self.optimizer.step()
-            for master, _ in group:
-                master.grad = None
 
     def _publish(self, *, native_too: bool) -> None:
         """Masters -> parameters: cast, and gather where parameters stay whole on ranks that own a part each."""
@@ -384,6 +379,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def restart_at(self, step: int) -> None:
         """`step` updates have been made before, in another run."""
+        self.strategy.restart()
         if self._native is not None:
             self._native.restart_at(step)
 
@@ -391,7 +387,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Bytes of optimizer state beside the masters, on whatever medium."""
         tensors = [value for state in self.state.values() for value in state.values()]
         held = sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
-        held += sum(shard.nbytes for shards in self.attached.values() for shard in shards.values())
+        held += self.strategy.state_bytes() + sum(
+            shard.nbytes for shards in self.attached.values() for shard in shards.values()
+        )
         return held + (0 if self._native is None else self._native.moment_bytes())
 
     def owned_runs(self) -> Iterator[OwnedRun]:

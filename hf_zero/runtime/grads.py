@@ -70,6 +70,7 @@ class GradBuffer:
         self._pool = pool
         self._mean = settings.scale
         self._loss_scale = settings.loss_scale
+        self._stays_local = False  # gradients are not summed over ranks: the optimizer exchanges something smaller
         self._wire = settings.wire_dtype
         if settings.accum_dtype is not None:
             self.dtype = settings.accum_dtype
@@ -89,7 +90,7 @@ class GradBuffer:
         self.seen = [False] * len(flat.params)  # had a gradient on this rank in this window
         self._written = [False] * len(flat.params)  # has a value in `whole`
         self._arrived: set[int] = set()  # in this backward
-        self._flight: list[tuple[Pending, torch.Tensor, torch.Tensor]] = []  # pending, its result, our part
+        self._flight: list[tuple[Pending | None, torch.Tensor, torch.Tensor]] = []  # pending, its result, our part
         self._flying: torch.Tensor | None = None  # the whole that the reduce under way reads
         self._empty = True  # `shard` holds nothing of this window yet
 
@@ -206,6 +207,7 @@ class GradBuffer:
         layout = self.flat.layout
         self.num_reduces += 1
         self._flying, self.whole = self.whole, None
+        pending: Pending | None
         for (start, numel), mine in zip(layout.buckets(), self.shard.parts, strict=True):
             bucket = self._flying[start : start + numel]
             if len(self._flight) == self._max_flight:
@@ -214,6 +216,8 @@ class GradBuffer:
                 in_place = self._empty and not self.on_host
                 result = mine if in_place else torch.empty_like(mine, device=bucket.device)
                 pending = self._reduction.parts(self._comm, result, bucket, layout.name, wire_dtype=self._wire)
+            elif self._stays_local:
+                result, pending = bucket, None
             else:
                 result = bucket
                 pending = self._reduction.everything(self._comm, bucket, layout.name, wire_dtype=self._wire)
@@ -221,7 +225,12 @@ class GradBuffer:
 
     @property
     def _scale(self) -> float:
-        return self._mean / self._loss_scale.value
+        scale = self._mean / self._loss_scale.value
+        return scale * self._comm.world_size if self._stays_local else scale
+
+    def stay_local(self, local: bool) -> None:
+        """From the next window on, let each rank keep the mean of its own micro-steps; stage 0 only."""
+        self._stays_local = local
 
     def reduce_finish(self) -> None:
         while self._flight:
@@ -234,7 +243,8 @@ class GradBuffer:
 
     def _finish_oldest(self) -> None:
         pending, result, mine = self._flight.pop(0)
-        pending.wait()
+        if pending is not None:
+            pending.wait()
         if result.device != mine.device:
             self._copy_to_host(result, mine)
         elif result.data_ptr() != mine.data_ptr():

@@ -8,6 +8,9 @@ ZeRO (Rajbhandari et al., 2020) is three independent choices, and a stage is one
 | 1 | resident | whole across micro-steps, reduce-scatter at the boundary | all-gather |
 | 2 | resident | reduce-scatter in every backward, accumulate in the shard | all-gather |
 | 3 | on demand | as stage 2 | nothing: the shard is the parameter |
+
+An optimizer that exchanges something smaller than gradients (OneBitAdam, stage 0) may turn the all-reduce of stage 0
+off while it trains: GradBuffer.stay_local.
 """
 
 from __future__ import annotations

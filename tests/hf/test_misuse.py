@@ -80,17 +80,19 @@ def test_save_pretrained_on_one_rank_raises(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
-def unknown_optimizer() -> None:
-    from transformers.optimization import Adafactor
+class Shampoo(torch.optim.SGD):
+    """Stands for an optimizer of other people that looks at whole matrices."""
 
+
+def unknown_optimizer() -> None:
     model = build()
     hf_zero.initialize(
         model=model,
-        optimizer=Adafactor(model.parameters(), lr=1e-3, relative_step=False),
+        optimizer=Shampoo(model.parameters(), lr=1e-3),
         config={"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True},
     )
 
 
 def test_an_optimizer_that_needs_whole_matrices_is_refused() -> None:
     for failure in run_ranks(unknown_optimizer, 2, expect_error=True):
-        assert failure.kind == "ConfigError" and "Adafactor" in failure.message
+        assert failure.kind == "ConfigError" and "Shampoo" in failure.message
