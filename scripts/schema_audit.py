@@ -220,9 +220,8 @@ def main() -> int:
     if args.write is not None:
         args.write.write_text(json.dumps({"deepspeed": version("deepspeed"), "keys": keys}, indent=1) + "\n")
     unknown, other = differences(keys)
-    print(
-        f"DeepSpeed {version('deepspeed')}: {len(keys)} keys, {len(unknown)} unknown here, {len(other)} defaults differ"
-    )
+    print(f"DeepSpeed {version('deepspeed')}: {len(keys)} keys")
+    print(f"{len(unknown)} unknown here, {len(other)} defaults differ")
     for title, lines in (("unknown here", unknown), ("default differs", other)):
         for line in lines:
             print(f"{title}: {line}")

@@ -170,9 +170,10 @@ def test_what_is_obeyed_is_read_outside_the_configuration() -> None:
     silent = set()
     for path, decided in keys():
         # The parameters of optimizers and schedulers are passed on as they are.
-        if decided.verdict == OBEYED and not path.startswith(("optimizer.", "scheduler.")):
-            if not re.search(rf"\b{path.rpartition('.')[2]}\b", code):
-                silent.add(path)
+        is_passed_on = path.startswith(("optimizer.", "scheduler."))
+        name = path.rpartition(".")[2]
+        if decided.verdict == OBEYED and not is_passed_on and not re.search(rf"\b{name}\b", code):
+            silent.add(path)
     # The whole batch is the product of what is read; how often to print concerns the log alone.
     assert silent <= {"train_batch_size", "steps_per_print"}
 

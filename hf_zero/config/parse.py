@@ -76,6 +76,11 @@ def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
             "Give the path of a JSON file, a JSON string, or a dict."
         )
     text, name = _text_of(source)
+    if jsonc.skip_blank(text) == len(text):
+        raise ConfigError(
+            f"The ZeRO configuration ({name}) is empty.\n"
+            'Write at least the stage: {"zero_optimization": {"stage": 3}}.'
+        )
     try:
         document = jsonc.loads(text)
     except jsonc.JsonError as error:
@@ -93,9 +98,10 @@ def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
 def _text_of(source: str | os.PathLike[str]) -> tuple[str, str]:
     """The JSON text of a path, a JSON string or a base64 string, and what to call it."""
     if isinstance(source, str):
-        start = jsonc.skip_blank(source)
-        if source[start : start + 1] in ("{", "["):
-            return source, "a JSON string"
+        text = source.removeprefix("\ufeff")
+        start = jsonc.skip_blank(text)
+        if start == len(text) or text[start] in "{[":
+            return text, "a JSON string"
     path = Path(source)
     try:
         return path.read_text(encoding="utf-8-sig"), str(path)
@@ -112,12 +118,13 @@ def _text_of(source: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def _from_base64(text: str) -> str | None:
-    """accelerate passes configurations on as URL-safe base64 of JSON."""
+    """accelerate passes configurations on as URL-safe base64 of JSON; the plain alphabet is taken as well."""
+    plain = text.strip().translate(str.maketrans("-_", "+/"))
     try:
-        decoded = base64.urlsafe_b64decode(text.encode()).decode()
+        decoded = base64.b64decode(plain, validate=True).decode("utf-8-sig")
     except (binascii.Error, ValueError):
         return None
-    return decoded if decoded.lstrip().startswith("{") else None
+    return decoded if decoded[jsonc.skip_blank(decoded) :].startswith("{") else None
 
 
 def _unreadable(path: Path, error: Exception) -> str:
