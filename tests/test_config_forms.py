@@ -190,3 +190,42 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
     assert "is empty" in message("  # only a comment")
     for source in (3, None, ["zero3.json"], b"{}"):
         assert f"of type {type(source).__name__} was given" in message(source)
+
+
+def test_comments_and_trailing_commas_are_read_over() -> None:
+    config = ZeroConfig.load(
+        """# comment
+        {
+          "zero_optimization": {"stage": 2, /* block */ "reduce_bucket_size": 5e8,},  // trailing comma
+          "keep_fp32": ["a//b", "c#d",], # not comments inside texts
+          "_comment": "ignored",
+        }"""
+    ).resolve()
+    assert config.stage == 2 and config.keep_fp32 == ("a//b", "c#d")
+
+
+# (text, what the message must hold)
+BAD_JSON = [
+    ('{"a": 1', "line 1, column 8"),
+    ("{'a': 1}", "line 1, column 2: expected a key in double quotes"),
+    ('{\n "zero_optimization": {"stage": 2\n  "overlap_comm": true}}', "line 2, column 34, at the key zero_opt"),
+    ('{"train_batch_size": BATCH}', "at the key train_batch_size: expected a value, found 'BATCH'"),
+    ('{"gradient_clipping": NaN}', "found 'NaN'"),
+    ('{"a": "x', "Unterminated"),
+    ('{"a" 1}', "expected ':'"),
+    ('{"a": 1} x', "expected the end of the text"),
+    ('{"a": 01}', "expected"),
+    ("[1]", "not an object"),
+    ("[" * 100_000, "nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), BAD_JSON, ids=range(len(BAD_JSON)))
+def test_bad_json_says_where(text: str, expected: str) -> None:
+    assert expected in message(text)
+
+
+def test_duplicate_keys_are_refused_with_both_lines() -> None:
+    text = message('{"zero_optimization": {\n"stage": 2,\n"stage": 3},\n"bf16": {},\n"bf16": {}}')
+    assert "zero_optimization.stage stands twice, at line 2 and at line 3" in text
+    assert "bf16 stands twice, at line 4 and at line 5" in text

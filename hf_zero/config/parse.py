@@ -10,6 +10,7 @@ import base64
 import binascii
 import copy
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ from hf_zero.errors import ConfigError
 
 # Members of this name are comments, at any depth.
 COMMENTS = ("_comment", "$schema", "//", "#")
+# "500MB", "10 min", "5e8 elements", "80%"
+_WITH_UNIT = re.compile(r"\s*[+-]?[\d_.]+([eE][+-]?\d+)?\s*[a-zA-Z%]+\s*")
 
 
 @dataclass(frozen=True)
@@ -265,6 +268,8 @@ def _remedy(row: Key, value: Any) -> str:
             return f'The nearest known value is "{near}": write that{remove}.'
     if row.kind == "bool" and isinstance(value, str) and value.lower() in ("true", "false"):
         return f"Write {value.lower()} without quotes."
+    if row.kind in ("int", "float") and isinstance(value, str) and _WITH_UNIT.fullmatch(value):
+        return f"Write the number without a unit, or remove the key{_default(row)}."
     return f"Correct the value, or remove the key{_default(row)}."
 
 
