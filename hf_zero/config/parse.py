@@ -89,7 +89,9 @@ def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
     except jsonc.JsonError as error:
         raise ConfigError(f"The ZeRO configuration ({name}) is not JSON: {error}.\nCorrect it there.") from None
     except RecursionError:
-        raise ConfigError(f"The ZeRO configuration ({name}) is nested too deeply to be one.") from None
+        raise ConfigError(
+            f"The ZeRO configuration ({name}) is nested too deeply to be one.\nBlocks go four deep."
+        ) from None
     if not isinstance(document.value, dict):
         raise ConfigError(
             f"The ZeRO configuration ({name}) is {show(document.value)}, not an object.\n"
