@@ -13,7 +13,6 @@ import dataclasses
 import datetime
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -21,14 +20,15 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from hf_zero.errors import DivergenceError, OffloadError, StateError, ZeroError
-from hf_zero.processes import backend_for, default_device, ensure_process_group, leave_cleanly_at_exit
+from hf_zero.errors import DivergenceError, OffloadError, OutOfMemoryError, StateError, ZeroError
+from hf_zero.processes import backend_for, call_site, default_device, ensure_process_group, leave_cleanly_at_exit
 
 # Elements per collective on gloo: larger single calls fall out of the cache (scripts/bench_comm.py measures it).
 GLOO_BUCKET_NUMEL = 1 << 20
 # Seconds that a call which needs every rank waits for the others before it says who is missing.
 PRESENCE_TIMEOUT_S = 12.0
 _RING_SIZE = 16
+_REASONS: dict[str, type[ZeroError]] = {one.__name__: one for one in (OffloadError, OutOfMemoryError, StateError)}
 _T = TypeVar("_T")
 
 
@@ -77,20 +77,23 @@ class Comm:
         self._presence: dict[str, int] = collections.Counter()
         self._scratch: list[torch.Tensor] = []
         self._group: Any = None
-        self._group_name = ""
+        self.name = ""  # of the group, on all ranks; the later made, the later in the order of (length, name)
         self._stopped = False  # connections were closed after an error
         if not dist.is_initialized():
             self.rank, self.world_size, self.backend = 0, 1, "none"
             return
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.world_size = len(ranks)
+        self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.world_size = len(self._ranks)
         self.backend = backend_for(device)
         if self.world_size > 1:
-            timeout = datetime.timedelta(seconds=timeout_s)
-            self._group = dist.new_group(ranks, backend=self.backend, timeout=timeout)
-            self._group_name = self._group.group_name
+            self._connect()
             leave_cleanly_at_exit()
         self.rank = dist.get_rank(self._group) if self._group is not None else 0
+
+    def _connect(self) -> None:
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        self._group = dist.new_group(self._ranks, backend=self.backend, timeout=timeout)
+        self.name = self._group.group_name
 
     @classmethod
     def join(cls, device: torch.device | None = None, *, group: Any = None, timeout_s: float = 600.0) -> Comm:
@@ -218,7 +221,7 @@ class Comm:
                     f"rank {self.rank} called {name}, but rank(s) {missing} did not within {timeout_s:.0f} s: it "
                     f"needs all {self.world_size} ranks, because each holds a part of the model.\n"
                     f"Call {name} on every rank (outside `if rank == 0`); it writes on one rank by itself.\n"
-                    f"Called from: {_call_site()}"
+                    f"Called from: {call_site()}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
@@ -237,28 +240,48 @@ class Comm:
             yield
         except OffloadError as error:
             text = f"rank {self.rank}: {error}"
-            if self._group is not None:
-                store = dist.distributed_c10d._get_default_store()
-                store.set(self._failure_key(), text)
-                group, self._group = self._group, None
-                self._stopped = True
-                if self.backend == "gloo":
-                    dist.destroy_process_group(group)
-                else:
-                    group.abort()
-                del group
+            self.abandon(OffloadError(text))
             raise OffloadError(text) from error
 
-    def _failure_key(self) -> str:
-        return f"hf_zero/{self._group_name}/failure"
+    def abandon(self, reason: OffloadError | OutOfMemoryError | StateError) -> None:
+        """Close the connections: ranks that wait for this one stop, and raise an error of the kind and text given."""
+        if self._group is not None:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(self._failure_key(), f"{type(reason).__name__}\n{reason}")
+            self.disconnect()
 
-    def _reason_of_another(self) -> str | None:
+    def disconnect(self) -> None:
+        """End what this rank waits for, until `reconnect`: pending operations are lost. Any thread may call."""
+        group, self._group = self._group, None
+        self._stopped = self._stopped or group is not None
+        if group is not None and self.backend == "gloo":
+            dist.destroy_process_group(group)
+        elif group is not None:
+            group.abort()
+
+    def reconnect(self) -> None:
+        """Start over after an `abandon` on some rank. All ranks must call; what was pending is lost."""
+        self.disconnect()
+        if self.world_size > 1:
+            self._scratch.clear()
+            self._presence.clear()
+            self._connect()
+        self._stopped = False
+
+    def _failure_key(self) -> str:
+        return f"hf_zero/{self.name}/failure"
+
+    def reason_of_another(self) -> ZeroError | None:
         """What another rank said before it closed its connections."""
+        if self.world_size < 2:
+            return None
         store = dist.distributed_c10d._get_default_store()
         try:
-            return store.get(self._failure_key()).decode() if store.check([self._failure_key()]) else None
+            said = store.get(self._failure_key()).decode() if store.check([self._failure_key()]) else None
         except RuntimeError:  # the store has gone with the process that held it
             return None
+        kind, _, text = (said or "").partition("\n")
+        return _REASONS[kind](text) if said is not None else None
 
     def reset_counts(self) -> None:
         self.counts.clear()
@@ -270,7 +293,8 @@ class Comm:
     # ---------------------------------------------------------------- inside
     def _record(self, op: str, what: str, full: torch.Tensor) -> None:
         if self._stopped:
-            raise StateError(f"rank {self.rank}: {what}: this engine stopped after an error; start the run again")
+            text = f"rank {self.rank}: {what}: this engine stopped after an error; start the run again"
+            raise self.reason_of_another() or StateError(text)
         count = self.counts[op]
         count.calls += 1
         count.numel += full.numel()
@@ -285,9 +309,9 @@ class Comm:
 
     def failure(self, what: str, error: BaseException) -> ZeroError:
         """What to raise when a collective broke off: the other rank's reason where it gave one."""
-        reason = self._reason_of_another()
+        reason = self.reason_of_another()
         if reason is not None:
-            return OffloadError(f"{reason}\nrank {self.rank} was in {what} and stops too.")
+            return type(reason)(f"{reason}\nrank {self.rank} was in {what} and stops too.")
         last = "\n".join(f"  {line}" for line in self.last_operations()[-6:])
         return DivergenceError(
             f"rank {self.rank} of {self.world_size}: {what} did not complete: {str(error).splitlines()[0][:200]}\n"
@@ -370,12 +394,3 @@ class _Work:
 def wait_all(pending: Sequence[Pending]) -> None:
     for item in pending:
         item.wait()
-
-
-def _call_site() -> str:
-    """File and line of the innermost frame that is the user's own: not hf_zero's, nor of an installed library."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(here) and "site-packages" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno} ({frame.name})"
-    return "hf_zero"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -63,3 +64,12 @@ def default_device() -> torch.device:
 
 def backend_for(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device.type)
+
+
+def call_site() -> str:
+    """File and line of the innermost frame that is the user's own: not hf_zero's, nor of an installed library."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(here) and "site-packages" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno} ({frame.name})"
+    return "hf_zero"

@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(["runtime"]),
     frozenset(["optim"]),
     frozenset(["checkpoint"]),
-    frozenset("engine access fragments ema weight_copy loading renewal construction duplication".split()),
+    frozenset("engine access fragments ema weight_copy loading renewal recovery construction duplication".split()),
     frozenset(["initializer", "hf", "cli", "run"]),
     frozenset(["__init__"]),  # the public names, above all of them
 )
@@ -42,6 +42,7 @@ SIDEWAYS = frozenset(
         ("ema", "access"),
         ("weight_copy", "engine"),
         ("renewal", "engine"),
+        ("recovery", "engine"),
         ("construction", "engine"),
         ("duplication", "engine"),
         ("engine", "duplication"),

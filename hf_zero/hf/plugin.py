@@ -7,6 +7,7 @@ accelerate has no place for a foreign plugin, so the Accelerator object is given
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import os
@@ -50,6 +51,11 @@ class ZeroPlugin:
     def __init__(self, config: ZeroConfig | str | Path | Mapping[str, Any], *, args: Any = None) -> None:
         self.config = ZeroConfig.load(config)
         self._args = args
+        self._per_device_batch: int | None = None
+
+    def take_batch_size(self, per_device: int) -> None:
+        """From here on "auto" and the batch numbers follow this many samples per rank (auto_find_batch_size)."""
+        self._per_device_batch = per_device
 
     def attach(self, accelerator: Accelerator) -> Accelerator:
         """Put `accelerator` under ZeRO, in place, before it prepares anything. Returns it.
@@ -78,7 +84,11 @@ class ZeroPlugin:
         """The configuration with every "auto" filled in; without `model` those that follow from its size stay open."""
         world_size = accelerator.num_processes
         if self._args is not None:
-            return self.config.resolve(self._args, model, world_size)
+            args = self._args
+            if self._per_device_batch is not None:
+                args = copy.copy(args)
+                args.per_device_train_batch_size = self._per_device_batch
+            return self.config.resolve(args, model, world_size)
         return self.config.resolve(_arguments_of(accelerator), model, world_size, client_optimizer=True)
 
     def create_engine(self, accelerator: Accelerator, model: nn.Module, *, train: bool) -> ZeroEngine:

@@ -28,6 +28,7 @@ from hf_zero.hf.adapters import computes_its_adapters, is_peft_model, keeps_base
 from hf_zero.hf.checkpoints import checkpoint_to_resume, has_sharded_state, lacks_frozen_weights
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.enable import ACTIVATION, Seam
+from hf_zero.hf.memory import run_attempt
 from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin, writes_weights
 from hf_zero.hf.weights import full_weights, restore_weights
 from hf_zero.weight_copy import copy_weights
@@ -92,6 +93,14 @@ def train(
     result = orig(resume_from_checkpoint, *args, **kwargs)
     finish_updates(self)
     return result
+
+
+def inner_training_loop(self: Any, orig: Original, batch_size: int | None = None, **kwargs: Any) -> Any:
+    """Let all ranks stop where one is out of memory, and all of them try again under auto_find_batch_size."""
+    plugin = _plugin(self)
+    if plugin is None:
+        return orig(batch_size, **kwargs)
+    return run_attempt(self, plugin, orig, batch_size, **kwargs)
 
 
 def _mix_references_by_shards(trainer: Any) -> None:
@@ -223,6 +232,7 @@ _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "_move_model_to_device": (move_model_to_device, ("model", "device")),
     "create_optimizer": (create_optimizer, ("model",)),
     "train": (train, ("resume_from_checkpoint",)),
+    "_inner_training_loop": (inner_training_loop, ("batch_size", "args")),
     "_save": (save, ("output_dir", "state_dict")),
     "_save_checkpoint": (save_checkpoint, ("model", "trial")),
     "_save_optimizer_and_scheduler": (save_optimizer_and_scheduler, ("output_dir",)),
@@ -249,6 +259,9 @@ class ZeroTrainerMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         return train(self, self._stock("train"), *args, **kwargs)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        return inner_training_loop(self, self._stock("_inner_training_loop"), *args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         save_checkpoint(self, self._stock("_save_checkpoint"), *args, **kwargs)

@@ -189,6 +189,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if changed:
             self._gather_resident(self._native_flats)
 
+    @property
+    def is_updating(self) -> bool:
+        """Whether a step has begun: ranks have agreed on the gradient, and the window is not over."""
+        return self._facts is not None
+
     def check_active(self, what: str) -> None:
         """Raise StateError while something else is in the place of the weights."""
         if self.suspended:

@@ -255,6 +255,13 @@ class GradBuffer:
         self._arrived.clear()
         self._empty = True
 
+    def forget_reduce(self) -> None:
+        """A reduce was broken off, and its connections are closed."""
+        self._flight.clear()
+        if self._flying is not None and self._flying is not self._resident:
+            self._pool.give(self._flying)
+        self._flying = None
+
     def drop_missing(self) -> None:
         """No gradient reached this shard in the window: it counts as zero."""
         if self._empty:
@@ -347,6 +354,14 @@ class GradReducer:
         self._reduced = False
         for buffer in self.buffers:
             buffer.clear()
+
+    def forget(self) -> None:
+        """A pass was broken off on all ranks, and its connections are closed: no gradient of its window remains."""
+        self._flying.clear()
+        self._final.clear()
+        for buffer in self.buffers:
+            buffer.forget_reduce()
+        self.clear()
 
     def _start(self, buffer: GradBuffer, *, final: bool = False) -> None:
         if buffer in self._flying:

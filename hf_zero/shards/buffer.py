@@ -229,6 +229,13 @@ class FlatBuffer:
         if self.on_demand:
             self.bind_views()
 
+    def forget_gather(self) -> None:
+        """A gather was broken off, and its connections are closed: what it had of other memory goes back."""
+        self._pending.clear()
+        if self._lease is not None:
+            self._lease.release()
+        self._lease = self._copied = None
+
     def release(self) -> None:
         """Point the parameters at placeholders and give the memory back. See [Note: Views outlive a release]."""
         for param, placeholder in zip(self.params, self._placeholders, strict=True):
