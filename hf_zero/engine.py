@@ -19,6 +19,7 @@ from torch import nn
 from hf_zero.checkpoint import session
 from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
+from hf_zero.config.announce import announce
 from hf_zero.errors import StateError
 from hf_zero.optim.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -101,8 +102,7 @@ class ZeroEngine:
         """What a reader of the log needs to know, once, from rank 0."""
         if self.rank != 0:
             return
-        for notice in self.config.notices:
-            logger.warning(notice)
+        announce(self.config, logger)
         logger.info("hf_zero: %s", start_line(self.config, self.world_size, self.units, self.reducer))
 
     def _fit(self) -> ModelFittings:

@@ -27,6 +27,11 @@ def abandon(reason: OffloadError | OutOfMemoryError | StateError) -> None:
         engine.comm.abandon(reason)
 
 
+def is_updating() -> bool:
+    """Whether an optimizer's step of this rank has begun and is not over."""
+    return any(engine.optimizer is not None and engine.optimizer.is_updating for engine in live_engines())
+
+
 def recover() -> None:
     """Make every engine ready for another forward after `abandon` on some rank. All ranks must call.
 
@@ -64,13 +69,16 @@ def _check_between_updates(engine: ZeroEngine) -> None:
     is_updating = engine.optimizer is not None and engine.optimizer.is_updating
     everyone = engine.comm.all_gather_object((engine.global_steps, is_updating), "recovery")
     if any(updating for _, updating in everyone) or len({steps for steps, _ in everyone}) > 1:
-        cut = [rank for rank, (_, updating) in enumerate(everyone) if updating]
-        raise StateError(
-            f"a rank ran out of memory inside the optimizer's step (steps made: {[steps for steps, _ in everyone]}, "
-            f"cut short on rank(s) {cut}): the update cannot be repeated, and a smaller batch would not help.\n"
-            "Offload the optimizer (zero_optimization.offload_optimizer), use more ranks or a higher stage, and start "
-            "from the last checkpoint."
-        )
+        raise StateError(cut_update(f"steps made, in rank order: {[steps for steps, _ in everyone]}"))
+
+
+def cut_update(detail: str) -> str:
+    """What to say where memory ran out inside an update."""
+    return (
+        f"memory ran out inside the optimizer's step ({detail}): the update cannot be repeated, and a smaller batch "
+        "would not help.\nOffload the optimizer (zero_optimization.offload_optimizer), use more ranks or a higher "
+        "stage, and start from the last checkpoint."
+    )
 
 
 def _forget_pass(engine: ZeroEngine) -> None:

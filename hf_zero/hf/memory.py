@@ -58,6 +58,11 @@ def _take_batch_size(trainer: Any, plugin: ZeroPlugin, per_device: int) -> None:
 def _tell_others(rank: int, error: RuntimeError) -> None:
     """Let the other ranks stop with this one, if it ran out of memory."""
     first = (str(error).splitlines() or [""])[0][:300]
+    if should_reduce_batch_size(error) and recovery.is_updating():
+        # Other ranks may have made the update and gone on: this one must not wait for them.
+        reason = StateError(f"rank {rank}: {recovery.cut_update(first)}")
+        recovery.abandon(reason)
+        raise reason from error
     if should_reduce_batch_size(error):
         recovery.abandon(OutOfMemoryError(f"rank {rank} ran out of memory. ({first})"))
     elif isinstance(error.__cause__, RuntimeError) and should_reduce_batch_size(error.__cause__):

@@ -124,38 +124,47 @@ def fail_in_the_update(zero: dict[str, Any], folder: str) -> None:
     trainer.train()
 
 
-def search(zero: dict[str, Any], folder: str, trials: int) -> dict[str, Any]:
-    """hyperparameter_search with a backend of our own that follows transformers' calls for Ray: a trial is a dict."""
+def search(zero: dict[str, Any], folder: str) -> dict[str, Any]:
+    """hyperparameter_search with optuna over a grid; what each trial trained with, and the best."""
+    import optuna
+
+    grid = {"learning_rate": [1e-4, 1e-2], "per_device_train_batch_size": [2, 3]}
     seen: list[dict[str, Any]] = []
-    grid = [{"learning_rate": 1e-3, "per_device_train_batch_size": 2}, {"learning_rate": 1e-2}, {"weight_decay": 0.5}]
 
-    def make(trial: Any = None) -> nn.Module:
-        return runs.build()
+    class Noted(in_order(hf_zero.Trainer)):  # type: ignore[misc]
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            metrics = super().evaluate(*args, **kwargs)
+            engine = engine_of(self.model)
+            assert engine is not None and engine.optimizer is not None
+            losses = [row["loss"] for row in self.state.log_history if "loss" in row]
+            seen.append(
+                {
+                    "micro": engine.config.train_micro_batch_size_per_gpu,
+                    "lr": engine.optimizer.param_groups[0]["initial_lr"],
+                    "argument": self.args.learning_rate,
+                    "losses": losses,
+                    "eval": metrics["eval_loss"],
+                    "live": len(_live()),
+                }
+            )
+            return metrics
 
-    args = hf_zero.TrainingArguments(
-        **runs.arguments(folder, gradient_accumulation_steps=1, eval_strategy="epoch", max_steps=4), zero=zero
+    named = runs.arguments(folder, gradient_accumulation_steps=1, eval_strategy="steps", eval_steps=4, max_steps=4)
+    trainer = Noted(
+        model_init=lambda trial=None: runs.build(),
+        args=hf_zero.TrainingArguments(**named, zero=zero),
+        train_dataset=runs.examples(40, 1),
+        eval_dataset=runs.examples(8, 2),
     )
-    trainer = in_order(hf_zero.Trainer)(
-        model_init=make, args=args, train_dataset=runs.examples(40, 1), eval_dataset=runs.examples(8, 2)
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {name: trial.suggest_categorical(name, values) for name, values in grid.items()},
+        compute_objective=lambda metrics: metrics["eval_loss"],
+        n_trials=4,
+        direction="minimize",
+        backend="optuna",
+        sampler=optuna.samplers.GridSampler(grid, seed=0),
     )
-    from transformers.trainer_utils import HPSearchBackend
-
-    trainer.hp_search_backend = HPSearchBackend.WANDB
-    for trial in grid[:trials]:
-        trainer.objective = None
-        trainer.train(trial=dict(trial))
-        engine = engine_of(trainer.model)
-        assert engine is not None
-        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-        seen.append(
-            {
-                "losses": losses,
-                "micro": engine.config.train_micro_batch_size_per_gpu,
-                "lr": trainer.args.learning_rate,
-                "eval": trainer.evaluate()["eval_loss"],
-            }
-        )
-    return {"trials": seen, "live": len(_live())}
+    return {"trials": seen, "best": (best.objective, best.hyperparameters) if best is not None else None}
 
 
 def _live() -> list[Any]:

@@ -105,21 +105,24 @@ def test_an_update_is_not_repeated(stage: int, tmp_path: Path) -> None:
     failures = run_ranks(
         memory_runs.fail_in_the_update, 2, zero(stage), str(tmp_path), timeout=60, expect_error=True, init_group=False
     )
-    for failure in failures:
-        assert failure.kind == "StateError", failure.traceback
-        assert "inside the optimizer's step" in failure.message and "rank(s) [" in failure.message
+    assert failures[1].kind == "StateError", failures[1].traceback
+    assert "rank 1: memory ran out inside the optimizer's step (CUDA out of memory" in failures[1].message
+    # The other rank waits for rank 1 in a call of ours, or of Trainer's for its log.
+    assert failures[0].kind in ("StateError", "DistBackendError", "RuntimeError", "Killed"), failures[0].traceback
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_trials_of_a_search_are_resolved_each_on_its_own(stage: int, tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
     config = zero(stage)
     config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-    results = run_ranks(memory_runs.search, 2, config, str(tmp_path), 3, timeout=100, init_group=False)
-    for result in results:
-        first, second, third = result["trials"]
-        assert [one["micro"] for one in (first, second, third)] == [2, 2, 2]
-        assert (first["lr"], second["lr"], third["lr"]) == (1e-3, 1e-2, 1e-2)
-        assert first["losses"] != second["losses"] and second["eval"] != third["eval"]
-        assert result["live"] == 1, "the models of earlier trials are gone"
-    assert results[0]["trials"] == results[1]["trials"]
+    results = run_ranks(memory_runs.search, 2, config, str(tmp_path), timeout=120, init_group=False)
+    trials = results[0]["trials"]
+    assert trials == results[1]["trials"]
+    assert {(one["micro"], one["lr"]) for one in trials} == {(m, lr) for m in (2, 3) for lr in (1e-4, 1e-2)}
+    assert all(one["lr"] == one["argument"] and len(one["losses"]) == 4 for one in trials)
+    assert all(one["live"] <= 2 for one in trials), "models of earlier trials pile up"
+    assert len({one["eval"] for one in trials}) == 4
+    objective, chosen = results[0]["best"]
+    assert objective == min(one["eval"] for one in trials) and chosen["learning_rate"] == 1e-2
