@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from hf_zero.engine import ZeroEngine, live_engines
 from hf_zero.errors import OffloadError, OutOfMemoryError, StateError
+from hf_zero.processes import named_by_all
 
 # Seconds between two looks at the store, where ranks do not see by themselves that a connection was closed.
 _LOOK_EVERY_S = 0.5
@@ -38,8 +39,10 @@ def recover() -> None:
     Raises:
         StateError: On all ranks, if an update was under way on some rank: its shards are a step ahead of others'.
     """
-    gc.collect()  # an engine whose model has gone on one rank must not count on another
-    engines = sorted(live_engines(), key=_order)
+    gc.collect()
+    # A model that was given up may have gone on some ranks only: nobody uses it any more.
+    shared = named_by_all([engine.comm.name for engine in live_engines()], "recovery")
+    engines = sorted((engine for engine in live_engines() if engine.comm.name in shared), key=_order)
     for engine in engines:
         _drop_pending(engine)
         engine.comm.disconnect()  # all of them first: another rank may wait for this one in any

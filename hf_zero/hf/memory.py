@@ -59,8 +59,9 @@ def _tell_others(rank: int, error: RuntimeError) -> None:
     """Let the other ranks stop with this one, if it ran out of memory."""
     first = (str(error).splitlines() or [""])[0][:300]
     if should_reduce_batch_size(error) and recovery.is_updating():
-        # Other ranks may have made the update and gone on: this one must not wait for them.
-        reason = StateError(f"rank {rank}: {recovery.cut_update(first)}")
+        # Other ranks may have made the update and gone on: this one must not wait for them. The words by which
+        # accelerate knows an error of memory must not be in the text.
+        reason = StateError(f"rank {rank}: {recovery.cut_update(type(error).__name__)}")
         recovery.abandon(reason)
         raise reason from error
     if should_reduce_batch_size(error):

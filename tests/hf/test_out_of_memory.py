@@ -106,7 +106,7 @@ def test_an_update_is_not_repeated(stage: int, tmp_path: Path) -> None:
         memory_runs.fail_in_the_update, 2, zero(stage), str(tmp_path), timeout=60, expect_error=True, init_group=False
     )
     assert failures[1].kind == "StateError", failures[1].traceback
-    assert "rank 1: memory ran out inside the optimizer's step (CUDA out of memory" in failures[1].message
+    assert "rank 1: memory ran out inside the optimizer's step (OutOfMemoryError)" in failures[1].message
     # The other rank waits for rank 1 in a call of ours, or of Trainer's for its log.
     assert failures[0].kind in ("StateError", "DistBackendError", "RuntimeError", "Killed"), failures[0].traceback
 
@@ -119,7 +119,8 @@ def test_trials_of_a_search_are_resolved_each_on_its_own(stage: int, tmp_path: P
     config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
     results = run_ranks(memory_runs.search, 2, config, str(tmp_path), timeout=120, init_group=False)
     trials = results[0]["trials"]
-    assert trials == results[1]["trials"]
+    # optuna's rank may let go of a model later than the other.
+    assert all({**one, "live": 0} == {**two, "live": 0} for one, two in zip(trials, results[1]["trials"], strict=True))
     assert {(one["micro"], one["lr"]) for one in trials} == {(m, lr) for m in (2, 3) for lr in (1e-4, 1e-2)}
     assert all(one["lr"] == one["argument"] and len(one["losses"]) == 4 for one in trials)
     assert all(one["live"] <= 2 for one in trials), "models of earlier trials pile up"
