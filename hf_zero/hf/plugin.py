@@ -14,7 +14,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from hf_zero.hf.checkpoints import state_to_load
 from hf_zero.hf.conflicts import accelerator_conflicts, model_conflicts
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.install import install_on_model
+from hf_zero.hf.loops import arguments_of, batch_of_loaders, take_accumulation
 from hf_zero.hf.weights import apart
 from hf_zero.renewal import engines_inside, new_engine
 
@@ -57,6 +57,12 @@ class ZeroPlugin:
         """From here on "auto" and the batch numbers follow this many samples per rank (auto_find_batch_size)."""
         self._per_device_batch = per_device
 
+    def take_loaders(self, accelerator: Accelerator, prepared: Iterable[Any]) -> None:
+        """Outside of a Trainer the batch size that the file leaves open is that of the loaders among `prepared`."""
+        if self._args is None:
+            per_device = batch_of_loaders(accelerator, self.config, prepared)
+            self._per_device_batch = self._per_device_batch if per_device is None else per_device
+
     def attach(self, accelerator: Accelerator) -> Accelerator:
         """Put `accelerator` under ZeRO, in place, before it prepares anything. Returns it.
 
@@ -70,6 +76,8 @@ class ZeroPlugin:
                 "Attach right after Accelerator(...) is made."
             )
         raise_all(self.config.source, accelerator_conflicts(accelerator, self.config))
+        if self._args is None:
+            take_accumulation(accelerator, self.config)
         resolved = self.resolve(accelerator)
         if not isinstance(accelerator, ZeroAcceleratorMixin):
             accelerator.__class__ = _zero_class(type(accelerator))
@@ -89,7 +97,8 @@ class ZeroPlugin:
                 args = copy.copy(args)
                 args.per_device_train_batch_size = self._per_device_batch
             return self.config.resolve(args, model, world_size)
-        return self.config.resolve(_arguments_of(accelerator), model, world_size, client_optimizer=True)
+        said = arguments_of(accelerator, self._per_device_batch)
+        return self.config.resolve(said, model, world_size, client_optimizer=True)
 
     def create_engine(self, accelerator: Accelerator, model: nn.Module, *, train: bool) -> ZeroEngine:
         """Build the engine of `model`, which may have been loaded in shards. All ranks must call."""
@@ -138,6 +147,7 @@ class ZeroAcceleratorMixin(Accelerator):
     # ---------------------------------------------------------------- prepare
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As accelerate's, but models first: an optimizer is pointed at the shards of a model that has them."""
+        self.zero_plugin.take_loaders(self, args)
         order = sorted(range(len(args)), key=lambda index: not isinstance(args[index], nn.Module))
         if device_placement is not None and len(device_placement) == len(args):
             device_placement = [device_placement[index] for index in order]
@@ -351,16 +361,6 @@ def _zero_class(base: type) -> type:
 
 def _engine_folder(folder: str | os.PathLike[str], index: int) -> Path:
     return Path(folder) if index == 0 else Path(folder) / f"model_{index}"
-
-
-def _arguments_of(accelerator: Accelerator) -> Any:
-    """What a plain Accelerator says about keys that TrainingArguments would say."""
-    said: dict[str, Any] = {"gradient_accumulation_steps": accelerator.gradient_accumulation_steps}
-    if accelerator.mixed_precision in ("bf16", "fp16"):
-        # "no" is the default, so it says nothing.
-        for kind in ("bf16", "fp16"):
-            said |= {kind: accelerator.mixed_precision == kind, f"{kind}_full_eval": False}
-    return SimpleNamespace(**said)
 
 
 def accelerator_seams() -> list[Seam]:
