@@ -110,6 +110,10 @@ def watched() -> Iterator[None]:
 
 def _look_for_reasons(over: threading.Event) -> None:
     while not over.wait(_LOOK_EVERY_S):
-        for engine in live_engines():
-            if engine.comm.backend not in ("gloo", "none") and engine.comm.reason_of_another() is not None:
-                engine.comm.disconnect()
+        _look()  # a function of its own: between two looks nothing here may keep an engine alive
+
+
+def _look() -> None:
+    for engine in live_engines():
+        if engine.comm.backend not in ("gloo", "none") and engine.comm.reason_of_another() is not None:
+            engine.comm.disconnect()
