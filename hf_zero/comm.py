@@ -9,54 +9,28 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import datetime
+import functools
 import os
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from hf_zero.errors import DivergenceError, OffloadError, StateError, ZeroError
-from hf_zero.processes import backend_for, default_device, ensure_process_group, leave_cleanly_at_exit
+from hf_zero.errors import DivergenceError, OffloadError, OutOfMemoryError, StateError, ZeroError
+from hf_zero.pending import CommCount, Done, Operation, Pending, Work
+from hf_zero.processes import backend_for, call_site, default_device, ensure_process_group, leave_cleanly_at_exit
 
 # Elements per collective on gloo: larger single calls fall out of the cache (scripts/bench_comm.py measures it).
 GLOO_BUCKET_NUMEL = 1 << 20
 # Seconds that a call which needs every rank waits for the others before it says who is missing.
 PRESENCE_TIMEOUT_S = 12.0
 _RING_SIZE = 16
+_REASONS: dict[str, type[ZeroError]] = {one.__name__: one for one in (OffloadError, OutOfMemoryError, StateError)}
 _T = TypeVar("_T")
-
-
-class Pending(Protocol):
-    """A collective under way; `wait` returns when its result may be used on the current stream."""
-
-    def wait(self) -> None: ...
-
-
-@dataclasses.dataclass
-class CommCount:
-    calls: int = 0
-    numel: int = 0  # elements of the full (unsharded) side
-    nbytes: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """One line of the record of last operations."""
-
-    op: str
-    what: str
-    numel: int
-    dtype: str
-    at: float
-
-    def __str__(self) -> str:
-        return f"{self.op} {self.what} ({self.numel} x {self.dtype})"
 
 
 class Comm:
@@ -78,23 +52,26 @@ class Comm:
         self._presence: dict[str, int] = collections.Counter()
         self._scratch: list[torch.Tensor] = []
         self._group: Any = None
-        self._group_name = ""
+        self.name = ""  # of the group, on all ranks; the later made, the later in the order of (length, name)
         self._stopped = False  # connections were closed after an error
-        self._connect(group)
+        self._join(group)
 
-    def _connect(self, group: Any) -> None:
+    def _join(self, group: Any) -> None:
         if not dist.is_initialized():
             self.rank, self.world_size, self.backend = 0, 1, "none"
             return
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.world_size = len(ranks)
+        self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.world_size = len(self._ranks)
         self.backend = backend_for(self.device) if self.world_size > 1 else "none"
         if self.world_size > 1:
-            timeout = datetime.timedelta(seconds=self.timeout_s)
-            self._group = dist.new_group(ranks, backend=self.backend, timeout=timeout)
-            self._group_name = self._group.group_name
+            self._connect()
             leave_cleanly_at_exit()
         self.rank = dist.get_rank(self._group) if self._group is not None else 0
+
+    def _connect(self) -> None:
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        self._group = dist.new_group(self._ranks, backend=self.backend, timeout=timeout)
+        self.name = self._group.group_name
 
     @classmethod
     def join(cls, device: torch.device | None = None, *, group: Any = None, timeout_s: float = 600.0) -> Comm:
@@ -116,12 +93,12 @@ class Comm:
         if self._group is None:
             if full.data_ptr() != part.data_ptr():
                 full.copy_(part)
-            return _Done()
+            return Done()
         with record_function(f"hf_zero::gather ({what})"):
             if self.backend == "gloo":
                 return self._exchange_parts(full, part, what)
             work = self._start(lambda: dist.all_gather_single(full, part, group=self._group, async_op=True), what)
-        return _Work(self, [work], f"all-gather of {what}")
+        return Work([work], f"all-gather of {what}", self.failure)
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None
@@ -136,7 +113,7 @@ class Comm:
         if self._group is None:
             if full.data_ptr() != out.data_ptr():
                 out.copy_(full)
-            return _Done()
+            return Done()
         with record_function(f"hf_zero::reduce ({what})"):
             if self.backend == "gloo":
                 return self._exchange_and_sum(out, wire, what)
@@ -144,17 +121,18 @@ class Comm:
             work = self._start(
                 lambda: dist.reduce_scatter_single(result, wire, group=self._group, async_op=True), what
             )
-        return _Work(self, [work], f"reduce-scatter of {what}", lambda: None if result is out else out.copy_(result))
+        finish = None if result is out else functools.partial(out.copy_, result)
+        return Work([work], f"reduce-scatter of {what}", self.failure, finish)
 
     def all_reduce(self, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None) -> Pending:
         """Start summing `full` over ranks in place."""
         wire = self._as_sent(full, wire_dtype)
         self._record("all_reduce", what, wire)
         if self._group is None:
-            return _Done()
+            return Done()
         with record_function(f"hf_zero::all_reduce ({what})"):
             work = self._start(lambda: dist.all_reduce(wire, group=self._group, async_op=True), what)
-        return _Work(self, [work], f"all-reduce of {what}", lambda: None if wire is full else full.copy_(wire))
+        return Work([work], f"all-reduce of {what}", self.failure, lambda: None if wire is full else full.copy_(wire))
 
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, what: str, sizes: tuple[list[int], list[int]] | None = None
@@ -166,13 +144,13 @@ class Comm:
         self._record("all_to_all", what, full)
         if self._group is None:
             out.copy_(full)
-            return _Done()
+            return Done()
         received, sent = sizes or (None, None)
         with record_function(f"hf_zero::all_to_all ({what})"):
             work = self._start(
                 lambda: dist.all_to_all_single(out, full, received, sent, group=self._group, async_op=True), what
             )
-        return _Work(self, [work], f"all-to-all of {what}")
+        return Work([work], f"all-to-all of {what}", self.failure)
 
     def vote(self, values: torch.Tensor, what: str) -> list[float]:
         """Sum `values` (1-D float64, any device) over ranks and bring the sums to the host."""
@@ -180,7 +158,7 @@ class Comm:
         if self._group is not None:
             values = values.to(self.device)
             work = self._start(lambda: dist.all_reduce(values, group=self._group, async_op=True), what)
-            _Work(self, [work], f"vote on {what}").wait()
+            Work([work], f"vote on {what}", self.failure).wait()
         return [float(value) for value in values.tolist()]
 
     def broadcast(self, tensor: torch.Tensor, what: str, *, src: int = 0) -> None:
@@ -190,9 +168,9 @@ class Comm:
     def broadcast_start(self, tensor: torch.Tensor, what: str, *, src: int) -> Pending:
         self._record("broadcast", what, tensor)
         if self._group is None:
-            return _Done()
+            return Done()
         work = self._start(lambda: dist.broadcast(tensor, group=self._group, group_src=src, async_op=True), what)
-        return _Work(self, [work], f"broadcast of {what}")
+        return Work([work], f"broadcast of {what}", self.failure)
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """`value` of every rank, in rank order. For small control data."""
@@ -244,7 +222,7 @@ class Comm:
                     f"rank {self.rank} called {name}, but rank(s) {missing} did not within {timeout_s:.0f} s: it "
                     f"needs all {self.world_size} ranks, because each holds a part of the model.\n"
                     f"Call {name} on every rank (outside `if rank == 0`); it writes on one rank by itself.\n"
-                    f"Called from: {_call_site()}"
+                    f"Called from: {call_site()}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
@@ -263,28 +241,48 @@ class Comm:
             yield
         except OffloadError as error:
             text = f"rank {self.rank}: {error}"
-            if self._group is not None:
-                store = dist.distributed_c10d._get_default_store()
-                store.set(self._failure_key(), text)
-                group, self._group = self._group, None
-                self._stopped = True
-                if self.backend == "gloo":
-                    dist.destroy_process_group(group)
-                else:
-                    group.abort()
-                del group
+            self.abandon(OffloadError(text))
             raise OffloadError(text) from error
 
-    def _failure_key(self) -> str:
-        return f"hf_zero/{self._group_name}/failure"
+    def abandon(self, reason: OffloadError | OutOfMemoryError | StateError) -> None:
+        """Close the connections: ranks that wait for this one stop, and raise an error of the kind and text given."""
+        if self._group is not None:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(self._failure_key(), f"{type(reason).__name__}\n{reason}")
+            self.disconnect()
 
-    def _reason_of_another(self) -> str | None:
+    def disconnect(self) -> None:
+        """End what this rank waits for, until `reconnect`: pending operations are lost. Any thread may call."""
+        group, self._group = self._group, None
+        self._stopped = self._stopped or group is not None
+        if group is not None and self.backend == "gloo":
+            dist.destroy_process_group(group)
+        elif group is not None:
+            group.abort()
+
+    def reconnect(self) -> None:
+        """Start over after an `abandon` on some rank. All ranks must call; what was pending is lost."""
+        self.disconnect()
+        if self.world_size > 1:
+            self._scratch.clear()
+            self._presence.clear()
+            self._connect()
+        self._stopped = False
+
+    def _failure_key(self) -> str:
+        return f"hf_zero/{self.name}/failure"
+
+    def reason_of_another(self) -> ZeroError | None:
         """What another rank said before it closed its connections."""
+        if self.world_size < 2:
+            return None
         store = dist.distributed_c10d._get_default_store()
         try:
-            return store.get(self._failure_key()).decode() if store.check([self._failure_key()]) else None
+            said = store.get(self._failure_key()).decode() if store.check([self._failure_key()]) else None
         except RuntimeError:  # the store has gone with the process that held it
             return None
+        kind, _, text = (said or "").partition("\n")
+        return _REASONS[kind](text) if said is not None else None
 
     def reset_counts(self) -> None:
         self.counts.clear()
@@ -296,7 +294,8 @@ class Comm:
     # ---------------------------------------------------------------- inside
     def _record(self, op: str, what: str, full: torch.Tensor) -> None:
         if self._stopped:
-            raise StateError(f"rank {self.rank}: {what}: this engine stopped after an error; start the run again")
+            text = f"rank {self.rank}: {what}: this engine stopped after an error; start the run again"
+            raise self.reason_of_another() or StateError(text)
         count = self.counts[op]
         count.calls += 1
         count.numel += full.numel()
@@ -311,9 +310,9 @@ class Comm:
 
     def failure(self, what: str, error: BaseException) -> ZeroError:
         """What to raise when a collective broke off: the other rank's reason where it gave one."""
-        reason = self._reason_of_another()
+        reason = self.reason_of_another()
         if reason is not None:
-            return OffloadError(f"{reason}\nrank {self.rank} was in {what} and stops too.")
+            return type(reason)(f"{reason}\nrank {self.rank} was in {what} and stops too.")
         last = "\n".join(f"  {line}" for line in self.last_operations()[-6:])
         return DivergenceError(
             f"rank {self.rank} of {self.world_size}: {what} did not complete: {str(error).splitlines()[0][:200]}\n"
@@ -338,7 +337,7 @@ class Comm:
             works.append(self._start(lambda to=to: dist.isend(part, group=self._group, group_dst=to), what))
             place = places[origin]
             works.append(self._start(lambda o=origin, p=place: dist.irecv(p, group=self._group, group_src=o), what))
-        return _Work(self, works, f"all-gather of {what}")
+        return Work(works, f"all-gather of {what}", self.failure)
 
     def _exchange_and_sum(self, out: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
         """Reduce-scatter by all-to-all and a local sum in rank order.
@@ -356,7 +355,7 @@ class Comm:
                 torch.sum(parts, 0, dtype=out.dtype, out=out)
             self._scratch.append(received)
 
-        return _Work(self, [work], f"reduce-scatter of {what}", finish)
+        return Work([work], f"reduce-scatter of {what}", self.failure, finish)
 
     def _take_scratch(self, like: torch.Tensor) -> torch.Tensor:
         # Fresh memory costs page faults; a few receive buffers are reused for the whole run.
@@ -366,45 +365,3 @@ class Comm:
         if len(self._scratch) > 8:
             self._scratch.pop(0)
         return torch.empty_like(like)
-
-
-class _Done:
-    def wait(self) -> None:
-        return None
-
-
-class _Work:
-    """torch's Works, what they are for, and what is left to do once they are over. `wait` may be called again."""
-
-    def __init__(self, comm: Comm, works: list[Any], what: str, finish: Any = None) -> None:
-        self._comm = comm
-        self._works = works
-        self._what = what
-        self._finish = finish
-
-    def wait(self) -> None:
-        if not self._works:
-            return
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise self._comm.failure(self._what, error) from error
-        self._works = []
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-
-
-def wait_all(pending: Sequence[Pending]) -> None:
-    for item in pending:
-        item.wait()
-
-
-def _call_site() -> str:
-    """File and line of the innermost frame that is the user's own: not hf_zero's, nor of an installed library."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(here) and "site-packages" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno} ({frame.name})"
-    return "hf_zero"

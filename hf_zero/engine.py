@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
+from hf_zero.config.announce import announce
 from hf_zero.errors import StateError
 from hf_zero.estimate.account import log_account
 from hf_zero.optim.host_adam import HostAdamSettings
@@ -24,9 +25,10 @@ from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_buffers, torch_dtype
 from hf_zero.runtime.fittings import Callbacks, Computes, Fitted, ModelFittings
-from hf_zero.runtime.grads import GradBuffer, GradReducer
+from hf_zero.runtime.grads import GradBuffer
 from hf_zero.runtime.params import OnDemandParams, PrefetchLimits
 from hf_zero.runtime.progress import Reports
+from hf_zero.runtime.reducer import GradReducer
 from hf_zero.runtime.report import memory_report, start_line
 from hf_zero.runtime.thaw import Thaw
 from hf_zero.runtime.weights import WholeWeights
@@ -106,8 +108,7 @@ class ZeroEngine(ScriptCalls):
         """What a reader of the log needs to know, once, from rank 0."""
         if self.rank != 0:
             return
-        for notice in self.config.notices:
-            logger.warning(notice)
+        announce(self.config, logger)
         logger.info("hf_zero: %s", start_line(self.config, self.world_size, self.units, self.reducer))
 
     def _fit(self) -> ModelFittings:

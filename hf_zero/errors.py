@@ -27,6 +27,10 @@ class OffloadError(ZeroError):
     """Offloaded state cannot be read or written; the message names the path, the offset and the system's reason."""
 
 
+class OutOfMemoryError(ZeroError):
+    """A rank ran out of device memory. accelerate's find_executable_batch_size knows it by its text."""
+
+
 class StateError(ZeroError):
     """A call came in an order that cannot be right, such as a write to a sharded parameter."""
 

@@ -6,6 +6,8 @@ import atexit
 import datetime
 import functools
 import os
+import traceback
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -117,3 +119,24 @@ def default_device() -> torch.device:
 
 def backend_for(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device.type)
+
+
+def named_by_all(names: Iterable[str], purpose: str) -> set[str]:
+    """Those of `names` that every rank gives, through the key-value store. All ranks must call, alike."""
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        return set(names)
+    store = dist.distributed_c10d._get_default_store()
+    rank, key = dist.get_rank(), f"hf_zero/{purpose}"
+    turn = store.add(f"{key}/turns/{rank}", 1)  # this rank's calls so far, as many as on the others
+    store.set(f"{key}/{turn}/{rank}", "\n".join(names))
+    given = [store.get(f"{key}/{turn}/{other}").decode().split("\n") for other in range(dist.get_world_size())]
+    return set.intersection(*map(set, given))
+
+
+def call_site() -> str:
+    """File and line of the innermost frame that is the user's own: not hf_zero's, nor of an installed library."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(here) and "site-packages" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno} ({frame.name})"
+    return "hf_zero"

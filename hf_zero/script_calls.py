@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 
 from hf_zero.engine_state import EngineState
 from hf_zero.errors import CheckpointError, ConfigError, StateError
-from hf_zero.runtime.grads import GradReducer
 from hf_zero.runtime.homes import Homes
 from hf_zero.runtime.progress import Reports
+from hf_zero.runtime.reducer import GradReducer
 from hf_zero.runtime.thaw import Thaw
 
 logger = logging.getLogger(__name__)

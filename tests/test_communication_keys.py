@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.comm import Comm, Pending
+from hf_zero.comm import Comm
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import ConfigError
+from hf_zero.pending import Pending
 from hf_zero.runtime.reduction import MAX_BUCKETS_IN_FLIGHT
 from hf_zero.shards.partition import UnitKind
 from tests.harness.ranks import run_ranks

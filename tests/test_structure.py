@@ -19,15 +19,15 @@ MAX_FUNCTION_LINES = 60
 # From the lowest row up. A file imports from lower rows only, or from its own package.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(["errors", "layout", "config", "processes", "cluster", "model_states"]),
-    frozenset(["native", "comm"]),
+    frozenset(["native", "comm", "pending"]),
     frozenset(["store"]),
     frozenset(["shards"]),
     frozenset(["runtime"]),
     frozenset(["optim"]),
     frozenset(["checkpoint", "estimate"]),
     frozenset(
-        """engine engine_state script_calls access fragments ema weight_copy loading renewal construction duplication
-        script_arguments""".split()
+        """engine engine_state script_calls access fragments ema weight_copy loading renewal recovery construction
+        duplication script_arguments""".split()
     ),
     frozenset(["initializer", "hf", "cli", "run", "utils", "launcher"]),
     frozenset(["__init__"]),  # the public names, above all of them
@@ -43,12 +43,14 @@ SIDEWAYS = frozenset(
         ("script_calls", "engine_state"),
         ("processes", "cluster"),
         ("cluster", "errors"),
+        ("comm", "pending"),
         ("access", "engine"),
         ("fragments", "access"),
         ("ema", "engine"),
         ("ema", "access"),
         ("weight_copy", "engine"),
         ("renewal", "engine"),
+        ("recovery", "engine"),
         ("construction", "engine"),
         ("duplication", "engine"),
         ("engine", "duplication"),

@@ -17,6 +17,8 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _WORD = re.compile(r"[^\s,:{}\[\]\"#/]+|\S")
 _DECODER = json.JSONDecoder()
 _LITERALS = {"true": True, "false": False, "null": None}
+# A Python dict that was copied into a file.
+_PYTHON = {"True": "JSON writes true", "False": "JSON writes false", "None": "JSON writes null"}
 
 
 class JsonError(ValueError):
@@ -102,7 +104,8 @@ class _Reader:
         if word and word.group() in _LITERALS:
             self.at = word.end()
             return _LITERALS[word.group()]
-        self.fail(f"expected a value, found {self.word(start)} (texts stand in double quotes)", start, path)
+        hint = _PYTHON.get(word.group() if word else "", "texts stand in double quotes")
+        self.fail(f"expected a value, found {self.word(start)} ({hint})", start, path)
 
     def _string(self, path: str, start: int) -> str:
         try:

@@ -158,7 +158,14 @@ QUANTIZE_TRAINING = Block(
 )
 
 WEIGHT_QUANTIZATION = Block(
-    keys={"enabled": flag(True), "quantized_initialization": free(), "post_init_quant": free()},
+    keys={
+        "enabled": flag(True),
+        "num_bits": count(8),
+        "q_type": text("symmetric"),
+        "q_groups": count(1),
+        "quantized_initialization": free(),
+        "post_init_quant": free(),
+    },
 )
 
 DATA: dict[str, Entry] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hf_zero.config.keys_data import DATA
 from hf_zero.config.schema import (
+    Alias,
     Block,
     Entry,
     Key,
@@ -202,6 +203,7 @@ TENSOR_PARALLEL = Block(
         "injection_policy_tuple": _list(),
         "keep_module_on_host": flag(False),
         "replace_with_kernel_inject": flag(False),
+        "kernel_inject": Alias(target="tensor_parallel.replace_with_kernel_inject"),
     }
 )
 

@@ -10,6 +10,7 @@ import base64
 import binascii
 import copy
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ from hf_zero.errors import ConfigError
 
 # Members of this name are comments, at any depth.
 COMMENTS = ("_comment", "$schema", "//", "#")
+# "500MB", "10 min", "5e8 elements", "80%"
+_WITH_UNIT = re.compile(r"\s*[+-]?[\d_.]+([eE][+-]?\d+)?\s*[a-zA-Z%]+\s*")
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,19 @@ def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
             "Give the path of a JSON file, a JSON string, or a dict."
         )
     text, name = _text_of(source)
+    if jsonc.skip_blank(text) == len(text):
+        raise ConfigError(
+            f"The ZeRO configuration ({name}) is empty.\n"
+            'Write at least the stage: {"zero_optimization": {"stage": 3}}.'
+        )
     try:
         document = jsonc.loads(text)
     except jsonc.JsonError as error:
         raise ConfigError(f"The ZeRO configuration ({name}) is not JSON: {error}.\nCorrect it there.") from None
     except RecursionError:
-        raise ConfigError(f"The ZeRO configuration ({name}) is nested too deeply to be one.") from None
+        raise ConfigError(
+            f"The ZeRO configuration ({name}) is nested too deeply to be one.\nBlocks go four deep."
+        ) from None
     if not isinstance(document.value, dict):
         raise ConfigError(
             f"The ZeRO configuration ({name}) is {show(document.value)}, not an object.\n"
@@ -93,9 +103,10 @@ def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
 def _text_of(source: str | os.PathLike[str]) -> tuple[str, str]:
     """The JSON text of a path, a JSON string or a base64 string, and what to call it."""
     if isinstance(source, str):
-        start = jsonc.skip_blank(source)
-        if source[start : start + 1] in ("{", "["):
-            return source, "a JSON string"
+        text = source.removeprefix("\ufeff")
+        start = jsonc.skip_blank(text)
+        if start == len(text) or text[start] in "{[":
+            return text, "a JSON string"
     path = Path(source)
     try:
         return path.read_text(encoding="utf-8-sig"), str(path)
@@ -112,12 +123,13 @@ def _text_of(source: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def _from_base64(text: str) -> str | None:
-    """accelerate passes configurations on as URL-safe base64 of JSON."""
+    """accelerate passes configurations on as URL-safe base64 of JSON; the plain alphabet is taken as well."""
+    plain = text.strip().translate(str.maketrans("-_", "+/"))
     try:
-        decoded = base64.urlsafe_b64decode(text.encode()).decode()
+        decoded = base64.b64decode(plain, validate=True).decode("utf-8-sig")
     except (binascii.Error, ValueError):
         return None
-    return decoded if decoded.lstrip().startswith("{") else None
+    return decoded if decoded[jsonc.skip_blank(decoded) :].startswith("{") else None
 
 
 def _unreadable(path: Path, error: Exception) -> str:
@@ -258,6 +270,8 @@ def _remedy(row: Key, value: Any) -> str:
             return f'The nearest known value is "{near}": write that{remove}.'
     if row.kind == "bool" and isinstance(value, str) and value.lower() in ("true", "false"):
         return f"Write {value.lower()} without quotes."
+    if row.kind in ("int", "float") and isinstance(value, str) and _WITH_UNIT.fullmatch(value):
+        return f"Write the number without a unit, or remove the key{_default(row)}."
     return f"Correct the value, or remove the key{_default(row)}."
 
 

@@ -24,9 +24,9 @@ from hf_zero.estimate.replay import Moment, replay
 from hf_zero.estimate.states import PlannedStates
 from hf_zero.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, Drafted, draft_units, make_units
-from hf_zero.runtime.grads import GradReducer
 from hf_zero.runtime.homes import Draft
 from hf_zero.runtime.params import OnDemandParams, PrefetchLimits
+from hf_zero.runtime.reducer import GradReducer
 from hf_zero.runtime.report import memory_report
 from hf_zero.shards.buffer import FlatBuffer
 from hf_zero.shards.partition import UnitSpec

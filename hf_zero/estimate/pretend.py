@@ -37,7 +37,7 @@ class PretendedComm(Comm):
         super().__init__(META)
         self.computes_on_host = on_host
 
-    def _connect(self, group: Any) -> None:
+    def _join(self, group: Any) -> None:
         self.rank, self.world_size, self.backend = self._pretended
         if self.world_size > 1:
             self._group = object()

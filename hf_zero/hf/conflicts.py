@@ -57,13 +57,6 @@ def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
     def add(name: str, text: str, remedy: str) -> None:
         problems.append(Problem(f"TrainingArguments.{name}", text, remedy))
 
-    if config.stage == 3 and args.auto_find_batch_size:
-        add(
-            "auto_find_batch_size",
-            "auto_find_batch_size cannot be used with stage 3: one rank that runs out of memory leaves the others "
-            "waiting in a gather.",
-            "Set per_device_train_batch_size, or use stage 2.",
-        )
     if config.stage == 3 and args.save_only_model and config.get(_WEIGHTS_FLAG) is False:
         add(
             "save_only_model",

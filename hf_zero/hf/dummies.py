@@ -138,7 +138,7 @@ class Dummies:
         return real
 
     def _model_of(self, params: Sequence[Any], objects: Sequence[Any]) -> nn.Module:
-        """The model that parameters, or groups of them, belong to; an empty one if it is not there, which prepare will say."""
+        """The model that parameters, or groups of them, belong to; an empty one if it is not there."""
         wanted = {id(param) for group in params for param in _members(group)}
         models = [one for one in (*objects, *self._accelerator._models) if isinstance(one, nn.Module)]
         return next((one for one in models if wanted & {id(param) for param in one.parameters()}), nn.Module())

@@ -7,12 +7,11 @@ accelerate has no place for a foreign plugin, so the Accelerator object is given
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
-import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,12 @@ from hf_zero.config.problems import raise_all
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.hf.accelerated_optimizer import ZeroAcceleratedOptimizer
-from hf_zero.hf.accelerator_facts import arguments_of, scaling_of
-from hf_zero.hf.adapters import live_state
-from hf_zero.hf.checkpoints import state_to_load
+from hf_zero.hf.accelerator_state import AcceleratorState
 from hf_zero.hf.conflicts import accelerator_conflicts, model_conflicts, tell_missed_sharding
 from hf_zero.hf.dummies import Dummies
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.install import install_on_model
-from hf_zero.hf.weights import apart
+from hf_zero.hf.loops import arguments_of, batch_of_loaders, scaling_of, take_accumulation
 from hf_zero.renewal import new_engine
 
 logger = logging.getLogger(__name__)
@@ -54,7 +51,18 @@ class ZeroPlugin:
         self.config = ZeroConfig.load(config)
         self._args = args
         self._scaling: LossScaling | None = None  # of accelerate's autocast in fp16
+        self._per_device_batch: int | None = None
         self.dummies: Dummies | None = None
+
+    def take_batch_size(self, per_device: int) -> None:
+        """From here on "auto" and the batch numbers follow this many samples per rank (auto_find_batch_size)."""
+        self._per_device_batch = per_device
+
+    def take_loaders(self, accelerator: Accelerator, prepared: Iterable[Any]) -> None:
+        """Outside of a Trainer the batch size that the file leaves open is that of the loaders among `prepared`."""
+        if self._args is None:
+            per_device = batch_of_loaders(accelerator, self.config, prepared)
+            self._per_device_batch = self._per_device_batch if per_device is None else per_device
 
     def attach(self, accelerator: Accelerator) -> Accelerator:
         """Put `accelerator` under ZeRO, in place, before it prepares anything. Returns it.
@@ -69,12 +77,14 @@ class ZeroPlugin:
                 "Attach right after Accelerator(...) is made."
             )
         raise_all(self.config.source, accelerator_conflicts(accelerator, self.config))
+        if self._args is None:
+            take_accumulation(accelerator, self.config)
         resolved = self.resolve(accelerator)
         if not isinstance(accelerator, ZeroAcceleratorMixin):
             accelerator.__class__ = _zero_class(type(accelerator))
         accelerator.zero_plugin = self
         # Trainer builds the scheduler itself.
-        self.dummies = None if self._args is not None else Dummies(self.config, accelerator, arguments_of)
+        self.dummies = None if self._args is not None else Dummies(self.config, accelerator, self._said_by)
         if resolved.dtype is not None or resolved.precision.autocast is not None:
             # The engine casts, parameters or operations, so accelerate's autocast must not act as well.
             accelerator.native_amp = False
@@ -93,17 +103,24 @@ class ZeroPlugin:
         """
         world_size, later = accelerator.num_processes, num_training_steps is None
         if self._args is not None:
+            args = self._args
+            if self._per_device_batch is not None:
+                args = copy.copy(args)
+                args.per_device_train_batch_size = self._per_device_batch
             resolved = self.config.resolve(
-                self._args, model, world_size, num_training_steps=num_training_steps, client_scheduler=later
+                args, model, world_size, num_training_steps=num_training_steps, client_scheduler=later
             )
         else:
             resolved = self.config.resolve(
-                arguments_of(accelerator), model, world_size, client_optimizer=True, client_scheduler=True
+                self._said_by(accelerator), model, world_size, client_optimizer=True, client_scheduler=True
             )
         if self._scaling is None:
             return resolved
         precision = dataclasses.replace(resolved.precision, scaling=self._scaling, skip_nonfinite=True)
         return dataclasses.replace(resolved, precision=precision)
+
+    def _said_by(self, accelerator: Accelerator) -> Any:
+        return arguments_of(accelerator, self._per_device_batch)
 
     def create_engine(self, accelerator: Accelerator, model: nn.Module, *, train: bool) -> ZeroEngine:
         """Build the engine of `model`, which may have been loaded in shards. All ranks must call."""
@@ -142,12 +159,10 @@ class ZeroPlugin:
         )
 
 
-class ZeroAcceleratorMixin(Accelerator):
+class ZeroAcceleratorMixin(AcceleratorState):
     """What an Accelerator does differently under ZeRO. Its place is in front of the Accelerator's own class."""
 
     zero_plugin: ZeroPlugin
-    _models: list[nn.Module]
-    _optimizers: list[torch.optim.Optimizer]
 
     # ---------------------------------------------------------------- prepare
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -155,6 +170,7 @@ class ZeroAcceleratorMixin(Accelerator):
 
         A DummyOptim or DummyScheduler becomes what the configuration names (see dummies.py).
         """
+        self.zero_plugin.take_loaders(self, args)
         prepare = functools.partial(self._prepare, device_placement=device_placement)
         dummies = self.zero_plugin.dummies
         return prepare(args) if dummies is None else dummies.prepare(args, prepare)
@@ -218,9 +234,6 @@ class ZeroAcceleratorMixin(Accelerator):
         if resolved.stage == 3 or resolved.dtype is not None:
             return True
         return not evaluation_mode and any(param.requires_grad for param in model.parameters())
-
-    def _engines(self) -> list[ZeroEngine]:
-        return [engine for model in self._models if (engine := engine_of(model)) is not None]
 
     def _attached_engine(self, optimizer: torch.optim.Optimizer) -> ZeroEngine | None:
         for engine in self._engines():
@@ -302,70 +315,6 @@ class ZeroAcceleratorMixin(Accelerator):
             engine.zero_grad()
         return super().free_memory(*objects)
 
-    # ---------------------------------------------------------------- state
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Whole weights: of a sharded model on the ranks that write, {} elsewhere; else on every rank.
-
-        All ranks must call where the model is sharded.
-        """
-        engine = engine_of(model)
-        if engine is None:
-            stock: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap=unwrap)
-            return stock
-        # accelerate removes tied names when it saves, and it does so for an OrderedDict only.
-        if not engine.is_sharded:
-            return OrderedDict(apart(live_state(engine.module)))
-        engine.require_all_ranks("accelerator.get_state_dict")
-        per_node = self.project_configuration.save_on_each_node
-        writes = self.is_local_main_process if per_node else self.is_main_process
-        return OrderedDict(engine.full_state_dict(writes))
-
-    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As accelerate's, with the engines' state in its own folder. All ranks must call."""
-        engines = self._engines()
-        for engine in engines:
-            engine.require_all_ranks("accelerator.save_state")
-            engine.finish_updates()
-        with self._without_engines(keep=writes_weights):
-            folder = super().save_state(output_dir, safe_serialization, **kwargs)
-        for index, engine in enumerate(engines):
-            engine.save_checkpoint(_engine_folder(folder, index))
-        return folder
-
-    def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        """As accelerate's, with weights and optimizer state from the engines' folder. All ranks must call."""
-        engines = self._engines()
-        if engines:
-            input_dir = state_to_load(self.project_configuration, input_dir)
-        with self._without_engines(keep=lambda engine: False):
-            super().load_state(input_dir, load_kwargs, **kwargs)
-        for index, engine in enumerate(engines):
-            engine.load_checkpoint(_engine_folder(str(input_dir), index))
-
-    @contextlib.contextmanager
-    def _without_engines(self, *, keep: Callable[[ZeroEngine], bool]) -> Iterator[None]:
-        """Hide what the engines save and load themselves from accelerate, but for models whose engine is to be kept.
-
-        Models without an engine come first, so that they have the same file names in saving, which writes the weights
-        of all models, and in loading, which reads theirs only.
-        """
-        models, optimizers = self._models, self._optimizers
-        engines = [(model, engine_of(model)) for model in models]
-        without = [model for model, engine in engines if engine is None]
-        self._models = without + [model for model, engine in engines if engine is not None and keep(engine)]
-        self._optimizers = [one for one in optimizers if not isinstance(one, ZeroAcceleratedOptimizer)]
-        try:
-            yield
-        finally:
-            self._models, self._optimizers = models, optimizers
-
-
-def writes_weights(engine: ZeroEngine) -> bool:
-    """Whether whole weights are written beside the engine's own files: always, unless they were turned off."""
-    return engine.config.stage < 3 or engine.config.zero.stage3_gather_16bit_weights_on_model_save is not False
-
 
 # Accelerator class -> the same with the mixin in front.
 _ZERO_CLASSES: dict[type, type] = {}
@@ -375,10 +324,6 @@ def _zero_class(base: type) -> type:
     if base not in _ZERO_CLASSES:
         _ZERO_CLASSES[base] = type(f"Zero{base.__name__}", (ZeroAcceleratorMixin, base), {})
     return _ZERO_CLASSES[base]
-
-
-def _engine_folder(folder: str | os.PathLike[str], index: int) -> Path:
-    return Path(folder) if index == 0 else Path(folder) / f"model_{index}"
 
 
 def accelerator_seams() -> list[Seam]:

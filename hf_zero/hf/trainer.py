@@ -24,11 +24,13 @@ from transformers.trainer_pt_utils import reissue_pt_warnings, remove_dummy_chec
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.estimate.account import log_account
+from hf_zero.hf.accelerator_state import writes_weights
 from hf_zero.hf.adapters import computes_its_adapters, is_peft_model, keeps_base, whole_prompt_encoders
 from hf_zero.hf.checkpoints import agree_on_checkpoint, has_sharded_state, lacks_frozen_weights
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.enable import ACTIVATION, Seam
-from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin, writes_weights
+from hf_zero.hf.memory import run_attempt
+from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin
 from hf_zero.hf.weights import full_weights, restore_weights
 from hf_zero.optim.blocks import optimizer_of
 from hf_zero.optim.schedules import choose_scheduler
@@ -125,6 +127,14 @@ def _tell_unused_block(trainer: Any) -> None:
         and trainer.args.process_index == 0
     ):
         logger.warning("%s.%s: the scheduler block counts only if it calls super().%s", owner.__name__, method, method)
+
+
+def inner_training_loop(self: Any, orig: Original, batch_size: int | None = None, **kwargs: Any) -> Any:
+    """Let all ranks stop where one is out of memory, and all of them try again under auto_find_batch_size."""
+    plugin = _plugin(self)
+    if plugin is None:
+        return orig(batch_size, **kwargs)
+    return run_attempt(self, plugin, orig, batch_size, **kwargs)
 
 
 def _mix_references_by_shards(trainer: Any) -> None:
@@ -270,6 +280,7 @@ _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "create_optimizer": (create_optimizer, ("model",)),
     "create_scheduler": (create_scheduler, ("num_training_steps", "optimizer")),
     "train": (train, ("resume_from_checkpoint",)),
+    "_inner_training_loop": (inner_training_loop, ("batch_size", "args")),
     "_save": (save, ("output_dir", "state_dict")),
     "_save_checkpoint": (save_checkpoint, ("model", "trial")),
     "_prepare_for_training": (prepare_for_training, ("max_steps", "train_dataloader", "resume_from_checkpoint")),
@@ -301,6 +312,9 @@ class ZeroTrainerMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         return train(self, self._stock("train"), *args, **kwargs)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        return inner_training_loop(self, self._stock("_inner_training_loop"), *args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         save_checkpoint(self, self._stock("_save_checkpoint"), *args, **kwargs)

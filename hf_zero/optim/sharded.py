@@ -26,9 +26,10 @@ from hf_zero.optim.whole import (
     write_state,
 )
 from hf_zero.optim.window import WindowFacts, clip_coefficient, settle_window
-from hf_zero.runtime.grads import GradBuffer, GradReducer
+from hf_zero.runtime.grads import GradBuffer
 from hf_zero.runtime.order import UseOrder
-from hf_zero.shards.buffer import FlatBuffer
+from hf_zero.runtime.reducer import GradReducer
+from hf_zero.shards.buffer import FlatBuffer, gather_resident
 from hf_zero.shards.tensors import ShardTensor
 
 
@@ -74,7 +75,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._after_step = after_step
         self._facts: WindowFacts | None = None
         self._factor = 1.0  # what clipping multiplies natively updated gradients with, in the update itself
-        self._clipped = False  # by the caller, in this window
         self.attached: dict[str, dict[FlatBuffer, ShardTensor]] = {}  # kind -> shards that checkpoints hold too
         self.suspended = ""  # why there can be neither a step nor a checkpoint now
         self.last_norm: float | None = None
@@ -137,7 +137,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         facts = self._settle()
         factor = clip_coefficient(facts.norm, max_norm)
         if factor != 1.0:
-            self._clipped = True
             self._factor *= factor
             for buffer in self._reducer.buffers:
                 if not buffer.flat.home.native:
@@ -175,7 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _forget_window(self) -> None:
         self._reducer.clear()
-        self._facts, self._factor, self._clipped = None, 1.0, False
+        self._facts, self._factor = None, 1.0
 
     def gradient_is_final(self, buffer: GradBuffer) -> None:
         """In the last backward before the step: the gradient of `buffer` is complete."""
@@ -192,7 +191,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with self._comm.stop_together():
             changed = self._native.finish()
         if changed:
-            self._gather_resident(self._native_flats)
+            gather_resident(self._native_flats)
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether a step has begun: ranks have agreed on the gradient, and the window is not over."""
+        return self._facts is not None
 
     def check_active(self, what: str) -> None:
         """Raise StateError while something else is in the place of the weights."""
@@ -323,21 +327,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not buffer.flat.home.native:
                 buffer.flat.refresh()
                 changed.append(buffer.flat)
-        self._gather_resident(changed)
+        gather_resident(changed)
         if native_too:
             # In the order of the updates: the gather of one runs beside the update of the next.
-            self._gather_resident(self._native_flats)
-
-    def _gather_resident(self, flats: Sequence[FlatBuffer]) -> None:
-        gathering = []
-        for flat in flats:
-            if not flat.on_demand:
-                flat.finish_update()
-                if flat.layout.world_size > 1:
-                    flat.gather_start()
-                    gathering.append(flat)
-        for flat in gathering:
-            flat.gather_finish()
+            gather_resident(self._native_flats)
 
     def take_in(self, added: Sequence[GradBuffer]) -> None:
         """Update the parameters of buffers that the reducer has got since, as far as a group holds them.

@@ -11,7 +11,7 @@ from hf_zero.optim.owners import Owners
 from hf_zero.optim.rules import needs_whole
 from hf_zero.optim.update import LambUpdate, OneBitUpdate, TorchUpdate
 from hf_zero.optim.whole_update import WholeUpdate
-from hf_zero.runtime.grads import GradReducer
+from hf_zero.runtime.reducer import GradReducer
 
 _SPECIAL: dict[type, type[TorchUpdate]] = {Lamb: LambUpdate, OneBitAdam: OneBitUpdate}
 

@@ -21,7 +21,7 @@ from hf_zero.optim.owned import OwnedRun
 from hf_zero.optim.rules import needs_whole
 from hf_zero.optim.signs import SignMean
 from hf_zero.optim.sub_groups import sub_groups
-from hf_zero.runtime.grads import GradReducer
+from hf_zero.runtime.reducer import GradReducer
 from hf_zero.shards.buffer import FlatBuffer
 
 # A parameter's name, elements of it, and tensors that hold these

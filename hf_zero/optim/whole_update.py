@@ -23,7 +23,7 @@ from hf_zero.layout import Piece
 from hf_zero.optim.owned import OwnedRun
 from hf_zero.optim.owners import Owners, WholeParam
 from hf_zero.optim.update import FileState, HasGrad, StatePlace, StateReader, TorchUpdate, give_gradients
-from hf_zero.runtime.grads import GradReducer
+from hf_zero.runtime.reducer import GradReducer
 from hf_zero.shards.buffer import FlatBuffer
 
 # Elements that one exchange moves over all ranks together: what bounds the messages' memory.

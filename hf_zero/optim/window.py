@@ -14,8 +14,9 @@ import torch
 
 from hf_zero.comm import Comm
 from hf_zero.errors import StateError
-from hf_zero.runtime.grads import GradBuffer, GradReducer
+from hf_zero.runtime.grads import GradBuffer
 from hf_zero.runtime.order import UseOrder
+from hf_zero.runtime.reducer import GradReducer
 
 
 @dataclass(frozen=True)

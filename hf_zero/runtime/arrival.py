@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from hf_zero.runtime.grads import GradBuffer, GradReducer
+from hf_zero.runtime.grads import GradBuffer
+from hf_zero.runtime.reducer import GradReducer
 
 
 class Arrival:

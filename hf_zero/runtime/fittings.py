@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from hf_zero.runtime.arrival import Arrival
-from hf_zero.runtime.grads import GradBuffer, GradReducer
+from hf_zero.runtime.grads import GradBuffer
 from hf_zero.runtime.guards import DeepCopy, ModelGuards
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.params import OnDemandParams
+from hf_zero.runtime.reducer import GradReducer
 from hf_zero.shards.partition import UnitKind
 from hf_zero.shards.unit import ShardUnit
 

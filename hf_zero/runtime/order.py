@@ -80,6 +80,11 @@ class UseOrder:
         for before, here, after in zip((-1, *order), order, order[1:], strict=False):
             self._next[(before, here)] = after
 
+    def forget(self) -> None:
+        """Ranks were broken off at different places: nothing is recorded, and there is no prefetch until a vote."""
+        self._recording, self._recorded = [], []
+        self._agreed, self._next, self._last = (), {}, -1
+
     @property
     def agreed(self) -> list[ShardUnit]:
         """Units in the agreed order, each at its first use; empty before the first agreement."""

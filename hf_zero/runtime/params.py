@@ -306,6 +306,18 @@ class OnDemandParams:
             if id(unit) not in kept:
                 self._release(unit)
 
+    def forget(self) -> None:
+        """A pass was broken off on all ranks, and its connections are closed: everything is in shards again."""
+        self._held.clear()
+        self._open_uses.clear()
+        self._stream = self._last_in_backward = None
+        self.builds_graph = self._graph_alive = False
+        for order in self.orders.values():
+            order.forget()
+        for unit in self.units:
+            unit.forget()
+        self.live_numel = self.live_bytes = 0
+
     def release_idle(self) -> None:
         """End of a forward: give back what was gathered ahead and not used."""
         if self._stream is not None and not torch.is_grad_enabled():

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.comm import Comm, Pending
+from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
+from hf_zero.pending import Pending
 
 MAX_BUCKETS_IN_FLIGHT = 8
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hf_zero.config import ResolvedConfig
-from hf_zero.runtime.grads import GradReducer
 from hf_zero.runtime.homes import Homes
+from hf_zero.runtime.reducer import GradReducer
 from hf_zero.shards.partition import UnitKind
 from hf_zero.shards.unit import ShardUnit
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_zero.comm import Comm, Pending, wait_all
+from hf_zero.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
+from hf_zero.pending import Pending, wait_all
 from hf_zero.shards.stored import StoredShard
 from hf_zero.shards.tensors import ShardTensor
 from hf_zero.store import DeviceStore, MemoryStore
@@ -246,6 +247,13 @@ class FlatBuffer:
         if self.on_demand:
             self.bind_views()
 
+    def forget_gather(self) -> None:
+        """A gather was broken off, and its connections are closed: what it had of other memory goes back."""
+        self._pending.clear()
+        if self._lease is not None:
+            self._lease.release()
+        self._lease = self._copied = None
+
     def release(self) -> None:
         """Point the parameters at placeholders and give the memory back. See [Note: Views outlive a release]."""
         for param, placeholder in zip(self.params, self._placeholders, strict=True):
@@ -353,3 +361,16 @@ class FlatBuffer:
 def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
     """The type in which a parameter is updated: fp64 stays, everything else is fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gather_resident(flats: Sequence[FlatBuffer]) -> None:
+    """Bring parameters that stay whole up to date from their owners. All ranks must call."""
+    gathering = []
+    for flat in flats:
+        if not flat.on_demand:
+            flat.finish_update()
+            if flat.layout.world_size > 1:
+                flat.gather_start()
+                gathering.append(flat)
+    for flat in gathering:
+        flat.gather_finish()

@@ -91,6 +91,13 @@ class ShardUnit:
             buffer.release()
         self.state = UnitState.SHARDED
 
+    def forget(self) -> None:
+        """A pass was broken off, and its connections are closed: back to SHARDED, whatever the state."""
+        for buffer in self.buffers:
+            buffer.forget_gather()
+            buffer.release()
+        self.state = UnitState.SHARDED
+
     def _expect(self, state: UnitState) -> None:
         if self.state is not state:
             raise AssertionError(f"unit {self.name} is {self.state.value}, expected {state.value}")

@@ -107,14 +107,18 @@ def test_parse_dict_and_to_dict_round_trip(tmp_path: Path) -> None:
 
 def test_all_problems_in_one_error(tmp_path: Path) -> None:
     wrong = {
-        "zero_optimization": {"stage": 3, "stage3_prefech_bucket_size": 5},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_prefech_bucket_size": 5,
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
         "gradient_accumulation_steps": 4,
         "bf16": {"enabled": True},
     }
     with pytest.raises(ConfigError) as caught:
-        make(tmp_path, zero=wrong, gradient_accumulation_steps=2, auto_find_batch_size=True)
+        make(tmp_path, zero=wrong, gradient_accumulation_steps=2, save_only_model=True)
     text = str(caught.value)
-    for part in ("stage3_prefetch_bucket_size", "gradient_accumulation_steps", "bf16", "auto_find_batch_size"):
+    for part in ("stage3_prefetch_bucket_size", "gradient_accumulation_steps", "bf16", "save_only_model"):
         assert part in text
     assert active_config() is None
 
@@ -272,11 +276,11 @@ def test_own_trainer_without_zero_is_the_stock_trainer(tmp_path: Path) -> None:
 
 
 def test_problems_of_a_trainer_under_enable(tmp_path: Path) -> None:
-    enable({**ZERO3, "gradient_accumulation_steps": 4})
-    args = make(tmp_path, transformers.TrainingArguments, auto_find_batch_size=True)
+    enable({**ZERO3, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0})
+    args = make(tmp_path, transformers.TrainingArguments, max_grad_norm=0.5)
     with pytest.raises(ConfigError) as caught:
         trainer_of(transformers.Trainer, args)
-    assert "auto_find_batch_size" in str(caught.value) and "gradient_accumulation_steps" in str(caught.value)
+    assert "max_grad_norm" in str(caught.value) and "gradient_accumulation_steps" in str(caught.value)
 
 
 def test_device_map_and_quantized_models_at_stage_3(tmp_path: Path) -> None:

@@ -1,0 +1,26 @@
+"""What the log says of a configuration when training starts: every resolved value, and the file as it was given."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from hf_zero.config.resolved import ResolvedConfig
+
+TITLE = "hf_zero configuration:"
+
+
+def start_text(config: ResolvedConfig) -> str:
+    """A line `key ..... value [origin]` for each resolved key, then `json = ...` with what the user gave."""
+    lines = [f"  {line}" for line in config.describe().splitlines()]
+    given = json.dumps(config.raw, indent=4, default=str)
+    return "\n".join([f"{TITLE} ({config.source})", *lines, f"  json = {given}"])
+
+
+def announce(config: ResolvedConfig, logger: logging.Logger) -> None:
+    """Log notices as warnings, and the configuration at level INFO; `dump_state` shows it at any level."""
+    for notice in config.notices:
+        logger.warning(notice)
+    quiet = not logger.isEnabledFor(logging.INFO)
+    if not quiet or config.settings.get("dump_state"):
+        logger.log(logging.WARNING if quiet else logging.INFO, "%s", start_text(config))

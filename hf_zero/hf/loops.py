@@ -1,0 +1,64 @@
+"""What a plain accelerate loop says for values that TrainingArguments would give: as accelerate does for DeepSpeed.
+
+Accumulation that the Accelerator was not told of comes from the file; a batch size that the file leaves open comes
+from the loaders that are prepared with the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.batch import ACCUMULATION, MICRO, TRAIN
+from hf_zero.config.precision import LossScaling
+
+logger = logging.getLogger(__name__)
+
+
+def take_accumulation(accelerator: Accelerator, config: ZeroConfig) -> None:
+    """Let an Accelerator that has the default, 1, accumulate as often as the file says.
+
+    Another number that differs from the file's is a contradiction, which resolving reports.
+    """
+    steps = config.get(ACCUMULATION)
+    if isinstance(steps, int) and steps != 1 == accelerator.gradient_accumulation_steps:
+        if accelerator.is_main_process:
+            logger.warning("gradient_accumulation_steps: the Accelerator accumulates %d times, as configured", steps)
+        accelerator.gradient_accumulation_steps = steps
+
+
+def batch_of_loaders(accelerator: Accelerator, config: ZeroConfig, prepared: Iterable[Any]) -> int | None:
+    """Samples per rank and step of the smallest loader; None where the file has numbers of its own, or none is given.
+
+    Accumulation and ranks are not in it.
+    """
+    if any(isinstance(config.get(key), int) for key in (MICRO, TRAIN)):
+        return None
+    sizes = [one.batch_size for one in prepared if isinstance(one, DataLoader) and one.batch_size]
+    if accelerator.split_batches:
+        sizes = [max(1, size // accelerator.num_processes) for size in sizes]
+    return min(sizes, default=None)
+
+
+def arguments_of(accelerator: Accelerator, per_device: int | None) -> Any:
+    """What a plain Accelerator says about keys that TrainingArguments would say."""
+    said: dict[str, Any] = {"gradient_accumulation_steps": accelerator.gradient_accumulation_steps}
+    if per_device is not None:
+        said["per_device_train_batch_size"] = per_device
+    if accelerator.mixed_precision in ("bf16", "fp16"):
+        # "no" is the default, so it says nothing.
+        for kind in ("bf16", "fp16"):
+            said |= {kind: accelerator.mixed_precision == kind, f"{kind}_full_eval": False}
+    return SimpleNamespace(**said)
+
+
+def scaling_of(scaler: Any) -> LossScaling:
+    """The rules of accelerate's gradient scaler. It halves and doubles: accelerator_conflicts has seen to that."""
+    return LossScaling.of_torch(round(math.log2(scaler._init_scale)), scaler.get_growth_interval())
