@@ -19,6 +19,7 @@ import hf_zero
 from hf_zero import optim
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.optim import whole_update
 from hf_zero.optim.blocks import optimizer_of
 from hf_zero.optim.orthogonal import orthogonalized
 from tests.harness.ranks import run_ranks
@@ -144,6 +145,40 @@ def test_resume_at_another_world_size(tmp_path: Path, make: Make, stage: int, th
     for world in (1, 2, 4):
         got = run_ranks(resume_half, world, case, then, make, str(tmp_path))[0]
         close(make, got, want, f"world {world}")
+
+
+def load_other(case: Case, folder: str) -> None:
+    begin(case, 1, adafactor_of_transformers).load_checkpoint(folder)
+
+
+def test_another_class_of_the_same_name_is_said(tmp_path: Path) -> None:
+    case = Case("plain", 2)
+    run_ranks(save_half, 2, case, 1, adafactor, str(tmp_path))
+    for failure in run_ranks(load_other, 2, case, str(tmp_path), expect_error=True):
+        assert failure.kind == "CheckpointError"
+        assert "torch's Adafactor, this run uses that of transformers" in failure.message
+
+
+def train_in_batches(case: Case, numel: int) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Exchanges of at most `numel` elements, and how many there were in each step, of how many elements."""
+    whole_update._BATCH_NUMEL = numel
+    engine = begin(case, 3, adafactor)
+    engine.comm.reset_counts()
+    weights = train(engine, case, 3, range(case.steps))
+    count = engine.comm.counts["all_to_all"]
+    return weights, [count.calls // case.steps, count.numel // case.steps]
+
+
+def test_each_element_travels_three_times_in_batches() -> None:
+    case = Case("plain", 2, steps=3)
+    numel = sum(param.numel() for param in build(case, adafactor).parameters() if param.requires_grad)
+    want = reference(case, adafactor)
+    for limit, at_least, at_most in ((1 << 26, 3, 3), (200, 15, 90)):
+        results = run_ranks(train_in_batches, 2, case, limit)
+        assert sum(sent for _, (_, sent) in results) == 3 * numel
+        for weights, (calls, _) in results:
+            assert at_least <= calls <= at_most, calls
+            close(adafactor, weights, want, f"batches of {limit}")
 
 
 def look_into(case: Case, folder: str) -> tuple[dict[str, Any], list[str]]:

@@ -152,6 +152,7 @@ def _info(session: Session, client_state: Any, frozen: dict[str, str]) -> SaveIn
     if session.optimizer is not None:
         extra["optimizer"] = type(session.optimizer.optimizer).__name__
         extra["step_guard"] = session.optimizer.guard.state_dict()
+        extra["optimizer_package"] = _package(session.optimizer)
     return SaveInfo(
         world_size=session.num_writers,
         stage=session.stage,
@@ -313,6 +314,12 @@ def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
             f"the checkpoint holds the state of {saved_class}, this run uses {mine}: use the same optimizer, or load "
             "with load_optimizer_states=False"
         )
+    packages = reader.manifest.extra.get("optimizer_package"), _package(optimizer)
+    if saved_class == mine and None not in packages and len(set(packages)) > 1:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {packages[0]}'s {mine}, this run uses that of {packages[1]}, with "
+            "another state: use the same optimizer, or load with load_optimizer_states=False"
+        )
     optimizer.state.clear()
     for owned in optimizer.owned_runs():
         if owned.native:
@@ -325,6 +332,13 @@ def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
         for key, value in saved.items():
             if key in group and value is not None:
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def _package(optimizer: ShardedOptimizer) -> str | None:
+    """Where the optimizer's class is from, among the packages that have different classes of one name."""
+    package = type(optimizer.optimizer).__module__.partition(".")[0]
+    known = type(optimizer.optimizer).__name__ not in _SAME_STATE and package in ("torch", "transformers", "hf_zero")
+    return package if known else None
 
 
 def load_attached(session: Session, folder: Path, kind: str) -> None:
