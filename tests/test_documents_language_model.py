@@ -209,3 +209,39 @@ def test_inference_with_an_input_per_rank(tmp_path: Path) -> None:
         lines.append(sorted(line for line in job.out.splitlines() if line.startswith("rank")))
     assert [len(line) for line in lines] == [1, 2]
     assert lines[0][0] == lines[1][0]  # in shards or alone
+
+
+FP16 = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+SCHEDULE = {"total_num_steps": 300, "warmup_min_lr": 5e-4, "warmup_max_lr": 1e-3, "warmup_num_steps": 2}
+
+
+@pytest.mark.slow
+def test_fp16_and_a_schedule_in_the_configuration(tmp_path: Path) -> None:
+    """The optimizer is the script's, the schedule the configuration's; the first loss scales are too high."""
+    show = 'print(f"scale:{optimizer.cur_scale:g}, skipped:{engine.skipped_steps}, lr:{engine.get_lr()[0]:.8f}")'
+    write_script(tmp_path, COMMON + BY_FILE + LOOP.replace("FAIL", show), "zero_args.py")
+    mixed = {"fp16": FP16, "scheduler": {"type": "WarmupDecayLR", "params": SCHEDULE}}
+    (tmp_path / "zero.json").write_text(json.dumps({**config(1), **mixed}))
+    job = launch(tmp_path, "--num_gpus=2", "zero_args.py")
+    assert job.status == 0, job.err
+    start = "OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 262144, "
+    assert (
+        start + "but hysteresis is 2. Reducing hysteresis to 1" in job.err and start + "reducing to 131072" in job.err
+    )
+    last = next(line for line in reversed(job.out.splitlines()) if "scale:" in line)
+    scale, skipped, rate = (float(part.split(":")[1]) for part in last.split(","))
+    assert 2 <= skipped < STEPS - 2 and scale == 2.0 ** (19 - skipped)
+    assert 0 < rate <= 1e-3 and losses_of(job.out)[-1] < losses_of(job.out)[int(skipped)] - 1e-3
+
+
+@pytest.mark.slow
+def test_a_loss_scale_that_cannot_go_lower_ends_the_job(tmp_path: Path) -> None:
+    broken = LOOP.replace("engine.backward(loss)", 'engine.backward(loss * float("inf"))').replace("FAIL", "pass")
+    script = write_script(tmp_path, COMMON + BY_FILE + broken, "zero_args.py")
+    block = {**FP16, "initial_scale_power": 2, "hysteresis": 1}
+    (tmp_path / "zero.json").write_text(json.dumps({**config(2), "fp16": block}))
+    job = launch(tmp_path, "--num_gpus=2", "zero_args.py")
+    assert job.status == 1
+    text = "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
+    assert text in job.err and "on rank 0:" in job.err and "on rank 1:" in job.err
+    assert len(losses_of(job.out)) == 2 and processes_naming(str(script)) == []
