@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.layout import Run, Slot
+from hf_zero.layout import Run, Slot, UnitLayout
 from hf_zero.runtime.grads import GradBuffer
 
 
@@ -65,20 +65,24 @@ class Owners:
         for place in sorted(range(len(places)), key=lambda place: -sizes[place]):
             owners[place] = self._loads.index(min(self._loads))
             self._loads[owners[place]] += sizes[place]
-        adopted = [self._whole(buffer, index, owner) for (buffer, index), owner in zip(places, owners, strict=True)]
+        kept = {id(buffer): _runs_by_rank(buffer.flat.layout) for buffer in {id(b): b for b, _ in places}.values()}
+        adopted = []
+        for (buffer, index), owner in zip(places, owners, strict=True):
+            name = buffer.flat.layout.slots[index].name
+            runs = tuple(by_name.get(name) for by_name in kept[id(buffer)])
+            adopted.append(WholeParam(buffer, index, owner, runs, self._tensor(buffer, index, owner)))
+            adopted[-1].release()
         self.params += adopted
         return adopted
 
-    def _whole(self, buffer: GradBuffer, index: int, owner: int) -> WholeParam:
-        layout = buffer.flat.layout
-        slot = layout.slots[index]
-        runs = tuple(
-            next((run for run in layout.runs(rank) if run.name == slot.name), None)
-            for rank in range(layout.world_size)
-        )
+    def _tensor(self, buffer: GradBuffer, index: int, owner: int) -> torch.Tensor | None:
+        if owner != self._rank:
+            return None
         assert buffer.flat.master is not None
-        dtype = buffer.flat.master.dtype
-        whole = torch.empty(slot.shape, dtype=dtype, device=self._device) if owner == self._rank else None
-        adopted = WholeParam(buffer, index, owner, runs, whole)
-        adopted.release()
-        return adopted
+        shape = buffer.flat.layout.slots[index].shape
+        return torch.empty(shape, dtype=buffer.flat.master.dtype, device=self._device)
+
+
+def _runs_by_rank(layout: UnitLayout) -> list[dict[str, Run]]:
+    """For each rank what it keeps, by parameter."""
+    return [{run.name: run for run in layout.runs(rank)} for rank in range(layout.world_size)]

@@ -158,8 +158,9 @@ class OneBitUpdate(TorchUpdate):
         return self._mean.nbytes
 
     def _choose_phase(self) -> None:
+        frozen = self.optimizer.is_frozen
         for buffer in self.reducer.buffers:
-            buffer.stay_local(self.optimizer.is_frozen)
+            buffer.stay_local(frozen)
 
 
 def give_gradients(owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:

@@ -3,9 +3,9 @@
 [Note: Ownership]
 Every parameter has one owner (owners.py), whose optimizer object holds it and its state. At a step the ranks send the
 owner what they keep of gradient and master, the owner's optimizer runs on whole tensors, and sends the masters back.
-That is three all-to-alls per batch of parameters: each element travels three times, once more than in the gather of an
-elementwise optimizer's parameters and its reduce. Between steps an owner has no more than the state; during a step it
-also holds gradient and master of what it owns, as much again as its own shards.
+That is three all-to-alls per batch of parameters: each element travels three times, beside the reduce of gradients and
+the gather of parameters that other optimizers have too. Between steps an owner has no more than the state; during a
+step it also holds gradient and master of what it owns, as much again as its own shards.
 """
 
 from __future__ import annotations
@@ -141,9 +141,6 @@ class WholeUpdate(TorchUpdate):
             if param.whole is not None:
                 yield param.slot.name, [Piece(param.slot.name, 0, param.slot.numel, 0, 0)], [param.whole]
 
-    def holds_whole(self, owned: OwnedRun) -> bool:
-        return not self.elementwise([owned])
-
     def reader_of(self, flat: FlatBuffer, index: int) -> StateReader | None:
         found = (one for one in self._owners.params if one.buffer.flat is flat and one.index == index)
         param = next(found, None)
@@ -179,7 +176,7 @@ class WholeUpdate(TorchUpdate):
         known: dict[str, dict[str, Any]] = {}
         for theirs in self.comm.all_gather_object(facts, "state of owned parameters"):
             known.update(theirs)
-        kept = {one.run.name: one for one in owned if self.holds_whole(one)}
+        kept = {one.run.name: one for one in owned if one.run.name in shapes}
         parts: dict[str, list[dict[str, Any]]] = {name: [{} for _ in one.masters] for name, one in kept.items()}
         odd: dict[tuple[str, str], torch.Tensor] = {}
         moves = []
