@@ -197,6 +197,8 @@ def differences(keys: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
         blocks = [path]
         while "." in blocks[-1]:
             blocks.append(blocks[-1].rpartition(".")[0])
+        if keys[path]["type"] == "object":
+            return True  # an object of the running program: no file can give it
         return find(ROOT, path) is not None or any(
             isinstance(row := find(ROOT, block), Block) and row.free for block in blocks[1:]
         )
