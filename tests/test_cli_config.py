@@ -81,7 +81,7 @@ def test_resolve_shows_every_value_with_its_origin(tmp_path: Path, capsys: Captu
     assert shown["bf16.enabled"] == "true [auto]"
     assert shown["optimizer.params.lr"] == "0.0003 [auto]" and shown["optimizer.type"] == '"AdamW" [file]'
     assert shown["zero_optimization.reduce_bucket_size"] == "500000000 [auto (default)]"
-    assert shown["steps_per_print"] == "10 [default]"
+    assert shown["steps_per_print"] == "0 [default]"
     as_json = call(capsys, "resolve", "--world_size", "3", "--json", path, *arguments)
     values = json.loads(as_json[1])["values"]
     assert values["train_batch_size"] == {"value": 24, "origin": "TrainingArguments"}

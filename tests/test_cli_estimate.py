@@ -126,7 +126,8 @@ def test_the_configuration_counts(capsys: Capture, folder: Path, tmp_path: Path)
     rows = ask(capsys, folder, "--gpus", 2, "--config", file, "--batch-size", 3)
     assert rows["batch_size"] == 3
     assert all(row["report"]["optimizer"] == 0 for row in rows["choices"])  # SGD without momentum keeps nothing
-    assert {row["optimizer"] for row in rows["choices"]} == {"none"}  # the native rule is Adam's
+    # The native rule, which disks need, is Adam's; a block's SGD runs in torch on the host.
+    assert {row["optimizer"] for row in rows["choices"]} == {"none", "cpu"}
 
 
 @pytest.mark.slow
