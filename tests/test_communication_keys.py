@@ -125,6 +125,7 @@ def test_all_reduces_in_the_place_of_reduce_scatters(world: int) -> None:
 
 
 # ---------------------------------------------------------------- bucket sizes
+@pytest.mark.slow
 def test_bucket_sizes() -> None:
     """No collective moves more, and the result does not depend on them (a clipped one does in its last bits: the norm
     is summed part by part)."""

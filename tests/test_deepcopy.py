@@ -100,5 +100,6 @@ def copied_alone() -> str:
     return "raised"
 
 
+@pytest.mark.slow
 def test_a_copy_on_one_rank_only_raises() -> None:
     assert run_ranks(copied_alone, 2, env={"HF_ZERO_PRESENCE_TIMEOUT": "2"}) == ["raised"] * 2

@@ -218,6 +218,7 @@ def test_agents_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
     assert_none_left(str(script))
 
 
+@pytest.mark.slow
 def test_each_host_by_itself(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("host-a slots=1\nhost-b slots=1\n")
     write_script(tmp_path, TELL)

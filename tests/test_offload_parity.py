@@ -78,6 +78,7 @@ def test_matrix_in_single(model: str, world: int, tmp_path: Path) -> None:
     check(matrix(model, world, tmp_path, steps=5, single=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [pytest.param(0.1, marks=pytest.mark.slow), 0.0])
 def test_media_give_the_same_bits(clip: float, tmp_path: Path) -> None:
     """Without clipping, updates on disk run inside backward; sequential I/O and whole-shard tiles are other orders."""
@@ -102,6 +103,7 @@ def test_media_give_the_same_bits(clip: float, tmp_path: Path) -> None:
         assert all(norm > clip for norm in traces[0].norms)
 
 
+@pytest.mark.slow
 def test_equal_to_torch_after_twenty_steps(tmp_path: Path) -> None:
     """The native Adam beside torch's AdamW on the same shards: 1e-6 of each parameter's size."""
     case = Case("plain", 2, 1, steps=20, single=True, clip=0.0)
@@ -138,6 +140,7 @@ def test_ratio_says_how_much_leaves_the_device() -> None:
     assert shares[0.5] >= 0.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_torch_optimizer_on_the_host(optimizer: str, tmp_path: Path) -> None:
     """zero_force_ds_cpu_optimizer: false: torch's own optimizer, its state in host memory."""

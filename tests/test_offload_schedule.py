@@ -109,7 +109,7 @@ def train_delayed(
     return losses, engine.full_state_dict(keep=True)
 
 
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_delayed_update(stage: int, first: int, tmp_path: Path) -> None:
     for device, clip, params in (("cpu", 0.0, "none"), ("nvme", 0.05, "none"), ("nvme", 0.0, "nvme")):
@@ -173,7 +173,7 @@ def scripted(script: str, stage: int, folder: str, params: str) -> tuple[dict[st
     return engine.full_state_dict(keep=True), early
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 @pytest.mark.parametrize("script", ["plain", "skip", "lr", "clip", "twice", "look"])
 def test_early_updates_are_undone(script: str, stage: int, tmp_path: Path) -> None:
     for params in ("none", "nvme")[: 2 if stage == 3 else 1]:

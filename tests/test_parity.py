@@ -35,7 +35,13 @@ def check(runs: list[tuple[Case, Options]]) -> None:
         assert all(other == digest(trace) for other in others), f"{label}: ranks differ"
 
 
-@pytest.mark.parametrize("model", (*IN_DOUBLE, "llama"))
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=[pytest.mark.slow] if model in ("unused", "unequal", "non_reentrant") else [])
+        for model in (*IN_DOUBLE, "llama")
+    ],
+)
 def test_stages_follow_one_process(model: str) -> None:
     """The fast part of the matrix: every model at every stage, 2 ranks."""
     check(

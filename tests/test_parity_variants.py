@@ -33,6 +33,7 @@ ZERO_SETTINGS: list[tuple[tuple[str, Any], ...]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_settings_do_not_change_the_result(world: int) -> None:
     case = Case("plain", world, 2, "adamw", steps=3)
@@ -113,6 +114,7 @@ def _train_scaled(case: Case, stage: int, no_sync: bool) -> Trace:
     return trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["twice", "unequal", "unused_somewhere"])
 def test_the_caller_may_scale_the_loss(model: str) -> None:
     case = Case(model, 2, 3, "adamw", steps=3)

@@ -26,7 +26,7 @@ from tests.harness.sharded import Options, micro_step, record, start
 STAGES = (0, 1, 2, 3)
 
 
-def _slow(*values: str) -> list[Any]:
+def _slow(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
@@ -184,7 +184,10 @@ def test_bf16_with_fp32_masters(model: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["plain", *_slow("tied", "frozen", "twice", "reentrant", "non_reentrant")])
-@pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
+@pytest.mark.parametrize(
+    "direct",
+    [pytest.param(False, id="engine.backward"), pytest.param(True, id="loss.backward", marks=pytest.mark.slow)],
+)
 def test_fp16_with_fp32_masters(model: str, direct: bool) -> None:
     case, precision = Case(model, 2, 2, "adamw", single=True), Precision(fp16_scale=128.0)
     want = emulate(case, precision)
@@ -245,7 +248,7 @@ def sum_small_gradients(stage: int, accum: str | None) -> torch.Tensor:
     return next(buffer.master.memory.clone() for unit in engine.units for buffer in unit.buffers if buffer.master)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*_slow(0, 1, 2), 3])
 def test_gradients_accumulate_in_fp32_unless_told_otherwise(stage: int) -> None:
     exact = (1 + 255 * 2.0**-10) / 256
     default = run_ranks(sum_small_gradients, 2, stage, None)[0]

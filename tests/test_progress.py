@@ -129,6 +129,7 @@ def test_every_phase_has_its_time() -> None:
         assert values[0] + values[1] + values[4] < 1000 * seconds + 0.02
 
 
+@pytest.mark.slow
 def test_memory_before_and_after_every_phase() -> None:
     result = run_ranks(lines_of, 1, 1, 2, memory_breakdown=True)[0]
     found = result["lines"]

@@ -46,6 +46,7 @@ def _train_one(case: Case) -> Trace:
     return trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3))])
 def test_reference_is_what_ddp_does(world: int) -> None:
     cases = [

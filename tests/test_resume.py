@@ -114,7 +114,7 @@ def resume(stage: int, folder: str, bf16: bool = False, medium: str = "none") ->
     return {"losses": losses, "weights": weights, "lr": engine.lr_scheduler.get_last_lr()}
 
 
-@pytest.mark.parametrize("saved_stage", [3, 1])
+@pytest.mark.parametrize("saved_stage", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_resume_at_another_world_size_and_stage(saved_stage: int, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     want = run_ranks(save, 2, saved_stage, folder)[0]
@@ -129,6 +129,7 @@ def test_resume_at_another_world_size_and_stage(saved_stage: int, tmp_path: Path
         assert got["lr"] == want["lr"], label
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved_on", [pytest.param("cpu", marks=pytest.mark.slow), *MEDIA[2:]])
 def test_resume_on_another_medium(saved_on: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
@@ -144,6 +145,7 @@ def test_resume_on_another_medium(saved_on: str, tmp_path: Path) -> None:
     assert back == pytest.approx(want["losses"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_resume_with_separate_masters(tmp_path: Path) -> None:
     """bf16 parameters: the fp32 masters come back, not their rounded copies."""
     folder = str(tmp_path / "checkpoint")

@@ -83,7 +83,11 @@ def _train_one(name: str, stage: int, prefetch: int) -> Params:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")  # create_graph=True makes a reference cycle, torch says
-@pytest.mark.parametrize("name", TRAPS)
+@pytest.mark.parametrize(
+    "name",
+    # Every second one is enough for a quick look: neighbours in the table are alike.
+    [pytest.param(name, marks=[pytest.mark.slow] if place % 2 else []) for place, name in enumerate(TRAPS)],
+)
 def test_trap(name: str) -> None:
     want = train_plain(name)
     start = dict(build(name).named_parameters())

@@ -55,6 +55,7 @@ def _train_one(stage: int, when: str) -> tuple[Trace, int]:
     return trace, len(graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "when", ["before", *(pytest.param(when, marks=pytest.mark.slow) for when in ("after", "wrapped", "whole"))]
 )

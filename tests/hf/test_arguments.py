@@ -377,9 +377,9 @@ def test_run_becomes_the_script(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("--zero", '{"zero_optimisation": {}}', "train.py"), "zero_optimization"),
-        (("--zero", "{}", "nowhere.py"), "nowhere.py"),
-        (("--zero", "{}"), "script"),
-        (("train.py",), "--zero"),
+        pytest.param(("--zero", "{}", "nowhere.py"), "nowhere.py", marks=pytest.mark.slow),
+        pytest.param(("--zero", "{}"), "script", marks=pytest.mark.slow),
+        pytest.param(("train.py",), "--zero", marks=pytest.mark.slow),
     ],
 )
 def test_run_says_what_is_wrong_in_one_go(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:

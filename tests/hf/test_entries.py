@@ -62,6 +62,7 @@ def test_accelerate_loop(tmp_path: Path) -> None:
         assert got.files == want.files
 
 
+@pytest.mark.slow
 def test_initialize_loop_with_a_convnet(tmp_path: Path) -> None:
     want = launch(runs.convnet_loop, "ddp", 0, str(tmp_path))
     for stage in range(4):

@@ -80,7 +80,9 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["cut", *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "cut")]
+)
 def test_damaged_folders(case: str, tmp_path: Path) -> None:
     damage, kind, words = CASES[case]
     damage(save(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -73,6 +74,7 @@ def save_on_one(folder: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_save_pretrained_on_one_rank_raises(tmp_path: Path) -> None:
     failures = run_ranks(save_on_one, 2, str(tmp_path), expect_error=True, env={"HF_ZERO_PRESENCE_TIMEOUT": "2"})
     said = [failure.message for failure in failures if isinstance(failure, RankFailure)]

@@ -36,6 +36,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 FAST = ("stage 3, forward",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "more"),
     [pytest.param(*case[1:], id=case[0], marks=() if case[0] in FAST else pytest.mark.slow) for case in CASES],
