@@ -20,10 +20,9 @@ OUT = Path(__file__).resolve().parents[1] / "hf_zero" / "config" / "SUPPORTED.md
 INTRODUCTION = """# What hf_zero does with each key
 
 Written by scripts/config_tables.py from the tables in this folder; do not edit. Every key of DeepSpeed 0.19.8 is known
-(tests/data/deepspeed_keys.json), under the names DeepSpeed has for it, deprecated ones with a warning. None is
-silently
-ignored: it is obeyed, or taken because there is nothing to do, or refused by its name when it is on. A key that is not
-in these tables is an error that names the nearest one. `hf-zero config check FILE` tells all problems of a file.
+(tests/golden/deepspeed_keys.json), under the names DeepSpeed has for it, deprecated ones with a warning. None is
+silently ignored: it is obeyed, or taken because there is nothing to do, or refused by its name when it is on. A key
+that is not in these tables is an error that names the nearest one. `hf-zero config check FILE` tells all problems.
 """
 PUBLIC = "## Public configurations"
 VERDICTS = {

@@ -2,7 +2,7 @@
 
     pip install -e .[peers]
     python scripts/schema_audit.py                                      # prints what differs
-    python scripts/schema_audit.py --write tests/data/deepspeed_keys.json
+    python scripts/schema_audit.py --write tests/golden/deepspeed_keys.json
 
 Keys are found in three ways: the fields of DeepSpeed's pydantic models; what its parser asks of a configuration that
 takes notes while it is read; and names that stand as constants only, because a block is passed on unread.

@@ -1,6 +1,6 @@
 """Every key of DeepSpeed's schema is known, and what becomes of each is decided: none is silently ignored.
 
-tests/data/deepspeed_keys.json was written by scripts/schema_audit.py from an installed DeepSpeed.
+tests/golden/deepspeed_keys.json was written by scripts/schema_audit.py from an installed DeepSpeed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_zero.config.supported import NOTHING_TO_DO, OBEYED, OTHER_NAME, REFUSED,
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent / "hf_zero"
-DEEPSPEED: dict[str, dict[str, Any]] = json.loads((HERE / "data" / "deepspeed_keys.json").read_text())["keys"]
+DEEPSPEED: dict[str, dict[str, Any]] = json.loads((HERE / "golden" / "deepspeed_keys.json").read_text())["keys"]
 
 # Fields of DeepSpeed's models that hold objects of the running program: no file can give them.
 OBJECTS = {"tensor_parallel.tensor_parallel.mpu", "tensor_parallel.tensor_parallel.tp_group"}

@@ -16,7 +16,7 @@ from hf_zero import estimate
 from hf_zero.model_states import count_parameters
 from hf_zero.runtime.zero import stage3, stage_1_and_2
 
-GOLDEN = json.loads((Path(__file__).parent / "data" / "estimators.json").read_text())  # see its "made_by"
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "estimators.json").read_text())  # see its "made_by"
 
 # The table that transformers' documentation shows for T0_3B (an encoder and a decoder, tied embeddings).
 T0_3B = """\

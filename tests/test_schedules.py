@@ -1,6 +1,6 @@
 """DeepSpeed's schedules: its own values, the formulas of its documentation, and transformers' curves beside them.
 
-`tests/golden_schedules.json` was written by DeepSpeed itself, through `scripts/golden_schedules.py`.
+`tests/golden/schedules.json` was written by DeepSpeed itself, through `tests/golden/schedules.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_zero.optim import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, 
 from hf_zero.optim.schedule import Schedule
 from hf_zero.optim.schedules import SCHEDULES, build_schedule, choose_scheduler
 
-GOLDEN = json.loads((Path(__file__).parent / "golden_schedules.json").read_text())
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "schedules.json").read_text())
 CASES = GOLDEN["cases"]
 NAMES = [f"{case['type']}-{number}" for number, case in enumerate(CASES)]
 

@@ -1,6 +1,6 @@
-"""Writes tests/data/estimators.json: what DeepSpeed's memory estimators say for 200 random inputs.
+"""Writes tests/golden/estimators.json: what DeepSpeed's memory estimators say for 200 random inputs.
 
-    python scripts/make_estimator_golden.py > tests/data/estimators.json     # in an environment with DeepSpeed
+    python tests/golden/estimators.py > tests/golden/estimators.json     # in an environment with DeepSpeed
 
 The file in the repository was made with DeepSpeed 0.19.8. Each row is [arguments, result] for a function; `tables` are
 the printed tables of a few of them.
@@ -45,7 +45,7 @@ def main() -> None:
                 # From Python 3.11 on, its enum prints with its class; its documentation has what came before.
                 text = out.getvalue().replace("OffloadDeviceEnum.cpu", "cpu ")
                 tables.append([name, given, text])
-    made = {"deepspeed": deepspeed.__version__, "made_by": "scripts/make_estimator_golden.py"}
+    made = {"deepspeed": deepspeed.__version__, "made_by": "tests/golden/estimators.py"}
     print(json.dumps({**made, "zero2": zero2, "zero3": zero3, "tables": tables}, separators=(",", ":")))
 
 

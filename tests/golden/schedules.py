@@ -1,6 +1,6 @@
-"""Writes tests/golden_schedules.json: learning rates and betas that DeepSpeed's own schedulers set, step by step.
+"""Writes tests/golden/schedules.json: learning rates and betas that DeepSpeed's own schedulers set, step by step.
 
-Run it where DeepSpeed is installed:  python scripts/golden_schedules.py tests/golden_schedules.json
+Run it where DeepSpeed is installed:  python tests/golden/schedules.py tests/golden/schedules.json
 """
 
 from __future__ import annotations
