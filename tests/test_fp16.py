@@ -66,10 +66,10 @@ def everything(engine: ZeroEngine) -> dict[str, torch.Tensor]:
     return found
 
 
-def overflow_on_rank_1(stage: int, block: dict[str, Any], offload: str) -> tuple[list[str], dict[str, Any]]:
+def overflow_on_rank_1(stage: int, block: dict[str, Any], offload: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    if offload != "none":
-        zero["offload_optimizer"] = {"device": offload}
+    if offload:
+        zero["offload_optimizer"] = offload
     engine = start({**block, "zero_optimization": zero}, schedule=True)
     for number in range(2):
         step(engine, number)
@@ -96,7 +96,7 @@ def overflow_on_rank_1(stage: int, block: dict[str, Any], offload: str) -> tuple
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 
 
-def check_skip(stage: int, block: dict[str, Any], offload: str, scale: float) -> None:
+def check_skip(stage: int, block: dict[str, Any], offload: dict[str, Any], scale: float) -> None:
     for changed, facts in run_ranks(overflow_on_rank_1, 2, stage, block, offload):
         assert changed == [] and facts["skipped"] == 1 and facts["overflow"] and facts["same lr"]
         assert facts["scale"] == scale and not torch.tensor(facts["norm"]).isfinite()
@@ -105,20 +105,40 @@ def check_skip(stage: int, block: dict[str, Any], offload: str, scale: float) ->
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_inf_on_one_rank_leaves_all_ranks_as_they_were(stage: int) -> None:
-    check_skip(stage, FP16, "none", 128.0)
+    check_skip(stage, FP16, {}, 128.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("clip", [0.0, 0.01])
-def test_so_it_does_with_offload(stage: int, clip: float) -> None:
-    check_skip(stage, {**FP16, "gradient_clipping": clip}, "cpu", 128.0)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_so_it_does_with_offload(stage: int, clip: float, device: str, tmp_path: Path) -> None:
+    """Without clipping, updates on disk start within backward: they are undone."""
+    offload = {"device": device, "nvme_path": str(tmp_path)}
+    check_skip(stage, {**FP16, "gradient_clipping": clip}, offload, 128.0)
+
+
+def delayed(factors: list[float], delay: bool) -> dict[str, torch.Tensor]:
+    offload = {"device": "cpu", "delayed_update": delay}
+    engine = start({**FP16, "zero_optimization": {"stage": 2, "offload_optimizer": offload}})
+    for number, factor in enumerate(factors):
+        step(engine, number, factor)
+    engine.finish_updates()
+    return engine.full_state_dict(keep=True)
+
+
+@pytest.mark.slow
+def test_a_delayed_update_does_not_wait_for_a_step_that_is_left_out() -> None:
+    """The last gradient is that of the parameters after the first update, as without the step between."""
+    one = run_ranks(delayed, 2, [1.0, float("inf"), 1.0], True)[0]
+    other = run_ranks(delayed, 2, [1.0, float("inf"), 1.0], False)[0]
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64}}])
 def test_bf16_and_static_scales_leave_steps_out_too(block: dict[str, Any]) -> None:
-    check_skip(2, block, "none", 64.0 if "fp16" in block else 1.0)
+    check_skip(2, block, {}, 64.0 if "fp16" in block else 1.0)
 
 
 def run_to_the_minimum(stage: int) -> list[str]:
@@ -322,3 +342,42 @@ class _Told:
 def test_a_loss_that_is_divided_already_and_arguments_of_the_scheduler() -> None:
     first, second, told = run_ranks(scaled_by_the_caller, 2)[0]
     assert all(torch.equal(first[name], second[name]) for name in first) and told == [5, 5]
+
+
+# ---------------------------------------------------------------- other optimizers
+def with_optimizer(kind: str, stage: int, block: dict[str, Any], factors: list[float]) -> tuple[list[float], int]:
+    """(the loss of this rank's one batch before each step and at the end, skipped steps)"""
+    torch.manual_seed(3)
+    model = Net()
+    params = {"lr": 1e-2, **({"freeze_step": 2} if kind == "OneBitAdam" else {})}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": kind, "params": params},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **block,
+    }
+    engine = hf_zero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    x = torch.randn(2, 7, generator=torch.Generator().manual_seed(dist.get_rank()))
+    losses = []
+    for factor in factors:
+        loss = engine(x).float().square().mean()
+        engine.backward(loss * (factor if dist.get_rank() == 1 else 1.0))
+        engine.step()
+        losses.append(loss.item())
+    return [*losses, engine(x).float().square().mean().item()], engine.skipped_steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("Lamb", 2), ("Lion", 3), ("Muon", 1), ("Muon", 3), ("Adafactor", 3), ("OneBitAdam", 0), ("SGD", 2)],
+)
+def test_every_kind_of_update_leaves_the_step_out(kind: str, stage: int) -> None:
+    """The losses are those of fp32 without the step: also where a rank keeps its gradients to itself."""
+    factors = [1.0, float("inf"), 1.0, 1.0, float("inf"), 1.0]
+    half, skipped = run_ranks(with_optimizer, 2, kind, stage, FP16, factors)[0]
+    single, _ = run_ranks(with_optimizer, 2, kind, stage, {}, [1.0] * 4)[0]
+    assert skipped == 2 and half[2] == half[1] and half[5] == half[4]
+    # A rounding that turns a sign over moves an element by the whole scale.
+    near = 0.2 if kind == "OneBitAdam" else 2e-2
+    assert [half[place] for place in (0, 1, 3, 4, 6)] == pytest.approx(single, rel=near) and single[-1] < single[0]

@@ -159,6 +159,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._clip > 0:
             self.clip_grad_norm(self._clip)
         if not self.guard.admits(facts.norm, self._comm):
+            self.finish_updates()  # a delayed update takes effect one step late, whatever becomes of that step
             self.zero_grad()
             self._after_step()
             return
