@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hf_zero.errors import ConfigError
 
-DEFAULT_PORT = 29500
+DEFAULT_PORT = 29500  # torch's and DeepSpeed's
 # SLURM numbers steps that are no tasks of a job (batch script, interactive shell, ...) from here up.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 

@@ -49,8 +49,7 @@ class ZeroEngine(ScriptCalls):
     Args:
         model: Built alike on all ranks, parameters whole; rank 0's values win. Changed in place.
         config: Resolved; see ZeroConfig.resolve.
-        accumulation_steps: Micro-batches per step that the engine itself averages over; None takes the
-            configuration's. Trainer and Accelerate scale the loss themselves and pass 1.
+        managed: Trainer or Accelerate accumulates, scales the loss for that, and clips: the engine does neither.
         group: Ranks that share the model; None means all.
         device: Where parameters live and compute; None takes the accelerator of this process, or the CPU.
         built: Units of this model that were made already (see renewal.py); None makes them from whole parameters.
@@ -63,7 +62,7 @@ class ZeroEngine(ScriptCalls):
         model: nn.Module,
         config: ResolvedConfig,
         *,
-        accumulation_steps: int | None = None,
+        managed: bool = False,
         group: Any = None,
         device: torch.device | None = None,
         built: BuiltUnits | None = None,
@@ -74,7 +73,8 @@ class ZeroEngine(ScriptCalls):
         check_parameters(model, cut=config.stage == 3)  # before there is a process group to leave half made
         self.module = model
         self.config = config
-        self.accumulation_steps = accumulation_steps or config.gradient_accumulation_steps
+        self.managed = managed
+        self.accumulation_steps = 1 if managed else config.gradient_accumulation_steps
         self.optimizer: ShardedOptimizer | None = None
         self.lr_scheduler: Any = None
         self.micro_steps = 0
@@ -209,14 +209,15 @@ class ZeroEngine(ScriptCalls):
         if self.optimizer is not None:  # another Trainer on the same model: the state starts anew, as with torch
             self.finish_updates()
             self.optimizer.close()
+        clip = 0.0 if self.managed else self.config.gradient_clipping
         self.optimizer = ShardedOptimizer(
             optimizer,
             self.reducer,
             self.comm,
             list(self.params.orders.values()),
-            clip=self.config.gradient_clipping,
+            clip=clip,
             allow_untested=self.config.zero_allow_untested_optimizer,
-            offload=HostAdamSettings.of(self.config, self.homes.host),
+            offload=HostAdamSettings.of(self.config, self.homes.host, clips=clip > 0),
             guard=StepGuard(self.config.precision, self.config.stage, self.loss_scale),
             after_step=self._after_step,
         )
@@ -272,6 +273,7 @@ class ZeroEngine(ScriptCalls):
     def _after_step(self) -> None:
         self.params.end_step()
         self.global_steps += 1
+        self._step_applied = self.optimizer is not None and not self.optimizer.overflow
 
     # ---------------------------------------------------------------- memory and end
     def memory_report(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from hf_zero.checkpoint import session
 from hf_zero.checkpoint.latest import chosen
 from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
-from hf_zero.errors import ConfigError
+from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.params import OnDemandParams
 from hf_zero.runtime.weights import WholeWeights
@@ -106,7 +106,7 @@ class EngineState(abc.ABC):
         self.params.release_all()
         self.finish_updates()
         self.zero_grad()
-        folder = chosen(load_dir, tag)
+        folder = self._chosen_by_all(load_dir, tag)
         loaded = session.load(
             self._session(),
             folder,
@@ -120,6 +120,18 @@ class EngineState(abc.ABC):
         if self.optimizer is not None:
             self.optimizer.restart_at(loaded.global_step)
         return str(folder), loaded.client_state
+
+    def _chosen_by_all(self, load_dir: str | Path, tag: str | None) -> Path:
+        """What `latest` names, if it is the same for all ranks: their file systems may not agree yet."""
+        everyone = self.comm.together(
+            "load_checkpoint",
+            lambda: str(chosen(load_dir, tag)),
+            catch=(CheckpointError, OSError),
+            raise_as=CheckpointError,
+        )
+        if len({folder.removeprefix(str(load_dir)) for folder in everyone}) > 1:
+            raise CheckpointError(f"ranks would load different checkpoints: {everyone} (in rank order)")
+        return Path(everyone[self.comm.rank])
 
     def _session(self) -> session.Session:
         return session.Session(

@@ -88,7 +88,8 @@ def _forget_pass(engine: ZeroEngine) -> None:
     with engine.suspended():  # hooks that remember the pass are made anew
         engine.params.forget()
         engine.reducer.forget()
-        engine.loss_scale.end_backward()
+        engine.loss_scale.forget()
+        engine.reports.forget()
     engine.zero_grad()
     engine.micro_steps = engine.global_steps * engine.accumulation_steps
 

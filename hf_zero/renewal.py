@@ -32,23 +32,24 @@ def new_engine(
     model: nn.Module,
     config: ResolvedConfig,
     *,
-    accumulation_steps: int | None = None,
+    managed: bool = False,
     train: bool = True,
     device: torch.device | None = None,
 ) -> ZeroEngine:
     """An engine for `model`, which may be whole or hold models that were loaded in shards. All ranks must call.
 
     Args:
+        managed, train: As for ZeroEngine.
         device: As for ZeroEngine, for a model that is whole.
     Raises:
         StateError: Something in the model trains under another engine already.
     """
     inside = engines_inside(model)
     if not inside:
-        return ZeroEngine(model, config, accumulation_steps=accumulation_steps, train=train, device=device)
+        return ZeroEngine(model, config, managed=managed, train=train, device=device)
     if any(engine.trains for engine in inside):
         raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
-    return renew(model, inside, config, accumulation_steps=accumulation_steps, train=train)
+    return renew(model, inside, config, managed=managed, train=train)
 
 
 def renew(
@@ -56,7 +57,7 @@ def renew(
     engines: Sequence[ZeroEngine],
     config: ResolvedConfig,
     *,
-    accumulation_steps: int | None = None,
+    managed: bool = False,
     train: bool = True,
 ) -> ZeroEngine:
     """A new engine for `model` in the place of `engines`, whose parameters it takes over. All ranks must call.
@@ -73,10 +74,10 @@ def renew(
     for engine in engines:
         engine.retire()
     succession = Succession(unit for engine in engines for unit in engine.units)
-    accumulation = accumulation_steps or config.gradient_accumulation_steps
+    accumulation = 1 if managed else config.gradient_accumulation_steps
     settings = BuildSettings.of(config, 1.0 / (comm.world_size * accumulation), train=train)
     built = build_units(model, settings, comm, succession.fill)
     succession.finish()
     for engine in engines:
         engine.homes.close()
-    return ZeroEngine(model, config, accumulation_steps=accumulation, built=built, train=train)
+    return ZeroEngine(model, config, managed=managed, built=built, train=train)

@@ -21,7 +21,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Add --zero (or --zero_config), and DeepSpeed's --deepspeed and --deepspeed_config; returns `parser`.
 
     `initialize(args=parser.parse_args(), ...)` takes the configuration from them. `--deepspeed` is a switch for the
-    script's own use, as it is for DeepSpeed. The key is add_config_arguments of DeepSpeed.
+    script's own use, as it is for DeepSpeed.
     """
     group = parser.add_argument_group("ZeRO", "configuration of hf_zero")
     group.add_argument("--zero", "--zero_config", metavar="CONFIG", help="path of a JSON file, or the JSON itself")
@@ -41,7 +41,10 @@ def config_of(args: Any, config: Any, config_params: Any = None) -> ZeroConfig:
     named: dict[str, ZeroConfig | Mapping[str, Any] | str | Path] = {}
     for name in _OPTIONS:
         # DeepSpeed's parsers give a bool where another library's --zero is a switch.
-        if (value := getattr(args, name, None)) is not None and not isinstance(value, bool):
+        value = getattr(args, name, None)
+        # hf_zero's TrainingArguments have what --zero names in both forms.
+        is_loaded_twice = isinstance(value, ZeroConfig) and "args.zero" in named
+        if value is not None and not isinstance(value, bool) and not is_loaded_twice:
             named[f"args.{name}"] = value
     for name, value in (("config", config), ("config_params", config_params)):
         if value is not None:

@@ -35,14 +35,14 @@ _Params = ParamSpec("_Params")
 def reported(
     step: Callable[Concatenate[_EngineT, _Params], None],
 ) -> Callable[Concatenate[_EngineT, _Params], None]:
-    """Around `engine.step`: tells the engine's reports, and remembers whether the step updated the parameters."""
+    """Around `engine.step`: tells the engine's reports."""
 
     @functools.wraps(step)
     def reporting_step(self: _EngineT, /, *args: _Params.args, **kwargs: _Params.kwargs) -> None:
-        boundary, steps, skipped = self.at_boundary(), self.global_steps, self.skipped_steps
+        boundary = self.at_boundary()
+        self._step_applied = False  # until the optimizer says otherwise
         self.reports.step_starts()
         step(self, *args, **kwargs)
-        self._step_applied = self.global_steps > steps and self.skipped_steps == skipped
         self.reports.step_ends(boundary=boundary)
 
     return reporting_step
@@ -54,6 +54,7 @@ class ScriptCalls(EngineState):
     homes: Homes
     reducer: GradReducer
     reports: Reports
+    managed: bool
     _thaw: Thaw
     _step_applied = False
     _boundary: bool | None = None  # what set_gradient_accumulation_boundary said
@@ -119,7 +120,7 @@ class ScriptCalls(EngineState):
             ConfigError: It is no multiple of micro-batch size times ranks.
             StateError: Inside an accumulation window, or where Trainer or Accelerate accumulate.
         """
-        if self.accumulation_steps != self.config.gradient_accumulation_steps:
+        if self.managed:
             raise StateError("set_train_batch_size: Trainer and Accelerate accumulate by themselves; set it there")
         if self.micro_steps % self.accumulation_steps or not all(buffer.is_empty for buffer in self.reducer.buffers):
             raise StateError(

@@ -222,6 +222,65 @@ def test_an_output_inside_another_is_scaled_once() -> None:
         assert torch.allclose(value.float(), direct[name].float(), rtol=1e-2, atol=1e-3), name
 
 
+class Generator(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(super().forward(x))
+
+
+def two_engines(block: dict[str, Any], how: str) -> list[dict[str, torch.Tensor]]:
+    """One step of a chain of two engines, and of a loss of both, with direct backwards."""
+    engines = []
+    for kind in (Generator, Net):
+        torch.manual_seed(3)
+        model = kind()
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, **block}
+        if block and kind is Net:
+            config["fp16"] = {"enabled": True, "loss_scale": 64}
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engines.append(hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0])
+    first, second = engines
+    x = torch.randn(2, 7, generator=torch.Generator().manual_seed(dist.get_rank()))
+    if how == "chain":
+        loss = second(first(x)).float().square().mean()
+    elif how == "twice":
+        loss = first(first(x)).float().square().mean() + second(x).float().square().mean()
+    else:
+        loss = first(x).float().square().mean() + second(x).float().square().mean()
+    loss.backward()
+    for engine in engines:
+        engine.step()
+    return [engine.full_state_dict(keep=True) for engine in engines]
+
+
+@pytest.mark.parametrize("how", ["chain", *(pytest.param(how, marks=pytest.mark.slow) for how in ("twice", "beside"))])
+def test_engines_in_one_graph_have_a_scale_each(how: str) -> None:
+    half = run_ranks(two_engines, 2, {"fp16": {"enabled": True, "loss_scale": 16}}, how)[0]
+    single = run_ranks(two_engines, 2, {}, how)[0]
+    torch.manual_seed(3)
+    start = [dict(Generator().named_parameters()), None]
+    moved = [float((single[0][name] - value).abs().max()) for name, value in start[0].items()]
+    assert max(moved) > 0.02
+    for mine, want in zip(half, single, strict=True):
+        for name, value in want.items():
+            assert torch.allclose(mine[name].float(), value, rtol=2e-2, atol=2e-3), name
+
+
+def scaled_for_another() -> str:
+    fp16, other = start(FP16), start({})
+    loss = fp16(torch.ones(1, 7)).float().sum() + other(torch.ones(1, 7)).sum()
+    with pytest.raises(StateError) as raised:
+        fp16.backward(loss)
+    return str(raised.value)
+
+
+def test_a_loss_that_is_scaled_for_one_engine_is_refused_by_another() -> None:
+    assert "scaled for the fp16 of another engine" in run_ranks(scaled_for_another, 2)[0]
+
+
 def train_and_save(folder: str, steps: list[float], load: bool) -> tuple[float, int, int, dict[str, torch.Tensor]]:
     block = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
     engine = start({"fp16": block, "zero_optimization": {"stage": 3 if load else 2}})
@@ -247,6 +306,20 @@ def test_the_scale_goes_on_from_a_checkpoint_at_another_stage(tmp_path: Path) ->
     assert resumed[:3] == whole[:3] and whole[1] == 3 and whole[0] != 256
     for name, value in whole[3].items():
         assert torch.allclose(value.float(), resumed[3][name].float(), atol=1e-3), name
+
+
+def into_fp16(folder: str) -> tuple[float, int]:
+    engine = start({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    step(engine, 0)
+    engine.save_checkpoint(folder)
+    engine = start({"fp16": {"enabled": True, "initial_scale_power": 9}, "zero_optimization": {"stage": 1}})
+    engine.load_checkpoint(folder)
+    return engine.optimizer.cur_scale, engine.global_steps
+
+
+@pytest.mark.slow
+def test_a_run_without_a_scale_goes_on_in_fp16_with_the_first_one(tmp_path: Path) -> None:
+    assert run_ranks(into_fp16, 2, str(tmp_path)) == [(512.0, 1)] * 2
 
 
 def test_failures_are_told(tmp_path: Path) -> None:

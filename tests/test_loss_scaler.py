@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from hf_zero import ConfigError, ZeroConfig
 from hf_zero.config.precision import LossScaling
+from hf_zero.hf.conflicts import scaler_conflicts
+from hf_zero.hf.loops import scaling_of
 from hf_zero.optim.loss_scaler import HysteresisScaler, PlainScaler, StaticScaler, make_scaler
 from tests.golden import loss_scales
 from tests.golden.loss_scales import Pattern
@@ -159,3 +162,34 @@ def test_amp_goes_with_stage_0_only() -> None:
     config = {"train_batch_size": 1, "amp": {"enabled": True}, "zero_optimization": {"stage": 1}}
     with pytest.raises(ConfigError, match="amp goes with stage 0 only"):
         ZeroConfig.load(config).resolve(world_size=1)
+
+
+@pytest.mark.parametrize(("given", "static"), [(None, 0.0), ("dynamic", 0.0), (128, 128.0), ("128.0", 128.0)])
+def test_scales_of_amp(given: object, static: float) -> None:
+    block = {"enabled": True, **({} if given is None else {"loss_scale": given})}
+    scaling = ZeroConfig.load({"train_batch_size": 1, "amp": block}).resolve(world_size=1).precision.scaling
+    assert scaling is not None and scaling.static == static
+
+
+@pytest.mark.parametrize("given", ["dynamc", -1, 0, True, "nan"])
+def test_other_scales_of_amp_are_refused(given: object) -> None:
+    config = {"train_batch_size": 1, "amp": {"enabled": True, "loss_scale": given}}
+    with pytest.raises(ConfigError, match=r"amp.loss_scale = .*above 0 or \"dynamic\""):
+        ZeroConfig.load(config).resolve(world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"), [({"growth_factor": 3.0}, "grows by 3"), ({"init_scale": 10000.0}, "powers of 2")]
+)
+def test_gradient_scalers_that_cannot_be_followed_are_refused(settings: dict[str, float], words: str) -> None:
+    (problem,) = scaler_conflicts(torch.amp.GradScaler("cpu", **settings))
+    assert words in problem.text
+
+
+def test_gradient_scalers_are_followed() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
+    assert scaler_conflicts(scaler) == []
+    scaling = scaling_of(scaler)
+    assert scaling is not None and (scaling.initial_power, scaling.window, scaling.hysteresis) == (10, 7, 1)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    assert scaler_conflicts(off) == [] and scaling_of(off) is None

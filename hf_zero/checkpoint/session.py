@@ -149,6 +149,7 @@ def _info(session: Session, client_state: Any, frozen: dict[str, str]) -> SaveIn
         extra[FROZEN_DIGESTS] = frozen
     if session.lr_scheduler is not None:
         extra["lr_scheduler"] = _plain(session.lr_scheduler.state_dict())
+        extra["lr_scheduler_class"] = type(session.lr_scheduler).__name__
     if session.optimizer is not None:
         extra["optimizer"] = type(session.optimizer.optimizer).__name__
         extra["step_guard"] = session.optimizer.guard.state_dict()
@@ -264,6 +265,12 @@ def load(session: Session, folder: Path, *, load_optimizer: bool, load_scheduler
                 session.optimizer.guard.load_state_dict(reader.manifest.extra.get("step_guard", {}))
         manifest = reader.manifest
     if session.lr_scheduler is not None and "lr_scheduler" in manifest.extra and load_scheduler:
+        saved, mine = manifest.extra.get("lr_scheduler_class"), type(session.lr_scheduler).__name__
+        if saved not in (None, mine):
+            raise CheckpointError(
+                f"the checkpoint holds the state of {saved}, this run's schedule is {mine}: use the same, or load "
+                "with load_lr_scheduler_states=False"
+            )
         state = {key: value for key, value in manifest.extra["lr_scheduler"].items() if value is not None}
         session.lr_scheduler.load_state_dict({**session.lr_scheduler.state_dict(), **state})
     return Loaded(manifest.global_step, manifest.client_state)

@@ -141,21 +141,11 @@ def _model(name: str) -> Any:
     """What the resolver looks at: the configuration, and shapes on no device where that says no width."""
     from transformers import AutoConfig
 
+    from hf_zero.hf.meta_model import build
+
     try:
         found = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {name}: {str(error).splitlines()[0]}") from None
     shapeless = SimpleNamespace(config=found, parameters=lambda: iter(()))
-    return shapeless if hidden_size(shapeless) is not None else _on_meta(found)
-
-
-def _on_meta(config: Any) -> Any:
-    import torch
-    import transformers
-
-    kinds = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
-    with torch.device("meta"):
-        for kind in kinds:
-            if kind is not None:
-                return kind(config)
-        return transformers.AutoModel.from_config(config)
+    return shapeless if hidden_size(shapeless) is not None else build(found)

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from hf_zero.cluster import DEFAULT_PORT
 from hf_zero.launcher.job import DEFAULT_HOSTFILE, LAUNCHERS, LaunchOptions, launch
-from hf_zero.launcher.plan import DEFAULT_PORT
 from hf_zero.launcher.problems import LaunchUsageError
 
 NAME = "launch"

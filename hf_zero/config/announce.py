@@ -18,9 +18,8 @@ def start_text(config: ResolvedConfig) -> str:
 
 
 def announce(config: ResolvedConfig, logger: logging.Logger) -> None:
-    """Log notices as warnings, and the configuration at level INFO; `dump_state` shows it at any level."""
+    """Log notices as warnings, and the configuration at level INFO. `dump_state` shows it elsewhere, always."""
     for notice in config.notices:
         logger.warning(notice)
-    quiet = not logger.isEnabledFor(logging.INFO)
-    if not quiet or config.settings.get("dump_state"):
-        logger.log(logging.WARNING if quiet else logging.INFO, "%s", start_text(config))
+    if not config.settings.get("dump_state"):
+        logger.info("%s", start_text(config))

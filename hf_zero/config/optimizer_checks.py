@@ -45,6 +45,13 @@ def optimizer_problems(values: Mapping[str, Any], problems: Problems) -> None:
             f"it does not go with ZeRO (zero_optimization.stage = {stage}): it compresses momenta of whole parameters",
             'Set the stage to 0, or use "AdamW".',
         )
+    if kind == "OneBitAdam" and look_up(values, "gradient_allreduce_op") == "sum":
+        problems.add(
+            "gradient_allreduce_op",
+            "sum",
+            "OneBitAdam exchanges means of momenta",
+            'Set it to "mean", or use "AdamW".',
+        )
     if kind in ("Lamb", "OneBitAdam") and look_up(values, f"{_PARAMS}.amsgrad") is True:
         problems.add(f"{_PARAMS}.amsgrad", True, f"{kind} does not have it", "Remove it.")
     if kind == "OneBitAdam" and look_up(values, f"{_PARAMS}.eps_inside_sqrt") is True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ def precision_of(values: Mapping[str, Any]) -> Precision:
     level = _amp_level(values)
     if level in ("O1", "O2", "O3"):
         fixed = look_up(values, "amp.loss_scale")
-        scaling = LossScaling(static=float(fixed)) if _is_number(fixed) else LossScaling.of_torch()
+        scaling = LossScaling.of_torch() if fixed in (None, "dynamic") else LossScaling(static=float(fixed))
         if level == "O1":
             return Precision(None, "float16", scaling, skip_nonfinite=True)
         return Precision("float16", None, scaling, skip_nonfinite=True)
@@ -58,8 +59,14 @@ def precision_of(values: Mapping[str, Any]) -> Precision:
     return Precision(None, autocast, LossScaling.of_torch() if scaled else None, skip_nonfinite=scaled)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_scale(value: Any) -> bool:
+    """Apex takes a number, as a text too, or "dynamic"."""
+    if value is None or value == "dynamic":
+        return True
+    try:
+        return not isinstance(value, bool) and math.isfinite(float(value)) and float(value) > 0
+    except (TypeError, ValueError):
+        return False
 
 
 def _scaling(block: Mapping[str, Any]) -> LossScaling:
@@ -101,6 +108,9 @@ def precision_problems(values: Mapping[str, Any], problems: Problems) -> None:
             f"amp goes with stage 0 only, as with DeepSpeed, but the stage is {stage}",
             'Use "torch_autocast": {"enabled": true, "dtype": "fp16"}, which computes the same at every stage.',
         )
+    scale = look_up(values, "amp.loss_scale")
+    if not _is_scale(scale):
+        problems.add("amp.loss_scale", scale, 'expected a number above 0 or "dynamic"', 'Write "dynamic".')
     if look_up(values, "torch_autocast.enabled") is True:
         dtype = look_up(values, "torch_autocast.dtype")
         if dtype == "float32":

@@ -48,11 +48,6 @@ class PretendedComm(Comm):
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         return [value] * self.world_size
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the receive buffers that are kept for reuse."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._scratch)
-
 
 class PretendedHost(HostStore):
     """Whole pages of nothing."""

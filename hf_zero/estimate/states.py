@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from hf_zero.config import ResolvedConfig
+from hf_zero.errors import ConfigError
 from hf_zero.optim.blocks import optimizer_of
 from hf_zero.optim.host_adam import HostAdamSettings
 from hf_zero.optim.host_state import HostState
 from hf_zero.optim.owned import CutGroups
-from hf_zero.optim.rules import check_native, check_optimizer
+from hf_zero.optim.rules import check_native, check_optimizer, needs_whole
+from hf_zero.optim.sub_groups import sub_groups
 from hf_zero.runtime.build import BuiltUnits
 from hf_zero.shards.sink import make_sink, must_stage
 
@@ -49,11 +51,14 @@ class PlannedStates:
             make = factory or (lambda params: _optimizer_of(config.optimizer, params, on_host=on_host))
             self._optimizer = make(trained)
             sharded = any(buffer.flat.layout.world_size > 1 for buffer in built.grads)
+            if sharded and needs_whole(self._optimizer) is not None:
+                kind = type(self._optimizer).__name__
+                raise ConfigError(f"{kind} updates whole parameters on their owners, which is not planned yet")
             check_optimizer(self._optimizer, sharded=sharded, allow_untested=config.zero_allow_untested_optimizer)
             if any(buffer.flat.home.native for buffer in built.grads):
                 check_native(self._optimizer)
             self._owned = CutGroups(self._optimizer).take(built.grads)
-        settings = HostAdamSettings.of(config, built.homes.host)
+        settings = HostAdamSettings.of(config, built.homes.host, clips=config.gradient_clipping > 0)
         native = [buffer for buffer in built.grads if buffer.flat.home.native]
         runs = {id(b): [owned for owned in self._owned if owned.buffer is b] for b in native}
         self._native = [HostState(b, runs[id(b)], settings.moments_dtype) for b in native if runs[id(b)]]
@@ -72,12 +77,12 @@ class PlannedStates:
         """One step of the torch optimizer on the shards that it updates, as ShardedOptimizer calls it."""
         if self._optimizer is None:
             return
-        for owned in self._owned:
-            for master, grad in zip(owned.masters, owned.grads, strict=False):
+        everything = {id(buffer): [True] * len(buffer.flat.params) for buffer in self._built.grads}
+        for group in sub_groups(self._optimizer, self._owned, everything):
+            for master, grad in group:
                 master.grad = grad.to(master.dtype)
-        self._optimizer.step()
-        for owned in self._owned:
-            for master in owned.masters:
+            self._optimizer.step()
+            for master, _ in group:
                 master.grad = None
 
     @property

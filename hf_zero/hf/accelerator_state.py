@@ -65,10 +65,11 @@ class AcceleratorState(Accelerator):
         engines = self._engines()
         if engines:
             input_dir = state_to_load(self.project_configuration, input_dir)
-        with self._without_engines(keep=lambda engine: False):
-            super().load_state(input_dir, load_kwargs, **kwargs)
+        # Engines first: with the optimizer they load the rates of its groups, which are the schedulers' to set.
         for index, engine in enumerate(engines):
             engine.load_checkpoint(_engine_folder(str(input_dir), index))
+        with self._without_engines(keep=lambda engine: False):
+            super().load_state(input_dir, load_kwargs, **kwargs)
 
     @contextlib.contextmanager
     def _without_engines(self, *, keep: Callable[[ZeroEngine], bool]) -> Iterator[None]:

@@ -7,6 +7,7 @@ one ConfigError on every rank. What runs, but at a cost that need not be, is a w
 from __future__ import annotations
 
 import logging
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,13 +106,20 @@ def accelerator_conflicts(accelerator: Accelerator, config: ZeroConfig) -> list[
 
 def scaler_conflicts(scaler: Any) -> list[Problem]:
     """What a gradient scaler asks for that the engine's own, which takes its place, does not do."""
-    if scaler is None or (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (2.0, 0.5):
+    if scaler is None or not scaler.is_enabled():
         return []
-    text = (
-        f"The GradScaler grows by {scaler.get_growth_factor():g} and backs off by {scaler.get_backoff_factor():g}: "
-        "loss scales are doubled and halved here."
-    )
-    return [Problem("Accelerator.kwargs_handlers", text, "Leave growth_factor at 2.0 and backoff_factor at 0.5.")]
+    problems = []
+    if (scaler.get_growth_factor(), scaler.get_backoff_factor()) != (2.0, 0.5):
+        text = (
+            f"The GradScaler grows by {scaler.get_growth_factor():g} and backs off by "
+            f"{scaler.get_backoff_factor():g}: loss scales are doubled and halved here."
+        )
+        remedy = "Leave growth_factor at 2.0 and backoff_factor at 0.5."
+        problems.append(Problem("Accelerator.kwargs_handlers", text, remedy))
+    if not math.log2(scaler._init_scale).is_integer():
+        text = f"The GradScaler starts at {scaler._init_scale:g}: loss scales are powers of 2 here."
+        problems.append(Problem("Accelerator.kwargs_handlers", text, "Choose a power of 2 as init_scale."))
+    return problems
 
 
 def model_conflicts(model: nn.Module, stage: int) -> list[Problem]:

@@ -59,6 +59,8 @@ def arguments_of(accelerator: Accelerator, per_device: int | None) -> Any:
     return SimpleNamespace(**said)
 
 
-def scaling_of(scaler: Any) -> LossScaling:
-    """The rules of accelerate's gradient scaler. It halves and doubles: accelerator_conflicts has seen to that."""
+def scaling_of(scaler: Any) -> LossScaling | None:
+    """The rules of accelerate's gradient scaler, if it is on. accelerator_conflicts has seen to what is not done."""
+    if not scaler.is_enabled():
+        return None
     return LossScaling.of_torch(round(math.log2(scaler._init_scale)), scaler.get_growth_interval())

@@ -7,7 +7,6 @@ too, so that all of them make the same next attempt.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -51,8 +50,7 @@ def _take_batch_size(trainer: Any, plugin: ZeroPlugin, per_device: int) -> None:
     plugin.take_batch_size(per_device)
     engine = engine_of(trainer.model)
     if engine is not None:
-        resolved = plugin.resolve(trainer.accelerator, trainer.model)
-        engine.config = dataclasses.replace(resolved, gradient_clipping=engine.config.gradient_clipping)
+        engine.config = plugin.resolve(trainer.accelerator, trainer.model)
 
 
 def _tell_others(rank: int, error: RuntimeError) -> None:

@@ -131,8 +131,8 @@ class ZeroPlugin:
         # Trainer and accelerate scale the loss for accumulation, and ZeroAcceleratedOptimizer sees to clipping.
         engine = new_engine(
             model,
-            dataclasses.replace(resolved, gradient_clipping=0.0),
-            accumulation_steps=1,
+            resolved,
+            managed=True,
             device=accelerator.device,
             # Masters keep what a cast to 16 bits drops, so a model that is evaluated first has them from the start.
             train=train or resolved.dtype is not None,
@@ -261,6 +261,9 @@ class ZeroAcceleratorMixin(AcceleratorState):
             return
         with scaling[0].scaled(loss) as scaled:
             super().backward(scaled, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing to do: what is in shards is free of the loss scale."""
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         engine = engine_of(model)

@@ -57,7 +57,7 @@ def _resize(module: PreTrainedModel, engine: ZeroEngine, original: Callable[[], 
         raise
     model = engine.module
     # Rank 0's values win: new rows may have been drawn with other seeds elsewhere.
-    again = renew(model, [engine], engine.config, accumulation_steps=engine.accumulation_steps, train=engine.trains)
+    again = renew(model, [engine], engine.config, managed=engine.managed, train=engine.trains)
     install_on_model(again)
     return resized
 

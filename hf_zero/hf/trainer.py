@@ -33,6 +33,7 @@ from hf_zero.hf.memory import run_attempt
 from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin
 from hf_zero.hf.weights import full_weights, restore_weights
 from hf_zero.optim.blocks import optimizer_of
+from hf_zero.optim.schedule import Schedule
 from hf_zero.optim.schedules import choose_scheduler
 from hf_zero.weight_copy import copy_weights
 
@@ -222,8 +223,21 @@ def load_optimizer_and_scheduler(self: Any, orig: Original, checkpoint: str | No
     if not os.path.isfile(scheduler):
         raise CheckpointError(f"cannot resume from {checkpoint}: {SCHEDULER_NAME} is missing.")
     with warnings.catch_warnings(record=True) as caught:
-        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        state = torch.load(scheduler, weights_only=True)
+        _check_schedule(self.lr_scheduler, state, checkpoint)
+        self.lr_scheduler.load_state_dict(state)
     reissue_pt_warnings(caught)
+
+
+def _check_schedule(scheduler: Any, state: dict[str, Any], checkpoint: str) -> None:
+    """A schedule of the configuration and one of Trainer's keep different states."""
+    if ("last_batch_iteration" in state) == isinstance(scheduler, Schedule):
+        return
+    how = "with" if "last_batch_iteration" in state else "without"
+    raise CheckpointError(
+        f"cannot resume from {checkpoint}: it was written {how} a scheduler block, and this run's schedule is "
+        f"{type(scheduler).__name__}. Use the same configuration, or start anew from its weights."
+    )
 
 
 def _has_frozen_weights_elsewhere(trainer: Any, engine: ZeroEngine) -> bool:

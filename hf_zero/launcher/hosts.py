@@ -79,7 +79,8 @@ class Transport:
             reason = f"no answer within {timeout_s:.0f} s"
         else:
             if done.returncode == 0:
-                return done.stdout.removeprefix(f"{host}: ") if self.kind == "pdsh" else done.stdout
+                lines = done.stdout.splitlines()
+                return "\n".join(line.removeprefix(f"{host}: ") if self.kind == "pdsh" else line for line in lines)
             reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise LaunchUsageError(
             f"host {host} cannot be reached by {self.kind} without a password: {reason}. "

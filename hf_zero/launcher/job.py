@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from hf_zero.cluster import expand_hosts, slurm_port
+from hf_zero.cluster import DEFAULT_PORT, expand_hosts, slurm_port
 from hf_zero.launcher.forwarding import environment_files, exported, read_environment_file, shell_exports
 from hf_zero.launcher.hosts import RemoteJob, Transport, address_of, check_reachable, run_srun
 from hf_zero.launcher.node import free_port, port_is_free, run_node
-from hf_zero.launcher.plan import DEFAULT_PORT, JobPlan
+from hf_zero.launcher.plan import JobPlan
 from hf_zero.launcher.problems import LaunchUsageError
 from hf_zero.launcher.resources import Slots, parse_node_specs, read_hostfile, select, trim
 

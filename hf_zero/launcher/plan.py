@@ -7,8 +7,6 @@ import dataclasses
 import json
 from typing import Any
 
-DEFAULT_PORT = 29500  # torch's and DeepSpeed's
-
 
 @dataclasses.dataclass(frozen=True)
 class JobPlan:

@@ -39,11 +39,11 @@ class HostAdamSettings:
     moments_dtype: torch.dtype | None  # None: the masters' type
 
     @classmethod
-    def of(cls, config: ResolvedConfig, host: HostStore) -> HostAdamSettings:
+    def of(cls, config: ResolvedConfig, host: HostStore, *, clips: bool) -> HostAdamSettings:
         offload = config.zero.offload_optimizer
         return cls(
             host=host,
-            early=config.gradient_clipping <= 0,
+            early=not clips,
             delay_from=offload.delayed_update_start if offload.delayed_update else None,
             moments_dtype=torch.bfloat16 if config.moments_16bit else None,
         )

@@ -94,6 +94,8 @@ class PlainScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "cur_iter" not in state:  # of a run without a dynamic scale: this one starts where it starts
+            return
         for name in self.state_dict():
             if name in state:
                 setattr(self, name, state[name])
@@ -108,7 +110,7 @@ class HysteresisScaler(PlainScaler):
 
     @property
     def is_exhausted(self) -> bool:
-        return self._halves and self.cur_scale == self._rules.min_scale
+        return self._halves and self.cur_scale <= self._rules.min_scale
 
     @property
     def _halves(self) -> bool:

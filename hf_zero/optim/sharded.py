@@ -110,6 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
+        self.strategy.restart()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more of the model's parameters: those that are frozen now join once they require gradients.
@@ -118,10 +119,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         given = param_group["params"]
         params = [given] if isinstance(given, torch.Tensor) else list(given)
+        held = [buffer for buffer in self._reducer.buffers if any(buffer.flat is flat for flat in self._native_flats)]
+        late = {id(param) for buffer in held for param in buffer.flat.params}
+        if any(id(param) in late for param in params):
+            raise StateError(
+                "add_param_group: these parameters lie in one buffer with others whose offloaded update has begun.\n"
+                "Give the optimizer all trainable parameters from the start, or freeze the new ones until they join."
+            )
         self.optimizer.add_param_group({**param_group, "params": []})
         self._cut.wait_for(self.optimizer.param_groups[-1], params)
-        held = {id(run.buffer) for run in self._owned if run.native}
-        self.take_in([buffer for buffer in self._reducer.buffers if id(buffer) not in held])
+        known = {id(buffer) for buffer in held}
+        self.take_in([buffer for buffer in self._reducer.buffers if id(buffer) not in known])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what has been accumulated in this window."""

@@ -131,7 +131,7 @@ class LambUpdate(TorchUpdate):
             whole.index_add_(0, index, squares.to(device))
             if sharded:
                 self.comm.all_reduce(whole, "norms of parameters").wait()
-            return whole[index]
+            return whole[index].to(squares.device)
 
         self.optimizer.step(combine=combine)
 

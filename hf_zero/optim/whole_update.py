@@ -150,7 +150,7 @@ class WholeUpdate(TorchUpdate):
         """The whole state, on the compute device of every rank. All ranks must call."""
         name = param.slot.name
         mine = self.optimizer.state.get(param.whole, {}) if param.whole is not None else {}
-        facts = {key: (tuple(value.shape), value.dtype) if _is_shaped(value) else value for key, value in mine.items()}
+        facts = {key: (tuple(one.shape), one.dtype) if _is_shaped(one) else _on_host(one) for key, one in mine.items()}
         known = self.comm.all_gather_object(facts, f"state of {name}")[param.owner]
         if not known:
             return None
@@ -198,6 +198,10 @@ class WholeUpdate(TorchUpdate):
 
 def _is_shaped(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _fact(value: Any, shape: tuple[int, ...]) -> Any:

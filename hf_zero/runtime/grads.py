@@ -133,7 +133,6 @@ class GradBuffer:
     # ---------------------------------------------------------------- arrival
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """Add the gradient of the buffer's parameter `index`."""
-        self._loss_scale.check(self.flat.layout.slots[index].name, grad)
         if self.whole is None:
             self.whole = self._fresh_whole()
         slot = self.flat.layout.slots[index]
@@ -141,6 +140,7 @@ class GradBuffer:
         grad = grad.detach()
         if grad.layout != torch.strided:  # an Embedding with sparse=True
             grad = grad.to_dense()
+        self._loss_scale.check(slot.name, grad)
         if self._written[index]:
             place.view(slot.shape).add_(grad)
         else:

@@ -132,8 +132,14 @@ class ModelHooks:
             watch.watch(output)
             return output
 
+        def unscale(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not loss_scale.is_used or not torch.is_grad_enabled() or in_backward():
+                return None
+            return loss_scale.through_inputs(args), loss_scale.through_inputs(kwargs)
+
         if input_dtype is not None:
             self._handles.append(model.register_forward_pre_hook(_eager(before), prepend=True, with_kwargs=True))
+        self._handles.append(model.register_forward_pre_hook(_eager(unscale), prepend=True, with_kwargs=True))
         self._handles.append(model.register_forward_hook(_eager(after)))
 
     def on_autocast(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:

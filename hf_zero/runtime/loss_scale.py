@@ -3,7 +3,8 @@
 [Note: Where the scale comes in]
 `engine.backward` and `accelerator.backward` multiply the loss itself, so that nothing of the backward underflows. A
 direct `loss.backward()` knows nothing of the scale: there the gradient is multiplied where it enters the model, at the
-tensors that its forward returned. These are aliases made for the purpose, so that a path from one output to another
+tensors that its forward returned, and divided where it leaves the model, at its inputs: another model before it has a
+scale of its own, or none. These tensors are aliases made for the purpose, so that a path from one output to another
 inside the forward does not meet the scale twice. Gradients are divided again in their reduce, where they are
 multiplied anyway: in shards there are true gradients only.
 """
@@ -11,13 +12,25 @@ multiplied anyway: in shards there are true gradients only.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from hf_zero.errors import StateError
-from hf_zero.runtime.tree import replace_tensors
+from hf_zero.runtime.tree import map_tensors, replace_tensors
+
+# Whose scale the loss of the backward under way, or next, was multiplied with.
+_CLAIMED: list[weakref.ref[LossScale]] = []
+
+
+def _claimant() -> LossScale | None:
+    return _CLAIMED[0]() if _CLAIMED else None
+
+
+def _claim(scale: LossScale | None) -> None:
+    _CLAIMED[:] = [] if scale is None else [weakref.ref(scale)]
 
 
 class LossScale:
@@ -32,34 +45,40 @@ class LossScale:
         self._in_loss = False  # the loss of the backward under way, or next, was multiplied
         self._entered = False  # the scale came in through an output in the backward under way
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the scale, in fp32 at least, for a backward of the caller's own right after this."""
+    def _multiply(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the scale, in fp32 at least."""
         if not self.is_used:
             return loss
         self._in_loss = True
+        _claim(self)
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.value
 
     @contextlib.contextmanager
     def scaled(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Gives `scale(loss)`, whose backward is to be called inside."""
+        """Gives `loss` times the scale, in fp32 at least: its backward is to be called inside."""
         try:
-            yield self.scale(loss)
+            yield self._multiply(loss)
         finally:
-            self._in_loss = False
+            self.end_backward()
 
     def end_backward(self) -> None:
         self._in_loss = self._entered = False
+        if _claimant() is self:
+            _claim(None)
+
+    def forget(self) -> None:
+        """A pass was broken off."""
+        self.end_backward()
+        if self.suspects is not None:
+            self.suspects = []
 
     def through_outputs(self, output: Any) -> Any:
         """What the model's forward returned, with every tensor that needs a gradient in an alias that scales it."""
-        return replace_tensors(output, self._alias)
+        return replace_tensors(output, lambda tensor: _alias(tensor, self._enter))
 
-    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        alias = tensor.view_as(tensor)
-        alias.register_hook(self._enter)
-        return alias
+    def through_inputs(self, inputs: Any) -> Any:
+        """What the model's forward gets, with every tensor that needs a gradient in an alias that unscales it."""
+        return map_tensors(inputs, lambda tensor: _alias(tensor, self._leave))
 
     def _enter(self, grad: torch.Tensor) -> torch.Tensor | None:
         if self._in_loss:
@@ -67,13 +86,30 @@ class LossScale:
         self._entered = True
         return grad * self.value
 
+    def _leave(self, grad: torch.Tensor) -> torch.Tensor | None:
+        return None if self._in_loss else grad / self.value
+
     def check(self, name: str, grad: torch.Tensor) -> None:
         """Look at the gradient that has arrived for parameter `name`. Raises StateError if it was not scaled."""
         if self.suspects is not None and not torch.isfinite(grad).all():
             self.suspects.append(name)
+        other = _claimant()
+        if other is not None and other is not self:
+            raise StateError(
+                f"the gradient of {name} came from a loss that was scaled for the fp16 of another engine.\nCall "
+                "backward once for the loss of each engine, or loss.backward() for both together."
+            )
         if self.is_used and not (self._in_loss or self._entered):
             raise StateError(
                 f"the gradient of {name} came from a loss that was not scaled for fp16: it was made from something "
                 "other than what the model's forward returned.\nCall engine.backward(loss) or "
                 "accelerator.backward(loss) instead of loss.backward()."
             )
+
+
+def _alias(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(hook)
+    return alias

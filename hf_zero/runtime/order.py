@@ -84,8 +84,3 @@ class UseOrder:
         """Ranks were broken off at different places: nothing is recorded, and there is no prefetch until a vote."""
         self._recording, self._recorded = [], []
         self._agreed, self._next, self._last = (), {}, -1
-
-    @property
-    def agreed(self) -> list[ShardUnit]:
-        """Units in the agreed order, each at its first use; empty before the first agreement."""
-        return [self._units[i] for i in dict.fromkeys(self._agreed)]

@@ -310,6 +310,8 @@ class OnDemandParams:
         """A pass was broken off on all ranks, and its connections are closed: everything is in shards again."""
         self._held.clear()
         self._open_uses.clear()
+        self._kept.clear()
+        self._phase = None
         self._stream = self._last_in_backward = None
         self.builds_graph = self._graph_alive = False
         for order in self.orders.values():

@@ -7,7 +7,6 @@ the configuration; without any, and on ranks that do not speak, nothing is hooke
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ResolvedConfig
+from hf_zero.config.announce import start_text
 from hf_zero.runtime.clocks import Clock, Stopwatch, clock_of
 from hf_zero.runtime.fittings import Callbacks
 from hf_zero.runtime.hooks import in_backward
@@ -228,7 +228,7 @@ class Reports:
         """What `config` asks for. Call on the rank that speaks; shows the configuration for `dump_state`."""
         settings = config.settings
         if settings["dump_state"]:
-            say(f"hf_zero configuration:\n{config.describe()}\njson = {json.dumps(config.raw, indent=4, default=str)}")
+            say(start_text(config))
         clock = clock_of(device)
         watchers: list[Watcher] = []
         if config.steps_per_print > 0:
@@ -284,6 +284,10 @@ class Reports:
         """What ends a micro-batch; `boundary` as in Watcher.micro_ends."""
         self._tell("step_ends")
         self._micro_ends(boundary)
+
+    def forget(self) -> None:
+        """A pass was broken off: no micro-batch is under way."""
+        self._backward_done = False
 
     def _forward_starts(self) -> None:
         if self._backward_done:  # Trainer and Accelerate call no step between micro-batches
