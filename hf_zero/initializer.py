@@ -142,9 +142,9 @@ def _make_optimizer(
     model: nn.Module,
     parameters: Iterable[Any] | None,
 ) -> torch.optim.Optimizer | None:
+    if optimizer is not None and block is not None:
+        raise ConfigError("both an optimizer and an optimizer block in the configuration: remove one of them")
     if isinstance(optimizer, torch.optim.Optimizer):
-        if block is not None:
-            raise ConfigError("both an optimizer and an optimizer block in the configuration: remove one of them")
         return optimizer
     chosen = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
     if optimizer is not None:

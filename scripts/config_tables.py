@@ -50,7 +50,8 @@ def key_tables() -> str:
 
 def _table(verdict: str, rows: dict[tuple[str, str], list[str]]) -> str:
     if verdict == OBEYED:
-        return "\n".join(f"- `{path}`" for paths in rows.values() for path in paths) + "\n"
+        named = [(path, key[1].rpartition("\0")[2]) for key, paths in rows.items() for path in paths]
+        return "\n".join(f"- `{path}`{f', {reason}' if reason else ''}" for path, reason in named) + "\n"
     head = {NOTHING_TO_DO: "why", REFUSED: "instead", OTHER_NAME: "name"}[verdict]
     lines = [f"| key | {head} |", "|---|---|"]
     for (inside, reason), paths in rows.items():

@@ -148,12 +148,14 @@ def test_the_engine_logs_its_configuration_once(
     level: str, dump: bool, shown: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(getattr(logging, level), logger="hf_zero")
+    caplog.handler.setLevel(logging.INFO)  # what dump_state asks for is shown at any level of the others
     model = torch.nn.Linear(4, 4)
     config = {"zero_optimization": {"stage": 2}, "dump_state": dump}
     engine, *_ = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)
     found = [record for record in caplog.records if record.getMessage().startswith(TITLE)]
     assert len(found) == shown
     if found:
+        assert found[0].name == ("hf_zero.lines" if dump else "hf_zero.engine")
         text = found[0].getMessage()
         assert json.loads(text.partition("\n  json = ")[2]) == config
         assert len(re.findall(r"^  [\w.]+ \.+ ", text, re.MULTILINE)) > 60

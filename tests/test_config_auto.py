@@ -321,9 +321,8 @@ def test_missing_keys_take_the_arguments() -> None:
 
 def test_clipping_without_arguments() -> None:
     assert resolve({}).gradient_clipping == 0.0
-    assert resolve({}, default_clipping=2.0).gradient_clipping == 2.0
     assert resolve({"gradient_clipping": "auto"}).gradient_clipping == 1.0
-    assert resolve({"gradient_clipping": 0.5}, default_clipping=2.0).gradient_clipping == 0.5
+    assert resolve({"gradient_clipping": 0.5}).gradient_clipping == 0.5
 
 
 # The model

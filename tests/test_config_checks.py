@@ -69,7 +69,8 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
 def test_what_is_not_supported_is_refused_when_on_and_taken_when_off(path: str) -> None:
     row = find(ROOT, path)
     on, off = SWITCHES.get(path, (ENABLED, {"enabled": False}) if isinstance(row, Block) else (True, False))
-    beside = {"optimizer": {"type": "AdamW"}} if path.startswith("optimizer.params") else {}
+    kind = "Muon" if path.endswith("per_head_muon") else "AdamW"
+    beside = {"optimizer": {"type": kind}} if path.startswith("optimizer.params") else {}
     remedy = next(one.remedy for one in NOT_YET if one.path == path)
 
     def config(value: Any) -> dict[str, Any]:

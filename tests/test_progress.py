@@ -143,7 +143,7 @@ def test_the_configuration_is_shown() -> None:
     assert not found[1]["lines"] and len(found[0]["lines"]) == 1
     text = found[0]["lines"][0]
     assert json.loads(text.partition("json = ")[2])["dump_state"] is True
-    assert len(re.findall(r"^[\w.]+ \.+ .* \[\w+", text, re.MULTILINE)) >= 60
+    assert len(re.findall(r"^ *[\w.]+ \.+ .* \[\w+", text, re.MULTILINE)) >= 60
 
 
 def quiet() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
     try:
         model_config = meta_model.read_config(args.model)
-        raw = ZeroConfig.load(args.config).raw if args.config is not None else {"bf16": {"enabled": True}}
+        raw = ZeroConfig.load(args.config).values if args.config is not None else {"bf16": {"enabled": True}}
     except ConfigError as error:
         raise argparse.ArgumentError(None, "; ".join(str(error).splitlines())) from error
     model = meta_model.build(model_config, gradient_checkpointing=args.gradient_checkpointing)
@@ -125,10 +126,14 @@ class _Task:
         return _Answer(plans, advice, batch_size, profile, without)
 
     def _any_config(self, batch_size: int | None) -> Any:
-        """Of the first stage: types and batch are those of all stages."""
-        from hf_zero.estimate.choices import Choice, resolve
+        """Of the first choice that the configuration allows: types and batch are those of all of them."""
+        from hf_zero.estimate.choices import all_choices, resolve
 
-        return resolve(self.raw, Choice(0, "none", "none"), self.model, self.hardware, batch_size)
+        *others, last = all_choices()
+        for choice in others:
+            with contextlib.suppress(ConfigError):
+                return resolve(self.raw, choice, self.model, self.hardware, batch_size)
+        return resolve(self.raw, last, self.model, self.hardware, batch_size)
 
     def _profile(self, batch_size: int) -> tuple[Profile | None, str]:
         from hf_zero.estimate import measure

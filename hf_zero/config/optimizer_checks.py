@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.config.optimizers import OTHER_OPTIMIZERS
+from hf_zero.config.optimizers import NOT_TAKEN, OTHER_OPTIMIZERS
 from hf_zero.config.parse import look_up
 from hf_zero.config.problems import Problems
 
@@ -28,8 +28,6 @@ def optimizer_problems(values: Mapping[str, Any], problems: Problems) -> None:
                 )
     if kind == "Lamb":
         _check_lamb(values, problems)
-    if kind == "Muon" and look_up(values, f"{_PARAMS}.per_head_muon") is True:
-        problems.add(f"{_PARAMS}.per_head_muon", True, "not supported yet", "Remove it: Muon takes whole matrices.")
     if kind not in (None, *NATIVE, *OTHER_OPTIMIZERS, "Lamb", "OneBitAdam") and look_up(values, _OFFLOAD) == "nvme":
         problems.add(
             "optimizer.type",
@@ -66,9 +64,15 @@ def runs_in_torch(values: Mapping[str, Any]) -> bool:
 
 def optimizer_notices(given: Mapping[str, Any]) -> list[str]:
     """What the user should know about an optimizer block that is obeyed."""
-    if not runs_in_torch(given) or look_up(given, _OFFLOAD) != "cpu":
-        return []
-    return [f"optimizer.type = {look_up(given, 'optimizer.type')} has no native update: torch runs it on the host"]
+    kind = look_up(given, "optimizer.type")
+    lines = [
+        f"{_PARAMS}.{name} = true has no effect: {kind} has one way to run"
+        for name in sorted(NOT_TAKEN.get(kind or "", ()))
+        if look_up(given, f"{_PARAMS}.{name}") is True
+    ]
+    if runs_in_torch(given) and look_up(given, _OFFLOAD) == "cpu":
+        lines.append(f"optimizer.type = {kind} has no native update: torch runs it on the host")
+    return lines
 
 
 def _check_lamb(values: Mapping[str, Any], problems: Problems) -> None:

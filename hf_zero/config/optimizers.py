@@ -49,7 +49,7 @@ OWN_OPTIMIZERS: dict[str, frozenset[str]] = {
     }.items()
 }
 # Parameters of these that their classes do not take: they change nothing, or other values are refused.
-_NOT_TAKEN = {
+NOT_TAKEN = {
     "OneBitAdam": frozenset(_ONE_BIT.split()),
     "Muon": frozenset(["torch_adam", "fp32_optimizer_states", "per_head_muon"]),
 }
@@ -159,7 +159,7 @@ def torch_form(block: Mapping[str, Any]) -> dict[str, Any]:
     kind = block["type"]
     params = dict(block.get("params", {}))
     if kind in OWN_OPTIMIZERS:
-        taken = params.keys() - _NOT_TAKEN.get(kind, frozenset())
+        taken = params.keys() - NOT_TAKEN.get(kind, frozenset())
         return {"type": kind, "params": {name: value for name, value in params.items() if name in taken}}
     extras = {name: params.pop(name) for name in _DEEPSPEED_ADAM.split() if name in params}
     if kind in ("Adam", "AdamW"):

@@ -60,7 +60,6 @@ class Surroundings:
     model: Any = None
     world_size: int = 1
     num_training_steps: int | None = None
-    default_clipping: float | None = None  # for a missing gradient_clipping without arguments; None: off
     client_optimizer: bool = False  # the caller brings the optimizer, so an optimizer block is not built
     client_scheduler: bool = False  # the same of the scheduler; or it is built later, when its numbers are known
     file_only: bool = False  # look at the file alone: no batch numbers, nothing that arguments would give
@@ -168,8 +167,7 @@ class _Resolver:
             self._check_needs(path)
             default = _default(path)
             if path == CLIPPING:
-                preset = self.around.default_clipping
-                default = CLIPPING_WITHOUT_ARGUMENTS if preset is None else preset
+                default = CLIPPING_WITHOUT_ARGUMENTS
             if default is None:
                 _remove(self.values, path)
                 self.origins.pop(path, None)
@@ -189,8 +187,6 @@ class _Resolver:
         self.problems.add(path, "auto", wrong, "Write the number.")
 
     def _fill_defaults(self) -> None:
-        if self._get(CLIPPING) is None and self.around.default_clipping is not None:
-            self._set(CLIPPING, float(self.around.default_clipping), DEFAULT)
         for path, row in _always(ROOT):
             if look_up(self.values, path, _MISSING) is not _MISSING:
                 continue

@@ -65,6 +65,7 @@ class NotYet:
     path: str
     on: Test
     remedy: str
+    values: tuple[str, ...] = ()  # of a key that is obeyed but for these
 
 
 _DROP = "Remove it, or set it to its default."
@@ -87,8 +88,12 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("zero_optimization.mics_shard_size", _above(0), "Remove it: shards span all ranks."),
     NotYet("zero_optimization.mics_hierarchical_params_gather", _true, "Remove it: shards span all ranks."),
     NotYet(
-        "optimizer.type", _one_of(*OTHER_OPTIMIZERS), "Use AdamW, Adam, Lamb, Lion or SGD, which are right on shards."
+        "optimizer.type",
+        _one_of(*OTHER_OPTIMIZERS),
+        "Use AdamW, Adam, Lamb, Lion or SGD, which are right on shards.",
+        OTHER_OPTIMIZERS,
     ),
+    NotYet("optimizer.params.per_head_muon", _true, "Remove it: Muon takes whole matrices."),
     NotYet("sparse_gradients", _true, _DROP),
     NotYet("managed_gradient_accumulation", _false, "Remove it; engine.no_sync() skips the reduction where wanted."),
     NotYet("sequence_parallel_size", _above(1), _DROP),
@@ -172,7 +177,7 @@ NO_EFFECT: dict[str, str] = {
     "bf16.immediate_grad_update": "gradients are always taken as they are ready",
     "fp16.auto_cast": "floating inputs are always cast to the type of the parameters",
     "torch_autocast.lower_precision_safe_modules": "torch's autocast decides by operation",
-    **{f"amp.{name}": "amp levels are run by torch, which decides this itself" for name in _APEX},
+    **{f"amp.{name}": "amp levels are run by torch, with the bounds of its own gradient scaler" for name in _APEX},
     "optimizer.legacy_fusion": "torch's optimizers are used",
     "optimizer.params.cuda_aware": "signs travel through the process group",
     "optimizer.params.comm_backend_name": "signs travel through the process group",

@@ -29,7 +29,8 @@ class Fate:
 
 def fate(path: str) -> Fate:
     """What happens with the key or block at a dotted path of the schema."""
-    refused = {row.path: row.remedy for row in NOT_YET}
+    refused = {row.path: row.remedy for row in NOT_YET if not row.values}
+    partly = {row.path: f"but for {', '.join(row.values)}" for row in NOT_YET if row.values}
     row = dict(walk(ROOT)).get(path)
     if isinstance(row, Alias):
         return Fate(OTHER_NAME, f"of {row.target}", path)
@@ -38,7 +39,7 @@ def fate(path: str) -> Fate:
             return Fate(REFUSED, refused[place], place)
         if place in NO_EFFECT:
             return Fate(NOTHING_TO_DO, NO_EFFECT[place], place)
-    return Fate(OBEYED)
+    return Fate(OBEYED, partly.get(path, ""))
 
 
 def _deciders(path: str) -> Iterator[str]:

@@ -57,6 +57,11 @@ class ZeroConfig:
         return copy.deepcopy(self._parsed.raw)
 
     @property
+    def values(self) -> dict[str, Any]:
+        """What was read, under canonical names and types, "auto" included (a copy). It loads as the file does."""
+        return copy.deepcopy(self._parsed.values)
+
+    @property
     def stage(self) -> int:
         """The ZeRO stage, which needs no resolving."""
         stage = self.get("zero_optimization.stage")
@@ -76,7 +81,6 @@ class ZeroConfig:
         model: Any = None,
         world_size: int = 1,
         *,
-        default_clipping: float | None = None,
         num_training_steps: int | None = None,
         client_optimizer: bool = False,
         client_scheduler: bool = False,
@@ -86,7 +90,6 @@ class ZeroConfig:
             args=args,
             model=model,
             world_size=world_size,
-            default_clipping=default_clipping,
             num_training_steps=num_training_steps,
             client_optimizer=client_optimizer,
             client_scheduler=client_scheduler,
@@ -99,7 +102,6 @@ class ZeroConfig:
         model: Any = None,
         world_size: int = 1,
         *,
-        default_clipping: float | None = None,
         num_training_steps: int | None = None,
         client_optimizer: bool = False,
         client_scheduler: bool = False,
@@ -110,7 +112,6 @@ class ZeroConfig:
             args: TrainingArguments or an object with some of their attributes; None in a plain loop.
             model: Only `model.config` and the shapes of `model.parameters()` are read.
             world_size: Number of ranks that share the data.
-            default_clipping: The gradient norm to clip to where there are no arguments and the file names none.
             num_training_steps: For schedulers; None takes args.max_steps where that is set.
             client_optimizer: The caller brings the optimizer, so an optimizer block needs no learning rate.
             client_scheduler: The caller brings the scheduler, or builds it later, so its block needs no numbers yet.
@@ -121,7 +122,6 @@ class ZeroConfig:
             args=args,
             model=model,
             world_size=world_size,
-            default_clipping=default_clipping,
             num_training_steps=num_training_steps,
             client_optimizer=client_optimizer,
             client_scheduler=client_scheduler,

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from hf_zero.config import Problem, ResolvedConfig, ZeroConfig
+from hf_zero.config import Problem, ZeroConfig
 from hf_zero.config.problems import raise_all
 from hf_zero.renewal import engines_inside
 
@@ -26,8 +26,8 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _WEIGHTS_FLAG = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
-def check_run(config: ZeroConfig, args: Any, model: nn.Module | None = None) -> ResolvedConfig:
-    """Resolve `config` with TrainingArguments, and check arguments and model against what ZeRO can do.
+def check_run(config: ZeroConfig, args: Any, model: nn.Module | None = None) -> None:
+    """Check `config`, TrainingArguments and model against each other and against what ZeRO can do.
 
     Raises:
         ConfigError: Lists every problem of the configuration, the arguments and the model.
@@ -37,7 +37,6 @@ def check_run(config: ZeroConfig, args: Any, model: nn.Module | None = None) -> 
     if model is not None:
         problems += model_conflicts(model, config.stage)
     raise_all(config.source, problems)
-    return config.resolve(args, model, args.world_size, client_scheduler=True)
 
 
 def check_rivals(config: ZeroConfig, args: Any) -> None:
