@@ -90,14 +90,14 @@ def test_norm_without_clipping(model: str) -> None:
 
 # ---------------------------------------------------------------- the caller scales the loss (Trainer, Accelerate)
 def train_scaled_by_caller(case: Case, jobs: list[tuple[int, bool]]) -> list[Trace]:
-    """An engine with accumulation 1; the caller divides the loss and steps the optimizer at the boundary."""
+    """A managed engine: the caller divides the loss, clips, and steps the optimizer at the boundary."""
     return [_train_scaled(case, stage, no_sync) for stage, no_sync in jobs]
 
 
 def _train_scaled(case: Case, stage: int, no_sync: bool) -> Trace:
     model = case.build()
     config = ZeroConfig.load(zero_config(case, Options(stage))).resolve(model=model, world_size=case.world)
-    engine = ZeroEngine(model, config, accumulation_steps=1)
+    engine = ZeroEngine(model, config, managed=True)
     optimizer = engine.attach_optimizer(case.make_optimizer(model))
     trace = Trace(params=[engine.full_state_dict(keep=True)])
     for step in range(case.steps):
@@ -108,6 +108,7 @@ def _train_scaled(case: Case, stage: int, no_sync: bool) -> Trace:
                 loss = engine(**case.batch(step, micro, dist.get_rank()))["loss"]
                 (loss / case.accumulation).backward()
             losses.append(loss.item())
+        engine.clip_grad_norm_(case.clip)
         optimizer.step()
         optimizer.zero_grad()
         record(trace, engine, losses)
