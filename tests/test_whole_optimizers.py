@@ -103,6 +103,7 @@ MATRIX = [
         (2, 1, (0, 1, 2), False),
         (3, 4, (1, 3), False),
     )
+    if world == 2 or make in (adafactor, muon)
 ]
 
 
