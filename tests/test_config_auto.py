@@ -18,6 +18,7 @@ from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.config.parse import look_up, parse
 from hf_zero.config.resolve import Surroundings, _Resolver
 from hf_zero.errors import ConfigError
+from tests.harness.their_auto import ManyRanks
 
 
 def arguments(**changes: Any) -> Any:
@@ -162,16 +163,6 @@ class Theirs(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):  # type: ignore[misc]
         HfDeepSpeedConfig.__init__(self, config)
         self._dtype = None
         self.mismatches: list[str] = []
-
-
-class ManyRanks:
-    """TrainingArguments of a run with more ranks than this process has."""
-
-    def __init__(self, args: Any, world_size: int) -> None:
-        self._args, self.world_size = args, world_size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._args, name)
 
 
 def random_arguments(draw: random.Random) -> Any:

@@ -6,8 +6,7 @@ An ordinary torch optimizer, usable without the rest of hf_zero. One native call
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,13 +14,14 @@ from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.native.adam import AdamBatch, AdamSpan, adam_step_batches
+from hf_zero.optim.values import CheckedOptimizer
 
 _WIDE = (torch.float32, torch.float64)  # parameters that are their own masters
 _NARROW = (torch.bfloat16, torch.float16)
 _STATE_TENSORS = ("exp_avg", "exp_avg_sq", "master")
 
 
-class CPUAdam(torch.optim.Optimizer):
+class CPUAdam(CheckedOptimizer):
     """Adam with decoupled (AdamW) or L2 weight decay.
 
     The state of a parameter is torch's (`step`, `exp_avg`, `exp_avg_sq`), so that states of torch.optim.AdamW load.
@@ -65,13 +65,11 @@ class CPUAdam(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1])
-        except ConfigError:
-            self.param_groups.pop()
-            raise
+    def problems_of(self, group: Mapping[str, Any]) -> list[str]:
+        wrong = super().problems_of(group)
+        if group["amsgrad"]:
+            wrong.append("amsgrad=True is not implemented here: leave it out, or use torch.optim.AdamW(amsgrad=True)")
+        return wrong
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns what `closure` returns.
@@ -131,7 +129,7 @@ class CPUAdam(torch.optim.Optimizer):
             group.setdefault("adamw_mode", group.get("decoupled_weight_decay", self.defaults["adamw_mode"]))
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            _check_group(group)
+            self.check_group(group)
             for parameter in group["params"]:
                 own = self.state.get(parameter, {})
                 if "step" in own and not isinstance(own["step"], torch.Tensor):
@@ -210,19 +208,6 @@ def _master_dtype(parameter: torch.Tensor) -> torch.dtype:
 def _moment_dtype(parameter: torch.Tensor, group: dict[str, Any]) -> torch.dtype:
     dtype = _master_dtype(parameter)
     return dtype if group["fp32_optimizer_states"] or dtype == torch.float64 else torch.bfloat16
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    """Raise ConfigError naming every value that is out of its range."""
-    betas = group["betas"]
-    ranges = {"lr": group["lr"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
-    wrong = [f"{name}={value}: expected 0 or more" for name, value in ranges.items() if not 0 <= value < math.inf]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        wrong.append(f"betas={betas}: expected two numbers of at least 0 and less than 1")
-    if group["amsgrad"]:
-        wrong.append("amsgrad=True is not implemented here: leave it out, or use torch.optim.AdamW(amsgrad=True)")
-    if wrong:
-        raise ConfigError("CPUAdam: " + "; ".join(wrong))
 
 
 def _check_tensors(parameter: torch.Tensor, name: str) -> bool:

@@ -10,13 +10,13 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
-from hf_zero.optim.values import check_group, run_closure
+from hf_zero.optim.values import CheckedOptimizer, run_closure
 
 # (tensors, their squared norms [n, 2] of weights and update) -> the squared norms of the parameters they belong to
 Combine = Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(CheckedOptimizer):
     """LAMB as DeepSpeed's FusedLamb computes it, whose optimizer block calls it "Lamb".
 
     m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2; u = m / (sqrt(v) + eps) + weight_decay p;
@@ -61,10 +61,6 @@ class Lamb(torch.optim.Optimizer):
         }
         self._ratios: list[torch.Tensor] = []
         super().__init__(params, defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        check_group(self, self.param_groups)
 
     def get_lamb_coeffs(self) -> list[float]:
         """The trust ratios of the last step, one per tensor that had a gradient, in the order of the groups."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from hf_zero.optim.values import check_group, run_closure
+from hf_zero.optim.values import CheckedOptimizer, run_closure
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(CheckedOptimizer):
     """Lion with decoupled weight decay; defaults are DeepSpeed's, whose optimizer block calls it "Lion".
 
     An element depends on itself only, so it is exact on shards. Where momentum and gradient are both zero an element
@@ -30,10 +30,6 @@ class Lion(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        check_group(self, self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -11,13 +11,13 @@ from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
 from hf_zero.optim.orthogonal import METHODS, orthogonalized, rows_to_columns
-from hf_zero.optim.values import check_group, run_closure
+from hf_zero.optim.values import CheckedOptimizer, run_closure
 
 _MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
 _ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0, "adam_w_mode": True}
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(CheckedOptimizer):
     """DeepSpeed's "Muon": two kinds of param groups, told apart by `use_muon`, which a group may set itself.
 
     Groups without `use_muon` are split: parameters of two or more dimensions are Muon's, except those in `others`; the
@@ -88,13 +88,16 @@ class Muon(torch.optim.Optimizer):
             raise ConfigError("Muon: a param group that is added needs use_muon: true for matrices, else false")
         kind = bool(param_group["use_muon"])
         super().add_param_group({**self._halves[kind], **param_group})
-        check_group(self, self.param_groups)
-        method = self.param_groups[-1].get("ns_method", METHODS[0])
+
+    def problems_of(self, group: Mapping[str, Any]) -> list[str]:
+        wrong = super().problems_of(group)
+        method = group.get("ns_method", METHODS[0])
         if method not in METHODS:
-            raise ConfigError(f"Muon: ns_method={method!r}: expected one of {', '.join(METHODS)}")
-        flat = [tuple(param.shape) for param in self.param_groups[-1]["params"] if kind and param.dim() < 2]
+            wrong.append(f"ns_method={method!r}: expected one of {', '.join(METHODS)}")
+        flat = [tuple(param.shape) for param in group["params"] if group["use_muon"] and param.dim() < 2]
         if flat:
-            raise ConfigError(f"Muon: use_muon is for matrices, not for parameters of shapes {flat[:5]}")
+            wrong.append(f"use_muon is for matrices, not for parameters of shapes {flat[:5]}")
+        return wrong
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

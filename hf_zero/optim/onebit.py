@@ -9,13 +9,13 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.optim.values import check_group, run_closure
+from hf_zero.optim.values import CheckedOptimizer, run_closure
 
 # (parameters, their momenta): makes each momentum the compressed mean over the ranks, in place
 Exchange = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
-class OneBitAdam(torch.optim.Optimizer):
+class OneBitAdam(CheckedOptimizer):
     """1-bit Adam as DeepSpeed's OnebitAdam computes it, whose optimizer block calls it "OneBitAdam".
 
     p = p - lr (m / (sqrt(v) + eps) + weight_decay p), without bias correction. For `freeze_step` steps m and v follow
@@ -46,10 +46,6 @@ class OneBitAdam(torch.optim.Optimizer):
             )
         self.freeze_step = freeze_step
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        check_group(self, self.param_groups)
 
     @property
     def is_frozen(self) -> bool:

@@ -220,7 +220,7 @@ class WarmupDecayLR(WarmupLR):
 
     def share(self, iteration: int) -> float:
         if iteration < self.warmup_num_steps:
-            return warmth(iteration, self.warmup_num_steps, self.warmup_type)
+            return super().share(iteration)
         left = (self.total_num_steps - iteration) / max(1, self.total_num_steps - self.warmup_num_steps)
         return max(0.0, left)
 

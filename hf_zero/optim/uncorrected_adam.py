@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from hf_zero.optim.values import check_group, run_closure
+from hf_zero.optim.values import CheckedOptimizer, run_closure
 
 
-class UncorrectedAdam(torch.optim.Optimizer):
+class UncorrectedAdam(CheckedOptimizer):
     """p = p - lr m / (sqrt(v) + eps): what DeepSpeed's Adam and AdamW are with bias_correction false.
 
     An element depends on itself only, so it is exact on shards; offloaded states are updated natively.
@@ -41,10 +41,6 @@ class UncorrectedAdam(torch.optim.Optimizer):
             "bias_correction": False,  # the native update reads it
         }
         super().__init__(params, defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        check_group(self, self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
