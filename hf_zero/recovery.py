@@ -40,12 +40,13 @@ def recover() -> None:
         StateError: On all ranks, if an update was under way on some rank: its shards are a step ahead of others'.
     """
     gc.collect()
+    # Before anything waits: where this rank only heard of the failure, a third one may be waiting for this rank.
+    for engine in live_engines():
+        _drop_pending(engine)
+        engine.comm.disconnect()
     # A model that was given up may have gone on some ranks only: nobody uses it any more.
     shared = named_by_all([engine.comm.name for engine in live_engines()], "recovery")
     engines = sorted((engine for engine in live_engines() if engine.comm.name in shared), key=_order)
-    for engine in engines:
-        _drop_pending(engine)
-        engine.comm.disconnect()  # all of them first: another rank may wait for this one in any
     for engine in engines:
         engine.comm.reconnect()
     for engine in engines:

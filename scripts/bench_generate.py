@@ -4,17 +4,20 @@
     python scripts/bench_generate.py --quick              # fewer rounds
 
 Every variant generates for the same prompts, different on every rank, with greedy decoding; all of them hold the same
-weights. Variants: plain (every rank has the whole model to itself, side by side), once and stream (hf_zero at stage 3,
-`gather_for_generation`), fsdp2 (fully_shard per decoder layer and on the root). Read the ratios: medians over rounds
-of the ratio within a round; CPU seconds (all threads of all ranks) hardly move with the load of the machine. The run
-fails if a text differs from plain's, or a target is missed:
+weights. A round is an evaluation of several batches, a call of `generate` each. Variants: plain (every rank has the
+whole model to itself, side by side), loop, once and stream (hf_zero at stage 3, `gather_for_generation`; "once"
+gathers anew for every call, "loop" for the whole round, as Trainer does with predict_with_generate), fsdp2
+(fully_shard per decoder layer and on the root). Read the ratios: medians over rounds of the ratio within a round; CPU
+seconds (all threads of all ranks) hardly move with the load of the machine. The run fails if a text differs from
+plain's, or a target is missed:
 
-    once >= 0.95 x plain, stream >= 1.3 x fsdp2       in tokens/s of all ranks together
+    loop >= 0.95 x plain, stream >= 1.3 x fsdp2       in tokens/s of all ranks together
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import statistics
@@ -29,9 +32,11 @@ import torch.distributed as dist
 from benchlib import ModelSize
 from torch import nn
 
-VARIANTS = ("plain", "once", "stream", "fsdp2")
+from hf_zero.hf.generation import calls_in_a_row
+
+VARIANTS = ("plain", "loop", "once", "stream", "fsdp2")
 # Variant -> (the one it is compared with, tokens/s over that one's at least)
-TARGETS = {"once": ("plain", 0.95), "stream": ("fsdp2", 1.3)}
+TARGETS = {"loop": ("plain", 0.95), "stream": ("fsdp2", 1.3)}
 
 
 _LEGEND = """tokens/s: of all ranks; a step gives every sequence one token. x: tokens/s over those of another variant,
@@ -49,7 +54,7 @@ def make_model(variant: str, size: ModelSize) -> nn.Module:
 
         config = {
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10 * size.hidden},
-            "gather_for_generation": variant,
+            "gather_for_generation": "stream" if variant == "stream" else "once",
         }
         hf_zero.shard(model, config)
     return model
@@ -76,6 +81,12 @@ def generate(variant: str, model: Any, prompts: torch.Tensor, new: int) -> torch
     return output[:, prompts.shape[1] :]
 
 
+def generate_all(variant: str, model: Any, batches: Sequence[torch.Tensor], new: int) -> torch.Tensor:
+    """[sequences, new tokens] of all batches."""
+    with calls_in_a_row() if variant == "loop" else contextlib.nullcontext():
+        return torch.cat([generate(variant, model, prompts, new) for prompts in batches])
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Of every variant and round the slowest rank's seconds and all ranks' CPU seconds; texts that are not plain's."""
     size = model_size(args)
@@ -83,11 +94,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     numel = sum(param.numel() for param in size.build().parameters())
     shape = (args.batch, args.prompt)
 
-    def prompts_of(step: int) -> torch.Tensor:
-        return benchlib.make_batch(size.vocab, shape, dist.get_rank(), step)["input_ids"]
+    def prompts_of(number: int) -> list[torch.Tensor]:
+        steps = range(number * args.batches, (number + 1) * args.batches)
+        return [benchlib.make_batch(size.vocab, shape, dist.get_rank(), step)["input_ids"] for step in steps]
 
     for name, model in models.items():
-        generate(name, model, prompts_of(0), 4)
+        generate_all(name, model, prompts_of(0), 4)
     gc.collect()
     gc.freeze()
     seconds: dict[str, list[float]] = {name: [] for name in models}
@@ -99,7 +111,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for name in models if number % 2 == 0 else reversed(models):
             dist.barrier()
             start, busy = time.perf_counter(), time.process_time()
-            texts[name] = generate(name, models[name], prompts, args.new)
+            texts[name] = generate_all(name, models[name], prompts, args.new)
             seconds[name].append(time.perf_counter() - start)
             cpu[name].append(time.process_time() - busy)
         for name, text in texts.items():
@@ -139,14 +151,15 @@ def report(args: argparse.Namespace, result: dict[str, Any]) -> Verdict:
     lines = [", ".join(f"{key} {value}" for key, value in about.items())]
     lines.append(f"model: Llama {vars(model_size(args))}, {result['numel'] / 1e6:.1f} M parameters, random weights")
     lines.append(
-        f"{args.world} gloo rank(s), {args.threads} thread(s) each, fp32; batch {args.batch} per rank, prompts of "
-        f"{args.prompt} tokens, {args.new} new tokens, greedy; {args.rounds} rounds"
+        f"{args.world} gloo rank(s), {args.threads} thread(s) each, fp32; {args.batches} batches of {args.batch} per "
+        f"rank, prompts of {args.prompt} tokens, {args.new} new tokens, greedy; {args.rounds} rounds"
     )
     bases = [name for name in ("plain", "fsdp2") if name in seconds]
     rows = []
     for name, mine in seconds.items():
-        tokens = args.world * args.batch * args.new
-        row = [name, f"{tokens / statistics.median(mine):.1f}", f"{statistics.median(mine) / args.new * 1e3:.1f}"]
+        steps = args.batches * args.new
+        tokens = args.world * args.batch * steps
+        row = [name, f"{tokens / statistics.median(mine):.1f}", f"{statistics.median(mine) / steps * 1e3:.1f}"]
         for base in bases:
             low, high = benchlib.spread(seconds[base], mine)
             row.append(f"{benchlib.paired(seconds[base], mine):.3f} ({low:.2f}-{high:.2f})")
@@ -175,8 +188,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--variants", default=",".join(VARIANTS), help="comma-separated; plain is always among them")
     add("--world", type=int, default=2, help="ranks")
-    add("--rounds", type=int, help="default 7; 3 with --quick")
+    add("--rounds", type=int, help="default 3; 1 with --quick")
     add("--quick", action="store_true")
+    add("--batches", type=int, default=8, help="batches per round")
     add("--batch", type=int, default=4, help="sequences per rank")
     add("--prompt", type=int, default=16, help="tokens of a prompt")
     add("--new", type=int, default=64, help="tokens to generate")
@@ -185,7 +199,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         add(f"--{name}", type=int, default=default)
     benchlib.common_arguments(parser)
     args = parser.parse_args(argv)
-    args.rounds = args.rounds or (3 if args.quick else 7)
+    args.rounds = args.rounds or (1 if args.quick else 3)
     chosen = args.variants.split(",")
     unknown = [name for name in chosen if name not in VARIANTS]
     if unknown:

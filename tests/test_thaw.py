@@ -30,7 +30,8 @@ def set_frozen(model: nn.Module, step: int) -> None:
     flags = {
         0: {"layers.0": False, "layers.1.bias": False, "head": False},
         2: {"layers.1.bias": True},
-        3: {"layers.0": True, "layers.2": False},
+        3: {"layers.0.weight": True, "layers.2": False},
+        4: {"layers.0.bias": True},
         5: {"layers.2": True, "head": True, "layers.1.weight": False},
         6: {"layers.1.weight": True},
     }
@@ -80,6 +81,7 @@ def sharded(stage: int, more: dict[str, Any], late: bool, folder: str) -> dict[s
     assert optimizer is not None
     run(model, optimizer, engine.step, slice(engine.rank, None, engine.world_size), late)
     weights = engine.full_state_dict(keep=True)
+    assert engine.params.live_numel == engine.params.live_bytes == 0, "units that were cut anew are counted out as in"
     states = [hf_zero.full_optimizer_state(model, "exp_avg", name) for name, _ in model.named_parameters()]
     engine.save_checkpoint(folder)
     # A new run, with all of them trainable from the start, goes on where this one ended.

@@ -363,6 +363,26 @@ def test_parameters_that_join_later_get_owners(make: Make) -> None:
         close(make, run_ranks(train_thawing, 2, case, stage, make)[0], model.state_dict(), f"stage {stage}")
 
 
+def join_as_matrix() -> str:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model[1].requires_grad_(False)
+    matrices = [{"params": [model[0].weight], "use_muon": True}, {"params": [model[0].bias], "use_muon": False}]
+    config = {"zero_optimization": {"stage": 2}}
+    _, optimizer, *_ = hf_zero.initialize(model=model, optimizer=optim.Muon(matrices), config=config)
+    assert optimizer is not None
+    model[1].requires_grad_(True)
+    with pytest.raises(ConfigError) as refused:
+        optimizer.add_param_group({"params": [model[1].bias], "use_muon": True})
+    assert len(optimizer.param_groups) == 2
+    optimizer.add_param_group({"params": [model[1].weight], "use_muon": True})
+    return str(refused.value)
+
+
+def test_what_joins_is_checked_by_its_shape() -> None:
+    for text in run_ranks(join_as_matrix, 2):
+        assert "use_muon is for matrices, not for parameters of shapes [(2,)]" in text
+
+
 def train_in_bf16(case: Case, make: Make) -> list[dict[str, torch.Tensor]]:
     found = []
     for stage in (0, 3):

@@ -4,6 +4,7 @@
 Gathered once, the model is whole on every rank from the first token to the last: a rank then needs nobody else, and
 ends where its own sequences end. Streamed, every forward gathers the layers one by one, so all ranks must run equally
 many forwards: transformers' `synced_gpus` has the ranks that are done go on until the last one is.
+An evaluation that generates for batch after batch gathers once for all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,22 @@ SHARE_FOR_WEIGHTS = 0.5
 # assisted decoding appends to sequences that have ended, and a prompt in pieces is forwarded before the first vote.
 _UNEVEN = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "prefill_chunk_size")
 _GIB = 1 << 30
+# What calls in a row gather together; None outside of `calls_in_a_row`.
+_ROW: ContextVar[ExitStack | None] = ContextVar("_ROW", default=None)
+
+
+@contextmanager
+def calls_in_a_row() -> Iterator[None]:
+    """Weights that `generate` gathers once stay whole from its first call in the block to the end of the block.
+
+    Forwards there need no other rank then. All ranks must enter, and nothing inside may train or write weights.
+    """
+    with ExitStack() as row:
+        token = _ROW.set(row)
+        try:
+            yield
+        finally:
+            _ROW.reset(token)
 
 
 def install_generate(model: nn.Module, engine: ZeroEngine) -> None:
@@ -120,17 +138,18 @@ class _Calls:
     def _hold(self, stack: ExitStack, given: Mapping[str, Any]) -> bool:
         """Let `stack` hold what the call needs; whether the ranks have to run equally many forwards."""
         engine = self._engine
+        longest = _ROW.get() or stack
         assistant = engine_of(given.get("assistant_model"))
         if assistant is not None and not _is_whole(assistant):
             # Each rank asks it for candidates as often as its own text needs.
             _need_all_ranks(assistant)
-            stack.enter_context(assistant.weights.gathered(assistant.units))
+            longest.enter_context(assistant.weights.gathered(assistant.units))
         if _is_whole(engine):
             return False
         _need_all_ranks(engine)
         engine.finish_updates()
         if self._fits_whole():
-            stack.enter_context(engine.weights.gathered(engine.units))
+            longest.enter_context(engine.weights.gathered(engine.units))
             return False
         stack.enter_context(engine.params.streaming())
         return engine.world_size > 1
@@ -149,7 +168,7 @@ class _Calls:
             logger.info(
                 "hf_zero: generate gathers the weights %s: they take %.2f GiB on every rank, and rank 0 has %.2f GiB "
                 'free; "gather_for_generation" decides otherwise',
-                "once per call" if fits else "layer by layer for every token",
+                "once" if fits else "layer by layer for every token",
                 needed / _GIB,
                 free / _GIB,
             )

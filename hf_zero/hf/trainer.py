@@ -12,6 +12,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from hf_zero.hf.adapters import computes_its_adapters, is_peft_model, keeps_base
 from hf_zero.hf.checkpoints import agree_on_checkpoint, has_sharded_state, lacks_frozen_weights
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.enable import ACTIVATION, Seam
+from hf_zero.hf.generation import calls_in_a_row
 from hf_zero.hf.memory import run_attempt
 from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin
 from hf_zero.hf.weights import full_weights, restore_weights
@@ -288,6 +290,12 @@ def get_learning_rate(self: Any, orig: Original) -> float:
     return rate
 
 
+def evaluation_loop(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Any:
+    """Where every batch is generated for, one gather serves the whole loop."""
+    with calls_in_a_row() if getattr(self.args, "predict_with_generate", False) else nullcontext():
+        return orig(*args, **kwargs)
+
+
 _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "create_accelerator_and_postprocess": (create_accelerator, ()),
     "_move_model_to_device": (move_model_to_device, ("model", "device")),
@@ -303,6 +311,7 @@ _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "_load_optimizer_and_scheduler": (load_optimizer_and_scheduler, ("checkpoint",)),
     "_load_best_model": (load_best_model, ()),
     "_get_learning_rate": (get_learning_rate, ()),
+    "evaluation_loop": (evaluation_loop, ("dataloader", "description")),
 }
 
 
@@ -312,56 +321,26 @@ class ZeroTrainerMixin:
     Needs arguments with `zero` (`hf_zero.TrainingArguments`, `hf_zero.zero_arguments(SFTConfig)`), or `enable`.
     """
 
-    def create_accelerator_and_postprocess(self) -> None:
-        create_accelerator(self, self._stock("create_accelerator_and_postprocess"))
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        move_model_to_device(self, self._stock("_move_model_to_device"), model, device)
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        return create_optimizer(self, self._stock("create_optimizer"), *args, **kwargs)
-
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        return create_scheduler(self, self._stock("create_scheduler"), *args, **kwargs)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        return train(self, self._stock("train"), *args, **kwargs)
-
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        return inner_training_loop(self, self._stock("_inner_training_loop"), *args, **kwargs)
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        save_checkpoint(self, self._stock("_save_checkpoint"), *args, **kwargs)
-
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        save(self, self._stock("_save"), *args, **kwargs)
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        return prepare_for_training(self, self._stock("_prepare_for_training"), *args, **kwargs)
-
     @property
     def zero(self) -> ZeroEngine | None:
         """The engine of the model, once it has one. While it trains, `trainer.deepspeed` is the same."""
         return _engine(self)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_optimizer_and_scheduler(self, self._stock("_save_optimizer_and_scheduler"), output_dir)
-
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        load_from_checkpoint(self, self._stock("_load_from_checkpoint"), *args, **kwargs)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        load_optimizer_and_scheduler(self, self._stock("_load_optimizer_and_scheduler"), checkpoint)
-
-    def _load_best_model(self) -> None:
-        load_best_model(self, self._stock("_load_best_model"))
-
-    def _get_learning_rate(self) -> float:
-        return get_learning_rate(self, self._stock("_get_learning_rate"))
-
     def _stock(self, name: str) -> Original:
         method: Original = getattr(super(), name)
         return method
+
+
+def _in_front(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(getattr(transformers.Trainer, name))
+    def method(self: ZeroTrainerMixin, *args: Any, **kwargs: Any) -> Any:
+        return function(self, self._stock(name), *args, **kwargs)
+
+    return method
+
+
+for _name, (_function, _) in _SEAMS.items():
+    setattr(ZeroTrainerMixin, _name, _in_front(_name, _function))
 
 
 class Trainer(ZeroTrainerMixin, transformers.Trainer):

@@ -6,7 +6,7 @@ import mmap
 
 import torch
 
-_HUGE_PAGE = 2 << 20
+from hf_zero.native.pages import HUGE_PAGE
 
 
 def transfer_memory(nbytes: int, *, fork: bool = True) -> torch.Tensor:
@@ -22,7 +22,7 @@ def transfer_memory(nbytes: int, *, fork: bool = True) -> torch.Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     # Less than one huge page is not worth the space that its alignment costs.
-    slack = _HUGE_PAGE if nbytes >= _HUGE_PAGE else 0
+    slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
     memory = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if not fork and hasattr(mmap, "MADV_DONTFORK"):
         memory.madvise(mmap.MADV_DONTFORK)
@@ -32,5 +32,5 @@ def transfer_memory(nbytes: int, *, fork: bool = True) -> torch.Tensor:
         except OSError:  # a kernel without them: small pages work, too
             slack = 0
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE if slack else 0
+    start = -whole.data_ptr() % HUGE_PAGE if slack else 0
     return whole[start : start + nbytes]

@@ -94,7 +94,7 @@ class Muon(CheckedOptimizer):
         method = group.get("ns_method", METHODS[0])
         if method not in METHODS:
             wrong.append(f"ns_method={method!r}: expected one of {', '.join(METHODS)}")
-        flat = [tuple(param.shape) for param in group["params"] if group["use_muon"] and param.dim() < 2]
+        flat = [tuple(param.shape) for param in group["params"] if group.get("use_muon") and param.dim() < 2]
         if flat:
             wrong.append(f"use_muon is for matrices, not for parameters of shapes {flat[:5]}")
         return wrong

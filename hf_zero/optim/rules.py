@@ -6,7 +6,7 @@ whole matrix, at its shape, or at all parameters together is not, and is refused
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.muon import Muon
 from hf_zero.optim.onebit import OneBitAdam
+from hf_zero.optim.values import CheckedOptimizer
 
 _ELEMENTWISE = frozenset(
     f"torch.optim.{name}"
@@ -126,6 +127,15 @@ def check_native(optimizer: torch.optim.Optimizer) -> None:
                     f"optimizer {type(optimizer).__name__}({option}=True) cannot update offloaded states: the native "
                     f"Adam does not have it.\nRemove {option}, or {by_torch}."
                 )
+
+
+def check_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], params: Sequence[torch.Tensor]) -> None:
+    """Raise ConfigError if one of hf_zero's own optimizers cannot train `params` with the settings of `group`.
+
+    On shards the optimizer itself gets pieces, and does not see the parameters' shapes.
+    """
+    if isinstance(optimizer, CheckedOptimizer):
+        optimizer.check_group({**optimizer.defaults, **group, "params": params})
 
 
 def _is_elementwise(kind: type) -> bool:

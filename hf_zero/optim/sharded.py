@@ -13,7 +13,7 @@ from hf_zero.errors import StateError
 from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.owned import CutGroups, OwnedRun
-from hf_zero.optim.rules import check_native, check_optimizer
+from hf_zero.optim.rules import check_group, check_native, check_optimizer
 from hf_zero.optim.strategies import make_owners, make_update
 from hf_zero.optim.whole import (
     assemble,
@@ -126,6 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "add_param_group: these parameters lie in one buffer with others whose offloaded update has begun.\n"
                 "Give the optimizer all trainable parameters from the start, or freeze the new ones until they join."
             )
+        check_group(self.optimizer, param_group, params)
         self.optimizer.add_param_group({**param_group, "params": []})
         self._cut.wait_for(self.optimizer.param_groups[-1], params)
         known = {id(buffer) for buffer in held}

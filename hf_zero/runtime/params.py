@@ -109,6 +109,8 @@ class OnDemandParams:
         self._graph_alive = False  # an earlier one did, and its graph may still be walked
         self._phase: Phase | None = None  # the pass of the training that is under way
         self._kept: dict[int, ShardUnit] = {}  # KEPT units by id, the longest kept first
+        # Elements and bytes by id of what is whole, as they were at its gather: a unit may be cut anew meanwhile.
+        self._live: dict[int, tuple[int, int]] = {}
         self.live_numel = 0
         self.peak_live_numel = 0
         self.live_bytes = 0
@@ -318,6 +320,7 @@ class OnDemandParams:
             order.forget()
         for unit in self.units:
             unit.forget()
+        self._live.clear()
         self.live_numel = self.live_bytes = 0
 
     def release_idle(self) -> None:
@@ -331,6 +334,7 @@ class OnDemandParams:
 
     def _start(self, unit: ShardUnit) -> None:
         unit.gather_start()
+        self._live[id(unit)] = unit.numel, unit.full_bytes
         self.live_numel += unit.numel
         self.live_bytes += unit.full_bytes
         self.peak_live_numel = max(self.peak_live_numel, self.live_numel)
@@ -343,8 +347,9 @@ class OnDemandParams:
             unit.gather_finish()
         unit.release()
         self._kept.pop(id(unit), None)
-        self.live_numel -= unit.numel
-        self.live_bytes -= unit.full_bytes
+        numel, nbytes = self._live.pop(id(unit), (0, 0))
+        self.live_numel -= numel
+        self.live_bytes -= nbytes
 
     def _make_room(self, numel: int, near: AbstractSet[int] = frozenset()) -> bool:
         """Release kept units, except `near` ones, until `numel` more elements may be whole; return whether they may.

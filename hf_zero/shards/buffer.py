@@ -20,6 +20,7 @@ from torch import nn
 from hf_zero.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
+from hf_zero.native.pages import use_huge_pages
 from hf_zero.pending import Pending, wait_all
 from hf_zero.shards.stored import StoredShard
 from hf_zero.shards.tensors import ShardTensor
@@ -184,6 +185,8 @@ class FlatBuffer:
         if self.on_demand:
             self.check_placeholders()
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            if self._device.type == "cpu":
+                use_huge_pages(self.full)
         # Where the shard comes from the host, the copy and the all-gather behind it stay off the compute stream.
         with self.home.copies.beside() if self.comes_from_afar else contextlib.nullcontext():
             self.finish_update()

@@ -113,12 +113,15 @@ def test_after_a_teardown_generate_is_the_models_own() -> None:
 
 
 # -------------------------------------------------------------------- Seq2SeqTrainer
-def predict(kinds: list[str], folder: str) -> list[tuple[list[list[int]], float]]:
-    """Texts of 5 samples, two per batch, and the loss: neither batches nor samples come out even on two ranks."""
+def predict(kinds: list[str], folder: str) -> list[tuple[list[list[int]], float, float]]:
+    """Texts of 5 samples, two per batch, the loss, and all-gathers per bucket.
+
+    Neither batches nor samples come out even on two ranks.
+    """
     return [_predict(kind, folder) for kind in kinds]
 
 
-def _predict(kind: str, folder: str) -> tuple[list[list[int]], float]:
+def _predict(kind: str, folder: str) -> tuple[list[list[int]], float, float]:
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(3, VOCAB, (6,), generator=generator).tolist() for _ in range(5)]
     data = [{"input_ids": row, "attention_mask": [1] * 6, "labels": row[:4]} for row in rows]
@@ -140,8 +143,14 @@ def _predict(kind: str, folder: str) -> tuple[list[list[int]], float]:
     else:
         args = Seq2SeqTrainingArguments(**settings)
     result = trainer_class(model=model, args=args).predict(data, max_new_tokens=7, num_beams=2)
-    assert (engine_of(model) is None) == (kind == "plain")
-    return result.predictions.tolist(), float(result.metrics["test_loss"])
+    engine = engine_of(model)
+    assert (engine is None) == (kind == "plain")
+    gathers = 0.0
+    if engine is not None:
+        assert is_released(engine)
+        buckets = sum(buffer.layout.num_buckets for unit in engine.units for buffer in unit.buffers)
+        gathers = engine.comm.counts["all_gather"].calls / buckets
+    return result.predictions.tolist(), float(result.metrics["test_loss"]), gathers
 
 
 def test_predict_with_generate(tmp_path: Path) -> None:
@@ -149,7 +158,9 @@ def test_predict_with_generate(tmp_path: Path) -> None:
     alone = run_ranks(predict, 1, ["plain"], str(tmp_path), init_group=False)[0][0][0]
     assert len(alone) == 5 and len({str(row) for row in alone}) == 5
     for plain, *others in run_ranks(predict, 2, ["plain", "once", "stream"], str(tmp_path), init_group=False):
-        want, want_loss = plain
+        want, want_loss, _ = plain
         assert want[:5] == alone
-        for got, loss in others:
+        for got, loss, _ in others:
             assert got == want and math.isclose(loss, want_loss, rel_tol=1e-5)
+        # Two batches, each generated for and evaluated: one gather for all of it, not one per token and forward.
+        assert others[0][2] == 1 and others[1][2] > 5

@@ -46,7 +46,7 @@ def test_the_next_attempt_is_a_training_of_its_own(
 ) -> None:
     """Eight samples do not fit, seven do not, six do: the run is the one that starts with six."""
     more = {"max_steps": 3, **more}
-    outcomes = run_ranks(memory_runs.found_and_plain, 2, config, str(tmp_path), timeout=100, init_group=False, **more)
+    outcomes = run_ranks(memory_runs.found_and_plain, 2, config, str(tmp_path), timeout=50, init_group=False, **more)
     found, plain = zip(*outcomes, strict=True)
     guilty = more.get("guilty", (1,))
     for rank, (got, want) in enumerate(zip(found, plain, strict=True)):
@@ -64,7 +64,7 @@ def test_the_next_attempt_is_a_training_of_its_own(
 def test_three_ranks_and_steps_before_the_error(tmp_path: Path) -> None:
     """Memory fills up after two steps, on the rank in the middle; training goes on from the weights it has by then."""
     found = run_ranks(
-        memory_runs.find_batch, 3, zero(3), str(tmp_path), start=8, since=2, fits=7, timeout=100, init_group=False
+        memory_runs.find_batch, 3, zero(3), str(tmp_path), start=8, since=2, fits=7, timeout=50, init_group=False
     )
     assert [one["raised"] for one in found] == [0, 1, 0]
     for one in found:
