@@ -312,6 +312,7 @@ class Comm:
         """What to raise when a collective broke off: the other rank's reason where it gave one."""
         reason = self.reason_of_another()
         if reason is not None:
+            self.disconnect()  # a third rank may wait for this one, in another operation than that which broke off
             return type(reason)(f"{reason}\nrank {self.rank} was in {what} and stops too.")
         last = "\n".join(f"  {line}" for line in self.last_operations()[-6:])
         return DivergenceError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine import ZeroEngine
+from hf_zero.errors import OffloadError
 from tests.harness.ranks import run_ranks
 
 SIZE = 64
@@ -58,8 +60,8 @@ def swap_files(folder: str, rank: int) -> list[Path]:
     return sorted(Path(folder).glob(f"hf_zero_swap/*/rank-{rank:05d}/*.swap"))
 
 
-def fails_on_every_rank(function: Any, *args: Any, kind: str, said: list[str]) -> None:
-    failures = run_ranks(function, 2, *args, timeout=40, expect_error=True)
+def fails_on_every_rank(function: Any, *args: Any, kind: str, said: list[str], world_size: int = 2) -> None:
+    failures = run_ranks(function, world_size, *args, timeout=40, expect_error=True)
     for rank, failure in enumerate(failures):
         assert failure.kind == kind, f"rank {rank}: {failure}"
         for text in said:
@@ -163,6 +165,23 @@ def resume(folder: str) -> int:
     count = engine.global_steps
     engine.teardown()
     return count
+
+
+def damage_and_stay(folder: str) -> None:
+    """As a notebook does: the error is caught, and the process lives on with what it has."""
+    with pytest.raises(OffloadError) as caught:
+        damage(folder, "removed", "nvme")
+    store = torch.distributed.distributed_c10d._get_default_store()
+    store.add("heard", 1)
+    deadline = time.monotonic() + 15
+    while store.add("heard", 0) < torch.distributed.get_world_size():
+        assert time.monotonic() < deadline, "another rank still waits"
+        time.sleep(0.05)
+    raise caught.value
+
+
+def test_a_third_rank_hears_of_it_while_the_others_live_on(tmp_path: Path) -> None:
+    fails_on_every_rank(damage_and_stay, str(tmp_path), kind="OffloadError", said=["rank 1", "removed"], world_size=3)
 
 
 @pytest.mark.parametrize("param", ["none", "nvme"])
