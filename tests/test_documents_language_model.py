@@ -218,7 +218,8 @@ SCHEDULE = {"total_num_steps": 300, "warmup_min_lr": 5e-4, "warmup_max_lr": 1e-3
 @pytest.mark.slow
 def test_fp16_and_a_schedule_in_the_configuration(tmp_path: Path) -> None:
     """The optimizer is the script's, the schedule the configuration's; the first loss scales are too high."""
-    show = 'print(f"scale:{optimizer.cur_scale:g}, skipped:{engine.skipped_steps}, lr:{engine.get_lr()[0]:.8f}")'
+    facts = "scale:{optimizer.cur_scale:g}, skipped:{engine.skipped_steps}, lr:{engine.get_lr()[0]:.8f}"
+    show = f'dist.get_rank() or print(f"{facts}")'
     write_script(tmp_path, COMMON + BY_FILE + LOOP.replace("FAIL", show), "zero_args.py")
     mixed = {"fp16": FP16, "scheduler": {"type": "WarmupDecayLR", "params": SCHEDULE}}
     (tmp_path / "zero.json").write_text(json.dumps({**config(1), **mixed}))

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,16 @@ def plain(script: str) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
+# What a callback may read before the step, while updates have their states.
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "full parameter": hf_zero.full_param,
+    "full gradient": hf_zero.full_grad,
+    "full master": lambda param: hf_zero.full_optimizer_state(param, "master"),
+    "local parameter": lambda param: [hf_zero.local_param(param)],  # a rank may own nothing
+    "local state": lambda param: [hf_zero.local_optimizer_state(param, "exp_avg")],
+}
+
+
 def scripted(script: str, stage: int, folder: str, params: str) -> tuple[dict[str, torch.Tensor], int]:
     """(weights, updates that had begun when `step` was called)"""
     engine = start(stage, {"device": "nvme", "nvme_path": folder}, params)
@@ -163,6 +174,9 @@ def scripted(script: str, stage: int, folder: str, params: str) -> tuple[dict[st
         if script == "look":  # whole parameters while updates run, or wait for their step
             with torch.no_grad(), hf_zero.gathered_params(engine.module):
                 engine.module(rows(step))
+        if script in READS:
+            for param in engine.module.parameters():
+                assert READS[script](param) is not None
         if script == "lr":
             engine.optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
         if script == "clip":
@@ -174,7 +188,7 @@ def scripted(script: str, stage: int, folder: str, params: str) -> tuple[dict[st
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
-@pytest.mark.parametrize("script", ["plain", "skip", "lr", "clip", "twice", "look"])
+@pytest.mark.parametrize("script", ["plain", "skip", "lr", "clip", "twice", "look", *READS])
 def test_early_updates_are_undone(script: str, stage: int, tmp_path: Path) -> None:
     for params in ("none", "nvme")[: 2 if stage == 3 else 1]:
         weights, early = run_ranks(scripted, 2, script, stage, str(tmp_path), params, timeout=60)[0]

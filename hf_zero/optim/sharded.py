@@ -134,8 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what has been accumulated in this window."""
-        if self._native is not None:
-            self._native.rollback()
+        self.rollback_early()
         self._forget_window()
 
     def clip_grad_norm(self, max_norm: float) -> float:
@@ -191,6 +190,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._native is not None and self._clip <= 0:
             self._native.gradient_is_final(buffer)
 
+    def rollback_early(self) -> None:
+        """Undo updates that began in backward, which hold their states: the step makes them again. No communication."""
+        if self._native is not None:
+            self._native.rollback()
+
     def finish_updates(self) -> None:
         """Wait for updates that run beside the training, delayed ones too, and let their parameters be seen.
 
@@ -199,6 +203,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._native is None:
             return
         with self._comm.stop_together():
+            self._native.rollback()
             changed = self._native.finish()
         if changed:
             gather_resident(self._native_flats)
@@ -259,11 +264,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if grads is None:
             raise StateError(f"{flat.layout.slots[index].name} is frozen: it has no gradient")
         self._settle()
-        if self._native is not None:
-            self._native.rollback()  # an update that began in backward has used the old values
-            for native in (one for one in self._reducer.buffers if one.flat.home.native):
-                native.shard.scale(self._factor)
-            self._factor = 1.0
+        self.rollback_early()  # it has used the old values
+        for native in (one for one in self._reducer.buffers if one.flat.home.native):
+            native.shard.scale(self._factor)
+        self._factor = 1.0
         run = run_of(flat, index)
         if run is not None and values is not None:
             grads.shard.write_run(run, values)
@@ -361,8 +365,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = {id(master): group for group in self.optimizer.param_groups for master in group["params"]}
         owned = [(run, groups[id(run.masters[0])]) for run in runs if run.native]
         # Backward in the order of reduces is forward; what is whole for everybody is waited for, so it comes first.
-        forward = list(reversed(buffers))
-        order = sorted(forward, key=lambda buffer: buffer.flat.on_demand)
+        order = sorted(reversed(buffers), key=lambda buffer: buffer.flat.on_demand)
         self._native_flats += [buffer.flat for buffer in order if buffer.flat.home.native]
         with self._comm.stop_together():
             self._native.take_in(owned, order)
@@ -371,9 +374,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def native_state(self, owned: OwnedRun) -> dict[str, Any] | None:
         """The state of a run that is updated natively (see HostAdam.state_of); None for others."""
-        if not owned.native or self._native is None:
-            return None
-        return self._native.state_of(owned)
+        return self._native.state_of(owned) if owned.native and self._native is not None else None
 
     def load_native_state(self, owned: OwnedRun, state: Mapping[str, Any]) -> None:
         """Set the state of a natively updated run; {} is the state before the first update."""
@@ -390,9 +391,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Bytes of optimizer state beside the masters, on whatever medium."""
         tensors = [value for state in self.state.values() for value in state.values()]
         held = sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
-        held += self.strategy.state_bytes() + sum(
-            shard.nbytes for shards in self.attached.values() for shard in shards.values()
-        )
+        held += self.strategy.state_bytes()
+        held += sum(shard.nbytes for shards in self.attached.values() for shard in shards.values())
         return held + (0 if self._native is None else self._native.moment_bytes())
 
     def owned_runs(self) -> Iterator[OwnedRun]:
