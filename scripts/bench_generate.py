@@ -89,7 +89,7 @@ def generate_all(variant: str, model: Any, batches: Sequence[torch.Tensor], new:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Of every variant and round the slowest rank's seconds and all ranks' CPU seconds; texts that are not plain's."""
-    size = model_size(args)
+    size = ModelSize.of(args)
     models = {name: make_model(name, size) for name in args.variants}
     numel = sum(param.numel() for param in size.build().parameters())
     shape = (args.batch, args.prompt)
@@ -133,10 +133,6 @@ def _by_round(combine: Callable[[Sequence[float]], float], ranks: Sequence[Seque
     return [combine(values) for values in zip(*ranks, strict=True)]
 
 
-def model_size(args: argparse.Namespace) -> ModelSize:
-    return ModelSize(args.hidden, args.intermediate, args.layers, args.heads, args.vocab)
-
-
 # ---------------------------------------------------------------- in the launcher
 @dataclasses.dataclass(frozen=True)
 class Verdict:
@@ -149,7 +145,7 @@ def report(args: argparse.Namespace, result: dict[str, Any]) -> Verdict:
     seconds: dict[str, list[float]] = result["seconds"]
     about = benchlib.environment()
     lines = [", ".join(f"{key} {value}" for key, value in about.items())]
-    lines.append(f"model: Llama {vars(model_size(args))}, {result['numel'] / 1e6:.1f} M parameters, random weights")
+    lines.append(f"model: Llama {vars(ModelSize.of(args))}, {result['numel'] / 1e6:.1f} M parameters, random weights")
     lines.append(
         f"{args.world} gloo rank(s), {args.threads} thread(s) each, fp32; {args.batches} batches of {args.batch} per "
         f"rank, prompts of {args.prompt} tokens, {args.new} new tokens, greedy; {args.rounds} rounds"
@@ -194,9 +190,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--batch", type=int, default=4, help="sequences per rank")
     add("--prompt", type=int, default=16, help="tokens of a prompt")
     add("--new", type=int, default=64, help="tokens to generate")
-    sizes = (("hidden", 768), ("intermediate", 2048), ("layers", 12), ("heads", 12), ("vocab", 25600))
-    for name, default in sizes:
-        add(f"--{name}", type=int, default=default)
+    benchlib.size_arguments(parser, ModelSize(768, 2048, 12, 12, 25600))
     benchlib.common_arguments(parser)
     args = parser.parse_args(argv)
     args.rounds = args.rounds or (1 if args.quick else 3)

@@ -69,7 +69,7 @@ def zero_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- in a rank
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    size = model_size(args)
+    size = ModelSize.of(args)
     variants = {name: Zero(size, args, zero_config(name, args)) for name in args.variants}
     numel = sum(buffer.layout.numel for unit in variants[args.variants[0]].engine.units for buffer in unit.buffers)
 
@@ -116,10 +116,6 @@ def _anonymous_peak() -> int:
     return found["VmHWM"] - found["RssFile"] - found["RssShmem"]
 
 
-def model_size(args: argparse.Namespace) -> ModelSize:
-    return ModelSize(args.hidden, args.intermediate, args.layers, args.heads, args.vocab)
-
-
 # ---------------------------------------------------------------- in the launcher
 def fio_rates(args: argparse.Namespace) -> dict[str, float]:
     """Bytes per second of sequential reads and writes, the median of three runs."""
@@ -145,7 +141,7 @@ def report(args: argparse.Namespace, result: dict[str, Any], fio: dict[str, floa
     about = benchlib.environment()
     lines = [
         ", ".join(f"{key} {value}" for key, value in about.items()),
-        f"model: Llama {vars(model_size(args))}, {result['numel'] / 1e6:.1f} M parameters, {args.dtype}",
+        f"model: Llama {vars(ModelSize.of(args))}, {result['numel'] / 1e6:.1f} M parameters, {args.dtype}",
         f"stage {args.stage}, {args.world} gloo rank(s), {args.threads} compute thread(s) each, micro-batch "
         f"{args.micro_batch} x {args.seq} tokens, {args.rounds} rounds x {args.steps} steps per variant",
     ]
@@ -229,8 +225,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seq", type=int, help="tokens of a sequence (default 128; 24 with --delayed)")
     add("--block-size", type=int, default=1 << 20)
     add("--queue-depth", type=int, default=8)
-    for name, default in (("hidden", 768), ("intermediate", 2048), ("layers", 12), ("heads", 12), ("vocab", 32768)):
-        add(f"--{name}", type=int, default=default)
+    benchlib.size_arguments(parser, ModelSize(768, 2048, 12, 12, 32768))
     benchlib.common_arguments(parser)
     args = parser.parse_args(argv)
     args.world = args.world or (1 if args.delayed else 2)

@@ -139,7 +139,7 @@ def make_variant(name: str, size: ModelSize, args: argparse.Namespace) -> Torch 
 # ---------------------------------------------------------------- in a rank
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that a rank measures; variants are named "variant", with --per-layer "variant/layers"."""
-    sizes = {"": model_size(args)}
+    sizes = {"": ModelSize.of(args)}
     if args.per_layer:
         sizes = {f"/{size.layers}": size for size in LAYER_CUTS}
     variants: dict[str, Torch | Zero] = {}
@@ -166,10 +166,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         made.backward(batch_of(name, len(series[name].losses)))
         memory[name] = made.state_bytes()
     return {"numel": numel, "series": {name: vars(one) for name, one in series.items()}, "state_bytes": memory}
-
-
-def model_size(args: argparse.Namespace) -> ModelSize:
-    return ModelSize(args.hidden, args.intermediate, args.layers, args.heads, args.vocab)
 
 
 # ---------------------------------------------------------------- in the launcher
@@ -215,7 +211,7 @@ def step_table(series: dict[str, Series], numel: int, state_bytes: dict[str, int
 def header(args: argparse.Namespace, numel: dict[str, int]) -> list[str]:
     about = benchlib.environment()
     lines = [", ".join(f"{key} {value}" for key, value in about.items())]
-    sizes = LAYER_CUTS if args.per_layer else (model_size(args),)
+    sizes = LAYER_CUTS if args.per_layer else (ModelSize.of(args),)
     for size, count in zip(sizes, numel.values(), strict=True):
         lines.append(f"model: Llama {vars(size)}, {count / 1e6:.1f} M parameters, random weights")
     lines.append(
@@ -299,8 +295,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--clip", type=float, default=0.0, help="gradient norm to clip at; 0 is off")
     add("--micro-batch", type=int, default=2)
     add("--seq", type=int, help="tokens of a sequence (default 128; 32 with --per-layer)")
-    for name, default in (("hidden", 384), ("intermediate", 1024), ("layers", 12), ("heads", 6), ("vocab", 8192)):
-        add(f"--{name}", type=int, default=default)
+    benchlib.size_arguments(parser, ModelSize(384, 1024, 12, 6, 8192))
     benchlib.common_arguments(parser)
     args = parser.parse_args(argv)
     args.seq = args.seq or (32 if args.per_layer else 128)

@@ -134,6 +134,11 @@ class ModelSize:
     heads: int
     vocab: int
 
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> ModelSize:
+        """The size that the arguments of `size_arguments` name."""
+        return cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls)})
+
     def build(self, seed: int = 0) -> torch.nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -349,6 +354,11 @@ def _cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def size_arguments(parser: argparse.ArgumentParser, default: ModelSize) -> None:
+    for name, value in dataclasses.asdict(default).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:

@@ -89,7 +89,7 @@ def run_case(args: argparse.Namespace) -> list[dict[str, Any]]:
     steps(SMALL, config, (1, 8), 2).teardown()
     tensors = live_bytes()
     before = restart_peak()
-    engine = steps(size_of(args), config, (args.batch, args.seq), args.steps)
+    engine = steps(ModelSize.of(args), config, (args.batch, args.seq), args.steps)
     mine = {
         "report": engine.memory_report(),
         "live": live_bytes() - tensors,
@@ -114,17 +114,13 @@ def configuration(args: argparse.Namespace, case: str) -> dict[str, Any]:
     return config
 
 
-def size_of(args: argparse.Namespace) -> ModelSize:
-    return ModelSize(args.hidden, args.intermediate, args.layers, args.heads, args.vocab)
-
-
 def make_plan(args: argparse.Namespace, case: str) -> tuple[Any, int]:
     """(the plan of rank 0, the number of parameters), from sizes alone."""
     from hf_zero.config import ZeroConfig
     from hf_zero.estimate import measure, plan_model
 
     with torch.device("meta"):
-        model = size_of(args).build()
+        model = ModelSize.of(args).build()
     config = ZeroConfig.load(configuration(args, case)).resolve(
         model=model, world_size=args.world, client_optimizer=True
     )
@@ -181,8 +177,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--peak", type=float, default=20.0, help="percent that the peak may be off")
     add("--folder", default="", help="where nvme's files go (default: a temporary folder)")
     add("--case", default="", help=argparse.SUPPRESS)
-    for name, default in (("hidden", 768), ("intermediate", 2048), ("layers", 12), ("heads", 12), ("vocab", 32000)):
-        add(f"--{name}", type=int, default=default)
+    benchlib.size_arguments(parser, ModelSize(768, 2048, 12, 12, 32000))
     benchlib.common_arguments(parser)
     return parser.parse_args(argv)
 

@@ -56,7 +56,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     watch = MemoryWatch()
     torch.set_default_dtype(torch.bfloat16)
-    size = ModelSize(args.hidden, args.intermediate, args.layers, args.heads, args.vocab)
+    size = ModelSize.of(args)
     model = size.build()
     torch.set_default_dtype(torch.float32)
     model.gradient_checkpointing_enable()
@@ -118,8 +118,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--world", type=int, default=2)
     add("--steps", type=int, default=4)
     add("--seq", type=int, default=64)
-    for name, default in (("hidden", 2560), ("intermediate", 6912), ("layers", 24), ("heads", 20), ("vocab", 32000)):
-        add(f"--{name}", type=int, default=default)
+    benchlib.size_arguments(parser, ModelSize(2560, 6912, 24, 20, 32000))
     benchlib.common_arguments(parser)
     return parser.parse_args(argv)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +14,9 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
-from hf_zero.config.parse import look_up, parse
+from hf_zero.config.parse import parse
 from hf_zero.config.resolve import Surroundings, _Resolver
 from hf_zero.errors import ConfigError
-from tests.harness.their_auto import ManyRanks
 
 
 def arguments(**changes: Any) -> Any:
@@ -128,31 +126,11 @@ def test_origins_of_batch_numbers() -> None:
     assert origins["gradient_accumulation_steps"] == origins["gradient_clipping"] == "TrainingArguments"
 
 
-# "auto", value for value as transformers fills it in
+# What transformers says; value for value in test_config_transformers.py
 
-AUTO: dict[str, Any] = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "fp16": {"enabled": "auto"},
-    "bf16": {"enabled": "auto"},
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-    },
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
-    },
+SCHEDULER: dict[str, Any] = {
+    "type": "WarmupDecayLR",
+    "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
 }
 
 
@@ -163,87 +141,6 @@ class Theirs(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):  # type: ignore[misc]
         HfDeepSpeedConfig.__init__(self, config)
         self._dtype = None
         self.mismatches: list[str] = []
-
-
-def random_arguments(draw: random.Random) -> Any:
-    args = transformers.TrainingArguments(
-        output_dir="unused",
-        use_cpu=True,
-        report_to="none",
-        per_device_train_batch_size=draw.choice([1, 2, 3, 8]),
-        gradient_accumulation_steps=draw.choice([1, 2, 5]),
-        max_grad_norm=draw.choice([0.0, 0.5, 1.0, 5]),
-        learning_rate=draw.choice([1e-5, 3e-4, 1e-3]),
-        adam_beta1=draw.choice([0.8, 0.9]),
-        adam_beta2=draw.choice([0.95, 0.999]),
-        adam_epsilon=draw.choice([1e-8, 1e-6]),
-        weight_decay=draw.choice([0, 0.01, 0.1]),
-        warmup_steps=draw.choice([0, 0.03, 0.1, 7]),
-        save_on_each_node=draw.random() < 0.2,
-    )
-    for name in draw.choice([(), ("bf16",), ("fp16",), ("bf16_full_eval",), ("fp16_full_eval",)]):
-        setattr(args, name, True)  # set afterwards: the constructor refuses fp16 on a CPU
-    return ManyRanks(args, draw.choice([1, 2, 3, 8]))
-
-
-def random_model(draw: random.Random) -> Any:
-    width, other = draw.choice([48, 130, 768]), draw.choice([32, 64])
-    config = draw.choice(
-        [
-            SimpleNamespace(hidden_size=width),
-            SimpleNamespace(hidden_sizes=[other, width, 16]),
-            SimpleNamespace(hidden_size=width, text_config=SimpleNamespace(hidden_size=other)),
-            SimpleNamespace(text_config=SimpleNamespace(hidden_size=width)),
-            SimpleNamespace(text_config=SimpleNamespace(hidden_sizes=[other, width])),
-        ]
-    )
-    return SimpleNamespace(config=config, parameters=lambda: iter(()))
-
-
-def random_config(draw: random.Random) -> dict[str, Any]:
-    """AUTO at some stage, with some "auto" values left out."""
-    config = copy.deepcopy(AUTO)
-    config["zero_optimization"]["stage"] = draw.choice([0, 1, 2, 3, 3])
-    for block in (config, config["zero_optimization"], config["optimizer"]["params"], config["scheduler"]["params"]):
-        for key in [key for key, value in block.items() if value == "auto" and draw.random() < 0.15]:
-            del block[key]
-    if draw.random() < 0.2:
-        del config["optimizer"]
-    return config
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_auto_is_what_transformers_fills_in(seed: int) -> None:
-    draw = random.Random(seed)
-    compared = 0
-    for _ in range(50):
-        args, model, given = random_arguments(draw), random_model(draw), random_config(draw)
-        steps = draw.choice([10, 333, 1000])
-        theirs = Theirs(copy.deepcopy(given))
-        theirs.trainer_config_process(args)
-        theirs.trainer_config_finalize(args, model, steps)
-        around = Surroundings(args=args, model=model, world_size=args.world_size, num_training_steps=steps)
-        ours = _Resolver(parse(given), around)
-        ours.run()
-        for path, value in leaves(given):
-            want, got = look_up(theirs.config, path), look_up(ours.values, path)
-            if want == "auto":  # left over: DeepSpeed then takes its default
-                assert got != "auto" and ours.origins[path] == "auto (default)"
-                continue
-            assert got == want and type(got) in (type(want), float), (path, got, want)
-            if value == "auto":
-                compared += 1
-                assert ours.origins[path] == "auto", path
-        saves = look_up(theirs.config, "checkpoint.use_node_local_storage") or False
-        assert look_up(ours.values, "checkpoint.use_node_local_storage") == saves
-    assert compared > 500
-
-
-def leaves(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found = []
-    for name, value in config.items():
-        found += leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
-    return found
 
 
 def test_dtype_is_the_one_transformers_takes() -> None:
@@ -366,7 +263,7 @@ def test_composite_configs_of_transformers_always_resolve() -> None:
 
 
 def test_scheduler_numbers_without_arguments_or_steps() -> None:
-    config = {"scheduler": copy.deepcopy(AUTO["scheduler"])}
+    config = {"scheduler": copy.deepcopy(SCHEDULER)}
     known = _Resolver(parse(config), Surroundings(args=arguments(max_steps=40, warmup_steps=0.1)))
     known.run()
     params = known.values["scheduler"]["params"]
