@@ -285,13 +285,21 @@ def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert f"port {port} of " in usage_error(capsys, f"--master_port {port} {script}")
 
 
+def test_a_host_that_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_hosts(tmp_path, "host-a slow-b")
+    script = write_script(tmp_path, TELL)
+    monkeypatch.setattr("hf_zero.launcher.hosts.REACH_TIMEOUT_S", 1.0)
+    monkeypatch.setenv("PATH", fake_transports(tmp_path / "bin")["PATH"])
+    message = usage_error(capsys, f"-H {tmp_path / 'hosts'} {script}")
+    assert "host slow-b cannot be reached" in message and "no answer within 1 s" in message
+
+
 @pytest.mark.slow
-def test_hosts_that_refuse_or_do_not_answer(tmp_path: Path) -> None:
+def test_hosts_that_refuse(tmp_path: Path) -> None:
     write_script(tmp_path, TELL)
     more = fake_transports(tmp_path / "bin")
-    two_hosts(tmp_path, "host-a slow-b")
-    job = launch(tmp_path, "-H", "hosts", "train.py", **more, timeout=40)
-    assert job.status == 2 and "host slow-b cannot be reached" in job.err and "no answer within 15 s" in job.err
     two_hosts(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -59,7 +59,7 @@ class Transport:
             environment["PDSH_SSH_ARGS_APPEND"] = " ".join(filter(None, options))
         return environment
 
-    def ask(self, host: str, remote: str, timeout_s: float = REACH_TIMEOUT_S) -> str:
+    def ask(self, host: str, remote: str) -> str:
         """What `remote` prints on `host`.
 
         Raises:
@@ -73,10 +73,10 @@ class Transport:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=timeout_s,
+                timeout=REACH_TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:
-            reason = f"no answer within {timeout_s:.0f} s"
+            reason = f"no answer within {REACH_TIMEOUT_S:.0f} s"
         else:
             if done.returncode == 0:
                 lines = done.stdout.splitlines()

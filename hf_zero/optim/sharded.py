@@ -191,15 +191,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._native.gradient_is_final(buffer)
 
     def rollback_early(self) -> None:
-        """Undo updates that began in backward, which hold their states: the step makes them again. No communication."""
+        """Undo updates that began in backward and hold their states: the step makes them again. No communication."""
         if self._native is not None:
             self._native.rollback()
 
     def finish_updates(self) -> None:
-        """Wait for updates that run beside the training, delayed ones too, and let their parameters be seen.
-
-        All ranks must call.
-        """
+        """Let updates that run beside the training, delayed ones too, be over and seen. All ranks must call."""
         if self._native is None:
             return
         with self._comm.stop_together():
@@ -365,7 +362,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = {id(master): group for group in self.optimizer.param_groups for master in group["params"]}
         owned = [(run, groups[id(run.masters[0])]) for run in runs if run.native]
         # Backward in the order of reduces is forward; what is whole for everybody is waited for, so it comes first.
-        order = sorted(reversed(buffers), key=lambda buffer: buffer.flat.on_demand)
+        forward = list(reversed(buffers))
+        order = sorted(forward, key=lambda buffer: buffer.flat.on_demand)
         self._native_flats += [buffer.flat for buffer in order if buffer.flat.home.native]
         with self._comm.stop_together():
             self._native.take_in(owned, order)
