@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import traceback
 from collections.abc import Iterator
 
 from hf_zero.engine import ZeroEngine, live_engines
@@ -26,6 +27,17 @@ def abandon(reason: OffloadError | OutOfMemoryError | StateError) -> None:
     for engine in live_engines():
         _drop_pending(engine)
         engine.comm.abandon(reason)
+
+
+def drop_frames(error: BaseException) -> None:
+    """Let go of the local variables in the tracebacks of `error`: operations that wait in vain, and activations.
+
+    gloo closes a connection with the last operation that uses it, and another rank may wait for just that.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
 
 
 def is_updating() -> bool:

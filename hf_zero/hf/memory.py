@@ -35,6 +35,7 @@ def run_attempt(trainer: Any, plugin: ZeroPlugin, loop: Callable[..., Any], batc
         with recovery.watched():
             return loop(batch_size, **kwargs)
     except RuntimeError as error:
+        recovery.drop_frames(error)
         is_peer = isinstance(error, OutOfMemoryError)
         if not is_peer:
             _tell_others(trainer.args.process_index, error)

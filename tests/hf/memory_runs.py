@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,15 @@ TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 class Limits:
-    """Raises the error of a full device on one rank: from the given micro-batch on, where the batch is too large."""
+    """Raises the error of a full device on one rank: from the given micro-batch on, where the batch is too large.
 
-    def __init__(self, model: nn.Module, where: str, fits: int, since: int, guilty: tuple[int, ...]) -> None:
-        self.where, self.fits, self.since, self.guilty = where, fits, since, guilty
+    `late`: the rank that comes to that place a second after the others.
+    """
+
+    def __init__(
+        self, model: nn.Module, where: str, fits: int, since: int, guilty: tuple[int, ...], late: int | None
+    ) -> None:
+        self.where, self.fits, self.since, self.guilty, self.late = where, fits, since, guilty, late
         self.batches: list[int] = []
         self.raised = 0
         model.register_forward_pre_hook(self._starts, with_kwargs=True)
@@ -33,8 +39,12 @@ class Limits:
 
     def _full(self, where: str) -> bool:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        mine = rank in self.guilty and where == self.where and torch.is_grad_enabled()
-        return mine and self.batches[-1] > self.fits and len(self.batches) > self.since
+        here = where == self.where and torch.is_grad_enabled()
+        if not here or self.batches[-1] <= self.fits or len(self.batches) <= self.since:
+            return False
+        if rank == self.late:
+            time.sleep(1.0)
+        return rank in self.guilty
 
     def _fail(self) -> None:
         self.raised += 1
@@ -70,13 +80,14 @@ def find_batch(
     """Train with auto_find_batch_size from `start` samples; more than 6 do not fit on the guilty ranks."""
     guilty = more.pop("guilty", (1,))
     fits = more.pop("fits", 6)
+    late = more.pop("late", None)
     args_class, trainer_class, extra = transformers.TrainingArguments, transformers.Trainer, {}
     if zero is not None:
         args_class, trainer_class, extra = hf_zero.TrainingArguments, hf_zero.Trainer, {"zero": zero}
     named = runs.arguments(folder, max_steps=4, per_device_train_batch_size=start, auto_find_batch_size=True)
     named |= {"gradient_accumulation_steps": 1, **more}
     model = runs.build()
-    limits = Limits(model, where, fits, since, guilty)
+    limits = Limits(model, where, fits, since, guilty, late)
     args = args_class(**named, **extra)
     trainer = in_order(trainer_class)(model=model, args=args, train_dataset=runs.examples(64, 1))
     before = {name: value.clone() for name, value in runs.build().state_dict().items()}

@@ -61,11 +61,14 @@ def test_the_next_attempt_is_a_training_of_its_own(
 
 
 @pytest.mark.slow
-def test_three_ranks_and_steps_before_the_error(tmp_path: Path) -> None:
-    """Memory fills up after two steps, on the rank in the middle; training goes on from the weights it has by then."""
-    found = run_ranks(
-        memory_runs.find_batch, 3, zero(3), str(tmp_path), start=8, since=2, fits=7, timeout=50, init_group=False
-    )
+@pytest.mark.parametrize(("where", "late"), [("forward", 0), ("backward", 2)])
+def test_three_ranks_and_steps_before_the_error(where: str, late: int, tmp_path: Path) -> None:
+    """Memory fills up after two steps, on the rank in the middle; training goes on from the weights it has by then.
+
+    Another rank comes late: the first two have met to try again while it waits for either of them.
+    """
+    attempt = {"start": 8, "since": 2, "fits": 7, "where": where, "late": late}
+    found = run_ranks(memory_runs.find_batch, 3, zero(3), str(tmp_path), timeout=40, init_group=False, **attempt)
     assert [one["raised"] for one in found] == [0, 1, 0]
     for one in found:
         assert one["batches"][:3] == [8, 8, 8] and set(one["batches"][3:]) == {7}
