@@ -64,7 +64,7 @@ def test_stages_follow_one_process(model: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "world"), WORLDS)
 def test_matrix_in_double(model: str, world: int) -> None:
-    check(_matrix(model, world, single=False, crossed=world == 2))
+    check(_matrix(model, world, single=False, crossed=model == "plain"))
 
 
 @pytest.mark.slow

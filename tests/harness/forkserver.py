@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import datetime
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -67,6 +68,7 @@ def serve(connection: Connection) -> None:
             return
         with contextlib.suppress(Exception):  # the rank fails in the same import and reports it
             importlib.import_module(job.module)
+        gc.freeze()  # the collector of a rank need not walk, and so copy, what all of them share
         store = _fork(lambda job=job: _serve_store(job), connection)
         pids = [_fork(lambda job=job, rank=rank: _run_rank(job, rank), connection) for rank in range(job.world_size)]
         try:
