@@ -15,6 +15,7 @@ import pytest
 
 from hf_zero.cli.main import main
 from hf_zero.cluster import slurm_port
+from hf_zero.launcher import hosts
 from hf_zero.launcher.plan import JobPlan
 from tests.harness.launches import (
     Launched,
@@ -290,7 +291,8 @@ def test_a_host_that_does_not_answer(
 ) -> None:
     two_hosts(tmp_path, "host-a slow-b")
     script = write_script(tmp_path, TELL)
-    monkeypatch.setattr("hf_zero.launcher.hosts.REACH_TIMEOUT_S", 1.0)
+    assert hosts.REACH_TIMEOUT_S == 15
+    monkeypatch.setattr(hosts, "REACH_TIMEOUT_S", 1.0)
     monkeypatch.setenv("PATH", fake_transports(tmp_path / "bin")["PATH"])
     message = usage_error(capsys, f"-H {tmp_path / 'hosts'} {script}")
     assert "host slow-b cannot be reached" in message and "no answer within 1 s" in message

@@ -109,7 +109,7 @@ MATRIX = [
 
 @pytest.mark.parametrize(("make", "world", "accumulation", "stages"), MATRIX)
 def test_they_follow_one_process(make: Make, world: int, accumulation: int, stages: tuple[int, ...]) -> None:
-    case = Case("plain", world, accumulation, steps=STEPS if world == 2 else STEPS // 2)
+    case = Case("plain", world, accumulation, steps=STEPS)
     before, want = build(case, make).state_dict(), reference(case, make)
     for stage, got in zip(stages, run_ranks(train_stages, world, case, stages, make)[0], strict=True):
         close(make, got, want, f"stage {stage}")

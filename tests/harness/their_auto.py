@@ -157,7 +157,7 @@ def compare(case: Case, counts: Counter[str]) -> list[str]:
             counts["auto_find_batch_size"] += 1
             if got != said_by(args, steps)[path]:
                 found.append(f"{path}: {got!r} under auto_find_batch_size")
-        elif got != want:
+        elif got != want or type(got) not in (type(want), float):
             found.append(f"{path}: {want!r} there, {got!r} here")
         elif value == "auto":
             counts["filled"] += 1
