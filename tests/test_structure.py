@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 # From the lowest row up. A file imports from lower rows only, or from its own package.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(["errors", "layout", "config", "processes", "cluster", "model_states"]),
-    frozenset(["native", "comm", "pending"]),
+    frozenset(["native", "comm", "pending", "presence"]),
     frozenset(["store"]),
     frozenset(["shards"]),
     frozenset(["runtime"]),
@@ -43,7 +43,9 @@ SIDEWAYS = frozenset(
         ("script_calls", "engine_state"),
         ("processes", "cluster"),
         ("cluster", "errors"),
+        ("comm", "native"),
         ("comm", "pending"),
+        ("comm", "presence"),
         ("access", "engine"),
         ("fragments", "access"),
         ("ema", "engine"),

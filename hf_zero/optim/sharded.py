@@ -338,7 +338,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not buffer.flat.home.native:
                 buffer.flat.refresh()
                 changed.append(buffer.flat)
-        gather_resident(changed)
+        with self._comm.at_once("updated parameters"):
+            gather_resident(changed)
         if native_too:
             # In the order of the updates: the gather of one runs beside the update of the next.
             gather_resident(self._native_flats)

@@ -176,6 +176,13 @@ class OnDemandParams:
         """Release `unit` whatever its state."""
         self._release(unit)
 
+    def gather_ahead(self, units: Iterable[ShardUnit]) -> None:
+        """Start the gathers of those of `units` that wait for nothing but the other ranks. All ranks must call."""
+        with torch.no_grad():
+            for unit in units:
+                if unit.state is UnitState.SHARDED and not unit.comes_from_afar:
+                    self._start(unit)
+
     @contextlib.contextmanager
     def pinned(self, units: Iterable[ShardUnit]) -> Iterator[None]:
         """Keep `units` whole inside the block: forwards there need no communication. All ranks must call.

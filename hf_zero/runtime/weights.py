@@ -51,7 +51,11 @@ class WholeWeights:
     @contextlib.contextmanager
     def gathered(self, units: Iterable[ShardUnit]) -> Iterator[None]:
         """Make `units` whole inside the block, for reading. All ranks must call."""
-        with self._params.pinned([unit for unit in units if unit.state is not UnitState.FULL]):
+        wanted = [unit for unit in units if unit.state is not UnitState.FULL]
+        if wanted:
+            with self._comm.at_once("weights"):
+                self._params.gather_ahead(wanted)
+        with self._params.pinned(wanted):
             yield
 
     @contextlib.contextmanager

@@ -1,0 +1,141 @@
+"""All-gathers at once: ranks of one host read each other's memory, and where they cannot, messages give the same."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm import Comm
+from hf_zero.native.peers import Card, PeerMemory
+from tests.harness.ranks import run_ranks
+
+# Elements of a part and type of every gather: none, one, odd, and more than a page
+PARTS = ((0, torch.float32), (1, torch.bfloat16), (257, torch.float64), (100_003, torch.float32), (9, torch.int8))
+
+
+class Messages:
+    """Counts what the ranks send to each other."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._send = dist.isend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self._send(*args, **kwargs)
+
+
+def part_of(rank: int, number: int, turn: int) -> torch.Tensor:
+    numel, dtype = PARTS[number]
+    return torch.arange(numel).add(rank * 7 + number + 31 * turn).remainder(100).to(dtype)
+
+
+def gather_and_check(comm: Comm) -> int:
+    """How many messages two turns of all gathers took."""
+    world_size = comm.world_size
+    gathers = []
+    for number, (numel, dtype) in enumerate(PARTS):
+        full = torch.empty(world_size * numel, dtype=dtype)
+        # Every second part lies in its place, as that of parameters which stay whole does.
+        inside = full.chunk(world_size)[comm.rank] if numel and number % 2 else torch.empty(numel, dtype=dtype)
+        gathers.append((full, inside))
+    with mock.patch.object(dist, "isend", Messages()) as messages:
+        for turn in range(2):
+            for number, (full, part) in enumerate(gathers):
+                full.fill_(99)
+                part.copy_(part_of(comm.rank, number, turn))
+            with comm.at_once("parts"):
+                pending = [comm.all_gather(full, part, "a part") for full, part in gathers]
+            for one in pending:
+                one.wait()
+            # Free to change now, while another rank may not have left the block
+            mine = [full.clone() for full, _ in gathers]
+            for _, part in gathers:
+                part.fill_(-1)
+            for number, full in enumerate(mine):
+                expected = torch.cat([part_of(rank, number, turn) for rank in range(world_size)])
+                assert torch.equal(full, expected), f"gather {number}, turn {turn}"
+    assert comm.counts["all_gather"].calls == 2 * len(PARTS)
+    return messages.count
+
+
+def gather_in_memory() -> int:
+    return gather_and_check(Comm.join())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parts_are_read_from_memory(world_size: int) -> None:
+    assert run_ranks(gather_in_memory, world_size) == [0] * world_size
+
+
+def gather_with(change: str) -> int:
+    """As `gather_in_memory`, where rank 1 cannot be read, or says so of the others."""
+    card_of = PeerMemory.card
+
+    def card(peers: PeerMemory) -> Card | None:
+        mine = card_of(peers)
+        assert mine is not None
+        wrong = {
+            "no such call": lambda: None,
+            "another host": lambda: Card("elsewhere", mine.pid, mine.address, mine.token),
+            "another process": lambda: Card(mine.host, mine.pid, mine.address, b"0" * len(mine.token)),
+            "memory that is not there": lambda: Card(mine.host, mine.pid, 8, mine.token),
+            "a process that has ended": lambda: Card(mine.host, 2**22 + 1, mine.address, mine.token),
+        }
+        return wrong[change]()
+
+    if dist.get_rank() != 1:
+        return gather_and_check(Comm.join())
+    with mock.patch.object(PeerMemory, "card", card):
+        return gather_and_check(Comm.join())
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["no such call", "another host", "another process", "memory that is not there", "a process that has ended"],
+)
+def test_a_rank_that_cannot_be_read_has_all_send_messages(change: str) -> None:
+    assert run_ranks(gather_with, 2, change) == [2 * len(PARTS)] * 2
+
+
+def die_before_it_was_read() -> None:
+    comm = Comm.join(timeout_s=30)
+    fill = PeerMemory.fill
+
+    def die_or_wait(*args: Any) -> None:
+        if comm.rank == 1:
+            os._exit(9)
+        time.sleep(1)
+        fill(*args)
+
+    gather_and_check(comm)
+    with mock.patch.object(PeerMemory, "fill", die_or_wait):
+        gather_and_check(comm)
+
+
+def test_a_rank_that_dies_before_it_was_read_is_said() -> None:
+    start = time.monotonic()
+    failures = run_ranks(die_before_it_was_read, 2, timeout=40, expect_error=True)
+    assert failures[0].kind == "DivergenceError", failures[0].traceback
+    assert "all-gather of parts did not complete" in failures[0].message
+    assert "cannot be read" in failures[0].message
+    assert failures[1].kind == "Died"
+    assert time.monotonic() - start < 15
+
+
+def leave_the_block() -> list[int]:
+    """An error inside leaves nothing behind: the next gathers are whole."""
+    comm = Comm.join()
+    with pytest.raises(KeyError), comm.at_once("parts"):
+        raise KeyError("of every rank")
+    return [gather_and_check(comm)]
+
+
+def test_an_error_inside_the_block() -> None:
+    assert run_ranks(leave_the_block, 2) == [[0]] * 2
