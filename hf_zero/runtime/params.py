@@ -134,6 +134,11 @@ class OnDemandParams:
             if left is not None:
                 self._on_left(left)
 
+    @property
+    def all_pinned(self) -> bool:
+        """Whether nothing will be gathered or released before a block ends that keeps everything whole."""
+        return all(self._stays_whole(unit) for unit in self.units)
+
     def _stays_whole(self, unit: ShardUnit) -> bool:
         return unit.state is UnitState.FULL and id(unit) in self._pinned
 

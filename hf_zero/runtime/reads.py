@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from hf_zero.errors import StateError
 from hf_zero.runtime.params import OnDemandParams
@@ -38,7 +39,7 @@ class _OwnParameters(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
         # A constant where torch.compile traces this: a graph of one layer serves all layers of its class.
-        if not torch.compiler.is_dynamo_compiling():
+        if not is_dynamo_compiling() and self.reads.is_open:
             self.reads.on_read(param)
         return param
 
@@ -85,7 +86,8 @@ class OutsideReads:
 
     def open(self) -> None:
         """A forward of the model begins: from here on a read means the value."""
-        self.is_open = True
+        # Token by token every read counts: what is whole to the end is read as in a plain model.
+        self.is_open = torch.is_grad_enabled() or not self._params.all_pinned
         self._iterated.clear()
 
     def close(self) -> None:
@@ -97,8 +99,6 @@ class OutsideReads:
 
     def on_read(self, param: Any) -> None:
         """`param` was taken from its module by name. See [Note: Reads outside of a forward]."""
-        if not self.is_open:
-            return
         unit = self._unit_of.get(id(param))
         if unit is None:
             return
