@@ -348,7 +348,7 @@ class Comm:
 
     def _meet_peers(self) -> PeerMemory | None:
         """Where every rank can read the memory of every other: that. All ranks must call; they talk the first time."""
-        if not self._peers_met and self._group is not None and self.backend == "gloo":
+        if not self._peers_met and self._group is not None and self.computes_on_host:
             peers = PeerMemory()
             met = peers.meet(self.all_gather_object(peers.card(), "memory of the ranks"))
             self._peers = peers if all(self.all_gather_object(met, "memory of the ranks")) else None

@@ -4,6 +4,9 @@
 #   scripts/test.sh                 all of them
 #   scripts/test.sh --fast          without those marked slow
 #   scripts/test.sh [--fast] ARGS   ARGS go to pytest: scripts/test.sh tests/test_layout.py -k pieces
+#
+# Two files of tests at a time, because ranks wait for each other half of theirs; `-n 0` for one after the other, and
+# for a debugger.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,4 +22,4 @@ fi
 scripts/setup.sh
 # One thread per process: the tests start several processes on one machine.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
-exec "${HF_ZERO_VENV:-.venv}/bin/python" -m pytest "${selection[@]}" "$@"
+exec "${HF_ZERO_VENV:-.venv}/bin/python" -m pytest -n 2 --dist loadfile "${selection[@]}" "$@"

@@ -65,7 +65,7 @@ def train(engine: ZeroEngine, case: Case, stage: int, steps: range) -> dict[str,
 def train_block(case: Case, stages: tuple[int, ...], block: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
     # Buckets that cut parameters into several pieces.
     return [
-        train(begin(case, stage, block, reduce_bucket_size=97), case, stage, range(case.steps)) for stage in stages
+        train(begin(case, stage, block, reduce_bucket_size=331), case, stage, range(case.steps)) for stage in stages
     ]
 
 

@@ -73,7 +73,9 @@ def train(engine: ZeroEngine, case: Case, stage: int, steps: range) -> dict[str,
 
 
 def train_stages(case: Case, stages: tuple[int, ...], make: Make) -> list[dict[str, torch.Tensor]]:
-    return [train(begin(case, stage, make, reduce_bucket_size=97), case, stage, range(case.steps)) for stage in stages]
+    return [
+        train(begin(case, stage, make, reduce_bucket_size=331), case, stage, range(case.steps)) for stage in stages
+    ]
 
 
 def reference(case: Case, make: Make) -> dict[str, torch.Tensor]:
@@ -119,7 +121,7 @@ def test_they_follow_one_process(make: Make, world: int, accumulation: int, stag
 
 # ---------------------------------------------------------------- checkpoints
 def save_half(case: Case, stage: int, make: Make, folder: str) -> None:
-    engine = begin(case, stage, make, reduce_bucket_size=97)
+    engine = begin(case, stage, make, reduce_bucket_size=331)
     train(engine, case, stage, range(3))
     engine.save_checkpoint(folder)
 

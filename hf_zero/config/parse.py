@@ -134,7 +134,8 @@ def _from_base64(text: str) -> str | None:
 
 def _unreadable(path: Path, error: Exception) -> str:
     reason = error.strerror if isinstance(error, OSError) else str(error)
-    message = f"The ZeRO configuration {show(str(path))} cannot be read: {reason}."
+    # Room for long paths, whose names stand at the end; what is no path at all is cut.
+    message = f"The ZeRO configuration {show(str(path), longest=400)} cannot be read: {reason}."
     try:
         beside = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix == ".json")
     except OSError:

@@ -74,13 +74,13 @@ def raise_all(source: str, problems: Sequence[Problem]) -> None:
     raise ConfigError(f"{noun} in the ZeRO configuration ({source}):\n{listed}")
 
 
-def show(value: Any) -> str:
+def show(value: Any, longest: int = 80) -> str:
     """A value as it stands in JSON, cut to a length that keeps the message readable."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
         text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = LIKENESS) -> str | None:
