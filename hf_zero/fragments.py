@@ -260,10 +260,9 @@ def _piece(place: Place, values: torch.Tensor | None) -> LocalPiece | None:
 
 def _wait_for_update(place: Place, what: str) -> None:
     """Nobody may be writing to the master."""
-    optimizer = place.engine.optimizer
-    if optimizer is not None and optimizer.has_delayed_update:
-        raise StateError(f"{what}: the last update is delayed; call engine.finish_updates() on every rank first")
-    if optimizer is not None:
+    if (optimizer := place.engine.optimizer) is not None:
+        if optimizer.has_delayed_update:
+            raise StateError(f"{what}: the last update is delayed; call engine.finish_updates() on every rank first")
         optimizer.rollback_early()
     place.buffer.finish_update()
 

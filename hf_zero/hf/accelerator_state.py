@@ -17,7 +17,7 @@ from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.hf.accelerated_optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.adapters import live_state
 from hf_zero.hf.checkpoints import state_to_load
-from hf_zero.hf.weights import apart
+from hf_zero.hf.saving import apart
 
 
 class AcceleratorState(Accelerator):

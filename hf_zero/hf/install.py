@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_zero.engine import ZeroEngine
 from hf_zero.hf.generation import install_generate
 from hf_zero.hf.resizing import install_resize
-from hf_zero.hf.weights import install_save_pretrained
+from hf_zero.hf.saving import install_save_pretrained
 
 
 def install_on_model(engine: ZeroEngine) -> None:

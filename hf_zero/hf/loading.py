@@ -153,17 +153,15 @@ class ShardedLoad:
         """Put parameters of the compute device into the model, with neither memory nor values."""
         made: dict[int, nn.Parameter] = {}
         dtype_of = _dtype_rule(self._load_config)
-        for path, module in self._model.named_modules(remove_duplicate=False):
-            for name, param in list(module._parameters.items()):
-                if param is None or not param.is_floating_point():
-                    continue
-                live = f"{path}.{name}" if path else name
-                if id(param) not in made:
-                    dtype = dtype_of(live, param.dtype) if live in present else param.dtype
-                    ghost = torch.full((), torch.nan, dtype=dtype, device=self._comm.device)
-                    made[id(param)] = nn.Parameter(ghost.expand(param.shape))
-                    made[id(made[id(param)])] = made[id(param)]
-                self._params[live] = module._parameters[name] = made[id(param)]
+        for module, name, live, param in _places(self._model):
+            if not param.is_floating_point():
+                continue
+            if id(param) not in made:
+                dtype = dtype_of(live, param.dtype) if live in present else param.dtype
+                ghost = torch.full((), torch.nan, dtype=dtype, device=self._comm.device)
+                made[id(param)] = nn.Parameter(ghost.expand(param.shape))
+                made[id(made[id(param)])] = made[id(param)]
+            self._params[live] = module._parameters[name] = made[id(param)]
 
     # ---------------------------------------------------------------- values
     @contextlib.contextmanager
@@ -223,19 +221,17 @@ class ShardedLoad:
         """
         ours = {id(param): param for param in self._params.values()}
         replaced: dict[int, nn.Parameter] = {}
-        for path, module in self._model.named_modules(remove_duplicate=False):
-            for name, param in list(module._parameters.items()):
-                live = f"{path}.{name}" if path else name
-                if param is None or id(param) in ours or live not in self._params:
-                    continue
-                mine = replaced.get(id(param))
-                if mine is None:
-                    mine = replaced[id(param)] = self._params[live]
-                    whole = param.detach().to(self._comm.device)
-                    self._comm.broadcast(whole, f"first values of {live}")
-                    with torch.no_grad():
-                        self._placer.place(mine, whole)
-                module._parameters[name] = mine
+        for module, name, live, param in _places(self._model):
+            if id(param) in ours or live not in self._params:
+                continue
+            mine = replaced.get(id(param))
+            if mine is None:
+                mine = replaced[id(param)] = self._params[live]
+                whole = param.detach().to(self._comm.device)
+                self._comm.broadcast(whole, f"first values of {live}")
+                with torch.no_grad():
+                    self._placer.place(mine, whole)
+            module._parameters[name] = mine
         self._placer.read(show=False)
 
     def finish(self) -> ZeroEngine:
@@ -315,6 +311,14 @@ def finalize_model_loading(orig: Callable[..., Any], model: Any, load_config: An
         load.take_initialised()
         load.finish()
     return outcome
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    """(module, name in it, name in the model, parameter) of every place; one that is tied has several."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, param in list(module._parameters.items()):
+            if param is not None:
+                yield module, name, f"{path}.{name}" if path else name, param
 
 
 def _quietly_tie(model: PreTrainedModel, missing: set[str]) -> None:

@@ -33,7 +33,8 @@ from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.generation import calls_in_a_row
 from hf_zero.hf.memory import run_attempt
 from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin
-from hf_zero.hf.weights import full_weights, restore_weights
+from hf_zero.hf.saving import full_weights
+from hf_zero.hf.weights import restore_weights
 from hf_zero.optim.blocks import optimizer_of
 from hf_zero.optim.schedule import Schedule
 from hf_zero.optim.schedules import choose_scheduler

@@ -1,4 +1,4 @@
-"""Restores Hugging Face weight folders by the names that live parameters have, and saves sharded models into them.
+"""Restores Hugging Face weight folders by the names that live parameters have.
 
 `save_pretrained` may rename and reshape on the way out (GPT-NeoX's `lm_head` becomes `embed_out`, experts are taken
 apart), and `load_state_dict` knows nothing of it. So a folder is read back through the model's own conversions, every
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,9 @@ from hf_zero.engine import ZeroEngine
 from hf_zero.errors import CheckpointError
 from hf_zero.hf.adapters import (
     adapter_files,
-    adapter_names,
     adapter_tensors,
     is_peft_model,
     live_state,
-    names_of_saved_modules,
-    whole_prompt_encoders,
 )
 from hf_zero.hf.matching import match_stored
 
@@ -216,64 +212,3 @@ def _fitting(name: str, tensor: torch.Tensor, target: torch.Tensor, folder: Path
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-# -------------------------------------------------------------------- saving
-def full_weights(
-    model: nn.Module, engine: ZeroEngine, *, keep: bool, embeddings: bool | str = "auto"
-) -> dict[str, torch.Tensor]:
-    """What `model.save_pretrained` needs: the whole state dict, or a PEFT model's adapters.
-
-    All ranks must call where the model is sharded.
-
-    Args:
-        embeddings: `save_embedding_layers` of PEFT's save_pretrained.
-    Returns:
-        Whole tensors where `keep` is true (on the CPU if the model is sharded), nothing elsewhere.
-    """
-    if not engine.is_sharded:
-        return apart(live_state(model)) if keep else {}
-    if not is_peft_model(model):
-        return engine.full_state_dict(keep)
-    live = live_state(model)
-    # Whether embeddings belong to the adapter may depend on files that are not on every rank.
-    found = adapter_names(model, live, embeddings) if engine.rank == 0 else set()
-    wanted: set[str] = engine.comm.all_gather_object(found, "names of adapter weights")[0]
-    trainable = {name for name, tensor in live.items() if tensor.requires_grad}
-    state = engine.full_state_dict(keep, trainable_only=wanted <= trainable)
-    return {name: tensor for name, tensor in state.items() if name in wanted}
-
-
-def apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same memory, as tensors with a storage each; names of one tensor still share theirs.
-
-    Whole parameters lie one behind the other in flat buffers, and accelerate takes all tensors of one storage for
-    tied: it would save the first of them only.
-    """
-    return {name: torch.utils.dlpack.from_dlpack(tensor.detach()) for name, tensor in state.items()}
-
-
-def install_save_pretrained(model: nn.Module, engine: ZeroEngine) -> None:
-    """Let `model.save_pretrained`, called on all ranks, write whole weights on one of them; until the teardown."""
-    original: Callable[..., Any] | None = getattr(model, "save_pretrained", None)
-    if original is None or "save_pretrained" in model.__dict__:
-        return
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        given.update(given.pop("kwargs", {}))
-        if given.get("state_dict") is not None:
-            with names_of_saved_modules(model):
-                return original(*args, **kwargs)
-        engine.require_all_ranks("save_pretrained")
-        writes = bool(given.get("is_main_process", engine.rank == 0))
-        weights = full_weights(model, engine, keep=writes, embeddings=given.get("save_embedding_layers", "auto"))
-        with names_of_saved_modules(model), whole_prompt_encoders(model):
-            result = original(*args, **{**kwargs, "state_dict": weights}) if writes else None
-        engine.comm.barrier("save_pretrained")
-        return result
-
-    model.__dict__["save_pretrained"] = save_pretrained
-    engine.on_teardown(lambda: model.__dict__.pop("save_pretrained", None))
