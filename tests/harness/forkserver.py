@@ -203,6 +203,7 @@ def _call(job: Job, rank: int, folder: Path) -> Any:
     store = _connect_store(folder, timeout)
     os.environ["MASTER_PORT"] = str(store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=timeout)
+    dist.barrier()  # a rank that fails at once must not close connections that others are still making
     result = function(*args, **kwargs)
     if dist.is_initialized():
         dist.barrier()  # closing a connection with unread data can take data from the other side
