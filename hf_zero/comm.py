@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import datetime
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +19,12 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from hf_zero.errors import DivergenceError, OffloadError, OutOfMemoryError, StateError, ZeroError
+from hf_zero.link import Link
 from hf_zero.native.peers import Gather, PeerMemory
-from hf_zero.pending import CommCount, Done, Operation, Pending, Work
+from hf_zero.pending import Blocking, CommCount, Done, Finish, Operation, Pending, Work
 from hf_zero.presence import Presence
 from hf_zero.processes import backend_for, default_device, ensure_process_group, leave_cleanly_at_exit
+from hf_zero.scratch import Scratch
 
 # Elements per collective on gloo: larger single calls fall out of the cache (scripts/bench_comm.py measures it).
 GLOO_BUCKET_NUMEL = 1 << 20
@@ -49,11 +50,10 @@ class Comm:
         self.counts: dict[str, CommCount] = collections.defaultdict(CommCount)
         self._ring: collections.deque[Operation] = collections.deque(maxlen=_RING_SIZE)
         self._presence = Presence()
-        self._scratch: list[torch.Tensor] = []
-        self._peers: PeerMemory | None = None  # set when the ranks have found that they can read each other
-        self._peers_met = False
+        self._scratch = Scratch()
         self._at_once: list[Gather] | None = None  # what `at_once` has collected
-        self._group: Any = None
+        self._link: Link | None = None
+        self._group: Any = None  # of the link
         self.name = ""  # of the group, on all ranks; the later made, the later in the order of (length, name)
         self._stopped = False  # connections were closed after an error
         self._join(group)
@@ -71,9 +71,10 @@ class Comm:
         self.rank = dist.get_rank(self._group) if self._group is not None else 0
 
     def _connect(self) -> None:
-        timeout = datetime.timedelta(seconds=self.timeout_s)
-        self._group = dist.new_group(self._ranks, backend=self.backend, timeout=timeout)
+        self._link = Link(self._ranks, self.backend, self.timeout_s)
+        self._group = self._link.group
         self.name = self._group.group_name
+        self._link.find_connections(lambda mine: self.all_gather_object(mine, "connections"))
 
     @classmethod
     def join(cls, device: torch.device | None = None, *, group: Any = None, timeout_s: float = 600.0) -> Comm:
@@ -102,8 +103,8 @@ class Comm:
                 return Done()
             if self.backend == "gloo":
                 return self._exchange_parts(full, part, what)
-            work = self._start(lambda: dist.all_gather_single(full, part, group=self._group, async_op=True), what)
-        return Work([work], f"all-gather of {what}", self.failure)
+            call = functools.partial(dist.all_gather_single, full, part, group=self._group, async_op=True)
+            return self._begin([call], f"all-gather of {what}")
 
     @contextlib.contextmanager
     def at_once(self, what: str) -> Iterator[None]:
@@ -112,7 +113,7 @@ class Comm:
         Ranks on the CPU of one host read each other's parts from memory, in half the time that messages take. No part
         may change inside the block, and no other collective run. All ranks must enter.
         """
-        peers = self._meet_peers()
+        peers = self._peers
         if peers is None:
             yield
             return
@@ -143,11 +144,9 @@ class Comm:
             if self.backend == "gloo":
                 return self._exchange_and_sum(out, wire, what)
             result = out if wire.dtype == out.dtype else torch.empty_like(out, dtype=wire.dtype)
-            work = self._start(
-                lambda: dist.reduce_scatter_single(result, wire, group=self._group, async_op=True), what
-            )
-        finish = None if result is out else functools.partial(out.copy_, result)
-        return Work([work], f"reduce-scatter of {what}", self.failure, finish)
+            call = functools.partial(dist.reduce_scatter_single, result, wire, group=self._group, async_op=True)
+            finish = None if result is out else functools.partial(out.copy_, result)
+            return self._begin([call], f"reduce-scatter of {what}", finish)
 
     def all_reduce(self, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None) -> Pending:
         """Start summing `full` over ranks in place."""
@@ -156,8 +155,9 @@ class Comm:
         if self._group is None:
             return Done()
         with record_function(f"hf_zero::all_reduce ({what})"):
-            work = self._start(lambda: dist.all_reduce(wire, group=self._group, async_op=True), what)
-        return Work([work], f"all-reduce of {what}", self.failure, lambda: None if wire is full else full.copy_(wire))
+            call = functools.partial(dist.all_reduce, wire, group=self._group, async_op=True)
+            finish = None if wire is full else functools.partial(full.copy_, wire)
+            return self._begin([call], f"all-reduce of {what}", finish)
 
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, what: str, sizes: tuple[list[int], list[int]] | None = None
@@ -172,18 +172,18 @@ class Comm:
             return Done()
         received, sent = sizes or (None, None)
         with record_function(f"hf_zero::all_to_all ({what})"):
-            work = self._start(
-                lambda: dist.all_to_all_single(out, full, received, sent, group=self._group, async_op=True), what
+            call = functools.partial(
+                dist.all_to_all_single, out, full, received, sent, group=self._group, async_op=True
             )
-        return Work([work], f"all-to-all of {what}", self.failure)
+            return self._begin([call], f"all-to-all of {what}")
 
     def vote(self, values: torch.Tensor, what: str) -> list[float]:
         """Sum `values` (1-D float64, any device) over ranks and bring the sums to the host."""
         self._record("vote", what, values)
         if self._group is not None:
             values = values.to(self.device)
-            work = self._start(lambda: dist.all_reduce(values, group=self._group, async_op=True), what)
-            Work([work], f"vote on {what}", self.failure).wait()
+            call = functools.partial(dist.all_reduce, values, group=self._group, async_op=True)
+            self._begin([call], f"vote on {what}").wait()
         return [float(value) for value in values.tolist()]
 
     def broadcast(self, tensor: torch.Tensor, what: str, *, src: int = 0) -> None:
@@ -194,15 +194,16 @@ class Comm:
         self._record("broadcast", what, tensor)
         if self._group is None:
             return Done()
-        work = self._start(lambda: dist.broadcast(tensor, group=self._group, group_src=src, async_op=True), what)
-        return Work([work], f"broadcast of {what}", self.failure)
+        call = functools.partial(dist.broadcast, tensor, group=self._group, group_src=src, async_op=True)
+        return self._begin([call], f"broadcast of {what}")
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """`value` of every rank, in rank order. For small control data."""
+        self._refuse_if_stopped(what)
         if self._group is None:
             return [value]
         out: list[Any] = [None] * self.world_size
-        self._start(lambda: dist.all_gather_object(out, value, group=self._group), what)
+        self._begin([Blocking(functools.partial(dist.all_gather_object, out, value, group=self._group))], what).wait()
         return out
 
     def barrier(self, what: str) -> None:
@@ -230,6 +231,7 @@ class Comm:
 
         Goes through the key-value store, not through a collective, so a rank that is alone can say so.
         """
+        self._refuse_if_stopped(name)
         if self._group is None:
             return
         self._presence.wait(name, self._group.group_name, self.rank, self.world_size, timeout_s)
@@ -259,21 +261,19 @@ class Comm:
 
     def disconnect(self) -> None:
         """End what this rank waits for, until `reconnect`: pending operations are lost. Any thread may call."""
-        group, self._group = self._group, None
-        self._stopped = self._stopped or group is not None
-        if group is not None and self.backend == "gloo":
-            dist.destroy_process_group(group)
-        elif group is not None:
-            group.abort()
+        link, self._link, self._group = self._link, None, None
+        if link is not None:
+            self._stopped = True
+            link.close()
 
     def reconnect(self) -> None:
         """Start over after an `abandon` on some rank. All ranks must call; what was pending is lost."""
         self.disconnect()
+        self._stopped = False
         if self.world_size > 1:
             self._scratch.clear()
             self._presence.clear()
             self._connect()
-        self._stopped = False
 
     def _failure_key(self) -> str:
         return f"hf_zero/{self.name}/failure"
@@ -298,27 +298,37 @@ class Comm:
         return [str(operation) for operation in self._ring]
 
     # ---------------------------------------------------------------- inside
-    def _record(self, op: str, what: str, full: torch.Tensor) -> None:
+    def _refuse_if_stopped(self, what: str) -> None:
         if self._stopped:
             text = f"rank {self.rank}: {what}: this engine stopped after an error; start the run again"
             raise self.reason_of_another() or StateError(text)
+
+    def _record(self, op: str, what: str, full: torch.Tensor) -> None:
+        self._refuse_if_stopped(what)
         count = self.counts[op]
         count.calls += 1
         count.numel += full.numel()
         count.nbytes += full.numel() * full.element_size()
         self._ring.append(Operation(op, what, full.numel(), str(full.dtype)[6:], time.time()))
 
-    def _start(self, call: Any, what: str) -> Any:
+    def _begin(self, calls: Sequence[Callable[[], Any]], what: str, finish: Finish = None) -> Work:
+        """Start operations that are over together; `finish` runs after them, when they are waited for."""
         try:
-            return call()
+            works = [call() for call in calls]
         except RuntimeError as error:
             raise self.failure(what, error) from error
+        return Work(works, what, self._wait, self.failure, finish)
+
+    def _wait(self, works: list[Any]) -> None:
+        if self._link is None:
+            raise RuntimeError("its connections were closed")
+        self._link.wait(works, lambda: self.reason_of_another() is not None)
 
     def failure(self, what: str, error: BaseException) -> ZeroError:
         """What to raise when a collective broke off: the other rank's reason where it gave one."""
         reason = self.reason_of_another()
+        self.disconnect()  # a third rank may wait for this one, in another operation than that which broke off
         if reason is not None:
-            self.disconnect()  # a third rank may wait for this one, in another operation than that which broke off
             return type(reason)(f"{reason}\nrank {self.rank} was in {what} and stops too.")
         last = "\n".join(f"  {line}" for line in self.last_operations()[-6:])
         return DivergenceError(
@@ -338,45 +348,43 @@ class Comm:
         places = full.chunk(self.world_size)
         if places[self.rank].data_ptr() != part.data_ptr():
             places[self.rank].copy_(part)
-        works = []
+        calls: list[Callable[[], Any]] = []
         for step in range(1, self.world_size):
             to, origin = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
-            works.append(self._start(lambda to=to: dist.isend(part, group=self._group, group_dst=to), what))
-            place = places[origin]
-            works.append(self._start(lambda o=origin, p=place: dist.irecv(p, group=self._group, group_src=o), what))
-        return Work(works, f"all-gather of {what}", self.failure)
+            calls.append(functools.partial(dist.isend, part, group=self._group, group_dst=to))
+            calls.append(functools.partial(dist.irecv, places[origin], group=self._group, group_src=origin))
+        return self._begin(calls, f"all-gather of {what}")
 
-    def _meet_peers(self) -> PeerMemory | None:
-        """Where every rank can read the memory of every other: that. All ranks must call; they talk the first time."""
-        if not self._peers_met and self._group is not None and self.computes_on_host:
-            peers = PeerMemory()
-            met = peers.meet(self.all_gather_object(peers.card(), "memory of the ranks"))
-            self._peers = peers if all(self.all_gather_object(met, "memory of the ranks")) else None
-            self._peers_met = True
-        return self._peers
+    @functools.cached_property
+    def _peers(self) -> PeerMemory | None:
+        """Where every rank can read the memory of every other: that. All ranks must ask; they talk the first time."""
+        if self.world_size < 2 or not self.computes_on_host:
+            return None
+        peers = PeerMemory()
+        met = peers.meet(self.all_gather_object(peers.card(), "memory of the ranks"))
+        return peers if all(self.all_gather_object(met, "memory of the ranks")) else None
 
     def _read_parts(self, peers: PeerMemory, gathers: Sequence[Gather], what: str) -> None:
         """All-gather by reading the parts of the other ranks. All ranks must call."""
         mine = torch.tensor([part.data_ptr() for _, part in gathers])
         addresses = torch.empty(self.world_size * len(gathers), dtype=mine.dtype)
         # Over when every rank's parts are there to be read
-        work = self._start(lambda: dist.all_gather_single(addresses, mine, group=self._group, async_op=True), what)
-        Work([work], what, self.failure).wait()
+        call = functools.partial(dist.all_gather_single, addresses, mine, group=self._group, async_op=True)
+        self._begin([call], what).wait()
         try:
             peers.fill(gathers, addresses.view(self.world_size, -1).tolist(), self.rank)
         except OSError as error:
             raise self.failure(what, error) from error
         # Parts may change once every rank has read them.
-        work = self._start(lambda: dist.barrier(group=self._group, async_op=True), what)
-        Work([work], what, self.failure).wait()
+        self._begin([functools.partial(dist.barrier, group=self._group, async_op=True)], what).wait()
 
     def _exchange_and_sum(self, out: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
         """Reduce-scatter by all-to-all and a local sum in rank order.
 
         gloo's own reduce-scatter takes two to four times as long and rounds in the wire type at every hop.
         """
-        received = self._take_scratch(wire)
-        work = self._start(lambda: dist.all_to_all_single(received, wire, group=self._group, async_op=True), what)
+        received = self._scratch.take(wire)
+        call = functools.partial(dist.all_to_all_single, received, wire, group=self._group, async_op=True)
 
         def finish() -> None:
             parts = received.view(self.world_size, -1)
@@ -384,15 +392,6 @@ class Comm:
                 torch.add(parts[0], parts[1], out=out)
             else:
                 torch.sum(parts, 0, dtype=out.dtype, out=out)
-            self._scratch.append(received)
+            self._scratch.give_back(received)
 
-        return Work([work], f"reduce-scatter of {what}", self.failure, finish)
-
-    def _take_scratch(self, like: torch.Tensor) -> torch.Tensor:
-        # Fresh memory costs page faults; a few receive buffers are reused for the whole run.
-        for i, free in enumerate(self._scratch):
-            if free.numel() == like.numel() and free.dtype == like.dtype:
-                return self._scratch.pop(i)
-        if len(self._scratch) > 8:
-            self._scratch.pop(0)
-        return torch.empty_like(like)
+        return self._begin([call], f"reduce-scatter of {what}", finish)

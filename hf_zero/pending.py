@@ -8,6 +8,10 @@ from typing import Any, Protocol
 
 from hf_zero.errors import ZeroError
 
+# Waits until the operations given are over
+Wait = Callable[[list[Any]], None]
+# What is left to do once they are
+Finish = Callable[[], object] | None
 # What to raise when the operation that is named broke off with the error given
 Failure = Callable[[str, BaseException], ZeroError]
 
@@ -44,14 +48,26 @@ class Done:
         return None
 
 
+class Blocking:
+    """In the place of a call that starts a Work, and of the Work: one that returns when all is over."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def __call__(self) -> Blocking:
+        return self
+
+    def wait(self) -> None:
+        self._call()
+
+
 class Work:
     """torch's Works, what they are for, and what is left to do once they are over. `wait` may be called again."""
 
-    def __init__(
-        self, works: list[Any], what: str, fails: Failure, finish: Callable[[], object] | None = None
-    ) -> None:
+    def __init__(self, works: list[Any], what: str, wait: Wait, fails: Failure, finish: Finish) -> None:
         self._works = works
         self._what = what
+        self._wait = wait
         self._fails = fails
         self._finish = finish
 
@@ -59,8 +75,7 @@ class Work:
         if not self._works:
             return
         try:
-            for work in self._works:
-                work.wait()
+            self._wait(self._works)
         except RuntimeError as error:
             raise self._fails(self._what, error) from error
         self._works = []

@@ -25,15 +25,11 @@ _LOOK_EVERY_S = 0.5
 def abandon(reason: OffloadError | OutOfMemoryError | StateError) -> None:
     """Let every rank that waits for this one raise an error of the same kind and text, in all engines."""
     for engine in live_engines():
-        _drop_pending(engine)
         engine.comm.abandon(reason)
 
 
 def drop_frames(error: BaseException) -> None:
-    """Let go of the local variables in the tracebacks of `error`: operations that wait in vain, and activations.
-
-    gloo closes a connection with the last operation that uses it, and another rank may wait for just that.
-    """
+    """Let go of the local variables in the tracebacks of `error`: activations, buffers that are being gathered."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -54,8 +50,8 @@ def recover() -> None:
     gc.collect()
     # Before anything waits: where this rank only heard of the failure, a third one may be waiting for this rank.
     for engine in live_engines():
-        _drop_pending(engine)
         engine.comm.disconnect()
+        _drop_pending(engine)
     # A model that was given up may have gone on some ranks only: nobody uses it any more.
     shared = named_by_all([engine.comm.name for engine in live_engines()], "recovery")
     engines = sorted((engine for engine in live_engines() if engine.comm.name in shared), key=_order)
@@ -68,7 +64,7 @@ def recover() -> None:
 
 
 def _drop_pending(engine: ZeroEngine) -> None:
-    """What waits for a result keeps the connections alive: gloo closes them with the last such object."""
+    """What was under way is lost."""
     engine.reducer.forget()
     for unit in engine.units:
         for buffer in unit.buffers:

@@ -116,7 +116,7 @@ def _live_storages() -> dict[int, int]:
 
 def _reserve(engine: ZeroEngine) -> list[torch.Tensor]:
     pooled = [tensor for tensors in engine.pool._free.values() for tensor in tensors]
-    return [*engine.comm._scratch, *pooled]
+    return [*engine.comm._scratch._free, *pooled]
 
 
 def _watch_gathered(engine: ZeroEngine) -> list[int]:

@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 # From the lowest row up. A file imports from lower rows only, or from its own package.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(["errors", "layout", "config", "processes", "cluster", "model_states"]),
-    frozenset(["native", "comm", "pending", "presence"]),
+    frozenset(["native", "comm", "connections", "link", "pending", "presence", "scratch", "waiting"]),
     frozenset(["store"]),
     frozenset(["shards"]),
     frozenset(["runtime"]),
@@ -46,6 +46,11 @@ SIDEWAYS = frozenset(
         ("comm", "native"),
         ("comm", "pending"),
         ("comm", "presence"),
+        ("comm", "link"),
+        ("comm", "scratch"),
+        ("link", "connections"),
+        ("link", "waiting"),
+        ("waiting", "connections"),
         ("access", "engine"),
         ("fragments", "access"),
         ("ema", "engine"),

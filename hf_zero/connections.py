@@ -1,0 +1,89 @@
+"""The sockets of one gloo group, so that they can be closed for certain.
+
+torch has no call for that: what destroys a group waits for operations under way until their timeout, and leaves the
+connections open as long as anything holds one of the operations: a traceback, a buffer that is being gathered, a data
+loader worker that was forked. The other ranks, which learn of a failure by the end of a connection, go on waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_OPEN_FILES = Path("/proc/self/fd")  # Linux; elsewhere connections end with the process
+_GLOO_CLOSES_S = 1.0
+# Address and port of both ends, a rank's own first.
+Ends = tuple[tuple[object, ...], tuple[object, ...]]
+
+
+class Connections:
+    """Made before the group; `find` looks for what the group has opened since."""
+
+    def __init__(self) -> None:
+        self._before = _open_sockets()
+        self._sockets: dict[tuple[int, int], Ends] = {}
+
+    def find(self) -> list[Ends]:
+        """The ends of the connections opened since, other libraries' included: for the other ranks' `keep`."""
+        for file, inode in _open_sockets() - self._before:
+            with contextlib.suppress(OSError), _duplicate(file, inode) as connection:  # OSError: it listens only
+                self._sockets[file, inode] = connection.getsockname(), connection.getpeername()
+        return list(self._sockets.values())
+
+    def keep(self, everyone: Sequence[Sequence[Ends]]) -> None:
+        """Keep those whose other end is with another rank, by what `everyone` found: the rest is not ours to close."""
+        of_others = {ends for found in everyone for ends in found}.difference(self._sockets.values())
+        self._sockets = {key: ends for key, ends in self._sockets.items() if ends[::-1] in of_others}
+
+    def __len__(self) -> int:
+        return len(self._sockets)
+
+    def has_ended(self) -> bool:
+        """Whether any of them has: the rank at the other end closed it or died, or gloo gave it up."""
+        for file, inode in list(self._sockets):
+            try:
+                with _duplicate(file, inode) as connection:
+                    poll = select.poll()
+                    poll.register(connection, select.POLLRDHUP)
+                    if poll.poll(0):
+                        return True
+            except OSError:
+                return True
+        return False
+
+    def close(self) -> None:
+        """End them at both sides, whoever else holds them: what waits for them fails at once. Any thread may call."""
+        for file, inode in list(self._sockets):
+            with contextlib.suppress(OSError), _duplicate(file, inode) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        # gloo may be writing what came before into memory that the caller will release; then it closes the file.
+        deadline = time.monotonic() + _GLOO_CLOSES_S
+        while self._sockets.keys() & _open_sockets() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self._sockets.clear()
+
+
+def _open_sockets() -> set[tuple[int, int]]:
+    """File and inode of each. The inode tells whether a number still stands for the same socket."""
+    found = set()
+    for file in map(int, os.listdir(_OPEN_FILES) if _OPEN_FILES.is_dir() else ()):
+        with contextlib.suppress(OSError):  # the listing itself was a file, or another thread closed one
+            status = os.fstat(file)
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((file, status.st_ino))
+    return found
+
+
+def _duplicate(file: int, inode: int) -> socket.socket:
+    """The socket under a file number of its own; OSError if `file` has become something else."""
+    copy = os.dup(file)
+    if os.fstat(copy).st_ino != inode:
+        os.close(copy)
+        raise OSError(f"file {file} was closed")
+    return socket.socket(fileno=copy)

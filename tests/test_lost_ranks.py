@@ -1,0 +1,227 @@
+"""A rank dies, or leaves, while bytes are on their way: every other rank says so soon, and nothing holds it up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm import Comm
+from hf_zero.connections import Connections
+from hf_zero.errors import OffloadError
+from hf_zero.pending import Pending
+from tests.harness.ranks import run_ranks
+
+NUMEL = 3 << 22  # 48 MiB: far more than sockets hold, so that a transfer takes tens of milliseconds
+UNDER_WAY_S = 0.01
+SOON_S = 12.0
+OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+
+
+def start(comm: Comm, name: str) -> Pending:
+    full, other = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    part = full.chunk(comm.world_size)[comm.rank]
+    if name == "all_gather":
+        return comm.all_gather(full, part, "weights")
+    if name == "reduce_scatter":
+        return comm.reduce_scatter(part, full, "weights")
+    if name == "all_reduce":
+        return comm.all_reduce(full, "weights")
+    if name == "all_to_all":
+        return comm.all_to_all(other, full, "weights")
+    return comm.broadcast_start(full, "weights", src=1)
+
+
+def wait_for_the_dead(name: str) -> None:
+    comm = Comm.join(timeout_s=60)
+    dist.barrier()
+    pending = start(comm, name)
+    if comm.rank == 1:
+        time.sleep(UNDER_WAY_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        pending.wait()
+        comm.barrier("the end")  # what was broadcast may have come whole
+    finally:
+        assert time.monotonic() - began < SOON_S
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rank_dies_in_the_middle_of(name: str, world_size: int) -> None:
+    failures = run_ranks(wait_for_the_dead, world_size, name, timeout=40, expect_error=True)
+    assert failures[1].kind == "Died"
+    for failure in failures[:1] + failures[2:]:
+        assert failure.kind == "DivergenceError", failure.traceback
+        assert "did not complete" in failure.message
+
+
+def leave(name: str) -> float:
+    """As in a notebook: the failed rank lives on, and so does all that it holds: operations, a forked worker."""
+    comm = Comm.join(timeout_s=60)
+    dist.barrier()
+    worker = 0 if comm.rank != 1 else os.fork()
+    if comm.rank == 1 and worker == 0:
+        time.sleep(60)
+        os._exit(0)
+    began = time.monotonic()
+    with pytest.raises(OffloadError, match="no space left"):
+        pending = start(comm, name)
+        if comm.rank == 1:
+            time.sleep(UNDER_WAY_S)
+            comm.abandon(OffloadError("rank 1: no space left on device"))
+        pending.wait()
+        comm.barrier("the end")  # what was broadcast may have come whole
+    took = time.monotonic() - began
+    dist.barrier()
+    if worker:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+    with pytest.raises(OffloadError, match="no space left"):  # not as if this rank were alone
+        comm.all_gather_object(0, "anything")
+    comm.reconnect()
+    assert comm.all_gather_object(comm.rank, "anything") == list(range(comm.world_size))
+    return took
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rank_leaves_in_the_middle_of(name: str) -> None:
+    assert max(run_ranks(leave, 3, name, timeout=40)) < 5
+
+
+def interrupt() -> float:
+    comm = Comm.join(timeout_s=60)
+    took = 0.0
+    if comm.rank == 0:
+        pending = start(comm, "all_reduce")
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
+        took = time.monotonic() - began
+    dist.barrier()
+    return took
+
+
+def test_a_wait_can_be_interrupted() -> None:
+    assert run_ranks(interrupt, 2, timeout=40)[0] < 5
+
+
+def count_connections() -> list[int]:
+    counts = []
+    for _ in range(2):  # a second engine's are its own
+        link = Comm.join()._link
+        assert link is not None
+        counts.append(len(link._connections))
+    return counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets are found through /proc")
+def test_each_group_knows_its_own_connections() -> None:
+    assert run_ranks(count_connections, 3) == [[2, 2]] * 3
+
+
+def connect() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        return client, server.accept()[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets are found through /proc")
+def test_connections_of_others_are_left_alone() -> None:
+    """Some made before and some beside the group: of this process with itself, and with one that is no rank."""
+    before, connections = connect(), Connections()
+    itself, (_mine, theirs), (foreign, server) = connect(), connect(), connect()
+    found = connections.find()
+    assert len(found) == 6
+    here = [ends for ends in found if ends[0] not in (theirs.getsockname(), server.getsockname())]
+    connections._sockets = {key: ends for key, ends in connections._sockets.items() if ends in here}
+    connections.keep([here, [(theirs.getsockname(), theirs.getpeername())]])
+    assert len(connections) == 1
+    assert not connections.has_ended()
+    connections.close()
+    assert theirs.recv(1) == b""
+    for one, other in (before, itself, (foreign, server)):
+        one.send(b"x")
+        assert other.recv(1) == b"x"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets are found through /proc")
+@pytest.mark.parametrize("how", ["closed there", "closed here", "another file now"])
+def test_an_ended_connection_is_seen(how: str) -> None:
+    connections = Connections()
+    mine, theirs = connect()
+    ends = (theirs.getsockname(), theirs.getpeername())
+    connections.find()
+    connections._sockets = {key: found for key, found in connections._sockets.items() if found[0] != ends[0]}
+    connections.keep([[], [ends]])
+    assert len(connections) == 1 and not connections.has_ended()
+    if how == "closed there":
+        theirs.close()
+    else:
+        number = mine.detach()
+        if how == "another file now":
+            with open(os.devnull) as other:
+                os.dup2(other.fileno(), number)
+        else:
+            os.close(number)
+    assert connections.has_ended()
+    connections.close()  # nothing to do, and no error
+    if how == "another file now":
+        os.close(number)
+
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from hf_zero.comm import Comm
+comm = Comm.join(timeout_s=120)
+comm.barrier("start")
+full = torch.zeros({numel})
+pending = comm.all_to_all(torch.zeros_like(full), full, "weights")
+if comm.rank == 1:
+    time.sleep({under_way})
+    os.kill(os.getpid(), signal.SIGKILL)
+pending.wait()
+"""
+
+
+@pytest.mark.slow
+def test_the_process_ends_although_the_operation_does_not(tmp_path: Path) -> None:
+    """No launcher here that would end it. A store in a file, since the store's process may be the one that dies."""
+    script = tmp_path / "script.py"
+    join = (
+        f"import torch.distributed as dist\ndist.init_process_group('gloo', init_method='file://{tmp_path}/store')\n"
+    )
+    script.write_text(
+        join.replace("')\n", "', rank=int(__import__('os').environ['RANK']), world_size=2)\n")
+        + SCRIPT.format(numel=NUMEL, under_way=UNDER_WAY_S)
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = ranks[0].communicate(timeout=60)[1]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert ranks[1].returncode == -signal.SIGKILL
+    assert ranks[0].returncode == 1, errors
+    assert "DivergenceError" in errors
