@@ -5,12 +5,13 @@ Everything is on the meta device, so nothing is allocated, sent or written; what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hf_zero.comm import Comm
+from hf_zero.pending import Finish, Work
 from hf_zero.runtime.homes import Homes
 from hf_zero.store import HostStore, ShardStore
 from hf_zero.store.base import Lease
@@ -18,11 +19,6 @@ from hf_zero.store.copies import CopyStream
 from hf_zero.store.staging import page_rounded
 
 META = torch.device("meta")
-
-
-class _Over:
-    def wait(self) -> None:
-        return None
 
 
 class PretendedComm(Comm):
@@ -42,8 +38,8 @@ class PretendedComm(Comm):
         if self.world_size > 1:
             self._group = object()
 
-    def _start(self, call: Any, what: str) -> Any:
-        return _Over()
+    def _begin(self, calls: Sequence[Callable[[], Any]], what: str, finish: Finish = None) -> Work:
+        return Work([what], what, lambda works: None, self.failure, finish)
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         return [value] * self.world_size
