@@ -66,7 +66,11 @@ class _Job(Generic[_T]):
 
     def outcome(self) -> _T:
         if self._error is not None:
-            raise self._error
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame: no cycle, which would keep the operations
         return self._results[0]
 
 
