@@ -183,7 +183,9 @@ def test_an_ended_connection_is_seen(how: str) -> None:
 SCRIPT = """
 import os, signal, sys, time
 import torch
+import torch.distributed as dist
 from hf_zero.comm import Comm
+dist.init_process_group("gloo", init_method="file://{store}", rank=int(os.environ["RANK"]), world_size=2)
 comm = Comm.join(timeout_s=120)
 comm.barrier("start")
 full = torch.zeros({numel})
@@ -199,13 +201,7 @@ pending.wait()
 def test_the_process_ends_although_the_operation_does_not(tmp_path: Path) -> None:
     """No launcher here that would end it. A store in a file, since the store's process may be the one that dies."""
     script = tmp_path / "script.py"
-    join = (
-        f"import torch.distributed as dist\ndist.init_process_group('gloo', init_method='file://{tmp_path}/store')\n"
-    )
-    script.write_text(
-        join.replace("')\n", "', rank=int(__import__('os').environ['RANK']), world_size=2)\n")
-        + SCRIPT.format(numel=NUMEL, under_way=UNDER_WAY_S)
-    )
+    script.write_text(SCRIPT.format(store=tmp_path / "store", numel=NUMEL, under_way=UNDER_WAY_S))
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script)],
