@@ -18,6 +18,7 @@ _EXPORTS = {
     "ZeroConfig": "hf_zero.config",
     "ZeroEngine": "hf_zero.engine",
     "engine_of": "hf_zero.engine",
+    "get_accelerator": "hf_zero.accelerator",
     "add_config_arguments": "hf_zero.script_arguments",
     "init_distributed": "hf_zero.processes",
     "initialize": "hf_zero.initializer",
@@ -60,7 +61,13 @@ _EXPORTS = {
 __all__ = sorted([*_EXPORTS, "__version__"])
 
 
+# Modules that are there as attributes, as with DeepSpeed: hf_zero.zero.Init, hf_zero.comm.get_rank().
+_MODULES = frozenset(["comm", "ops", "zero"])
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"hf_zero.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'hf_zero' has no attribute {name!r}")
     value = getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_zero.construction import open_construction
 from hf_zero.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -31,7 +32,8 @@ def gathered_params(
 
     Args:
         target: A model, a module inside one, a parameter, or an iterable of these (a generator too). What hf_zero
-            does not manage is left as it is: edits of it stay on the rank that made them.
+            does not manage is left as it is: edits of it stay on the rank that made them. Inside `sharded_init`
+            also what a constructor has put together so far, to initialise a child's weight there.
         names: Only these parameters of `target`, then one module: names as in its `named_parameters()`.
         write_rank: Rank whose edits are kept, masters included, when all ranks leave the block without an exception.
             None is for reading.
@@ -39,13 +41,18 @@ def gathered_params(
         ConfigError: A name is unknown (all unknown names are listed); `write_rank` is no rank.
         StateError: Not all ranks came, or they named other parameters. A write between forward and backward, or inside
             another gathered_params. On leaving with `write_rank`, on every rank and with no edit kept: another rank
-            wrote something else, or a rank left by an exception (there that exception goes on). On leaving without:
-            this rank wrote in place, by what torch counts (a write through `param.data` is not noticed); at stage 3
-            such a write is lost, at stages 0-2 it has reached this rank's copy only.
+            wrote something else, or a rank left by an exception (there that exception goes on). On leaving without,
+            on every rank: some rank wrote in place, by what torch counts (a write through `param.data` is not
+            noticed); at stage 3 such a write is lost, at stages 0-2 it has reached that rank's copy only.
     """
     chosen = _parameters_of(target, names)
     with contextlib.ExitStack() as stack:
-        for engine, units in _units_by_engine(chosen):
+        managed = _units_by_engine(chosen)
+        construction = open_construction()
+        if construction is not None:
+            held = {id(p) for _, units in managed for unit in units for buffer in unit.buffers for p in buffer.params}
+            stack.enter_context(construction.gathered([p for p in chosen if id(p) not in held], write_rank))
+        for engine, units in managed:
             _check_ranks_agree(engine, units, write_rank)
             if write_rank is None:
                 stack.enter_context(engine.weights.looked_at(units))
@@ -155,6 +162,13 @@ def find_parameter(target: Target, name: str | None) -> Place | None:
 
 def plain_parameter(target: Target, name: str | None) -> nn.Parameter:
     """The parameter that `target` and `name` stand for. Raises ConfigError for an unknown name."""
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(
+            f"the name of a parameter is a text, and a {type(name).__name__} was given.\nThe name comes last: "
+            'full_param(model, "layer.weight"), set_full_param(model, value, "layer.weight"), or by keyword: name=...'
+        )
+    if not isinstance(target, torch.Tensor | nn.Module):
+        raise ConfigError(f"expected a model or a parameter, and a {type(target).__name__} was given")
     if not isinstance(target, nn.Module):
         return target
     if name is None:

@@ -28,6 +28,7 @@ class Connections:
     def __init__(self) -> None:
         self._before = _open_sockets()
         self._sockets: dict[tuple[int, int], Ends] = {}
+        self._ranks: dict[Ends, int] = {}  # this rank's ends of a connection -> the rank at the other end
 
     def find(self) -> list[Ends]:
         """The ends of the connections opened since, other libraries' included: for the other ranks' `keep`."""
@@ -38,24 +39,21 @@ class Connections:
 
     def keep(self, everyone: Sequence[Sequence[Ends]]) -> None:
         """Keep those whose other end is with another rank, by what `everyone` found: the rest is not ours to close."""
-        of_others = {ends for found in everyone for ends in found}.difference(self._sockets.values())
-        self._sockets = {key: ends for key, ends in self._sockets.items() if ends[::-1] in of_others}
+        mine = set(self._sockets.values())
+        self._ranks = {ends[::-1]: rank for rank, found in enumerate(everyone) for ends in found if ends not in mine}
+        self._sockets = {key: ends for key, ends in self._sockets.items() if ends in self._ranks}
 
     def __len__(self) -> int:
         return len(self._sockets)
 
     def has_ended(self) -> bool:
         """Whether any of them has: the rank at the other end closed it or died, or gloo gave it up."""
-        for file, inode in list(self._sockets):
-            try:
-                with _duplicate(file, inode) as connection:
-                    poll = select.poll()
-                    poll.register(connection, select.POLLRDHUP)
-                    if poll.poll(0):
-                        return True
-            except OSError:
-                return True
-        return False
+        return any(_is_over(file, inode) for file, inode in list(self._sockets))
+
+    def ended_ranks(self) -> list[int]:
+        """At the other end of those that have ended."""
+        over = [ends for (file, inode), ends in list(self._sockets.items()) if _is_over(file, inode)]
+        return sorted({self._ranks[ends] for ends in over})
 
     def close(self) -> None:
         """End them at both sides, whoever else holds them: what waits for them fails at once. Any thread may call."""
@@ -78,6 +76,16 @@ def _open_sockets() -> set[tuple[int, int]]:
             if stat.S_ISSOCK(status.st_mode):
                 found.add((file, status.st_ino))
     return found
+
+
+def _is_over(file: int, inode: int) -> bool:
+    try:
+        with _duplicate(file, inode) as connection:
+            poll = select.poll()
+            poll.register(connection, select.POLLRDHUP)
+            return bool(poll.poll(0))
+    except OSError:
+        return True
 
 
 def _duplicate(file: int, inode: int) -> socket.socket:

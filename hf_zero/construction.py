@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import nn
@@ -21,12 +23,17 @@ from hf_zero.engine import ZeroEngine
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.runtime.build import BuildSettings, build_units
+from hf_zero.runtime.edits import EditWatch
+from hf_zero.runtime.report import cast_line
 from hf_zero.runtime.succession import Succession
-from hf_zero.shards.buffer import FlatBuffer, Home
+from hf_zero.shards.buffer import FlatBuffer
+from hf_zero.shards.home import Home
 from hf_zero.shards.partition import UnitKind
 from hf_zero.shards.unit import ShardUnit, UnitState
 from hf_zero.store import DeviceStore
 from hf_zero.store.copies import CopyStream
+
+logger = logging.getLogger(__name__)
 
 
 class ShardedConstruction:
@@ -35,15 +42,20 @@ class ShardedConstruction:
     A module is finished when its parent has been put into a module of its own: until then the parent's constructor may
     still initialise it. So what is whole at a time is what is between a module and its grandparent, and the children
     of the outermost module.
+
+    Args:
+        resolve: The configuration of an outermost module, for the engine that it gets at the end.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, resolve: Callable[[nn.Module], ResolvedConfig]) -> None:
         self._comm = comm
+        self._resolve = resolve
         home = DeviceStore(comm.device)
         self._home = Home(param=home, master=home, copies=CopyStream(comm.device), native=False, tile_numel=1)
         self._units: dict[int, ShardUnit] = {}  # by id of the parameter
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._settled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # an engine has taken them over already
         self._numbers = itertools.count()
 
     @contextlib.contextmanager
@@ -57,6 +69,7 @@ class ShardedConstruction:
             torch_hooks.register_module_module_registration_hook(self._module_registered),
             torch_hooks.register_module_parameter_registration_hook(self._parameter_registered),
         ]
+        token = _OPEN.set(self)
         try:
             yield
         except RuntimeError as error:
@@ -65,17 +78,19 @@ class ShardedConstruction:
             raise StateError(
                 f"rank {self._comm.rank}: a constructor initialised parameters below its own children, which are in "
                 "shards by then.\nInitialise parameters in the constructor of their module or of its parent, or "
-                "inside `with hf_zero.gathered_params(model, write_rank=0):` once the model is built."
+                "inside `with hf_zero.gathered_params(child, write_rank=0):`."
             ) from error
         finally:
+            _OPEN.reset(token)
             for handle in handles:
                 handle.remove()
 
     def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        self._seen.add(module)
+        if module not in self._settled:
+            self._seen.add(module)
 
     def _module_registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is None:
+        if child is None or isinstance(parent, ZeroEngine) or parent in self._settled:
             return
         self._seen.add(parent)
         self._inner.add(child)
@@ -84,6 +99,8 @@ class ShardedConstruction:
 
     def _cut(self, module: nn.Module) -> None:
         """Put the parameters of `module` itself into shards. All ranks must call."""
+        if module in self._settled:
+            return
         groups: dict[torch.dtype, dict[str, nn.Parameter]] = {}
         for name, param in module.named_parameters(recurse=False):
             if id(param) not in self._units and param.is_floating_point() and not param.is_meta:
@@ -112,34 +129,79 @@ class ShardedConstruction:
         )
 
     @contextlib.contextmanager
-    def whole(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Inside, the parameters of `modules` themselves are whole; rank 0's changes are kept. All ranks must call."""
-        params = [param for module in modules for param in module.parameters(recurse=False)]
+    def gathered(self, params: Iterable[nn.Parameter], write_rank: int | None) -> Iterator[None]:
+        """Inside, `params` are whole; the changes of `write_rank` are kept on all ranks. All ranks must call.
+
+        What is not in shards yet is whole anyway. `write_rank` None is for reading.
+        Raises:
+            StateError: This rank wrote where all only read.
+        """
+        params = list(params)
         units = {id(unit): unit for param in params if (unit := self._units.get(id(param))) is not None}.values()
         mine = [unit for unit in units if unit.state is UnitState.SHARDED]
         with torch.no_grad():
             for unit in mine:
                 unit.gather_start()
                 unit.gather_finish()
+        watch = EditWatch((buffer for unit in mine for buffer in unit.buffers), by_value=False)
         yield
+        if write_rank is None and (edited := watch.edited()):
+            raise StateError(
+                f"rank {self._comm.rank} wrote to parameter(s) that were gathered for reading: {', '.join(edited)}.\n"
+                "Name the rank whose edits are to be kept: hf_zero.gathered_params(..., write_rank=0)."
+            )
         with torch.no_grad():
+            if write_rank is not None:
+                watch.take_replaced()
             for unit in mine:
-                for buffer in unit.buffers:
-                    for start, numel in buffer.layout.buckets():
-                        self._comm.broadcast(buffer.full[start : start + numel], f"first weights of {unit.name}")
-                    buffer.accept_whole()
+                if write_rank is not None:
+                    self._keep_edits(unit, write_rank)
                 unit.release()
+            if write_rank:  # rank 0's values win anyway when these are cut
+                for param in params:
+                    if id(param) not in self._units and param.is_floating_point() and not param.is_meta:
+                        values = param.detach().to(self._comm.device, copy=True)
+                        self._comm.broadcast(values, "edits of parameters under construction", src=write_rank)
+                        param.copy_(values)
+
+    def _keep_edits(self, unit: ShardUnit, write_rank: int) -> None:
+        for buffer in unit.buffers:
+            for start, numel in buffer.layout.buckets():
+                bucket = buffer.full[start : start + numel]
+                self._comm.broadcast(bucket, f"first weights of {unit.name}", src=write_rank)
+            buffer.accept_whole()
+
+    def whole(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
+        """Inside, the parameters of `modules` themselves are whole; rank 0's changes are kept. All ranks must call."""
+        return self.gathered((param for module in modules for param in module.parameters(recurse=False)), 0)
 
     # ---------------------------------------------------------------- the end
-    def finish(self, resolve: Callable[[nn.Module], ResolvedConfig]) -> list[ZeroEngine]:
+    def finish(self) -> list[ZeroEngine]:
         """Put every outermost module under an engine. All ranks must call."""
         roots = [module for module in self._seen if module not in self._inner and _has_parameters(module)]
-        succession = Succession({id(unit): unit for unit in self._units.values()}.values())
+        roots = [root for root in roots if not any(module in self._settled for module in root.modules())]
+        return self._engines(sorted(roots, key=self._first_number), list(self._units.values()))
+
+    def settle(self, model: nn.Module) -> None:
+        """Put `model` under its engine before the end of the block, for an engine to follow. All ranks must call."""
+        units = {id(unit): unit for p in model.parameters() if (unit := self._units.get(id(p))) is not None}
+        if units:
+            self._engines([model], list(units.values()))
+        for param in model.parameters():
+            self._units.pop(id(param), None)
+        self._settled.update(model.modules())
+
+    def _engines(self, roots: Iterable[nn.Module], units: Iterable[ShardUnit]) -> list[ZeroEngine]:
+        succession = Succession({id(unit): unit for unit in units}.values())
         engines = []
-        for root in sorted(roots, key=self._first_number):
-            config = resolve(root)
+        for root in roots:
+            config, params = self._resolve(root), list(root.parameters())
+            types = [param.dtype for param in params]
             built = build_units(root, BuildSettings.of(config, 1.0, train=False), self._comm, succession.fill)
             engines.append(ZeroEngine(root, config, built=built, train=False))
+            line = cast_line(types, [param.dtype for param in params])
+            if line is not None and self._comm.rank == 0:
+                logger.warning("%s: %s", type(root).__name__, line)
         succession.finish()
         return engines
 
@@ -151,3 +213,11 @@ class ShardedConstruction:
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(param.is_floating_point() and not param.is_meta for param in module.parameters())
+
+
+_OPEN: ContextVar[ShardedConstruction | None] = ContextVar("hf_zero.construction", default=None)
+
+
+def open_construction() -> ShardedConstruction | None:
+    """The construction under way in this context: what `sharded_init` has opened."""
+    return _OPEN.get()

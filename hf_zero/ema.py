@@ -100,9 +100,9 @@ class ShardedEMA:
         self._engine.finish_updates()
         weight = 1.0 - (self.decay if decay is None else _checked(decay))
         for buffer, average in self._shards.items():
-            if isinstance(buffer.master, ShardTensor):
+            if isinstance(buffer.master, ShardTensor) and average.parts:
                 torch._foreach_lerp_(average.parts, buffer.master.parts, weight)
-            elif buffer.master is not None:
+            elif isinstance(buffer.master, StoredShard):
                 for tile in buffer.master.tiles:
                     for chunk in buffer.master.chunks(tile.start, tile.numel):
                         average.memory[tile.start : tile.end].lerp_(chunk, weight)

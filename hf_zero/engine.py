@@ -7,7 +7,6 @@ do the rest. It owns no tensors and does not ask for the stage.
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,33 +16,34 @@ from torch import nn
 
 from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
-from hf_zero.config.announce import announce
 from hf_zero.errors import StateError
 from hf_zero.estimate.account import log_account
+from hf_zero.module_calls import ModuleCalls
 from hf_zero.optim.host_adam import HostAdamSettings
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_buffers, torch_dtype
+from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_the_rest, torch_dtype
 from hf_zero.runtime.fittings import Callbacks, Computes, Fitted, ModelFittings
 from hf_zero.runtime.grads import GradBuffer
-from hf_zero.runtime.params import OnDemandParams, PrefetchLimits
+from hf_zero.runtime.hooks import in_backward
+from hf_zero.runtime.params import OnDemandParams
+from hf_zero.runtime.prefetch_limits import PrefetchLimits
 from hf_zero.runtime.progress import Reports
 from hf_zero.runtime.reducer import GradReducer
-from hf_zero.runtime.report import memory_report, start_line
+from hf_zero.runtime.report import announce_engine, memory_report
 from hf_zero.runtime.thaw import Thaw
+from hf_zero.runtime.weight_edits import WeightEdits
 from hf_zero.runtime.weights import WholeWeights
-from hf_zero.script_calls import ScriptCalls, reported
+from hf_zero.script_calls import reported
 from hf_zero.shards.partition import check_parameters
 from hf_zero.shards.unit import ShardUnit, UnitState
-
-logger = logging.getLogger(__name__)
 
 Dressing = Callable[["ZeroEngine"], None]
 _KEY = "_hf_zero_engine"
 _LIVE: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()  # engines whose model is still there
 
 
-class ZeroEngine(ScriptCalls):
+class ZeroEngine(ModuleCalls):
     """ZeRO for one model over one process group.
 
     Args:
@@ -71,6 +71,7 @@ class ZeroEngine(ScriptCalls):
         if engine_of(model) is not None:
             raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
         check_parameters(model, cut=config.stage == 3)  # before there is a process group to leave half made
+        super().__init__()
         self.module = model
         self.config = config
         self.managed = managed
@@ -85,50 +86,47 @@ class ZeroEngine(ScriptCalls):
             scale = 1 / (comm.world_size * self.accumulation_steps)
             built = build_units(model, BuildSettings.of(config, scale, train=train), comm)
         self.comm = built.comm
-        share_buffers(model, self.comm)
+        share_the_rest(model, built.units, self.comm)
         self.homes, self.units, self.pool = built.homes, built.units, built.pool
         self.loss_scale = built.settings.grads.loss_scale
-        self.params = OnDemandParams(self.units, PrefetchLimits.of(config.zero), on_left=self._unit_left)
         self.reducer = GradReducer(
             built.grads,
             overlap=config.zero.overlap_comm,
             on_arrival=not self.is_sharded,
             on_final=self._gradient_is_final,
+            on_change=self._gradients_change,
         )
+        edits = WeightEdits(self.units, self.reducer.shown, refuse_delayed=self._check_current)
+        limits = PrefetchLimits.of(config.zero)
+        self.params = OnDemandParams(self.units, limits, on_left=self._unit_left, on_used=edits.used)
         self._thaw = Thaw(built, self.params, self._take_in)
         self.weights = WholeWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
         self._no_sync, self._teardowns = False, list[Callable[[], None]]()
         self.dressings: list[Dressing] = []
-        speaks = train and self.rank == 0
-        self.reports = Reports.of(self, config, self.device, self.train_batch_size) if speaks else Reports()
+        reports = train and self.rank == 0
+        self.reports = Reports.of(self, config, self.device, self.train_batch_size) if reports else Reports()
         self._fittings = self._fit()
-        self._announce()
-
-    def _announce(self) -> None:
-        """What a reader of the log needs to know, once, from rank 0."""
-        if self.rank != 0:
-            return
-        announce(self.config, logger)
-        logger.info("hf_zero: %s", start_line(self.config, self.world_size, self.units, self.reducer))
+        if self.rank == 0:
+            announce_engine(config, self.device, self.world_size, self.units, self.reducer, trains=train)
 
     def _fit(self) -> ModelFittings:
         """Put the engine on its model."""
         computes = Computes(
             torch_dtype(self.config.dtype), torch_dtype(self.config.precision.autocast), self.loss_scale
         )
-        fitted = Fitted(self.module, self.units, self.params, self.reducer, self.device, computes)
+        fitted = Fitted(self.module, self.units, self.params, self.reducer, self.device, self.rank, computes)
         callbacks = Callbacks(
-            forward_starts=self._thaw.look,
-            backward_starts=self.params.begin_backward if self.trains else self._refuse_backward,
+            forward_starts=self._begin_forward,
+            forward_ends=self._confirm_forward,
+            backward_starts=self._begin_backward if self.trains else self._refuse_backward,
             backward_ends=self._end_backward,
             state_dict=self._check_current,
             boundary=weakref.WeakMethod(self.is_gradient_accumulation_boundary),
             deepcopy=self._deepcopy,
         )
         _LIVE.add(self)
-        fittings = ModelFittings(
-            fitted, self.reports.around(callbacks), {_KEY: self, "no_sync": lambda: self.no_sync()}
-        )
+        attributes = {_KEY: self, "no_sync": lambda: self.no_sync()}
+        fittings = ModelFittings(fitted, self.reports.around(callbacks), attributes)
         self.on_teardown(self.reports.watch_forward(self.module))
         for dressing in self.dressings:
             dressing(self)
@@ -140,9 +138,6 @@ class ZeroEngine(ScriptCalls):
         return any(unit.on_demand for unit in self.units)
 
     # ---------------------------------------------------------------- training
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
     def train(self, mode: bool = True) -> ZeroEngine:
         self.module.train(mode)
         return self
@@ -150,16 +145,18 @@ class ZeroEngine(ScriptCalls):
     def eval(self) -> ZeroEngine:
         return self.train(False)
 
-    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, **kwargs: Any) -> torch.Tensor:
         """`loss.backward(**kwargs)`, scaled for fp16; gradients are means over ranks and accumulation either way.
 
         Args:
             scale_wrt_gas: DeepSpeed's name. False: the loss is divided by the accumulation steps already.
+        Returns:
+            The loss divided by the accumulation steps: the sum over a window is the window's mean.
         """
-        if not scale_wrt_gas:
-            loss = loss * self.accumulation_steps
-        with self.loss_scale.scaled(loss) as scaled:
+        whole = loss if scale_wrt_gas else loss * self.accumulation_steps
+        with self.loss_scale.scaled(whole) as scaled:
             scaled.backward(**kwargs)
+        return loss / self.accumulation_steps if scale_wrt_gas else loss
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -180,6 +177,9 @@ class ZeroEngine(ScriptCalls):
 
         `lr_kwargs` are given to the scheduler's step.
         """
+        if self not in _LIVE:
+            why = "this engine was torn down, or another engine has taken over its model"
+            raise StateError(f"rank {self.rank}: engine.step: {why}; use what the last hf_zero.initialize returned")
         boundary = self.at_boundary()
         self.micro_steps += 1
         if not boundary:
@@ -195,7 +195,7 @@ class ZeroEngine(ScriptCalls):
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         else:
-            self.reducer.clear()
+            self.reducer.shown.discard()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """Point the param groups of `optimizer` at this rank's master shards, in place.
@@ -232,6 +232,10 @@ class ZeroEngine(ScriptCalls):
         if self.optimizer is not None:
             self.optimizer.gradient_is_final(buffer)
 
+    def _gradients_change(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.rollback_early()
+
     def _check_current(self) -> None:
         if self.optimizer is not None and self.optimizer.has_delayed_update:
             raise StateError(
@@ -251,11 +255,18 @@ class ZeroEngine(ScriptCalls):
         return torch.tensor(self.optimizer.clip_grad_norm(float(max_norm)), dtype=torch.float64, device=self.device)
 
     def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the last step's mean gradient before clipping; None before the first step."""
+        """L2 norm of the mean gradient, before clipping, of the last step that was not left out (fp16); None at first.
+
+        As in DeepSpeed, a step that overflows keeps the norm before it.
+        """
         return None if self.optimizer is None else self.optimizer.last_norm
 
     def _unit_left(self, unit: ShardUnit) -> None:
         self.reducer.unit_left(unit.buffers, boundary=self.is_gradient_accumulation_boundary())
+
+    def _confirm_forward(self) -> None:
+        if self.is_sharded and not self.params.all_pinned:
+            self.comm.confirm("a forward")
 
     def _refuse_backward(self) -> None:
         raise StateError(
@@ -264,9 +275,19 @@ class ZeroEngine(ScriptCalls):
             "optimizer, to hf_zero.initialize."
         )
 
+    def _begin_forward(self) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            self.reducer.shown.hide()
+        self._thaw.look()
+
+    def _begin_backward(self) -> None:
+        self.reducer.shown.hide()
+        self.params.begin_backward()
+
     def _end_backward(self) -> None:
         with torch.no_grad():
             self.reducer.end_backward(boundary=self.is_gradient_accumulation_boundary())
+            self.reducer.shown.show()
         self.params.end_backward()
         self.loss_scale.end_backward()
 
@@ -290,7 +311,13 @@ class ZeroEngine(ScriptCalls):
         }
 
     def teardown(self) -> None:
-        """Give the plain model back: whole parameters, no hooks. All ranks must call."""
+        """Give the plain model back: whole parameters, no hooks; group and threads end. All ranks must call.
+
+        Raises StateError where other ranks do not come.
+        """
+        if self.comm.is_connected:  # after an error there is nobody to wait for
+            # As long as for a collective: another rank may still be writing what it has learned.
+            self.comm.require_all_ranks("engine.teardown", self.comm.timeout_s)
         log_account(self)
         self.retire()
         for unit in self.units:
@@ -298,6 +325,7 @@ class ZeroEngine(ScriptCalls):
             for buffer in unit.buffers:
                 buffer.detach()
         self.homes.close()
+        end_unless_shared(self.comm)
 
     def retire(self) -> None:
         """Take everything off the model but its units, which another engine is to take over. All ranks must call."""
@@ -324,6 +352,9 @@ class ZeroEngine(ScriptCalls):
         finally:
             self._fittings = self._fit()
 
+    def naming_shards(self) -> contextlib.AbstractContextManager[None]:
+        return self._fittings.naming_shards()
+
     def _deepcopy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         from hf_zero.duplication import deepcopy_of  # which makes engines
 
@@ -338,9 +369,10 @@ class ZeroEngine(ScriptCalls):
         """Call `undo` when the engine leaves the model."""
         self._teardowns.append(undo)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        # A deep copy of a model whose parameters are whole is a plain model: it has no engine.
-        return None
+
+def end_unless_shared(comm: Comm) -> None:
+    """Engines hand their group on to others, which may live on. All ranks must call."""
+    comm.end(is_shared=any(engine.comm is comm for engine in _LIVE))
 
 
 def live_engines() -> list[ZeroEngine]:

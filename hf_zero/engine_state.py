@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint import session
-from hf_zero.checkpoint.latest import chosen
+from hf_zero.checkpoint.agreement import agree_on_source, agree_on_target, mark_latest
+from hf_zero.checkpoint.session import ALL_PARTS, Parts
 from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.runtime.fittings import ModelFittings
 from hf_zero.runtime.params import OnDemandParams
 from hf_zero.runtime.weights import WholeWeights
 from hf_zero.shards.unit import ShardUnit
+
+logger = logging.getLogger(__name__)
 
 
 class EngineState(abc.ABC):
@@ -32,6 +37,7 @@ class EngineState(abc.ABC):
     weights: WholeWeights
     optimizer: ShardedOptimizer | None
     lr_scheduler: Any
+    _fittings: ModelFittings
     accumulation_steps: int
     micro_steps: int
     global_steps: int
@@ -52,6 +58,7 @@ class EngineState(abc.ABC):
         All ranks must call. Tied names share one tensor; persistent buffers are included. Peak extra memory: one unit.
         """
         self.require_all_ranks("full_state_dict")
+        self._check_model()
         self.finish_updates()
         return self.weights.state_dict(keep, trainable_only=trainable_only)
 
@@ -63,75 +70,102 @@ class EngineState(abc.ABC):
     def save_checkpoint(
         self,
         save_dir: str | Path,
-        tag: str | None = None,
+        tag: str | int | None = None,
         client_state: Any = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
-    ) -> Path:
-        """Write a checkpoint into `save_dir` (or `save_dir/tag`); it loads at any world size and stage.
+    ) -> bool:
+        """Write a checkpoint into `save_dir/tag`; it loads at any world size and stage. Returns True.
 
-        All ranks must call. With `save_latest`, loading `save_dir` without a tag finds this one. Without frozen
-        parameters it loads only where these are the same already.
+        All ranks must call, with the same arguments. Without a tag it is "global_stepN". With `save_latest`, loading
+        `save_dir` without a tag finds this one. Without frozen parameters it loads only where these are the same
+        already.
+
+        Raises CheckpointError on every rank: ranks name different folders or tags (nothing is written), or a rank
+        could not write its part.
         """
         self.require_all_ranks("save_checkpoint")
-        self.finish_updates()
-        folder = Path(save_dir, tag or "")
-        session.save(self._session(), folder, client_state, exclude_frozen_parameters)
+        options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
+        target = agree_on_target(self.comm, save_dir, tag, f"global_step{self.global_steps}", options)
+        self._write(target.folder, client_state, exclude_frozen_parameters)
         if save_latest:
-            session.mark_latest(self.comm, Path(save_dir), tag)
-        return folder
+            mark_latest(self.comm, target)
+        return True
+
+    def write_checkpoint(self, folder: str | Path, exclude_frozen_parameters: bool = False) -> None:
+        """As `save_checkpoint`, but into `folder` itself: no tag, no `latest`. All ranks must call."""
+        self.require_all_ranks("write_checkpoint")
+        options = {"exclude_frozen_parameters": exclude_frozen_parameters}
+        target = agree_on_target(self.comm, folder, None, "", options)
+        self._write(target.folder, None, exclude_frozen_parameters)
+
+    def _check_model(self) -> None:
+        """Raise StateError on every rank if one has a model that does not hold what would be saved."""
+
+        def check() -> None:
+            self._fittings.check_model()
+            for buffer in (buffer for unit in self.units for buffer in unit.buffers):
+                buffer.check_views()
+
+        self.comm.together("the model's parameters", check, catch=(StateError,), raise_as=StateError)
+
+    def _write(self, folder: Path, client_state: Any, exclude_frozen: bool) -> None:
+        self._check_model()
+        self.finish_updates()
+        session.save(self._session(), folder, client_state, exclude_frozen)
 
     def load_checkpoint(
         self,
         load_dir: str | Path,
-        tag: str | None = None,
+        tag: str | int | None = None,
         *,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Any = None,
-    ) -> tuple[str, Any]:
+    ) -> tuple[str | None, Any]:
         """Restore weights, optimizer state, scheduler and counters; returns (the checkpoint's folder, client_state).
 
-        All ranks must call. Without a tag it is the one saved last in `load_dir`. `load_module_only` leaves all but
-        weights and buffers as they are. Parameters must fit with `load_module_strict=False` too.
+        All ranks must call, with the same arguments. Without a tag it is the one saved last in `load_dir`, and where
+        nothing was saved yet (None, {}) with a warning. `load_module_only` leaves all but weights and buffers as they
+        are. Parameters must fit with `load_module_strict=False` too.
 
-        Raises ConfigError for a `custom_load_fn`, CheckpointError where there is none or it does not fit.
+        Raises ConfigError for a `custom_load_fn`, CheckpointError on every rank where the checkpoint is not there, is
+        damaged or does not fit, or where ranks would load different ones.
         """
         if custom_load_fn is not None:
             raise ConfigError(
                 "load_checkpoint(custom_load_fn=...): use hf_zero.load_fp32_state_dict and set_full_param"
             )
+        self.require_all_ranks("load_checkpoint")
+        parts = Parts(
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            counters=not load_module_only,
+        )
+        folder = agree_on_source(self.comm, load_dir, tag, vars(parts))
+        if folder is None:
+            if self.comm.rank == 0:
+                logger.warning("load_checkpoint: %s holds no checkpoint, nothing is loaded", load_dir)
+            return None, {}
+        return str(folder), self.read_checkpoint(folder, parts)
+
+    def read_checkpoint(self, folder: str | Path, parts: Parts = ALL_PARTS) -> Any:
+        """As `load_checkpoint`, but from `folder` itself, whatever its `latest` names; returns the client_state or {}.
+
+        All ranks must call. Raises CheckpointError on every rank, also where there is none.
+        """
         self.params.release_all()
         self.finish_updates()
         self.zero_grad()
-        folder = self._chosen_by_all(load_dir, tag)
-        loaded = session.load(
-            self._session(),
-            folder,
-            load_optimizer=load_optimizer_states and not load_module_only,
-            load_scheduler=load_lr_scheduler_states and not load_module_only,
-        )
-        if load_module_only:
-            return str(folder), loaded.client_state
-        self.global_steps = loaded.global_step
-        self.micro_steps = loaded.global_step * self.accumulation_steps
-        if self.optimizer is not None:
-            self.optimizer.restart_at(loaded.global_step)
-        return str(folder), loaded.client_state
-
-    def _chosen_by_all(self, load_dir: str | Path, tag: str | None) -> Path:
-        """What `latest` names, if it is the same for all ranks: their file systems may not agree yet."""
-        everyone = self.comm.together(
-            "load_checkpoint",
-            lambda: str(chosen(load_dir, tag)),
-            catch=(CheckpointError, OSError),
-            raise_as=CheckpointError,
-        )
-        if len({folder.removeprefix(str(load_dir)) for folder in everyone}) > 1:
-            raise CheckpointError(f"ranks would load different checkpoints: {everyone} (in rank order)")
-        return Path(everyone[self.comm.rank])
+        loaded = session.load(self._session(), Path(folder), parts)
+        if parts.counters:
+            self.global_steps = loaded.global_step
+            self.micro_steps = loaded.global_step * self.accumulation_steps
+            if self.optimizer is not None:
+                self.optimizer.restart_at(loaded.global_step)
+        return {} if loaded.client_state is None else loaded.client_state
 
     def _session(self) -> session.Session:
         return session.Session(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
+from hf_zero.config.resolved import DEFAULT
+from hf_zero.construction import open_construction
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import ConfigError
 from hf_zero.optim.blocks import optimizer_of
@@ -21,6 +24,9 @@ from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.processes import init_distributed, join_processes
 from hf_zero.renewal import new_engine
 from hf_zero.script_arguments import adopt_local_rank, config_of
+from hf_zero.shards.partition import check_parameters
+
+logger = logging.getLogger(__name__)
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -46,7 +52,8 @@ def initialize(
     Args:
         args: What `add_config_arguments` and the parser made: a `zero`, `zero_config` or `deepspeed_config` path in
             the place of `config`, and a `local_rank`, which is set to this process's.
-        model: Whole, built alike on all ranks, or loaded in shards.
+        model: Whole, built alike on all ranks, or loaded in shards. An engine that it has gives way: the weights
+            stay as they are, to the last digit of the masters; optimizer state and gradients are the new engine's.
         optimizer: A torch optimizer over the model's parameters, or a function that makes one from them; None builds
             the one of the configuration's optimizer block over `model_parameters` (or all trainable parameters). With
             neither, the engine is for inference: it keeps no gradients and no master weights.
@@ -69,16 +76,17 @@ def initialize(
         raise ConfigError("initialize(mpu=...): model parallelism beside hf_zero is not supported")
     if mesh_param is not None:
         raise ConfigError("initialize(mesh_param=...): sequence parallelism beside hf_zero is not supported")
+    check_parameters(model := model.module if isinstance(model, ZeroEngine) else model)
     loaded = config_of(args, config, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     adopt_local_rank(args)
-    world_size = dist.get_world_size()
     trains = optimizer is not None or loaded.get("optimizer") is not None
     brought = {"client_optimizer": optimizer is not None, "client_scheduler": lr_scheduler is not None or not trains}
-    resolved = loaded.resolve(model=model, world_size=world_size, **brought)
+    resolved = loaded.resolve(model=model, world_size=dist.get_world_size(), **brought)
     made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)
-    engine = _make_engine(model, resolved, train=made is not None)
+    engine = _make_engine(model, resolved, train=made is not None, replace=True)
     sharded = engine.attach_optimizer(made) if made is not None else None
+    _tell_clipping(engine, resolved)
     engine.lr_scheduler = choose_scheduler(lr_scheduler, resolved.scheduler, made)
     loader = None if training_data is None else _make_loader(training_data, engine, collate_fn)
     return engine, sharded, loader, engine.lr_scheduler
@@ -113,13 +121,21 @@ def shard(
     return model
 
 
-def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool) -> ZeroEngine:
-    engine = new_engine(model, resolved, train=train)
+def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool, replace: bool = False) -> ZeroEngine:
+    construction = open_construction()
+    if construction is not None:
+        construction.settle(model)
+    engine = new_engine(model, resolved, train=train, replace=replace)
     if engine.is_sharded and hasattr(model, "save_pretrained"):  # a model of transformers or PEFT
         from hf_zero.hf.install import install_on_model
 
         install_on_model(engine)
     return engine
+
+
+def _tell_clipping(engine: ZeroEngine, resolved: ResolvedConfig) -> None:
+    if engine.optimizer is not None and engine.rank == 0 and resolved.origins["gradient_clipping"] == DEFAULT:
+        logger.warning("gradient_clipping is not set: gradients are not clipped (DeepSpeed 0.19.3 and later: 1.0)")
 
 
 def _make_loader(

@@ -35,12 +35,16 @@ class Operation:
 
     op: str
     what: str
-    numel: int
-    dtype: str
-    at: float
+    numel: int | None = None  # of the full side; None where ranks may give different numbers
+    dtype: str = ""
 
     def __str__(self) -> str:
-        return f"{self.op} {self.what} ({self.numel} x {self.dtype})"
+        return f"{self.op} {self.what} ({self.numel} x {self.dtype})" if self.numel is not None else self.identity
+
+    @property
+    def identity(self) -> str:
+        """What is the same on all ranks."""
+        return f"{self.op} {self.what}" + ("" if self.numel is None else f" {self.numel} {self.dtype}")
 
 
 class Done:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ResolvedConfig
-from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.engine import ZeroEngine, end_unless_shared, engine_of
 from hf_zero.errors import StateError
 from hf_zero.runtime.build import BuildSettings, build_units
 from hf_zero.runtime.succession import Succession
@@ -35,21 +35,36 @@ def new_engine(
     managed: bool = False,
     train: bool = True,
     device: torch.device | None = None,
+    replace: bool = False,
 ) -> ZeroEngine:
     """An engine for `model`, which may be whole or hold models that were loaded in shards. All ranks must call.
 
     Args:
         managed, train: As for ZeroEngine.
         device: As for ZeroEngine, for a model that is whole.
+        replace: Engines that train give way too, with their optimizers.
     Raises:
-        StateError: Something in the model trains under another engine already.
+        StateError: Something in the model trains under another engine already, and `replace` is false.
     """
     inside = engines_inside(model)
     if not inside:
         return ZeroEngine(model, config, managed=managed, train=train, device=device)
-    if any(engine.trains for engine in inside):
+    if any(engine.trains for engine in inside) and not replace:
         raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
+    if replace:
+        for engine in inside:
+            _drop_optimizer(engine)
     return renew(model, inside, config, managed=managed, train=train)
+
+
+def _drop_optimizer(engine: ZeroEngine) -> None:
+    """Give up optimizer state and gradients; masters have the last update. All ranks must call."""
+    if engine.optimizer is not None:
+        engine.params.release_all()
+        engine.finish_updates()
+        engine.optimizer.zero_grad()
+        engine.optimizer.close()
+        engine.optimizer = None
 
 
 def renew(
@@ -80,4 +95,7 @@ def renew(
     succession.finish()
     for engine in engines:
         engine.homes.close()
-    return ZeroEngine(model, config, managed=managed, built=built, train=train)
+    renewed = ZeroEngine(model, config, managed=managed, built=built, train=train)
+    for other in dict.fromkeys(engine.comm for engine in engines if engine.comm is not comm):
+        end_unless_shared(other)
+    return renewed

@@ -17,6 +17,7 @@ from hf_zero.hf.enable import enable
 _EXAMPLES = """examples:
   python -m hf_zero.run --zero zero2.json train.py --output_dir out
   torchrun --nproc_per_node 2 -m hf_zero.run --zero zero3.json train.py --output_dir out
+  ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 -m hf_zero.run --zero zero3.json train.py    # without a GPU
   accelerate launch -m hf_zero.run --zero '{"zero_optimization": {"stage": 3}}' -m my_package.train
 """
 

@@ -19,6 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from safetensors.torch import save_file
 
+from hf_zero.checkpoint.agreement import together
 from hf_zero.engine_state import EngineState
 from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.runtime.homes import Homes
@@ -235,6 +236,17 @@ class ScriptCalls(EngineState):
                     state.pop(name, None)
         return state
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether weights are written at stage 3: unless `stage3_gather_16bit_weights_on_model_save` is false."""
+        return self.config.zero.stage3_gather_16bit_weights_on_model_save is not False
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """What accelerate and transformers call: whole weights on rank 0, None elsewhere. All ranks must call."""
+        state = self.full_state_dict(keep=self.rank == 0, trainable_only=exclude_frozen_parameters)
+        return state if self.rank == 0 else None
+
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
@@ -249,17 +261,21 @@ class ScriptCalls(EngineState):
             CheckpointError: Rank 0 could not write; on every rank.
         """
         path = Path(save_dir) / save_filename
-        if self.config.stage == 3 and self.config.zero.stage3_gather_16bit_weights_on_model_save is False:
+        if self.config.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
             if self.rank == 0:
                 logger.warning("%s is not written: stage3_gather_16bit_weights_on_model_save is false", path)
             return False
         state = self.full_state_dict(keep=self.rank == 0, trainable_only=exclude_frozen_parameters)
 
         def write() -> None:
-            if self.rank == 0:
+            if self.rank != 0:
+                return
+            try:
                 _write_weights(state, path)
+            except Exception as error:  # of a full disk each format says something else
+                raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
 
-        self.comm.together("save_16bit_model", write, catch=(OSError,), raise_as=CheckpointError)
+        together(self.comm, "save_16bit_model", write)
         return True
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:

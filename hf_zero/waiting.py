@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from hf_zero.connections import Connections
 
+_FIRST_LOOK_S = 0.05
 _LOOK_EVERY_S = 0.5
 # Seconds for what others have on their way to each other when a rank leaves: it may have been the last they had to do.
 _GRACE_S = 5.0
@@ -30,16 +31,21 @@ class Waiter:
         threading.Thread(target=_serve, args=(self._jobs,), name="hf_zero-waiter", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def run(self, call: Callable[[], _T], has_reason: Callable[[], bool]) -> _T:
+    def run(self, call: Callable[[], _T], has_reason: Callable[[], bool], look: Callable[[], None]) -> _T:
         """What `call` returns or raises; RuntimeError if a connection has ended and it goes on and on.
 
-        `has_reason`: whether another rank has said why it left. Then there is nothing to wait for.
+        Args:
+            has_reason: Whether another rank has said why it left. Then there is nothing to wait for.
+            look: Called again and again meanwhile; what it raises ends the wait.
         """
         job = _Job(call)
         self._jobs.put(job)  # type: ignore[arg-type]  # nobody looks at the result there
         broken_at: float | None = None
-        while not job.done.acquire(timeout=_LOOK_EVERY_S):
+        pause = _FIRST_LOOK_S
+        while not job.done.acquire(timeout=pause):
+            pause = min(2 * pause, _LOOK_EVERY_S)
             if not self._connections.has_ended():
+                look()
                 continue
             broken_at = broken_at or time.monotonic()
             if has_reason() or time.monotonic() > broken_at + _GRACE_S:

@@ -23,6 +23,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported: Liger's kernels run without a GPU
 
 
+@pytest.fixture(autouse=True)
+def _leave_the_process_group() -> Iterator[None]:
+    """A test that makes an engine in this process joins a group of one; the next test must not find it."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _end_fork_server() -> Iterator[None]:
     yield

@@ -20,14 +20,14 @@ PARTS = ((0, torch.float32), (1, torch.bfloat16), (257, torch.float64), (100_003
 
 
 class Messages:
-    """Counts what the ranks send to each other."""
+    """Counts the parts that ranks send to each other; the addresses of parts are integers of 64 bits."""
 
     def __init__(self) -> None:
         self.count = 0
         self._send = dist.isend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.count += 1
+        self.count += args[0].dtype is not torch.int64
         return self._send(*args, **kwargs)
 
 
@@ -101,7 +101,8 @@ def gather_with(change: str) -> int:
     ["no such call", "another host", "another process", "memory that is not there", "a process that has ended"],
 )
 def test_a_rank_that_cannot_be_read_has_all_send_messages(change: str) -> None:
-    assert run_ranks(gather_with, 2, change) == [2 * len(PARTS)] * 2
+    sent = sum(numel > 0 for numel, _ in PARTS)
+    assert run_ranks(gather_with, 2, change) == [2 * sent] * 2
 
 
 def die_before_it_was_read() -> None:

@@ -117,9 +117,15 @@ def test_resolve_reports_conflicts_with_the_arguments(tmp_path: Path, capsys: Ca
 def test_resolve_for_a_plain_loop(tmp_path: Path, capsys: Capture) -> None:
     status, out, _ = call(capsys, "resolve", write(tmp_path, GOOD), "--plain")
     assert status == 1 and 'optimizer.params.lr = "auto"' in out
-    fixed = {**GOOD, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    assert "gradient_accumulation_steps = 2 (line 3): Either train_batch_size or train_micro_batch_size" in out
+    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+    fixed = {**GOOD, "train_micro_batch_size_per_gpu": 1, "optimizer": adam}
     status, out, _ = call(capsys, "resolve", write(tmp_path, fixed), "--plain", "--world_size", "2")
     assert status == 0 and re.search(r"train_batch_size \.+ 4 \[inferred\]", out)
+    assert re.search(r"gradient_clipping \.+ 0.0 \[default\]", out) and "note:" not in out
+    status, out, _ = call(capsys, "resolve", write(tmp_path, {**fixed, "gradient_clipping": "auto"}), "--plain")
+    assert status == 0 and re.search(r"gradient_clipping \.+ 1.0 \[auto \(accelerate's value: no max_grad_norm", out)
+    assert 'note: gradient_clipping = "auto" is 1.0 here' in out and "0 for none" in out
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,8 @@ def test_bad_usage_is_status_2(rest: list[str], tmp_path: Path, capsys: Capture)
 
 # -------------------------------------------------------------------- the log at the start
 def test_the_start_text_has_every_key_and_the_users_json() -> None:
-    raw = {**GOOD, "optimizer": {"type": "AdamW", "params": {"lr": 1e-8, "betas": [0.9, 0.95]}}, "_comment": "mine"}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-8, "betas": [0.9, 0.95]}}
+    raw = {**GOOD, "train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "_comment": "mine"}
     resolved = ZeroConfig.load(raw).resolve()
     text = start_text(resolved)
     values, _, given = text.partition("\n  json = ")

@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from hf_zero.cli.main import main
+from hf_zero.cli.text import format_bytes
 
 Capture = pytest.CaptureFixture[str]
 
@@ -117,6 +118,22 @@ def test_advice(capsys: Capture, folder: Path) -> None:
     nothing = ask(capsys, folder, "--gpus", 2, "--gpu-memory", "1GB", "--cpu-memory", "1MB")["recommended"]
     assert nothing["choice"] is None
     assert nothing["reason"].startswith("nothing fits")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["1.2GB", "2GB"])  # little above and far above what is kept for the process
+def test_the_memory_is_that_of_the_micro_batch_that_is_named(memory: str, capsys: Capture, folder: Path) -> None:
+    line = [folder, "--gpus", 2, "--sequence-length", 32]
+    advice = ask(capsys, *line, "--gpu-memory", memory)["recommended"]
+    size = advice["micro_batch_size"]
+    assert size > 1, "vacuous: it is the one that was planned first"
+    usable = int(float(memory.removesuffix("GB")) * 1e9 * 0.95) - 1_000_000_000
+    needed = []
+    for batch in (size, 2 * size):
+        rows = ask(capsys, *line, "--batch-size", batch)["choices"]
+        needed.append(next(row["device_bytes"] for row in rows if row.items() >= advice["choice"].items()))
+    assert f"it needs {format_bytes(needed[0])} per rank" in advice["reason"]
+    assert needed[0] <= usable and (needed[1] > usable or size == 1024)
 
 
 def test_the_configuration_counts(capsys: Capture, folder: Path, tmp_path: Path) -> None:

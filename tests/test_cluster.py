@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import hf_zero
 from hf_zero.cluster import described_processes, expand_hosts, slurm_port
@@ -176,3 +177,27 @@ def test_two_tasks_of_mpirun(tmp_path: Path) -> None:
     facts = run_as_tasks(write_script(tmp_path, TRAIN), names)
     assert [entry[:3] for entry in facts] == [[0, 2, "0"], [1, 2, "1"]]
     assert facts[0][3] == facts[1][3]
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK, MASTER_ADDR, MASTER_PORT is not set", "torchrun"]),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, ["MASTER_ADDR is not set"]),
+        ({"WORLD_SIZE": "two"}, ["'two'", "number of processes"]),
+    ],
+)
+@pytest.mark.parametrize("way", ["initialize", "arguments"])
+def test_an_environment_that_is_half_set(
+    way: str, given: dict[str, str], parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(hf_zero.ConfigError) as caught:
+        if way == "initialize":
+            hf_zero.initialize(model=torch.nn.Linear(2, 2), config={"zero_optimization": {"stage": 1}})
+        else:
+            hf_zero.TrainingArguments(str(tmp_path), zero={"zero_optimization": {"stage": 1}}, use_cpu=True)
+    assert all(part in str(caught.value) for part in parts), caught.value

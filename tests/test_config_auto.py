@@ -66,10 +66,19 @@ BATCHES = [
     ((32, None, None), 4, (32, 8, 1)),
     ((None, 2, None), 4, (8, 2, 1)),
     ((None, None, None), 3, (3, 1, 1)),
-    ((None, None, 5), 3, (15, 1, 5)),
     (("12", "2", None), 3, (12, 2, 2)),
     (("auto", "auto", "auto"), 2, (2, 1, 1)),
 ]
+
+
+def test_accumulation_alone_says_nothing_of_the_samples() -> None:
+    """As DeepSpeed; the arguments of a Trainer, or the loaders of an accelerate loop, say what is missing."""
+    for micro in ({}, {"train_micro_batch_size_per_gpu": "auto"}):
+        text = problems({"gradient_accumulation_steps": 5, **micro}, world_size=3)
+        assert "gradient_accumulation_steps = 5: Either train_batch_size or train_micro_batch_size_per_gpu" in text
+        args = arguments(per_device_train_batch_size=2, gradient_accumulation_steps=5)
+        assert resolve({"gradient_accumulation_steps": 5, **micro}, args, world_size=3).train_batch_size == 30
+    assert not ZeroConfig.load({"gradient_accumulation_steps": 5}).check()
 
 
 def batch_keys(train: Any, micro: Any, accumulation: Any) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import json
+import math
 from collections import OrderedDict, UserDict
 from pathlib import Path
 from types import MappingProxyType
@@ -229,3 +231,37 @@ def test_duplicate_keys_are_refused_with_both_lines() -> None:
     text = message('{"zero_optimization": {\n"stage": 2,\n"stage": 3},\n"bf16": {},\n"bf16": {}}')
     assert "zero_optimization.stage stands twice, at line 2 and at line 3" in text
     assert "bf16 stands twice, at line 4 and at line 5" in text
+
+
+@pytest.mark.parametrize("value", [math.inf, "inf", "Infinity"])
+def test_infinite_steps_between_lines_are_never(value: Any) -> None:
+    """accelerate's plugin writes float("inf"); in JSON that is Infinity."""
+    assert ZeroConfig.load({"steps_per_print": value}).resolve().steps_per_print == 0
+    assert ZeroConfig.load(json.dumps({"steps_per_print": value})).resolve().steps_per_print == 0
+    with pytest.raises(ConfigError, match="steps_per_print = -Infinity: expected an integer of at least 0"):
+        ZeroConfig.load({"steps_per_print": -math.inf})
+
+
+def test_a_resolved_configuration_is_the_mapping_that_was_given() -> None:
+    """What programs written for DeepSpeed read under engine.config."""
+    given = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "cpu"}},
+    }
+    resolved = ZeroConfig.load(given).resolve(world_size=3)
+    assert resolved.get("zero_optimization", {}) == {
+        "stage": 3,
+        "reduce_bucket_size": 500_000_000,
+        "offload_param": {"device": "cpu"},
+    }
+    assert resolved["train_batch_size"] == 6 and resolved["gradient_accumulation_steps"] == 1
+    assert resolved.get("fp16", {}) == {} and "fp16" not in resolved and "bf16" in resolved
+    assert set(resolved) == {*given, "train_batch_size"} and len(dict(resolved)) == 5
+    assert resolved.stage == 3 and resolved.train_micro_batch_size_per_gpu == 2  # attributes go on
+    again = ZeroConfig.load(resolved).resolve(world_size=3)
+    assert dict(again) == dict(resolved)
+    assert dataclasses.replace(resolved, train_batch_size=12)["train_batch_size"] == 12
+    with pytest.raises(KeyError, match="optimizer"):
+        resolved["optimizer"]

@@ -50,16 +50,17 @@ def jobs(folder: str) -> list[tuple[str, dict[str, Any]]]:
                     (f"stage {stage}, optimizer {optimizer}, parameters {param}", {"zero_optimization": zero})
                 )
     everything = found[-1][1]["zero_optimization"]
+    micro = {"train_micro_batch_size_per_gpu": 1}
     small = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
     more = {
         "bf16": {"bf16": {"enabled": True}},
         "bf16 gradients": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
         "clipping": {"gradient_clipping": 1.0, "zero_optimization": everything},
         "bf16 on disk": {"bf16": {"enabled": True}, "zero_optimization": everything},
-        "accumulation": {"gradient_accumulation_steps": 2, "bf16": {"enabled": True}},
+        "accumulation": {**micro, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}},
         "buckets": {"zero_optimization": {"stage": 3, **small}},
         "no overlap": {"zero_optimization": {"stage": 3, "overlap_comm": False}},
-        "stage 1 accumulation": {"gradient_accumulation_steps": 3, "zero_optimization": {"stage": 1}},
+        "stage 1 accumulation": {**micro, "gradient_accumulation_steps": 3, "zero_optimization": {"stage": 1}},
     }
     found += [(name, {"zero_optimization": {"stage": 3}, **config}) for name, config in more.items()]
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -341,10 +344,39 @@ def test_which_gpus(
 ) -> None:
     """The choice only: this machine need not have four GPUs."""
     plans: list[JobPlan] = []
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     monkeypatch.setattr("hf_zero.launcher.job.run_node", lambda plan, rank: plans.append(plan))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert main(["launch", *line.split(), str(write_script(tmp_path, TELL))]) == 0
     assert plans[0].devices == (devices,) and plans[0].use_devices
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
+)
+def test_any_accelerator_counts(kind: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number, and the variable that chooses among them; this machine has neither."""
+    seen: list[str | None] = []
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: SimpleNamespace(type=kind))
+    monkeypatch.setattr("hf_zero.launcher.node._run_agent", lambda *_: seen.append(os.environ.get(variable)))
+    for name in (variable, "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    with patched_environment():
+        assert main(["launch", "--include", "localhost:1,3", str(write_script(tmp_path, TELL))]) == 0
+        assert "ACCELERATE_USE_CPU" not in os.environ
+    assert seen == ["1,3"]
+
+
+@contextlib.contextmanager
+def patched_environment() -> Iterator[None]:
+    """What the launcher sets for its processes is gone afterwards."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -167,7 +167,11 @@ def save_shared(folder: Path) -> dict[str, torch.Tensor]:
     state = {name: {"master": master} for name, master in masters.items()}
     buffers = {name: torch.full_like(buffer, 3) for name, buffer in plain.named_buffers()}
     tied = {"head.weight": "embed.weight", "same.weight": "norm.weight", "same.bias": "norm.bias"}
-    save(folder, WholeModel({"all": ("bfloat16", True, list(params))}, params, state, {}, buffers, tied), 2, 8)
+    units = {}
+    for dtype in {str(param.dtype)[6:] for param in params.values()}:
+        units[f"all/{dtype}"] = (dtype, True, [name for name in params if str(params[name].dtype)[6:] == dtype])
+    assert len(units) == 3
+    save(folder, WholeModel(units, params, state, {}, buffers, tied), 2, 8)
     return {**masters, **buffers}
 
 

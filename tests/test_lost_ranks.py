@@ -119,7 +119,9 @@ def test_a_wait_can_be_interrupted() -> None:
 def count_connections() -> list[int]:
     counts = []
     for _ in range(2):  # a second engine's are its own
-        link = Comm.join()._link
+        processes = Comm.join()._processes
+        assert processes is not None
+        link = processes.link
         assert link is not None
         counts.append(len(link._connections))
     return counts
@@ -194,6 +196,7 @@ if comm.rank == 1:
     time.sleep({under_way})
     os.kill(os.getpid(), signal.SIGKILL)
 pending.wait()
+comm.barrier("the end")  # if everything has come whole
 """
 
 
@@ -201,7 +204,7 @@ pending.wait()
 def test_the_process_ends_although_the_operation_does_not(tmp_path: Path) -> None:
     """No launcher here that would end it. A store in a file, since the store's process may be the one that dies."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(store=tmp_path / "store", numel=NUMEL, under_way=UNDER_WAY_S))
+    script.write_text(SCRIPT.format(store=tmp_path / "store", numel=4 * NUMEL, under_way=UNDER_WAY_S))
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script)],

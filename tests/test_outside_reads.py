@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -197,3 +198,104 @@ def reads_elsewhere() -> None:
 
 def test_outside_of_a_step_nothing_is_gathered() -> None:
     run_ranks(reads_elsewhere, 2)
+
+
+class Rootless(nn.Module):
+    """All parameters are in units below; the model's own forward reads one of them."""
+
+    _no_split_modules = ("Layer",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"first": Layer(), "second": Layer()})
+
+    def forward(self, x: torch.Tensor, loop: bool = False) -> torch.Tensor:
+        x = self.body["second"](self.body["first"](x)) @ self.body["first"].up.weight
+        return x * sum(p.square().sum() for p in self.body["second"].parameters()) if loop else x
+
+
+def rootless(stage: int, loop: bool) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    torch.manual_seed(0)
+    model: Any = Rootless().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = model
+    if stage >= 0:
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        engine = hf_zero.initialize(model=model, optimizer=optimizer, config={"zero_optimization": zero})[0]
+    losses = []
+    for step in range(STEPS):
+        x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        loss = engine(x, loop).square().mean()
+        loss.backward()
+        engine.step() if stage >= 0 else (optimizer.step(), optimizer.zero_grad())
+        losses.append(loss.item())
+    if stage < 0:
+        return losses, {name: param.detach() for name, param in model.named_parameters()}, 0
+    return (
+        losses,
+        engine.full_state_dict(keep=True),
+        sum(1 for order in engine.params.orders.values() if order._agreed),
+    )
+
+
+def test_a_root_without_parameters() -> None:
+    losses, params, _ = rootless(-1, False)
+    assert losses[0] != losses[-1]
+    for stage in (2, 3):
+        for got, values, agreed in run_ranks(rootless, 2, stage, False):
+            assert got == pytest.approx(losses, rel=1e-12)
+            for name, value in params.items():
+                torch.testing.assert_close(values[name], value, rtol=0, atol=1e-12, msg=name)
+            assert stage < 3 or agreed == 2, "its passes are recorded, so that units are gathered ahead"
+    for failure in run_ranks(rootless, 2, 3, True, expect_error=True):
+        assert failure.kind == "StateError" and "loop over parameters()" in failure.message
+
+
+class Hidden(nn.Module):
+    """Its loss is computed outside, from a weight of the root: a fused linear cross entropy, say."""
+
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Sequential(nn.Linear(5, 5)), nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.inner(x)
+        return hidden
+
+
+def backward_again(how: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(weights after a step under stage 3, those of one process): two backwards, each begins in the loss."""
+    torch.manual_seed(0)
+    plain = Hidden().double()
+    model = copy.deepcopy(plain)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def two_backwards(called: Any, head: torch.Tensor) -> None:
+        losses = [(called(torch.full((2, 5), k, dtype=torch.float64)) @ head).square().mean() for k in (1.0, 2.0)]
+        if how == "retained":
+            losses = [losses[1], losses[1]]
+        losses[1].backward(retain_graph=how == "retained")
+        losses[0].backward()
+
+    two_backwards(engine, model.head)
+    engine.step()
+    two_backwards(plain, plain.head)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    weights = engine.full_state_dict(keep=True)
+    assert weights is not None
+    return weights, plain.state_dict()
+
+
+@pytest.mark.parametrize("how", ["reversed", "retained"])
+def test_a_second_backward_begins_in_a_loss_that_reads_weights(how: str) -> None:
+    for weights, want in run_ranks(backward_again, 2, how):
+        for name, value in want.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12)

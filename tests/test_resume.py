@@ -98,7 +98,7 @@ def steps(engine: Any, first: int, last: int) -> list[float]:
 def save(stage: int, folder: str, bf16: bool = False, medium: str = "none") -> dict[str, Any]:
     engine = start(stage, seed=0, bf16=bf16, medium=medium)
     steps(engine, 0, STEPS_BEFORE)
-    engine.save_checkpoint(folder, client_state={"epoch": 3})
+    engine.save_checkpoint(Path(folder).parent, Path(folder).name, client_state={"epoch": 3})
     weights = engine.full_state_dict(keep=engine.rank == 0)
     losses = steps(engine, STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)
     return {"losses": losses, "weights": weights, "lr": engine.lr_scheduler.get_last_lr()}
@@ -194,18 +194,18 @@ def other_model(folder: str) -> None:
 
 def torn(folder: str) -> None:
     engine = start(3, seed=0)
-    engine.save_checkpoint(folder + "/whole")
-    engine.save_checkpoint(folder + "/torn")
+    engine.save_checkpoint(folder, "whole")
+    engine.save_checkpoint(folder, "torn")
     if engine.rank == 0:
         with open(f"{folder}/torn/zero/rank-00001.safetensors", "r+b") as file:
             file.truncate(100)
     dist.barrier()
-    engine.load_checkpoint(folder + "/torn")
+    engine.load_checkpoint(folder)
 
 
 def flipped(folder: str) -> None:
     engine = start(3, seed=0)
-    engine.save_checkpoint(folder)
+    engine.write_checkpoint(folder)
     if engine.rank == 0:
         with open(f"{folder}/zero/rank-00001.safetensors", "r+b") as file:
             file.seek(-3, 2)

@@ -67,6 +67,7 @@ def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
 def start(stage: int, mix: tuple[str, str]) -> Any:
     config: dict[str, Any] = {
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+        "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": ACCUMULATION,
     }
     model = models.build("plain", torch.float64)

@@ -276,3 +276,16 @@ def test_the_callers_scheduler_goes_before_the_block(caplog: pytest.LogCaptureFi
     for wrong in ("cosine", lambda one: None):
         with pytest.raises(ConfigError, match="expected an object with a method step"):
             choose_scheduler(wrong, None, optimizer)
+
+
+@pytest.mark.parametrize("kind", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
+def test_no_number_of_warmup_steps_is_the_default(kind: Any) -> None:
+    """Old scripts pass an argument that nobody set."""
+    more = {} if kind is WarmupLR else {"total_num_steps": 5000}
+    rates = []
+    for steps in ({}, {"warmup_num_steps": 1000}, {"warmup_num_steps": None}, {"warmup_num_steps": 10}):
+        optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.001)
+        schedule = kind(optimizer, **steps, **more)
+        schedule.step(500)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1] == rates[2] != rates[3]

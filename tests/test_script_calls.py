@@ -226,7 +226,7 @@ def resized(stage: int, folder: str) -> dict[str, torch.Tensor]:
     """Steps of two micro-batches, then of four: from the checkpoint between them it is a plain run of four."""
     engine = start(stage)
     train(engine, 0, 2)
-    engine.save_checkpoint(folder, save_latest=False)
+    engine.save_checkpoint(folder, "between", save_latest=False)
     for size, error in ((13, ConfigError), (0, ConfigError)):
         with pytest.raises(error, match="expected a multiple of 6"):
             engine.set_train_batch_size(size)
@@ -243,7 +243,7 @@ def resized(stage: int, folder: str) -> dict[str, torch.Tensor]:
 
 def resumed(stage: int, folder: str) -> dict[str, torch.Tensor]:
     engine = start(stage, accumulation=4, seed=5)
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(folder, "between")
     train(engine, 2, 10)
     return whole(engine) | late_gradient(engine)
 
@@ -271,8 +271,8 @@ def parts(stage: int, folder: str) -> None:
     train(engine, 0, 4)
     engine.save_checkpoint(folder, "tagged")
     saved = whole(engine)
-    engine.save_checkpoint(folder)  # the newest is in the folder itself again
-    assert not Path(folder, "latest").exists()
+    assert engine.save_checkpoint(folder) is True
+    assert Path(folder, "latest").read_text() == "global_step2" and Path(folder, "tagged/zero").is_dir()
 
     other = start(stage, seed=3)
     other.load_checkpoint(folder, load_module_only=True)
@@ -316,3 +316,56 @@ def unwritten(folder: str) -> None:
 
 def test_weights_that_are_not_to_be_gathered_are_not_written(tmp_path: Path) -> None:
     run_ranks(unwritten, 2, str(tmp_path))
+
+
+# -------------------------------------------------------------------- what libraries and old scripts expect back
+def returned(stage: int, steps: int) -> list[tuple[float, float]]:
+    engine, pairs = start(stage, steps, fp16={"enabled": stage == 1}), []
+    for number in range(2 * steps):
+        loss = engine(batch(number, engine.rank))
+        back = engine.backward(loss)
+        engine.step()
+        pairs.append((float(back), float(loss) / steps))
+    loss = engine(batch(9, engine.rank)) / steps
+    assert engine.backward(loss, scale_wrt_gas=False) is loss
+    return pairs
+
+
+@pytest.mark.parametrize(("stage", "steps"), [(1, 4), (3, 1), (3, 2)])
+def test_backward_returns_the_loss_of_its_share_of_the_window(stage: int, steps: int) -> None:
+    for pairs in run_ranks(returned, 2, stage, steps):
+        assert all(back == pytest.approx(share, rel=1e-3) and share > 0 for back, share in pairs)
+
+
+def consolidated(keep: Any) -> tuple[bool, Any, dict[str, torch.Tensor]]:
+    keys = {} if keep is None else {"stage3_gather_16bit_weights_on_model_save": keep}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **keys}
+    engine = start(3, zero_optimization=zero, bf16={"enabled": True})
+    state = engine._zero3_consolidated_16bit_state_dict()
+    return engine.zero_gather_16bit_weights_on_model_save(), state, whole(engine)
+
+
+@pytest.mark.parametrize("keep", [None, True, False])
+def test_the_names_that_accelerate_saves_through(keep: Any) -> None:
+    (gathers, state, weights), (_, nothing, _) = run_ranks(consolidated, 2, keep)
+    assert gathers == (keep is not False) and nothing is None
+    assert state.keys() == weights.keys() and state["inner.weight"].dtype == torch.bfloat16
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("clipping", "said"),
+    [
+        ({}, "gradient_clipping is not set: gradients are not clipped"),
+        ({"gradient_clipping": "auto"}, 'gradient_clipping = "auto" is 1.0 here'),
+        ({"gradient_clipping": 0.0}, ""),
+    ],
+)
+def test_one_line_says_what_is_clipped(clipping: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(1, 1, **clipping)
+    lines = [record.getMessage() for record in caplog.records if "gradient_clipping" in record.getMessage()]
+    lines = [line for line in lines if "\n" not in line]
+    assert len(lines) == (1 if said else 0) and all(said in line for line in lines)
+    assert engine.gradient_clipping() == (1.0 if clipping.get("gradient_clipping") == "auto" else 0.0)
+    assert engine.config.get("zero_optimization", {})["stage"] == 1 and engine.config["train_batch_size"] == 3
+    engine.teardown()

@@ -119,18 +119,30 @@ def _layer_numel() -> int:
 
 @pytest.mark.parametrize("prefetch", [EVERYTHING, pytest.param(0, marks=pytest.mark.slow)])
 def test_live_parameters(prefetch: int) -> None:
-    """What is whole stays below the cap wherever one layer in use and the root do."""
+    """What is whole beyond what is in use stays below the cap."""
     one, root = (seen := run_ranks(watch, 2, [{}])[0][0]).layer, seen.root
-    caps = [0, root + one, root + 2 * one, root + 4 * one, EVERYTHING]
+    caps = [0, one, 2 * one, 4 * one, EVERYTHING]
     keys = {"stage3_max_reuse_distance": EVERYTHING, "stage3_prefetch_bucket_size": prefetch}
     results = run_ranks(watch, 2, [{**keys, "stage3_max_live_parameters": cap} for cap in caps])
     for by_setting in results:
         for cap, seen in zip(caps, by_setting, strict=True):
             # The unit that backward enters is gathered before the one it leaves is released.
-            assert seen.peak <= max(cap, root + 2 * one), cap
+            assert seen.peak <= root + 2 * one + cap, cap
         counts = [seen.gathers() for seen in by_setting]
         assert counts[0] == 2 * NUM_LAYERS and counts[-1] == NUM_LAYERS
         assert counts == sorted(counts, reverse=True) and len(set(counts)) >= 3
+    assert_same_weights(results)
+
+
+def test_what_is_in_use_does_not_stop_gathers_ahead() -> None:
+    """A root that is larger than the cap (a large vocabulary) is in use all the time, as is the layer that runs."""
+    one = _layer_numel()
+    caps = {one - 1: 0, one: 1, 2 * one: 2}
+    results = run_ranks(watch, 2, [{"stage3_max_live_parameters": cap} for cap in caps])
+    for by_setting in results:
+        for (cap, units), seen in zip(caps.items(), by_setting, strict=True):
+            want = [min(units, NUM_LAYERS - 1 - position) for position in range(NUM_LAYERS)]
+            assert seen.ahead("forward") == want, cap
     assert_same_weights(results)
 
 

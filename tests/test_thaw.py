@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.checkpoint.latest import chosen
+from hf_zero.checkpoint.manifest import read_manifest
+from hf_zero.checkpoint.optimizer_state import GROUP_OF
 from tests.harness.ranks import run_ranks
 from tests.test_second_model import Net
 
@@ -86,10 +89,16 @@ def sharded(stage: int, more: dict[str, Any], late: bool, folder: str) -> dict[s
     engine.save_checkpoint(folder)
     # A new run, with all of them trainable from the start, goes on where this one ended.
     again = build()
+    group_of = read_manifest(chosen(folder)).extra.get(GROUP_OF, {})
+    assert len(set(group_of.values())) == (len(optimizer.param_groups) if late else 0)
+    groups: list[dict[str, Any]] = [{"params": []} for _ in optimizer.param_groups]
+    for name, param in again.named_parameters():
+        groups[group_of.get(name, 0)]["params"].append(param)
     other, *_ = hf_zero.initialize(
-        model=again, optimizer=torch.optim.AdamW(again.parameters(), lr=RATE), config={"zero_optimization": zero}
+        model=again, optimizer=torch.optim.AdamW(groups, lr=RATE), config={"zero_optimization": zero}
     )
     other.load_checkpoint(folder)
+    assert [group["lr"] for group in other.optimizer.param_groups] == [RATE] + [RATE / 2] * (len(groups) - 1)
     for (name, _), state in zip(again.named_parameters(), states, strict=True):
         mine = hf_zero.full_optimizer_state(again, "exp_avg", name)
         assert state is not None and mine is not None and torch.equal(mine, state), name

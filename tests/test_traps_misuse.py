@@ -142,12 +142,7 @@ MISUSES: dict[str, tuple[Callable[[ZeroEngine], Any], tuple[str, ...]]] = {
     "float": (lambda engine: engine.module.float(), ("sharded", "float32")),
     "to(device)": (lambda engine: engine.module.to("meta"), ("sharded", "meta")),
     "layer.half": (lambda engine: engine.module.layers[1].half(), ("layers.1.", "float16")),
-    "second engine": (lambda engine: start_again(engine), ("already", "teardown")),
 }
-
-
-def start_again(engine: ZeroEngine) -> None:
-    hf_zero.initialize(model=engine.module, config={"zero_optimization": {"stage": 3}})
 
 
 def misuse_all() -> dict[str, str]:
@@ -347,3 +342,16 @@ def test_optimizers_that_cannot_be_right_are_refused() -> None:
             assert isinstance(outcome, RankFailure) and isinstance(outcome.exception, ConfigError), outcome
             assert part in outcome.message
     run_ranks(optimizer_of_all_at_once, 2, 0)
+
+
+def lazy() -> str:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    config = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
+    with pytest.raises(ConfigError) as raised:
+        hf_zero.initialize(model=model, config=config)
+    return str(raised.value)
+
+
+def test_lazy_parameters_are_named() -> None:
+    text = run_ranks(lazy, 1)[0]
+    assert "0.weight has no shape yet" in text and "run one forward" in text

@@ -187,7 +187,7 @@ def test_each_element_travels_three_times_in_batches() -> None:
 def look_into(case: Case, folder: str) -> tuple[dict[str, Any], list[str]]:
     engine = begin(case, 3, adafactor)
     train(engine, case, 3, range(1))
-    engine.save_checkpoint(folder)
+    engine.write_checkpoint(folder)
     assert engine.optimizer is not None
     held = [tuple(param.shape) for group in engine.optimizer.param_groups for param in group["params"]]
     report = engine.memory_report()

@@ -126,3 +126,22 @@ def start_again(model: torch.nn.Module, case: Case, options: Options) -> dict[st
 def test_teardown_gives_a_plain_model_that_can_start_again(stage: int) -> None:
     for seen in run_ranks(tear_down, 2, stage):
         assert all(seen.values()), seen
+
+
+def integers_and_back(stage: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What full_state_dict gives of parameters that are no floats, before and after others were loaded."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    model.order = torch.nn.Parameter(torch.tensor([2, 0, 1]), requires_grad=False)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    before = engine.full_state_dict(keep=True)
+    engine.load_full_state_dict({**before, "order": torch.tensor([1, 2, 0])})
+    return before, engine.full_state_dict(keep=True)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_integer_parameters_are_weights_too(stage: int) -> None:
+    for before, after in run_ranks(integers_and_back, 2, stage):
+        assert before.keys() == after.keys() == {"order", "0.weight", "0.bias"}
+        assert before["order"].tolist() == [2, 0, 1] and after["order"].tolist() == [1, 2, 0]

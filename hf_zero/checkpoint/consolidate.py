@@ -11,6 +11,7 @@ on the model. OUT appears by one rename when it is complete, or not at all.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import math
@@ -23,7 +24,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ ITEM_BYTES = {code: int((re.findall(r"\d+", code) or ["8"])[0]) // 8 for code in
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 CHUNK_BYTES = 4 << 20
 CLEAR_LINE = "\r\x1b[K"  # of a terminal that shows a progress bar
+ALIGN = 8  # elements; as in hf_zero/layout.py
+MOST_NUMEL = 1 << 56  # of a tensor, and most bytes of a file: what is beyond is damage, and products of it overflow
+MANIFEST_KEYS = set(
+    "format_version hf_zero_version saved_at world_size stage global_step files params buffers".split()
+)
+MANIFEST_KEYS |= set("tied kinds scalars param_groups client_state extra layouts".split())
+UNIT_KEYS = {"name", "dtype", "trainable", "world_size", "bucket_numel", "padded_numel", "slots"}
 MAX_OPEN_FILES = 256  # a process may open 1024 by default, and there may be more ranks than that
 
 # What a Hugging Face folder holds beside the weights: configuration, tokenizer, chat templates, code of its own.
@@ -77,6 +85,11 @@ class Tensor:
     written: str
     segments: list[tuple[int, int, int]]
 
+    @cached_property
+    def held(self) -> dict[int, int]:
+        """Elements of it in the file of each rank."""
+        return {rank: sum(n for other, _, n in self.segments if other == rank) for rank, _, _ in self.segments}
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -92,19 +105,180 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
         crc32, version = manifest.pop("crc32"), manifest["format_version"]
+        newer = version > FORMAT_VERSION
+        intact = newer or crc32 == zlib.crc32(json.dumps(manifest, sort_keys=True).encode("ascii"))
     except (FileNotFoundError, NotADirectoryError):
         found = [*folder.glob("*/zero/manifest.json")] or [*folder.resolve().parent.glob("*/zero/manifest.json")]
         hint = ", ".join(sorted(str(other.parent.parent) for other in found))
         hint = f". There are checkpoints in {hint}" if hint else ""
         raise ConsolidateError(f"{folder} holds no complete checkpoint: {path} is missing{hint}") from None
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ConsolidateError(f"{path} is damaged: {error!r}") from error
-    if version > FORMAT_VERSION:
+    if newer:
         needed = f"the consolidate.py in {folder}, or hf_zero {manifest.get('hf_zero_version')} or later"
         raise ConsolidateError(f"{path} has format {version}, this script reads up to {FORMAT_VERSION}: use {needed}")
-    if crc32 != zlib.crc32(json.dumps(manifest, sort_keys=True).encode("ascii")):
+    if not intact:
         raise ConsolidateError(f"{path} is damaged: its checksum is wrong")
+    try:
+        check_manifest(manifest)
+    except ValueError as error:
+        raise ConsolidateError(f"{path} contradicts itself: {error}") from error
     return manifest
+
+
+# -------------------------------------------------------------------- does the manifest make sense?
+def expect(condition: bool, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)
+
+
+def is_count(value: Any, most: int = MOST_NUMEL) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+def is_name(value: Any) -> bool:
+    """Text that can be written: JSON may hold half of a character."""
+    whole = isinstance(value, str) and value.encode("utf-8", "replace").decode() == value
+    return whole and value != "" and "\0" not in value
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
+
+
+def is_map(value: Any, of: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(of(item) for item in value.values())
+
+
+def check_manifest(manifest: Mapping[str, Any]) -> None:
+    """Raise ValueError, with what is wrong where, unless a save can have written this manifest.
+
+    What it says of layouts, names, shapes, types and files agrees then: readers go by it without a look of their own.
+    """
+    missing = sorted(MANIFEST_KEYS - manifest.keys())
+    expect(not missing, f"{', '.join(missing)} missing")
+    expect(
+        type(manifest["format_version"]) is int and manifest["format_version"] >= 1,
+        f"format_version {manifest['format_version']!r}",
+    )
+    world_size, saved_at = manifest["world_size"], manifest["saved_at"]
+    expect(is_name(manifest["hf_zero_version"]), "hf_zero_version is no text")
+    expect(type(saved_at) in (int, float) and 0 <= saved_at < 253402300800, "saved_at is no time")  # the year 10000
+    expect(is_count(world_size, 1 << 31) and world_size > 0, f"world_size {world_size!r}")
+    expect(is_count(manifest["stage"], 3), f"stage {manifest['stage']!r}")
+    expect(is_count(manifest["global_step"]), f"global_step {manifest['global_step']!r}")
+    check_files(manifest["files"], world_size)
+    slots = check_layouts(manifest["layouts"], world_size)
+    check_tensors(manifest, slots)
+    check_state(manifest, slots)
+
+
+def check_files(files: Any, world_size: int) -> None:
+    expect(isinstance(files, list) and len(files) == world_size, f"the files are not those of world size {world_size}")
+    for rank, file in enumerate(files):
+        expect(is_map(file, lambda value: True) and file.keys() >= {"name", "size", "crc32"}, f"files[{rank}]")
+        name = file["name"]
+        match = re.fullmatch(r"rank-([0-9]{5,9})(\.[0-9a-f]+)?\.safetensors", name) if isinstance(name, str) else None
+        expect(match is not None and int(match[1]) == rank, f"files[{rank}] has the name {name!r}")
+        expect(is_count(file["size"]) and is_count(file["crc32"], 0xFFFFFFFF), f"size or checksum of {name}")
+
+
+def check_layouts(layouts: Any, world_size: int) -> dict[str, tuple[Mapping[str, Any], list[int]]]:
+    """Parameter -> (its unit, its shape)."""
+    expect(isinstance(layouts, list), "layouts is no list")
+    units: set[str] = set()
+    slots: dict[str, tuple[Mapping[str, Any], list[int]]] = {}
+    for number, unit in enumerate(layouts):
+        where = f"layouts[{number}]"
+        expect(isinstance(unit, dict) and unit.keys() >= UNIT_KEYS, f"{where}: keys are missing")
+        expect(is_name(unit["name"]) and unit["name"] not in units, f"{where}: the name {unit['name']!r}")
+        units.add(unit["name"])
+        expect(isinstance(unit["dtype"], str) and unit["dtype"] in CODES, f"{where}: the type {unit['dtype']!r}")
+        expect(isinstance(unit["trainable"], bool), f"{where}: trainable {unit['trainable']!r}")
+        expect(type(unit["world_size"]) is int and unit["world_size"] == world_size, f"{where}: another world size")
+        end = 0
+        expect(isinstance(unit["slots"], list), f"{where}: slots is no list")
+        for slot in unit["slots"]:
+            expect(isinstance(slot, list) and len(slot) == 3, f"{where}: {slot!r} is no place of a parameter")
+            name, shape, offset = slot
+            expect(is_name(name) and name not in slots, f"{where}: the parameter {name!r} is no name, or there twice")
+            expect(is_shape(shape), f"{name}: the shape {shape!r}")
+            expect(type(offset) is int and offset == end + -end % ALIGN, f"{name}: the offset {offset!r}")
+            end = offset + math.prod(shape)
+            slots[name] = (unit, shape)
+        padded, bucket = unit["padded_numel"], unit["bucket_numel"]
+        expect(type(padded) is int and padded == end + -end % world_size, f"{where}: padded_numel {padded!r}")
+        expect(is_count(bucket) and bucket > 0 and bucket % world_size == 0, f"{where}: bucket_numel {bucket!r}")
+        part = bucket // world_size
+        fits = part < ALIGN or part % ALIGN == 0 if bucket < padded else bucket == max(padded, world_size)
+        expect(fits, f"{where}: bucket_numel {bucket}")
+    return slots
+
+
+def is_shape(value: Any) -> bool:
+    sizes = isinstance(value, list) and all(is_count(n) for n in value)
+    return sizes and math.prod(max(n, 1) for n in value) <= MOST_NUMEL
+
+
+def check_tensors(manifest: Mapping[str, Any], slots: Mapping[str, tuple[Mapping[str, Any], list[int]]]) -> None:
+    """Parameters, buffers and tied names."""
+    names: dict[str, set[str]] = {"params": set(), "buffers": set()}
+    for what, seen in names.items():
+        expect(isinstance(manifest[what], list), f"{what} is no list")
+        for info in manifest[what]:
+            expect(isinstance(info, dict) and info.keys() >= {"name", "shape", "dtype"}, f"{what}: {info!r}"[:200])
+            name, shape, dtype = info["name"], info["shape"], info["dtype"]
+            expect(is_name(name) and name not in seen, f"{what}: {name!r} is no name, or there twice")
+            expect(is_shape(shape), f"{name}: the shape {shape!r}")
+            expect(isinstance(dtype, str) and dtype in CODES, f"{name}: the type {dtype!r}")
+            seen.add(name)
+            if what == "params":
+                expect(name in slots, f"{name} is in no layout")
+                unit, laid_out = slots[name]
+                expect(shape == laid_out, f"{name}: the shape {shape}, in the layout {laid_out}")
+                expect(dtype == unit["dtype"], f"{name}: the type {dtype}, in the layout {unit['dtype']}")
+    params, buffers = names["params"], names["buffers"]
+    expect(params == set(slots), f"{', '.join(sorted(set(slots) - params)[:3])} not among the parameters")
+    expect(not params & buffers, "a buffer has the name of a parameter")
+    tied = manifest["tied"]
+    expect(is_map(tied, lambda name: isinstance(name, str) and name in params), "tied: a name that no parameter has")
+    expect(
+        all(is_name(alias) for alias in tied) and not tied.keys() & (params | buffers), "tied: a name that is taken"
+    )
+
+
+def check_state(manifest: Mapping[str, Any], slots: Mapping[str, tuple[Mapping[str, Any], list[int]]]) -> None:
+    """Kinds and numbers of every parameter, and what the optimizer, the scheduler and the caller left."""
+    extra, kinds, scalars = manifest["extra"], manifest["kinds"], manifest["scalars"]
+    expect(isinstance(extra, dict), "extra is no object")
+    absent = extra.get("frozen_digests", {})
+    expect(is_map(absent, lambda value: isinstance(value, str)) and absent.keys() <= slots.keys(), "frozen_digests")
+    types = partial(is_map, of=lambda dtype: isinstance(dtype, str) and dtype in CODES)
+    expect(is_map(kinds, types) and kinds.keys() <= slots.keys(), "kinds: no types, or of an unknown parameter")
+    for name, (_, shape) in slots.items():
+        stored = [kind for kind in WEIGHT_KINDS if kind in kinds.get(name, {})]
+        expect(len(stored) == (0 if name in absent or not math.prod(shape) else 1), f"{name}: weights in {stored}")
+    expect(is_map(scalars, partial(is_map, of=is_number)), "scalars: a value that is no number")
+    expect(scalars.keys() <= slots.keys(), "scalars: of an unknown parameter")
+    groups = manifest["param_groups"]
+    expect(isinstance(groups, list) and all(isinstance(group, dict) for group in groups), "param_groups")
+    number_of = extra.get("param_group_of", {})
+    expect(is_map(number_of, lambda number: is_count(number) and number < len(groups)), "param_group_of: no group")
+    expect(number_of.keys() <= slots.keys(), "param_group_of: an unknown parameter")
+    for key in ("lr_scheduler_class", "optimizer", "optimizer_package"):
+        expect(isinstance(extra.get(key), str | None), f"{key} {extra.get(key)!r}")
+    expect(isinstance(extra.get("lr_scheduler", {}), dict), "lr_scheduler is no object")
+    guard = extra.get("step_guard", {})
+    expect(is_map(guard, is_number), "step_guard: a value that is no number")
+    expect(is_count(guard.get("skipped_steps", 0)), "step_guard: skipped_steps")
+
+
+def file_marks(content: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of what decides which element of a file belongs where. They stand in the rank files, too (that of the
+    buffers in rank 0's), so that a manifest which has been edited is not taken for the one they were written with."""
+    marks = {"layout": {key: content[key] for key in ("layouts", "params", "tied")}, "buffers": content["buffers"]}
+    texts = {mark: json.dumps(value, sort_keys=True).encode("ascii") for mark, value in marks.items()}
+    return {mark: hashlib.sha256(text).hexdigest() for mark, text in texts.items()}
 
 
 def segments(unit: Mapping[str, Any], offset: int, numel: int) -> list[tuple[int, int, int]]:
@@ -161,7 +335,10 @@ class RankFiles:
         self._paths = [folder / "zero" / file["name"] for file in manifest["files"]]
         self._files: list[dict[str, Any]] = manifest["files"]
         self._open: dict[int, int] = {}  # rank -> descriptor
-        self._starts: dict[int, dict[str, int]] = {}  # rank -> key -> bytes from the start of the file
+        self._headers: dict[int, dict[str, Any]] = {}  # rank -> key -> entry
+        self._starts: dict[int, int] = {}  # rank -> where the data begins
+        self._marks = file_marks(manifest)
+        self._buffers = {f"{info['name']}::buffer" for info in manifest["buffers"]}
         wrong = []
         for path, file in zip(self._paths, self._files, strict=True):
             size = path.stat().st_size if path.exists() else None
@@ -198,7 +375,7 @@ class RankFiles:
             offset, left = start * item, numel * item
             while left:
                 view = buffer[filled : filled + left]
-                self._pread(rank, view, self._start(rank, tensor.key) + offset)
+                self._pread(rank, view, self._start(rank, tensor) + offset)
                 offset, left, filled = offset + len(view), left - len(view), filled + len(view)
                 if filled == len(buffer):
                     yield np.frombuffer(buffer, np.uint8)
@@ -220,19 +397,45 @@ class RankFiles:
         except OSError as error:
             raise ConsolidateError(f"cannot read {self._paths[rank]}: {error.strerror}") from error
 
-    def _start(self, rank: int, key: str) -> int:
-        try:
-            if rank not in self._starts:
-                length = bytearray(8)
-                self._pread(rank, memoryview(length), 0)
-                text = bytearray(min(int.from_bytes(length, "little"), self._files[rank]["size"]))
-                self._pread(rank, memoryview(text), 8)
-                entries = json.loads(text)
-                entries.pop("__metadata__", None)
-                self._starts[rank] = {name: 8 + len(text) + e["data_offsets"][0] for name, e in entries.items()}
-            return self._starts[rank][key]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConsolidateError(f"{self._paths[rank]} is damaged: {error!r}") from error
+    def _start(self, rank: int, tensor: Tensor) -> int:
+        """Where the part of a tensor in a file begins, in bytes from the start of the file."""
+        entry = self._header(rank).get(tensor.key, {})
+        begin, end = entry.get("data_offsets", (0, -1))
+        if entry.get("dtype") != tensor.stored or end - begin != tensor.held[rank] * ITEM_BYTES[tensor.stored]:
+            raise ConsolidateError(f"{self._paths[rank]} is damaged: {tensor.key} is not what the manifest says")
+        start: int = begin + self._starts[rank]
+        return start
+
+    def _header(self, rank: int) -> dict[str, Any]:
+        if rank not in self._headers:
+            path, size = self._paths[rank], self._files[rank]["size"]
+            length = bytearray(8)
+            self._pread(rank, memoryview(length), 0)
+            text = bytearray(min(int.from_bytes(length, "little"), max(size - 8, 0)))
+            self._pread(rank, memoryview(text), 8)
+            try:
+                header = check_header(json.loads(text), size - 8 - len(text), self._marks)
+            except (ValueError, RecursionError) as error:
+                raise ConsolidateError(f"{path} is damaged: {error!r}") from error
+            stored = {key for key in header if key.endswith("::buffer")}
+            if rank == 0 and stored != self._buffers:
+                raise ConsolidateError(f"{path} holds other buffers than the manifest says")
+            self._headers[rank], self._starts[rank] = header, 8 + len(text)
+        return self._headers[rank]
+
+
+def check_header(header: Any, size: int, marks: Mapping[str, str]) -> dict[str, Any]:
+    """The entries of a safetensors header whose data has `size` bytes; ValueError if they cannot be used."""
+    expect(is_map(header, lambda entry: isinstance(entry, dict)), "its header is no object of objects")
+    found = header.pop("__metadata__", {})
+    known = all(found.get(mark, value) == value for mark, value in marks.items())  # older files have no marks
+    expect(known, "it was written with another manifest")
+    for key, entry in header.items():
+        offsets = entry.get("data_offsets")
+        expect(entry.get("dtype") in ITEM_BYTES, f"the type of {key}")
+        expect(isinstance(offsets, list) and len(offsets) == 2, f"the offsets of {key}")
+        expect(all(is_count(n) for n in offsets) and offsets[0] <= offsets[1] <= size, f"{key} lies outside of it")
+    return dict(header)
 
 
 # -------------------------------------------------------------------- element types
@@ -337,7 +540,19 @@ def save_bin(weights: Path, out: Path, tied: Mapping[str, str]) -> None:
         os.fsync(file.fileno())
 
 
-def copy_model_files(folder: Path, target: Path, written: set[str]) -> None:
+def read_config(folder: Path) -> dict[str, Any] | None:
+    path = folder / "config.json"
+    if not path.exists():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        expect(isinstance(config, dict), "it is no JSON object")
+    except (ValueError, RecursionError) as error:
+        raise ConsolidateError(f"{path} is damaged: {error}. Put the model's own in its place") from error
+    return dict(config)
+
+
+def copy_model_files(folder: Path, target: Path, config: dict[str, Any] | None, written: set[str]) -> None:
     """Copy configuration and tokenizer. The dtype in the configuration becomes that of the weights: from_pretrained
     loads in the former, and would round fp32 weights to the dtype of training."""
     for path in (path for pattern in MODEL_FILES for path in folder.glob(pattern)):
@@ -345,13 +560,12 @@ def copy_model_files(folder: Path, target: Path, written: set[str]) -> None:
             shutil.copyfile(path, target / path.name)
     if (folder / TEMPLATES).is_dir():
         shutil.copytree(folder / TEMPLATES, target / TEMPLATES)
-    path, widest = target / "config.json", next((FLOATS[code] for code in FLOATS if code in written), None)
-    if path.exists() and widest:
-        config = json.loads(path.read_text())
+    widest = next((FLOATS[code] for code in FLOATS if code in written), None)
+    if config is not None and widest:
         nested = [value for key, value in config.items() if key.endswith("_config") and key != "quantization_config"]
         for part in (part for part in (config, *nested) if isinstance(part, dict)):
             part.update({key: widest for key in ("dtype", "torch_dtype") if part.get(key)})
-        path.write_text(json.dumps(config, indent=2) + "\n")
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 @contextmanager
@@ -390,6 +604,7 @@ def consolidate(
     if out.suffix == ".bin" and importlib.util.find_spec("torch") is None:
         raise ConsolidateError(f"{out} needs torch, which is not installed: choose a name that ends in .safetensors")
     manifest = read_manifest(folder)
+    config = read_config(folder) if out.suffix not in ONE_FILE else None
     tensors = plan_tensors(manifest, options)
     names = {tensor.name for tensor in tensors}
     tied = {alias: name for alias, name in manifest["tied"].items() if name in names}
@@ -420,7 +635,7 @@ def consolidate(
         else:
             temporary.mkdir()
             written = write_folder(temporary, tensors, options.shard_bytes, write)
-            copy_model_files(folder, temporary, {tensor.written for tensor in tensors})
+            copy_model_files(folder, temporary, config, {tensor.written for tensor in tensors})
     return {
         "out": str(out),
         "files": written,
@@ -476,13 +691,20 @@ def progress_bar(title: str) -> Callable[[int, int], None]:
     return draw
 
 
+def meant(folder: Path, tag: str | None) -> Path:
+    """Without a tag the checkpoint that `latest` names, if there is such a file."""
+    latest = folder / "latest"
+    return folder / (tag or (latest.read_text(errors="replace").strip() if latest.is_file() else ""))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write a sharded checkpoint of hf_zero as Hugging Face weights.")
     add_arguments(parser)
     try:
         args = parser.parse_intermixed_args()
-        folder = args.checkpoint / args.tag if args.tag else args.checkpoint
-        summary = consolidate(folder, args.out, options_of(args), progress_bar("consolidating"))
+        summary = consolidate(
+            meant(args.checkpoint, args.tag), args.out, options_of(args), progress_bar("consolidating")
+        )
     except argparse.ArgumentError as error:
         parser.error(str(error))
     except (ConsolidateError, OSError) as error:

@@ -1,51 +1,80 @@
-"""The file `latest`: which of the tags in a folder was saved last, as DeepSpeed writes it. No torch here.
+"""Which folder a checkpoint goes to and comes from: `FOLDER/TAG`, and the file `latest`, as DeepSpeed has them.
 
-A save with a tag writes it after the commit, and one without a tag removes it: a folder that is named without a tag
-always means the newest checkpoint in it.
+Every save has a tag, and `latest` names that of the last one: a folder that is named without a tag always means the
+newest checkpoint in it. A folder may also be a checkpoint itself, as those of the Trainer are. No torch here.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import logging
+from pathlib import Path, PurePath
 
 from hf_zero.checkpoint.files import written_atomically
+from hf_zero.checkpoint.manifest import newest_whole_checkpoint, offer, zero_folder
 from hf_zero.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 LATEST_NAME = "latest"
 
 
-def chosen(folder: str | Path, tag: str | None = None) -> Path:
+def tagged(folder: str | Path | None, tag: str | int | None, default: str) -> tuple[Path, str]:
+    """Where a save goes: (the folder as it was given, the tag inside it).
+
+    Raises:
+        CheckpointError: No folder is named, or the tag leads out of it.
+    """
+    if folder is None or not str(folder):
+        raise CheckpointError(f"save_checkpoint: the folder is {folder!r}: expected the path of one.")
+    if tag is None or tag == "":
+        return Path(folder), default
+    name, parts = str(tag), PurePath(str(tag))
+    if parts.is_absolute() or not parts.parts or ".." in parts.parts or "\0" in name or name == LATEST_NAME:
+        raise CheckpointError(
+            f"save_checkpoint: the tag is {name!r}: expected the name of a folder inside {folder}, other than "
+            f"{LATEST_NAME!r}."
+        )
+    return Path(folder), name
+
+
+def chosen(folder: str | Path | None, tag: str | int | None = None) -> Path:
     """Where the checkpoint is that is meant by `folder` and `tag`: without a tag the one that `latest` names, if any.
 
     Raises:
-        CheckpointError: `latest` names no folder.
+        CheckpointError: No folder is named, or `latest` names no folder.
     """
+    if folder is None or not str(folder):
+        raise CheckpointError(f"the folder of the checkpoint is {folder!r}: expected the path of one.")
     folder = Path(folder)
-    if tag:
-        return folder / tag
+    if tag is not None and tag != "":
+        return folder / str(tag)
     file = folder / LATEST_NAME
     if not file.is_file():
         return folder
-    named = file.read_text(encoding="utf-8").strip()
-    if not named or not (folder / named).is_dir():
+    try:
+        named = file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {file}: {error}") from error
+    if not named or "\0" in named or not (folder / named).is_dir():
         raise CheckpointError(
             f"{file} names {named!r}, but there is no such folder beside it: pass the tag of one that is there."
+            f"{offer(folder)}"
         )
     return folder / named
 
 
-def set_latest(folder: Path, tag: str | None) -> None:
-    """Say in `folder` that `tag` was saved last, or without one that the checkpoint of the folder itself was.
+def holds_nothing(folder: Path) -> bool:
+    """Whether no save has come to `folder` yet: there is no checkpoint, whole or torn, in it or one level below."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file: expected the folder of a checkpoint.")
+    return not zero_folder(folder).exists() and newest_whole_checkpoint(folder) is None
+
+
+def set_latest(folder: Path, tag: str) -> None:
+    """Say in `folder` that `tag` was saved last.
 
     Raises:
         CheckpointError: The operating system refused.
     """
-    file = folder / LATEST_NAME
-    if tag:
-        with written_atomically(file) as out:
-            out.write(tag.encode())
-        return
-    try:
-        file.unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot remove {file}: {error.strerror or error}") from error
+    with written_atomically(folder / LATEST_NAME) as out:
+        out.write(tag.encode())

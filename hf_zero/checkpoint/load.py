@@ -7,7 +7,6 @@ memory of the process. No collectives: each rank opens the folder for itself.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.files import Progress
+from hf_zero.checkpoint.headers import Headers, StoredTensor
 from hf_zero.checkpoint.manifest import (
     BUFFER_KIND,
     DTYPE_CODES,
@@ -35,8 +35,6 @@ from hf_zero.checkpoint.manifest import (
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Run, Slot, UnitLayout
 
-# More than any real header, less than what a damaged length could make us allocate.
-_MAX_HEADER_BYTES = 1 << 30
 # A process may open 1024 files by default, and a checkpoint may have more ranks than that.
 _MAX_OPEN_FILES = 256
 _TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in DTYPE_CODES.items()}
@@ -64,13 +62,6 @@ class _Copy:
     numel: int
 
 
-@dataclass(frozen=True)
-class _StoredTensor:
-    dtype: torch.dtype
-    start: int  # bytes from the start of the file
-    nbytes: int
-
-
 class CheckpointReader:
     """An open checkpoint folder. Files are opened at the first read of them; use as a context manager, or close().
 
@@ -81,7 +72,7 @@ class CheckpointReader:
         self.folder = folder
         self.manifest = manifest
         self._descriptors: dict[int, int] = {}
-        self._headers: dict[int, dict[str, _StoredTensor]] = {}
+        self._headers: dict[int, dict[str, StoredTensor]] = {}
         # (parameter, rank) -> where its run starts in that rank's shard
         self._run_starts: dict[tuple[str, int], int] = {}
 
@@ -106,6 +97,10 @@ class CheckpointReader:
     @cached_property
     def _buffers(self) -> dict[str, TensorInfo]:
         return {info.name: info for info in self.manifest.buffers}
+
+    @cached_property
+    def _expected(self) -> Headers:
+        return Headers(self.folder, self.manifest)
 
     def __contains__(self, name: str) -> bool:
         return self._canonical(name) in self._units
@@ -145,13 +140,16 @@ class CheckpointReader:
             )
 
     def verify(self, rank: int = 0, world_size: int = 1, progress: Progress | None = None) -> None:
-        """Read this rank's share of the files whole (all of them at world size 1) and compare their checksums.
+        """Read this rank's share of the files whole (all of them at world size 1): are checksums and headers right?
 
         Raises:
-            CheckpointError: Files have changed; all are listed, and the newest whole checkpoint is offered.
+            CheckpointError: Files have changed, or do not hold what the manifest says; the newest whole checkpoint is
+                offered.
         """
         indices = range(rank, len(self.manifest.files), world_size)
         check_checksums(self.folder, self.manifest, indices, progress)
+        for index in indices:
+            self._header(index)
 
     # ---------------------------------------------------------------- reading
     def read(self, name: str, kind: str, pieces: Run | Sequence[Piece]) -> torch.Tensor:
@@ -230,7 +228,11 @@ class CheckpointReader:
     def _read_into(self, view: memoryview, key: str, copy: _Copy, dtype: torch.dtype) -> None:
         stored = self._header(copy.rank).get(key)
         itemsize = dtype.itemsize
-        if stored is None or stored.dtype != dtype or (copy.source + copy.numel) * itemsize > stored.nbytes:
+        if (
+            stored is None
+            or _TORCH_DTYPES[stored.code] != dtype
+            or (copy.source + copy.numel) * itemsize > stored.nbytes
+        ):
             raise CheckpointError(f"{self._path(copy.rank)} is damaged: {key} is not what the manifest says.")
         offset = stored.start + copy.source * itemsize
         target = view[copy.target * itemsize : (copy.target + copy.numel) * itemsize]
@@ -265,27 +267,11 @@ class CheckpointReader:
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
-    def _header(self, rank: int) -> dict[str, _StoredTensor]:
+    def _header(self, rank: int) -> dict[str, StoredTensor]:
         if rank not in self._headers:
             length = bytearray(8)
             self._pread(rank, memoryview(length), 0)
-            self._headers[rank] = self._parse_header(rank, int.from_bytes(length, "little"))
+            text = bytearray(self._expected.length(rank, length))
+            self._pread(rank, memoryview(text), 8)
+            self._headers[rank] = self._expected.parse(rank, text)
         return self._headers[rank]
-
-    def _parse_header(self, rank: int, length: int) -> dict[str, _StoredTensor]:
-        size = self.manifest.files[rank].size
-        if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(f"{self._path(rank)} is damaged: impossible header length.{offer(self.folder)}")
-        text = bytearray(length)
-        self._pread(rank, memoryview(text), 8)
-        header = {}
-        try:
-            for key, entry in json.loads(text).items():
-                if key != "__metadata__":
-                    begin, end = entry["data_offsets"]
-                    header[key] = _StoredTensor(_TORCH_DTYPES[entry["dtype"]], 8 + length + begin, end - begin)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{self._path(rank)} is damaged: unreadable header ({error!r}).{offer(self.folder)}"
-            ) from error
-        return header

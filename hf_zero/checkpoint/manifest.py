@@ -10,10 +10,11 @@ import importlib.metadata
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hf_zero.checkpoint.consolidate import check_manifest, file_marks
 from hf_zero.checkpoint.files import Progress, file_crc32
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import FORMAT_VERSION, UnitLayout
@@ -110,6 +111,12 @@ class Manifest(SaveInfo):
     scalars: Mapping[str, Mapping[str, Any]]
     files: tuple[FileInfo, ...]  # by rank
 
+    @property
+    def identity(self) -> str:
+        """One save differs by it from any other, in words for a message."""
+        mark = zlib.crc32(repr([(file.name, file.size, file.crc32) for file in self.files]).encode())
+        return f"step {self.global_step}, saved at {self.saved_at} with checksum {mark:08x}"
+
     def to_json(self) -> dict[str, Any]:
         return {
             "format_version": self.format_version,
@@ -132,24 +139,26 @@ class Manifest(SaveInfo):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
-        return cls(
-            format_version=int(data["format_version"]),
-            hf_zero_version=str(data["hf_zero_version"]),
-            saved_at=float(data["saved_at"]),
-            world_size=int(data["world_size"]),
-            stage=int(data["stage"]),
-            global_step=int(data["global_step"]),
-            files=tuple(FileInfo(str(f["name"]), int(f["size"]), int(f["crc32"])) for f in data["files"]),
-            params=tuple(_tensor_info(info) for info in data["params"]),
-            buffers=tuple(_tensor_info(info) for info in data["buffers"]),
-            tied=dict(data["tied"]),
-            kinds={name: dict(kinds) for name, kinds in data["kinds"].items()},
-            scalars={name: dict(scalars) for name, scalars in data["scalars"].items()},
-            param_groups=list(data["param_groups"]),
-            client_state=data["client_state"],
-            extra=dict(data["extra"]),
-            layouts=tuple(UnitLayout.from_json(layout) for layout in data["layouts"]),
-        )
+        """`data`: what `check_manifest` has found to be sound."""
+        parts: dict[str, Any] = {
+            "files": tuple(FileInfo(file["name"], file["size"], file["crc32"]) for file in data["files"]),
+            "params": tuple(_tensor_info(info) for info in data["params"]),
+            "buffers": tuple(_tensor_info(info) for info in data["buffers"]),
+            "layouts": tuple(UnitLayout.from_json(layout) for layout in data["layouts"]),
+        }
+        plain = {field.name: data[field.name] for field in fields(cls) if field.name not in parts}
+        return cls(**plain, **parts)
+
+
+def marks_of(info: SaveInfo, buffers: Iterable[TensorInfo]) -> dict[str, str]:
+    """What rank files say of the manifest that they belong to: see consolidate.file_marks."""
+    content = {
+        "layouts": [layout.to_json() for layout in info.layouts],
+        "params": [_tensor_json(param) for param in info.params],
+        "tied": dict(info.tied),
+        "buffers": [_tensor_json(buffer) for buffer in buffers],
+    }
+    return file_marks(content)
 
 
 def zero_folder(folder: str | Path) -> Path:
@@ -199,7 +208,7 @@ class _UnreadableError(Exception):
 def _decode_manifest(data: bytes) -> Manifest:
     try:
         content = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _UnreadableError(f"is damaged: {error}") from error
     if not isinstance(content, dict):
         raise _UnreadableError("is damaged: it is not a JSON object")
@@ -209,16 +218,13 @@ def _decode_manifest(data: bytes) -> Manifest:
             f"has format version {version}, and this hf_zero reads up to {FORMAT_VERSION}: it was written by hf_zero "
             f"{content.get('hf_zero_version')}, so upgrade to that or later"
         )
-    if content.pop("crc32", None) != _content_crc32(content):
-        raise _UnreadableError("is damaged: its checksum is wrong")
     try:
-        manifest = Manifest.from_json(content)
-    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
-        raise _UnreadableError(f"cannot be understood: {error!r}") from error
-    sizes = {len(manifest.files), *(layout.world_size for layout in manifest.layouts)}
-    if sizes != {manifest.world_size}:
-        raise _UnreadableError(f"contradicts itself about the world size: {manifest.world_size} and {sorted(sizes)}")
-    return manifest
+        if content.pop("crc32", None) != _content_crc32(content):
+            raise _UnreadableError("is damaged: its checksum is wrong")
+        check_manifest(content)
+        return Manifest.from_json(content)
+    except (ValueError, AssertionError, RecursionError) as error:
+        raise _UnreadableError(f"contradicts itself: {error}") from error
 
 
 def _content_crc32(content: Mapping[str, Any]) -> int:
@@ -230,7 +236,7 @@ def _tensor_json(info: TensorInfo) -> dict[str, Any]:
 
 
 def _tensor_info(data: Mapping[str, Any]) -> TensorInfo:
-    return TensorInfo(str(data["name"]), tuple(int(n) for n in data["shape"]), str(data["dtype"]))
+    return TensorInfo(data["name"], tuple(data["shape"]), data["dtype"])
 
 
 # -------------------------------------------------------------------- do the files agree?

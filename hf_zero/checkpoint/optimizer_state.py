@@ -7,22 +7,32 @@ and stand whole among the buffers, under names that no buffer of a model has.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hf_zero.checkpoint.load import CheckpointReader
-from hf_zero.checkpoint.manifest import STATE_MARK
+from hf_zero.checkpoint.manifest import DTYPE_CODES, STATE_MARK, WEIGHT_KINDS, Manifest
 from hf_zero.checkpoint.state import Chunked, Scalar
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Run
 from hf_zero.optim.owned import OwnedRun
+from hf_zero.optim.sharded import ShardedOptimizer
 
 # Optimizer state that is a Python number, not a tensor of one element, keeps its kind through a file by this suffix.
 _PYTHON_NUMBER = "@python"
+# A tensor of one element that is not a 0-dim float32 keeps type and shape by one as this: step@int64[1].
+_AS_IT_WAS = re.compile(r"(?P<key>.+)@(?P<dtype>[a-z0-9_]+)\[(?P<ones>(1(, 1)*)?)\]")
+# In the manifest's `extra`: parameter -> index of its group
+GROUP_OF = "param_group_of"
 # Kinds that the optimizer does not know, such as an average of the weights.
 ATTACHED = "attached."
+# Optimizers that keep the same state under the same names: one goes on where the other stopped.
+_SAME_STATE = frozenset(["Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam", "UncorrectedAdam"])
+# Hyperparameters that say how an update is computed, not which: another device or torch may have other ways.
+_OWN_CHOICE = frozenset(["fused", "foreach", "capturable", "differentiable"])
 
 
 def state_name(name: str, kind: str) -> str:
@@ -49,7 +59,7 @@ def collect(
             flat = [value.reshape(-1) for value in values]
             tensors[key] = flat[0] if len(flat) == 1 else torch.cat(flat)
         elif isinstance(first, torch.Tensor) and first.numel() == 1:
-            scalars[key] = first.item()
+            scalars[key + _as_it_was(first)] = first.item()
         elif isinstance(first, bool | int | float):
             scalars[key + _PYTHON_NUMBER] = first
         elif first is not None:
@@ -61,25 +71,157 @@ def collect(
 
 
 def read_states(
-    reader: CheckpointReader, name: str, pieces: Run | Sequence[Piece], tensors: Sequence[torch.Tensor]
+    reader: CheckpointReader,
+    name: str,
+    pieces: Run | Sequence[Piece],
+    tensors: Sequence[torch.Tensor],
+    group: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """The saved optimizer state of a parameter, for each of `tensors`, which together hold its `pieces`."""
+    """The saved optimizer state of a parameter, for each of `tensors`, which together hold its `pieces`.
+
+    Args:
+        group: The run's own hyperparameters of these tensors.
+    """
     states: list[dict[str, Any]] = [{} for _ in tensors]
     sizes = [tensor.numel() for tensor in tensors]
     device = tensors[0].device
     for kind in reader.kinds(name):
-        if kind not in ("master", "param") and not kind.startswith(ATTACHED):
+        if kind not in WEIGHT_KINDS and not kind.startswith(ATTACHED):
             chunks = torch.split(reader.read(name, kind, pieces), sizes)
             for state, tensor, chunk in zip(states, tensors, chunks, strict=True):
                 state[kind] = chunk.to(device, tensor.dtype, copy=True).view(tensor.shape)
-    for key, value in reader.scalars(name).items():
+    for saved_as, value in reader.scalars(name).items():
+        key, scalar = _restored(saved_as, value)
+        if isinstance(scalar, torch.Tensor) and _is_on_device(key, group):
+            scalar = scalar.to(device)
         for state in states:
-            if key.endswith(_PYTHON_NUMBER):
-                state[key.removesuffix(_PYTHON_NUMBER)] = value
-            else:
-                state[key] = torch.tensor(value, dtype=torch.float32)
+            state[key] = scalar.clone() if isinstance(scalar, torch.Tensor) else scalar
     for info in reader.manifest.buffers:
         owner, mark, kind = info.name.partition(STATE_MARK)
         if mark and owner == name:  # the optimizer needs whole parameters, so it holds one tensor
             states[0][kind] = reader.read_buffer(info.name).to(device)
     return states
+
+
+def _is_on_device(key: str, group: Mapping[str, Any]) -> bool:
+    """As torch's Optimizer.load_state_dict has it: kernels read `step` where the parameter is, Python on the CPU."""
+    return key != "step" or bool(group.get("fused") or group.get("capturable"))
+
+
+def _as_it_was(value: torch.Tensor) -> str:
+    """A suffix of the key in the file: type and shape of a tensor of one element, unless they are the usual ones."""
+    if value.dim() == 0 and value.dtype == torch.float32:
+        return ""
+    return f"@{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _restored(saved_as: str, value: Scalar) -> tuple[str, torch.Tensor | Scalar]:
+    """The optimizer's key, and its value of the kind, type and shape that it had."""
+    if saved_as.endswith(_PYTHON_NUMBER):
+        return saved_as.removesuffix(_PYTHON_NUMBER), value
+    match = _AS_IT_WAS.fullmatch(saved_as)
+    if match is None or match["dtype"] not in DTYPE_CODES:
+        return saved_as, torch.tensor(value, dtype=torch.float32)
+    dtype: torch.dtype = getattr(torch, match["dtype"])
+    try:
+        return match["key"], torch.tensor(value, dtype=dtype).view([1] * match["ones"].count("1"))
+    except (RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"optimizer state {saved_as!r} is {value!r}, which its type cannot hold") from error
+
+
+# -------------------------------------------------------------------- does it fit, and hyperparameters
+def check_optimizer_fits(optimizer: ShardedOptimizer, manifest: Manifest) -> None:
+    """Raise CheckpointError unless the state in a checkpoint is that of such an optimizer, with as many groups."""
+    saved_class, mine = manifest.extra.get("optimizer"), type(optimizer.optimizer).__name__
+    if saved_class is not None and saved_class != mine and not {saved_class, mine} <= _SAME_STATE:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {saved_class}, this run uses {mine}: use the same optimizer, or load "
+            "with load_optimizer_states=False"
+        )
+    packages = manifest.extra.get("optimizer_package"), package_of(optimizer)
+    if saved_class == mine and None not in packages and len(set(packages)) > 1:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {packages[0]}'s {mine}, this run uses that of {packages[1]}, with "
+            "another state: use the same optimizer, or load with load_optimizer_states=False"
+        )
+    saved, own = len(manifest.param_groups), len(optimizer.param_groups)
+    if saved_class is not None and saved != own:
+        raise CheckpointError(
+            f"the checkpoint holds {saved} parameter group(s), this run's optimizer has {own}: which rate belongs to "
+            "which parameter is not known.\nBuild the optimizer with the same groups, or load with "
+            "load_optimizer_states=False."
+        )
+    _check_groups_of_parameters(optimizer, manifest)
+
+
+def _check_groups_of_parameters(optimizer: ShardedOptimizer, manifest: Manifest) -> None:
+    """A parameter that is in another group now would get the hyperparameters of a stranger."""
+    groups = manifest.param_groups
+    moved = []
+    for name, mine in group_numbers(optimizer).items():
+        saved = manifest.extra.get(GROUP_OF, {}).get(name, mine)
+        if saved != mine and groups[saved] != groups[mine]:
+            moved.append(f"{name} was in group {saved} and is in group {mine}")
+    if moved:
+        raise CheckpointError(
+            f"{len(moved)} parameters are in another parameter group than in the checkpoint, with other "
+            f"hyperparameters: {'; '.join(moved[:3])}.\nBuild the optimizer with the same groups in the same order, "
+            "or load with load_optimizer_states=False."
+        )
+
+
+def group_numbers(optimizer: ShardedOptimizer) -> dict[str, int]:
+    """Parameter -> index of its group, for those that this rank updates; {} where there is but one group."""
+    if len(optimizer.param_groups) < 2:
+        return {}
+    group_of = {id(tensor): n for n, group in enumerate(optimizer.param_groups) for tensor in group["params"]}
+    runs = list(optimizer.owned_runs())
+    tensors: dict[str, Sequence[torch.Tensor]] = {owned.run.name: owned.masters for owned in runs if owned.native}
+    tensors.update({name: held for name, _, held in optimizer.strategy.places(runs)})
+    return {name: group_of[id(held[0])] for name, held in tensors.items() if held}
+
+
+def package_of(optimizer: ShardedOptimizer) -> str | None:
+    """Where the optimizer's class is from, among the packages that have different classes of one name."""
+    package = type(optimizer.optimizer).__module__.partition(".")[0]
+    known = type(optimizer.optimizer).__name__ not in _SAME_STATE and package in ("torch", "transformers", "hf_zero")
+    return package if known else None
+
+
+def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Take over the saved hyperparameters; how an update is computed stays this run's own choice.
+
+    Raises:
+        CheckpointError: A value is of another kind than the optimizer's.
+    """
+    for number, (group, values) in enumerate(zip(groups, saved, strict=False)):
+        for key, value in values.items():
+            if key not in group or value is None or key in _OWN_CHOICE:
+                continue
+            if not _is_alike(group[key], value):
+                raise CheckpointError(
+                    f"parameter group {number}: {key} is {value!r} in the checkpoint, and {group[key]!r} in this run: "
+                    "expected a value of the same kind"
+                )
+    for group, values in zip(groups, saved, strict=False):
+        for key, value in values.items():
+            if key in group and value is not None and key not in _OWN_CHOICE:
+                _set(group, key, value)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(group[key], torch.Tensor):  # a captured graph reads it where it is
+        group[key].fill_(value)
+    else:
+        group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def _is_alike(mine: Any, saved: Any) -> bool:
+    """Whether a value from JSON can stand where this one does."""
+    if isinstance(mine, torch.Tensor):
+        return isinstance(saved, int | float)
+    if isinstance(mine, tuple | list) and isinstance(saved, list):
+        return len(mine) == len(saved) and all(_is_alike(one, other) for one, other in zip(mine, saved, strict=True))
+    if isinstance(mine, bool) or isinstance(saved, bool):
+        return mine is None or isinstance(mine, bool) == isinstance(saved, bool)
+    return mine is None or isinstance(mine, int | float) == isinstance(saved, int | float)

@@ -40,8 +40,10 @@ from hf_zero.checkpoint.manifest import (
     Manifest,
     SaveInfo,
     TensorInfo,
+    check_files,
     encode_manifest,
     manifest_path,
+    marks_of,
     package_version,
     read_manifest,
     zero_folder,
@@ -52,6 +54,7 @@ from hf_zero.layout import FORMAT_VERSION
 
 logger = logging.getLogger(__name__)
 
+_VISIBLE_WITHIN_S = 10.0
 RANK_FILE_PATTERN = "rank-*.safetensors*"  # temporary names included
 
 
@@ -111,6 +114,7 @@ def write_rank_file(
     buffers: Mapping[str, torch.Tensor] | None = None,
     *,
     save_id: str = "",
+    info: SaveInfo | None = None,
 ) -> FileRecord:
     """Write this rank's pieces; they are on the disk when this returns.
 
@@ -119,6 +123,7 @@ def write_rank_file(
     Args:
         runs: Everything this rank owns. Tensors are 1-D [run.numel], in their own dtype.
         buffers: Whole persistent buffers under their state_dict names; given by rank 0 only.
+        info: What the manifest will say; the file is marked with it.
     Raises:
         CheckpointError: The operating system refused; the message names the file, and nothing of it is left.
     """
@@ -131,8 +136,11 @@ def write_rank_file(
         infos.append(TensorInfo(name, tuple(buffer.shape), dtype_name(buffer.dtype)))
         entries.append(_Entry(_key(name, BUFFER_KIND), _chunked(buffer.detach().reshape(-1))))
     path = zero_folder(folder) / rank_file_name(rank, save_id)
+    marks = {} if info is None else marks_of(info, infos)
+    if rank:
+        marks.pop("buffers", None)
     with written_atomically(path) as file:
-        _write_safetensors(file, entries)
+        _write_safetensors(file, entries, marks)
     return FileRecord(
         rank=rank,
         file=FileInfo(path.name, file.size, file.crc32),
@@ -173,10 +181,10 @@ def _chunked(tensor: torch.Tensor | Chunked) -> Chunked:
     return Chunked(tensor.numel(), tensor.dtype, lambda: iter([tensor]))
 
 
-def _write_safetensors(file: ChecksumWriter, entries: Sequence[_Entry]) -> None:
+def _write_safetensors(file: ChecksumWriter, entries: Sequence[_Entry], marks: Mapping[str, str]) -> None:
     # Readers view the bytes in place, so elements must start at a multiple of their size: the widest come first.
     ordered = sorted(entries, key=lambda entry: -entry.source.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **marks}}
     offset = 0
     for entry in ordered:
         if entry.key in header:
@@ -239,8 +247,24 @@ def commit(folder: str | Path, manifest: Manifest) -> None:
     """Publish what the ranks wrote, then delete the files of the checkpoint that it replaces. Rank 0 only."""
     with written_atomically(Path(folder) / SCRIPT_NAME) as file:
         file.write(importlib.resources.files("hf_zero.checkpoint").joinpath(SCRIPT_NAME).read_bytes())
+    _wait_for_files(folder, manifest)
     write_manifest(folder, manifest)
     _delete_rank_files(folder, keep={file.name for file in manifest.files})
+
+
+def _wait_for_files(folder: str | Path, manifest: Manifest) -> None:
+    """What the other ranks wrote is there for this one, if need be after a while: network file systems have caches."""
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    while True:
+        try:
+            return check_files(folder, manifest)
+        except CheckpointError as error:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"the files of all ranks were written, but rank 0 does not see them all: {error}\n"
+                    "Save to a file system that all nodes share."
+                ) from error
+            time.sleep(0.1)
 
 
 def discard(folder: str | Path) -> None:

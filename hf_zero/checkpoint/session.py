@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.checkpoint.agreement import check_same, together
 from hf_zero.checkpoint.frozen import FrozenShards, check_frozen, whole_digests
-from hf_zero.checkpoint.latest import set_latest
 from hf_zero.checkpoint.load import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, SaveInfo, TensorInfo
-from hf_zero.checkpoint.optimizer_state import ATTACHED, collect, read_states, state_name
+from hf_zero.checkpoint.optimizer_state import (
+    ATTACHED,
+    GROUP_OF,
+    check_optimizer_fits,
+    collect,
+    group_numbers,
+    load_groups,
+    package_of,
+    read_states,
+    state_name,
+)
 from hf_zero.checkpoint.save import (
     build_manifest,
     check_info,
@@ -24,9 +35,10 @@ from hf_zero.checkpoint.save import (
     prepare_folder,
     write_rank_file,
 )
+from hf_zero.checkpoint.scheduler_state import plain, scheduler_content, state_for
 from hf_zero.checkpoint.state import Chunked, RunState, Scalar
 from hf_zero.comm import Comm
-from hf_zero.errors import CheckpointError, OffloadError
+from hf_zero.errors import CheckpointError
 from hf_zero.layout import Run
 from hf_zero.optim.owned import OwnedRun
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -39,9 +51,7 @@ from hf_zero.shards.unit import ShardUnit
 
 logger = logging.getLogger(__name__)
 
-# Optimizers that keep the same state under the same names: one goes on where the other stopped.
-_SAME_STATE = frozenset(["Adam", "AdamW", "CPUAdam", "UncorrectedAdam"])
-_T = TypeVar("_T")
+_BROKEN_OFF = "after the broken load"
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,18 @@ class Session:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """What of a checkpoint is loaded beside weights and buffers."""
+
+    optimizer: bool = True
+    scheduler: bool = True
+    counters: bool = True
+
+
+ALL_PARTS = Parts()
+
+
+@dataclass(frozen=True)
 class Loaded:
     global_step: int
     client_state: Any
@@ -91,17 +113,25 @@ def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool
         session.optimizer.check_active("a checkpoint")
         owned = list(session.optimizer.owned_runs())
         session = replace(session, file_state=session.optimizer.strategy.file_state(owned))
-    frozen = whole_digests(comm, _frozen_shards(session)) if session.exclude_frozen else {}
-    info = _info(session, client_state, frozen)
-    _together(comm, "checkpoint contents", lambda: check_info(info))
-    save_id = _together(comm, "checkpoint folder", lambda: prepare_folder(folder) if comm.rank == 0 else "")[0]
+    shared: dict[str, Any] = {}
+    if session.exclude_frozen:
+        shared[FROZEN_DIGESTS] = whole_digests(comm, _frozen_shards(session))
+    if session.optimizer is not None and len(session.optimizer.param_groups) > 1:
+        optimizer = session.optimizer
+        by_rank = together(comm, "parameter groups", lambda: group_numbers(optimizer))
+        shared[GROUP_OF] = {name: number for mine in by_rank for name, number in mine.items()}
+    info = _info(session, client_state, shared)
+    together(comm, "checkpoint contents", lambda: check_info(info))
+    save_id = together(comm, "checkpoint folder", lambda: prepare_folder(folder) if comm.rank == 0 else "")[0]
     writes = comm.rank < session.num_writers
     try:
-        records = _together(
+        records = together(
             comm,
             "checkpoint files",
             lambda: (
-                write_rank_file(folder, comm.rank, _run_states(session), _model_buffers(session), save_id=save_id)
+                write_rank_file(
+                    folder, comm.rank, _run_states(session), _model_buffers(session), save_id=save_id, info=info
+                )
                 if writes
                 else None
             ),
@@ -111,19 +141,10 @@ def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool
             discard(folder)
         raise
     written = [record for record in records if record is not None]
-    _together(
+    together(
         comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)) if comm.rank == 0 else None
     )
     return folder
-
-
-def mark_latest(comm: Comm, folder: Path, tag: str | None) -> None:
-    """Let a load of `folder` without a tag find what was saved last. All ranks must call; see latest.py."""
-    _together(comm, "checkpoint tag", lambda: set_latest(folder, tag) if comm.rank == 0 else None)
-
-
-def _together(comm: Comm, what: str, work: Callable[[], _T]) -> list[_T]:
-    return comm.together(what, work, catch=(CheckpointError, OffloadError, OSError), raise_as=CheckpointError)
 
 
 def _frozen_shards(session: Session) -> FrozenShards:
@@ -135,7 +156,8 @@ def _frozen_shards(session: Session) -> FrozenShards:
     ]
 
 
-def _info(session: Session, client_state: Any, frozen: dict[str, str]) -> SaveInfo:
+def _info(session: Session, client_state: Any, shared: dict[str, Any]) -> SaveInfo:
+    """`shared`: what ranks have found out together."""
     layouts = tuple(buffer.layout for buffer in session.buffers)
     dtypes = {slot.name: layout.dtype for layout in layouts for slot in layout.slots}
     aliases = tied_names(session.model)
@@ -144,16 +166,12 @@ def _info(session: Session, client_state: Any, frozen: dict[str, str]) -> SaveIn
         name = clean_name(path)
         if name in dtypes:
             params.append(TensorInfo(name, tuple(param.shape), dtypes[name]))
-    extra: dict[str, Any] = {"processes": session.comm.world_size}
-    if frozen:
-        extra[FROZEN_DIGESTS] = frozen
-    if session.lr_scheduler is not None:
-        extra["lr_scheduler"] = _plain(session.lr_scheduler.state_dict())
-        extra["lr_scheduler_class"] = type(session.lr_scheduler).__name__
+    extra: dict[str, Any] = {"processes": session.comm.world_size, **shared}
+    extra.update(scheduler_content(session.lr_scheduler))
     if session.optimizer is not None:
         extra["optimizer"] = type(session.optimizer.optimizer).__name__
         extra["step_guard"] = session.optimizer.guard.state_dict()
-        extra["optimizer_package"] = _package(session.optimizer)
+        extra["optimizer_package"] = package_of(session.optimizer)
     return SaveInfo(
         world_size=session.num_writers,
         stage=session.stage,
@@ -170,32 +188,27 @@ def _info(session: Session, client_state: Any, frozen: dict[str, str]) -> SaveIn
 def _hyperparameters(optimizer: ShardedOptimizer | None) -> list[dict[str, Any]]:
     if optimizer is None:
         return []
-    return [
-        {key: _plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-    ]
-
-
-def _plain(value: Any) -> Any:
-    """JSON for what optimizers and schedulers keep; other objects (lambdas of a scheduler) are left out as None."""
-    if isinstance(value, torch.Tensor) and value.dim() == 0:
-        return value.item()
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else None
+    return [{key: plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _model_buffers(session: Session) -> dict[str, torch.Tensor]:
-    """Persistent buffers; rank 0 saves them for all."""
+    """Persistent buffers, and what else is in no unit; rank 0 saves them for all."""
     if session.comm.rank != 0:
         return {}
-    found = {}
+    found = dict(_in_no_unit(session))
+    return found | {state_name(*key): value for key, value in session.file_state.odd.items()}
+
+
+def _in_no_unit(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+    """Persistent buffers, and parameters that are no floats (frozen ones, so not where these are left out)."""
     for path, module in session.model.named_modules():
         for name, value in module._buffers.items():
             if value is not None and name not in module._non_persistent_buffers_set:
-                found[clean_name(f"{path}.{name}" if path else name)] = value
-    return found | {state_name(*key): value for key, value in session.file_state.odd.items()}
+                yield clean_name(f"{path}.{name}" if path else name), value
+    held = {slot.name for buffer in session.buffers for slot in buffer.layout.slots}
+    for path, param in session.model.named_parameters():
+        if clean_name(path) not in held and not session.exclude_frozen:
+            yield clean_name(path), param.detach()
 
 
 def _run_states(session: Session) -> Iterator[RunState]:
@@ -247,36 +260,49 @@ def _owned_by_name(optimizer: ShardedOptimizer | None) -> dict[str, OwnedRun]:
 
 
 # -------------------------------------------------------------------- load
-def load(session: Session, folder: Path, *, load_optimizer: bool, load_scheduler: bool) -> Loaded:
+def load(session: Session, folder: Path, parts: Parts) -> Loaded:
     """Restore from `folder`, written at any world size and stage. All ranks must call.
 
-    Raises CheckpointError on every rank: no manifest, files missing or damaged, parameters that do not fit.
+    Raises CheckpointError on every rank: no manifest, files missing or damaged, parameters that do not fit. Nothing
+    is changed then, but where a file that was whole a moment before cannot be read.
     """
     comm = session.comm
-    if session.optimizer is not None:
+    if session.optimizer is not None and not session.optimizer.suspended.startswith(_BROKEN_OFF):
         session.optimizer.check_active("loading a checkpoint")
-    with _open_together(session, folder) as reader:
-        with torch.no_grad():
-            check_frozen(comm, reader, _frozen_shards(session))
-            _together(comm, "weights", lambda: _load_weights(session, reader))
-            if load_optimizer and session.optimizer is not None:
-                _together(comm, "optimizer state", lambda: _load_optimizer(session, reader))
-                _load_attached(session, reader)
+    with _open_together(session, folder, parts) as reader, torch.no_grad():
+        check_frozen(comm, reader, _frozen_shards(session))
+        with _half_loaded(session.optimizer, folder, parts):
+            together(comm, "weights", lambda: _load_weights(session, reader))
+            _gather_weights(session)
+            if parts.optimizer and session.optimizer is not None:
+                together(comm, "optimizer state", lambda: _load_optimizer(session, reader))
+                together(comm, "state beside the optimizer's", lambda: _load_attached(session, reader))
                 session.optimizer.guard.load_state_dict(reader.manifest.extra.get("step_guard", {}))
         manifest = reader.manifest
-    if session.lr_scheduler is not None and "lr_scheduler" in manifest.extra and load_scheduler:
-        saved, mine = manifest.extra.get("lr_scheduler_class"), type(session.lr_scheduler).__name__
-        if saved not in (None, mine):
-            raise CheckpointError(
-                f"the checkpoint holds the state of {saved}, this run's schedule is {mine}: use the same, or load "
-                "with load_lr_scheduler_states=False"
-            )
-        state = {key: value for key, value in manifest.extra["lr_scheduler"].items() if value is not None}
-        session.lr_scheduler.load_state_dict({**session.lr_scheduler.state_dict(), **state})
+    state = state_for(session.lr_scheduler, manifest.extra) if parts.scheduler else None
+    if state is not None:
+        session.lr_scheduler.load_state_dict(state)
     return Loaded(manifest.global_step, manifest.client_state)
 
 
-def _open_together(session: Session, folder: Path) -> CheckpointReader:
+@contextlib.contextmanager
+def _half_loaded(optimizer: ShardedOptimizer | None, folder: Path, parts: Parts) -> Iterator[None]:
+    """An error inside leaves a part of a checkpoint: then there is neither a step nor a save until a load is whole."""
+    was_broken = optimizer is not None and optimizer.suspended != ""
+    if optimizer is not None:
+        optimizer.suspended = f"{_BROKEN_OFF} of {folder}: load a checkpoint with its optimizer state first"
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}\nThe model now holds a part of {folder}: load a whole checkpoint before it trains on."
+        ) from error
+    if optimizer is not None and (parts.optimizer or not was_broken):
+        optimizer.suspended = ""
+
+
+def _open_together(session: Session, folder: Path, parts: Parts) -> CheckpointReader:
+    """Open the checkpoint and find out whether it can be loaded, before anything is changed."""
     comm = session.comm
     readers: list[CheckpointReader] = []
 
@@ -284,13 +310,20 @@ def _open_together(session: Session, folder: Path) -> CheckpointReader:
         reader = open_checkpoint(folder)
         readers.append(reader)
         reader.check_against([buffer.layout for buffer in session.buffers])
+        if parts.optimizer and session.optimizer is not None:
+            check_optimizer_fits(session.optimizer, reader.manifest)
+        if parts.scheduler:
+            state_for(session.lr_scheduler, reader.manifest.extra)
         reader.verify(comm.rank, comm.world_size)
 
-    _together(comm, "checkpoint", work)
-    return readers[0]
+    together(comm, "checkpoint", work)
+    reader = readers[0]
+    check_same(comm, "load_checkpoint", f"{folder}, {reader.manifest.identity}", "nothing was loaded")
+    return reader
 
 
 def _load_weights(session: Session, reader: CheckpointReader) -> None:
+    """Masters or parameters of this rank, and buffers. No communication."""
     absent = reader.manifest.extra.get(FROZEN_DIGESTS, {})  # found to be the same
     for buffer in session.buffers:
         for run in buffer.layout.runs(buffer.rank):
@@ -299,53 +332,35 @@ def _load_weights(session: Session, reader: CheckpointReader) -> None:
             target = buffer.shard if buffer.master is None else buffer.master
             target.write_run(run, reader.read_weights(run.name, run, target.dtype))
         buffer.refresh()
+    stored = {info.name for info in reader.manifest.buffers}
+    for name, value in _in_no_unit(session):
+        if name in stored:
+            value.copy_(reader.read_buffer(name).view(value.shape))
+
+
+def _gather_weights(session: Session) -> None:
+    """Make those parameters whole that are so between uses. Communicates, so no rank may have failed before."""
     for buffer in session.buffers:
         if not buffer.on_demand and buffer.layout.world_size > 1:
             buffer.gather_start()
             buffer.gather_finish()
-    stored = {info.name for info in reader.manifest.buffers}
-    for path, module in session.model.named_modules():
-        for name, value in module._buffers.items():
-            full_name = clean_name(f"{path}.{name}" if path else name)
-            if value is not None and full_name in stored:
-                value.copy_(reader.read_buffer(full_name).view(value.shape))
 
 
 def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
+    """Hyperparameters first: where a state belongs depends on them."""
     optimizer = session.optimizer
     assert optimizer is not None
-    saved_class = reader.manifest.extra.get("optimizer")
-    mine = type(optimizer.optimizer).__name__
-    if saved_class is not None and saved_class != mine and not {saved_class, mine} <= _SAME_STATE:
-        raise CheckpointError(
-            f"the checkpoint holds the state of {saved_class}, this run uses {mine}: use the same optimizer, or load "
-            "with load_optimizer_states=False"
-        )
-    packages = reader.manifest.extra.get("optimizer_package"), _package(optimizer)
-    if saved_class == mine and None not in packages and len(set(packages)) > 1:
-        raise CheckpointError(
-            f"the checkpoint holds the state of {packages[0]}'s {mine}, this run uses that of {packages[1]}, with "
-            "another state: use the same optimizer, or load with load_optimizer_states=False"
-        )
+    load_groups(optimizer.param_groups, reader.manifest.param_groups)
+    group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
     optimizer.state.clear()
     for owned in optimizer.owned_runs():
         if owned.native:
-            optimizer.load_native_state(owned, read_states(reader, owned.run.name, owned.run, owned.masters)[0])
+            optimizer.load_native_state(owned, read_states(reader, owned.run.name, owned.run, owned.masters, {})[0])
     for name, pieces, tensors in optimizer.strategy.places(list(optimizer.owned_runs())):
-        for tensor, state in zip(tensors, read_states(reader, name, pieces, tensors), strict=True):
+        group = group_of.get(id(tensors[0]), {}) if tensors else {}
+        for tensor, state in zip(tensors, read_states(reader, name, pieces, tensors, group), strict=True):
             if state:
                 optimizer.state[tensor] = state
-    for group, saved in zip(optimizer.param_groups, reader.manifest.param_groups, strict=False):
-        for key, value in saved.items():
-            if key in group and value is not None:
-                group[key] = tuple(value) if isinstance(group[key], tuple) else value
-
-
-def _package(optimizer: ShardedOptimizer) -> str | None:
-    """Where the optimizer's class is from, among the packages that have different classes of one name."""
-    package = type(optimizer.optimizer).__module__.partition(".")[0]
-    known = type(optimizer.optimizer).__name__ not in _SAME_STATE and package in ("torch", "transformers", "hf_zero")
-    return package if known else None
 
 
 def load_attached(session: Session, folder: Path, kind: str) -> None:
@@ -353,11 +368,11 @@ def load_attached(session: Session, folder: Path, kind: str) -> None:
 
     Raises CheckpointError on every rank: as `load`, and where the folder does not hold this kind.
     """
-    with _open_together(session, folder) as reader:
+    with _open_together(session, folder, Parts(optimizer=False, scheduler=False)) as reader:
         stored = {name for kinds in reader.manifest.kinds.values() for name in kinds}
         if ATTACHED + kind not in stored:
             raise CheckpointError(f"{folder} holds no {kind!r}: it was saved without, or under another name")
-        _load_attached(session, reader, only=kind)
+        together(session.comm, kind, lambda: _load_attached(session, reader, only=kind))
 
 
 def _load_attached(session: Session, reader: CheckpointReader, *, only: str | None = None) -> None:

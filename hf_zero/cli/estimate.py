@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    with _without_collections():
+        _run(args)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Plans make a million small objects without cycles, and every collection would look through all modules."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _run(args: argparse.Namespace) -> None:
     from hf_zero.config import ZeroConfig
     from hf_zero.hf import meta_model
 

@@ -10,10 +10,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from hf_zero.checkpoint.beside import damaged_files
 from hf_zero.checkpoint.consolidate import progress_bar
+from hf_zero.checkpoint.headers import Headers
 from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.manifest import Manifest, check_checksums, check_files, read_manifest
 from hf_zero.cli.text import format_bytes, plural, print_table
+from hf_zero.errors import CheckpointError
 
 NAME = "inspect"
 SUMMARY = "show layout, sizes and versions of a checkpoint, and check that it is whole"
@@ -28,7 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint", metavar="CKPT", type=Path, help="checkpoint folder: with zero/manifest.json in it"
     )
-    parser.add_argument("--verify", action="store_true", help="read all files and compare their checksums")
+    parser.add_argument(
+        "--verify", action="store_true", help="read all files and compare their checksums, those beside zero/ too"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -36,8 +41,11 @@ def run(args: argparse.Namespace) -> None:
     folder = chosen(args.checkpoint)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
+    Headers(folder, manifest).check(range(manifest.world_size if args.verify else 1))
     if args.verify:
         _verify(folder, manifest)
+        if problems := damaged_files(folder):
+            raise CheckpointError("; ".join(problems))
     summary = summarize(folder, manifest, verified=args.verify)
     if args.json:
         print(json.dumps(summary))

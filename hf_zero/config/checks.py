@@ -86,14 +86,7 @@ def _check_offload(values: Mapping[str, Any], problems: Problems) -> None:
                 f'{block}.device is "nvme", which needs the folder to keep the files in',
                 'Write "nvme_path": "/local_nvme" beside it, or set the device to "cpu" or "none".',
             )
-    param, optimizer = (look_up(values, f"{block}.device") for block in OFFLOADS)
-    if param not in (None, "none") and stage != 3:
-        problems.add(
-            f"{OFFLOADS[0]}.device",
-            param,
-            f"it needs stage 3, but the stage is {stage}: below stage 3 whole parameters stay on the device",
-            f"Set {ZERO}.stage to 3, or remove offload_param (offload_optimizer works at stages 1 to 3).",
-        )
+    optimizer = look_up(values, f"{OFFLOADS[1]}.device")
     if optimizer not in (None, "none") and stage == 0:
         problems.add(
             f"{OFFLOADS[1]}.device",
@@ -140,6 +133,12 @@ def _check_offload(values: Mapping[str, Any], problems: Problems) -> None:
 def notices(given: Mapping[str, Any]) -> list[str]:
     """One line for each key the user gave that does nothing here, and for weights that will not be written."""
     lines = []
+    offload, stage = f"{OFFLOADS[0]}.device", look_up(given, f"{ZERO}.stage") or 0
+    if look_up(given, offload) not in (None, "none") and stage != 3:
+        lines.append(
+            f"{offload} = {show(look_up(given, offload))} has no effect: the stage is {stage}, and below stage 3 "
+            "parameters stay whole on the device (offload_optimizer works at stages 1 to 3)"
+        )
     for path, reason in NO_EFFECT.items():
         value = look_up(given, path)
         row = find(ROOT, path)

@@ -7,6 +7,7 @@ one win. Every value's line is recorded under its dotted path, and an error says
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -16,7 +17,8 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 # What stands where a value should, for the message: up to the next mark of JSON.
 _WORD = re.compile(r"[^\s,:{}\[\]\"#/]+|\S")
 _DECODER = json.JSONDecoder()
-_LITERALS = {"true": True, "false": False, "null": None}
+# Python's json module, and so accelerate, writes float("inf") as Infinity.
+_LITERALS = {"true": True, "false": False, "null": None, "Infinity": math.inf, "-Infinity": -math.inf}
 # A Python dict that was copied into a file.
 _PYTHON = {"True": "JSON writes true", "False": "JSON writes false", "None": "JSON writes null"}
 

@@ -32,9 +32,11 @@ from hf_zero.config.precision import precision_of, precision_problems
 from hf_zero.config.problems import Problem, Problems, show
 from hf_zero.config.resolved import (
     ARGUMENTS,
+    AUTO_CLIPPING,
     AUTO_DEFAULT,
     AUTO_FILLED,
     AUTO_PARAMETERS,
+    BELOW_STAGE_3,
     DEFAULT,
     FILE,
     INFERRED,
@@ -47,6 +49,7 @@ from hf_zero.config.schema import BadValue, Block, Key, find, walk
 
 STAGE = "zero_optimization.stage"
 CLIPPING = "gradient_clipping"
+OFFLOAD_PARAM = "zero_optimization.offload_param.device"
 BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.ACCUMULATION)
 # What accelerate puts for "auto" where there are no TrainingArguments.
 CLIPPING_WITHOUT_ARGUMENTS = 1.0
@@ -93,6 +96,7 @@ class _Resolver:
         check_block(self.values, self.problems)
         self._drop_leftover_auto()
         self._fill_defaults()
+        self._keep_parameters_below_stage_3()
         self._fill_batch()
         refused = refusals(self.values, self.problems)
         precision_problems(self.values, self.problems)
@@ -167,8 +171,8 @@ class _Resolver:
             self._check_needs(path)
             default = _default(path)
             if path == CLIPPING:
-                default = CLIPPING_WITHOUT_ARGUMENTS
-            if default is None:
+                self._set(path, CLIPPING_WITHOUT_ARGUMENTS, AUTO_CLIPPING)
+            elif default is None:
                 _remove(self.values, path)
                 self.origins.pop(path, None)
             else:
@@ -192,11 +196,24 @@ class _Resolver:
                 continue
             self._set(path, row.default, DEFAULT)
 
+    def _keep_parameters_below_stage_3(self) -> None:
+        """DeepSpeed takes offload_param at every stage and offloads at stage 3; a notice says so."""
+        if self._get(STAGE) != 3 and self._get(OFFLOAD_PARAM) != "none":
+            self._set(OFFLOAD_PARAM, "none", BELOW_STAGE_3)
+
     def _fill_batch(self) -> None:
         if self.around.file_only or any(self._misread(path) for path in BATCH_KEYS):
             return
         world = self.around.world_size
         train, micro, accumulation = (self._get(path) for path in BATCH_KEYS)
+        if train is None and micro is None and accumulation is not None and self.around.args is None:
+            self.problems.add(
+                batch.ACCUMULATION,
+                accumulation,
+                "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided",
+                f"Write one of the two beside it; alone it says nothing of the samples in a step over {world} ranks.",
+            )
+            return
         numbers = batch.complete(train, micro, accumulation, world)
         for path, value in zip(BATCH_KEYS, (numbers.train, numbers.micro, numbers.accumulation), strict=True):
             if path in numbers.inferred:
@@ -239,8 +256,16 @@ class _Resolver:
             origins={path: self.origins.get(path, FILE) for path in settings},
             raw=copy.deepcopy(self.parsed.raw),
             source=self.parsed.source,
-            notices=(*self.parsed.notices, *notices(self.parsed.values)),
+            notices=(*self.parsed.notices, *notices(self.parsed.values), *self._clipping_notice()),
         )
+
+    def _clipping_notice(self) -> list[str]:
+        if self.origins[CLIPPING] != AUTO_CLIPPING:
+            return []
+        return [
+            f'{CLIPPING} = "auto" is {CLIPPING_WITHOUT_ARGUMENTS} here, as with accelerate: there are no '
+            "TrainingArguments with a max_grad_norm. Gradients are clipped to it; write the number, or 0 for none"
+        ]
 
 
 _MISSING: Any = object()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
+from hf_zero.config import batch as batch_sizes
 from hf_zero.config.precision import Precision
 from hf_zero.config.problems import show
+from hf_zero.config.schema import AUTO
 
 # Origins of values. AUTO_* were "auto" in the file.
 FILE = "file"
@@ -18,6 +21,8 @@ INFERRED = "inferred"  # from the other batch numbers
 AUTO_FILLED = "auto"
 AUTO_PARAMETERS = "auto (from parameters)"
 AUTO_DEFAULT = "auto (default)"
+AUTO_CLIPPING = "auto (accelerate's value: no max_grad_norm is given)"
+BELOW_STAGE_3 = "no effect below stage 3"
 
 
 @dataclass(frozen=True)
@@ -121,8 +126,12 @@ class ZeroSection:
 
 
 @dataclass(frozen=True)
-class ResolvedConfig:
-    """Everything the engine needs to know, decided. Equal on all ranks that were given the same inputs."""
+class ResolvedConfig(Mapping[str, Any]):
+    """Everything the engine needs to know, decided. Equal on all ranks that were given the same inputs.
+
+    As a mapping it is what the user gave, nested as in the file, with values in the place of "auto", and the batch
+    numbers: what DeepSpeed's engines have under `engine.config`. Attributes and `settings` have the defaults too.
+    """
 
     stage: int
     world_size: int
@@ -157,6 +166,20 @@ class ResolvedConfig:
         """Of parameters: "bfloat16", "float16", or None: the model keeps its dtypes."""
         return self.precision.dtype
 
+    @cached_property
+    def _given(self) -> dict[str, Any]:
+        batch = (batch_sizes.TRAIN, batch_sizes.MICRO, batch_sizes.ACCUMULATION)
+        return _without_auto(self.raw, self.settings) | {name: getattr(self, name) for name in batch}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._given[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
     def describe(self) -> str:
         """One line for each resolved key: its path, value and origin."""
         width = max((len(path) for path in self.settings), default=0) + 2
@@ -177,6 +200,20 @@ class ResolvedConfig:
                 node = node.setdefault(block, {})
             node[name] = list(value) if isinstance(value, tuple) else copy.deepcopy(value)
         return result
+
+
+def _without_auto(given: Mapping[str, Any], settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A copy with the resolved values in the place of "auto"; what has none is left out."""
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            values[name] = _without_auto(value, settings, f"{path}.")
+        elif value != AUTO:
+            values[name] = copy.deepcopy(value)
+        elif settings.get(path) is not None:
+            values[name] = copy.deepcopy(settings[path])
+    return values
 
 
 def zero_section(block: Mapping[str, Any]) -> ZeroSection:

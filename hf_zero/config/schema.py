@@ -6,6 +6,7 @@ row types, the check of one value against its row, and the lookup of rows by dot
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,8 @@ class BadValue(ValueError):
 class Key:
     """One row: the type of the value, its range, its default, and whether "auto" may stand there.
 
-    `kind` is one of bool, int, float, text, choice, dtype, texts (a list), floats (a number or a list), list, any.
+    `kind` is one of bool, int, interval (steps between two events; infinity is never, as 0), float, text, choice,
+    dtype, texts (a list), floats (a number or a list), list, any.
     """
 
     kind: str
@@ -126,6 +128,10 @@ def count(default: float | None = None, *, low: float = 0, high: float | None = 
     return Key(kind="int", default=whole, low=low, high=high, auto=auto)
 
 
+def interval() -> Key:
+    return Key(kind="interval", default=0, low=0)
+
+
 def integer(default: int | None = None) -> Key:
     return Key(kind="int", default=default)
 
@@ -213,6 +219,11 @@ def _check_int(key: Key, value: Any) -> Any:
     return int(given)
 
 
+def _check_interval(key: Key, value: Any) -> Any:
+    endless = value.strip().lower() in ("inf", "infinity") if isinstance(value, str) else value == math.inf
+    return 0 if endless else _check_int(key, value)
+
+
 def _check_float(key: Key, value: Any) -> Any:
     given = number(value)
     return _WRONG if given is None or not key.holds(given) else float(given)
@@ -260,6 +271,7 @@ def _check_any(key: Key, value: Any) -> Any:
 _CHECKS = {
     "bool": _check_bool,
     "int": _check_int,
+    "interval": _check_interval,
     "float": _check_float,
     "text": _check_text,
     "choice": _check_choice,
@@ -272,6 +284,7 @@ _CHECKS = {
 _NAMES = {
     "bool": "true or false",
     "int": "an integer",
+    "interval": "an integer",
     "float": "a number",
     "text": "a text",
     "dtype": '"fp32", "bf16" or "fp16"',

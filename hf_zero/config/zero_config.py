@@ -16,6 +16,8 @@ from hf_zero.config.resolved import ResolvedConfig
 
 # Blocks and keys of the file that say how parameters are kept and moved.
 _OF_PARAMETERS = ("zero_optimization", "aio", "desync_timeout", "gather_for_generation")
+# Those of the type that parameters have.
+_OF_TYPES = ("bf16", "bfloat16", "fp16", "keep_fp32")
 _OF_OPTIMIZER = ("offload_optimizer", "cpu_offload")
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -140,9 +142,14 @@ class ZeroConfig:
                 put(filled, path, value)
         return ZeroConfig(dataclasses.replace(self._parsed, values=filled))
 
-    def for_parameters(self) -> ZeroConfig:
-        """What it says of keeping parameters, and nothing of training: what a model is loaded under."""
-        kept = {name: value for name, value in self.raw.items() if name in _OF_PARAMETERS}
+    def for_parameters(self, *, types: bool = True) -> ZeroConfig:
+        """What it says of keeping parameters, and nothing of training: what a model is loaded under.
+
+        Args:
+            types: False leaves out in which type: the caller says it.
+        """
+        names = (*_OF_PARAMETERS, *_OF_TYPES) if types else _OF_PARAMETERS
+        kept = {name: value for name, value in self.raw.items() if name in names}
         zero = {name: value for name, value in kept.get("zero_optimization", {}).items() if name not in _OF_OPTIMIZER}
         return ZeroConfig.load({**kept, "zero_optimization": zero})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,20 +60,30 @@ class Hardware:
     def world_size(self) -> int:
         return self.gpus * self.nodes
 
-    def misfit(self, plan: Plan) -> tuple[str, int, int] | None:
-        """(what is short, bytes needed, bytes that can be used) where `plan` does not fit."""
-        host_limit = None if self.cpu_memory is None else int(self.cpu_memory * HOST_SHARE)
-        if self.on_host:
-            needed = plan.memory_peak * self.gpus
-            return ("memory of a node", needed, host_limit) if host_limit is not None and needed > host_limit else None
-        if self.gpu_memory is not None:
+    def needs(self, plan: Plan) -> list[Need]:
+        """What `plan` needs of whatever has a known size."""
+        needs = []
+        if self.gpu_memory is not None and not self.on_host:
             usable = int(self.gpu_memory * DEVICE_SHARE) - DEVICE_RESERVE
-            if plan.device_peak > usable:
-                return "memory of a GPU", plan.device_peak, max(usable, 0)
-        needed = plan.host_peak * self.gpus
-        if host_limit is not None and needed > host_limit:
-            return "host memory of a node", needed, host_limit
-        return None
+            needs.append(Need("memory of a GPU", plan.device_peak, max(usable, 0), 1))
+        if self.cpu_memory is not None:
+            what, each = ("memory", plan.memory_peak) if self.on_host else ("host memory", plan.host_peak)
+            needs.append(Need(f"{what} of a node", each * self.gpus, int(self.cpu_memory * HOST_SHARE), self.gpus))
+        return needs
+
+    def misfit(self, plan: Plan) -> Need | None:
+        """What is short where `plan` does not fit."""
+        return next((need for need in self.needs(plan) if need.nbytes > need.usable), None)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of a kind of memory that `ranks` ranks share."""
+
+    what: str
+    nbytes: int
+    usable: int
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -164,14 +175,15 @@ def advise(
     """
     passed: list[str] = []
     for choice in _by_speed(plans, hardware):
-        misfit = hardware.misfit(plans[choice])
-        if misfit is not None:
-            what, needed, usable = misfit
-            passed.append(f"{choice} needs {show(needed)} of the {show(usable)} that can be used of the {what}")
+        short = hardware.misfit(plans[choice])
+        if short is not None:
+            usable = f"{show(short.usable)} that can be used of the {short.what}"
+            passed.append(f"{choice} needs {show(short.nbytes)} of the {usable}")
             continue
-        largest = None if plan_of is None else _largest_batch(choice, hardware, plan_of, batch_size)
-        why = _because(choice, plans[choice], hardware, passed, show)
-        return Advice(choice, largest, why)
+        largest, plan = None, plans[choice]
+        if plan_of is not None:
+            largest, plan = _largest_batch(functools.partial(plan_of, choice), hardware, batch_size, plan)
+        return Advice(choice, largest, _because(plan, hardware, passed, show))
     return Advice(None, None, f"nothing fits: {passed[-1] if passed else 'there is no choice'}")
 
 
@@ -186,7 +198,7 @@ def _by_speed(plans: Mapping[Choice, Plan], hardware: Hardware) -> Sequence[Choi
     return sorted(dict.fromkeys(chosen), key=lambda choice: choice.cost)
 
 
-def _because(choice: Choice, plan: Plan, hardware: Hardware, passed: list[str], show: Callable[[float], str]) -> str:
+def _because(plan: Plan, hardware: Hardware, passed: list[str], show: Callable[[float], str]) -> str:
     peak = plan.memory_peak if hardware.on_host else plan.device_peak
     needs = f"it needs {show(peak)} per rank"
     if not passed:
@@ -194,17 +206,27 @@ def _because(choice: Choice, plan: Plan, hardware: Hardware, passed: list[str], 
     return f"{needs}; {passed[-1]}"
 
 
-def _largest_batch(choice: Choice, hardware: Hardware, plan_of: Callable[[Choice, int], Plan], known: int) -> int:
-    """Largest power of two that fits, or `known`, which does."""
+def _largest_batch(plan_of: Callable[[int], Plan], hardware: Hardware, known: int, plan: Plan) -> tuple[int, Plan]:
+    """Largest power of two that fits, or `known`, which does; and its plan.
+
+    Every plan is a pass over the model. The search begins where activations that grow with the batch would end.
+    """
     sizes = [known, *(1 << power for power in range(MAX_BATCH.bit_length()) if 1 << power > known)]
-    fits, misfits = 0, len(sizes)
-    while misfits - fits > 1:  # every plan is a pass over the model
-        middle = (fits + misfits) // 2
-        if hardware.misfit(plan_of(choice, sizes[middle])) is None:
-            fits = middle
-        else:
-            misfits = middle
-    return sizes[fits]
+    plans = {0: plan}
+
+    def fits(place: int) -> bool:
+        if place not in plans:
+            plans[place] = plan_of(sizes[place])
+        return hardware.misfit(plans[place]) is None
+
+    activations = max(plan.device.get("activations", 0), 1)
+    room = min((need.usable - need.nbytes) / need.ranks for need in hardware.needs(plan))
+    at = max(place for place, size in enumerate(sizes) if activations * (size / known - 1) <= room)
+    while not fits(at):
+        at -= 1
+    while at + 1 < len(sizes) and fits(at + 1):
+        at += 1
+    return sizes[at], plans[at]
 
 
 def as_json(choice: Choice, plan: Plan, hardware: Hardware) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from hf_zero.estimate.states import PlannedStates
 from hf_zero.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, Drafted, draft_units, make_units
 from hf_zero.runtime.homes import Draft
-from hf_zero.runtime.params import OnDemandParams, PrefetchLimits
+from hf_zero.runtime.params import OnDemandParams
+from hf_zero.runtime.prefetch_limits import PrefetchLimits
 from hf_zero.runtime.reducer import GradReducer
 from hf_zero.runtime.report import memory_report
 from hf_zero.shards.buffer import FlatBuffer

@@ -16,8 +16,10 @@ from hf_zero.runtime.params import OnDemandParams, Phase
 from hf_zero.runtime.reducer import GradReducer
 from hf_zero.shards.partition import UnitKind
 
-# A vote agrees on the order of the pass before the last one, and gathers go ahead along what was agreed.
+# A vote agrees on the order of the pass before the last one, and gathers go ahead along what was agreed. Where nothing
+# is gathered, the second window shows what the first one has left.
 _WINDOWS = 3
+_WINDOWS_WITHOUT_GATHERS = 2
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def replay(
     acting = _Acting(built, params, reducer)
     watch = _Watch(params, tracker)
     micro_steps = min(config.gradient_accumulation_steps, 2)  # a third one is as the second
-    for _ in range(_WINDOWS):
+    gathers = any(unit.on_demand for unit in built.units)
+    for _ in range(_WINDOWS if gathers else _WINDOWS_WITHOUT_GATHERS):
         for number in range(micro_steps):
             acting.boundary = number + 1 == micro_steps
             for event in events:

@@ -17,6 +17,7 @@ from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.hf.accelerated_optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.adapters import live_state
 from hf_zero.hf.checkpoints import state_to_load
+from hf_zero.hf.local_files import write_on_all
 from hf_zero.hf.saving import apart
 
 
@@ -52,10 +53,14 @@ class AcceleratorState(Accelerator):
         for engine in engines:
             engine.require_all_ranks("accelerator.save_state")
             engine.finish_updates()
+
+        def write() -> Any:
+            return super(AcceleratorState, self).save_state(output_dir, safe_serialization, **kwargs)
+
         with self._without_engines(keep=writes_weights):
-            folder = super().save_state(output_dir, safe_serialization, **kwargs)
+            folder = write_on_all(engines[0].comm, output_dir, write) if engines else write()
         for index, engine in enumerate(engines):
-            engine.save_checkpoint(_engine_folder(folder, index))
+            engine.write_checkpoint(_engine_folder(folder, index))
         return folder
 
     def load_state(
@@ -67,7 +72,7 @@ class AcceleratorState(Accelerator):
             input_dir = state_to_load(self.project_configuration, input_dir)
         # Engines first: with the optimizer they load the rates of its groups, which are the schedulers' to set.
         for index, engine in enumerate(engines):
-            engine.load_checkpoint(_engine_folder(str(input_dir), index))
+            engine.read_checkpoint(_engine_folder(str(input_dir), index))
         with self._without_engines(keep=lambda engine: False):
             super().load_state(input_dir, load_kwargs, **kwargs)
 

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import transformers
 
 from hf_zero.config import ZeroConfig
-from hf_zero.hf.conflicts import check_rivals, check_run
+from hf_zero.hf.conflicts import check_environment, check_rivals, check_run
 from hf_zero.hf.enable import ACTIVATION
-from hf_zero.processes import adopt_cluster_variables
+from hf_zero.processes import adopt_cluster_variables, launched_processes
 
 _Arguments = TypeVar("_Arguments", bound=transformers.TrainingArguments)
 
@@ -42,7 +42,9 @@ class ZeroArgumentsMixin:
         # Problems of the file wait, to be told together with what it contradicts in the arguments.
         config = ZeroConfig.load(self.zero, defer=True)
         check_rivals(config, self)
+        check_environment()
         adopt_cluster_variables()  # before accelerate looks at the environment
+        launched_processes()
         super().__post_init__()  # type: ignore[misc]
         check_run(config, self)
         self._zero_config = config

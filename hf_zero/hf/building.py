@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_zero.config import ResolvedConfig
 from hf_zero.construction import ShardedConstruction
 from hf_zero.hf.install import install_on_model
 
@@ -36,9 +35,9 @@ def initialising(construction: ShardedConstruction) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def constructing(construction: ShardedConstruction, resolve: Callable[[nn.Module], ResolvedConfig]) -> Iterator[None]:
+def constructing(construction: ShardedConstruction) -> Iterator[None]:
     """Models built inside come out in shards, under engines for inference. All ranks must enter and leave together."""
     with construction.watching(), initialising(construction):
         yield
-    for engine in construction.finish(resolve):
+    for engine in construction.finish():
         install_on_model(engine)

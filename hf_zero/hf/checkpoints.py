@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
+from hf_zero.checkpoint.beside import damaged_files
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, check_files, manifest_path, offer, read_manifest, zero_folder
 from hf_zero.errors import CheckpointError
 
@@ -41,7 +42,7 @@ def why_torn(folder: str | Path) -> str | None:
             return str(error).partition(" The newest whole checkpoint")[0]
     if not (Path(folder) / TRAINER_STATE_NAME).is_file():
         return f"{folder} is not whole: {TRAINER_STATE_NAME}, which is written last, is missing."
-    return None
+    return next(iter(damaged_files(folder, (TRAINER_STATE_NAME, SCHEDULER_NAME))), None)
 
 
 def agree_on_checkpoint(args: Any, asked: str | bool) -> str:

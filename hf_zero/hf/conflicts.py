@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import nn
 
 from hf_zero.config import Problem, ZeroConfig
 from hf_zero.config.problems import raise_all
+from hf_zero.errors import ConfigError
+from hf_zero.processes import launched_processes, wait_for_others, wants_cpu
 from hf_zero.renewal import engines_inside
 
 logger = logging.getLogger(__name__)
@@ -30,13 +33,65 @@ def check_run(config: ZeroConfig, args: Any, model: nn.Module | None = None) -> 
     """Check `config`, TrainingArguments and model against each other and against what ZeRO can do.
 
     Raises:
-        ConfigError: Lists every problem of the configuration, the arguments and the model.
+        ConfigError: Lists every problem of the configuration, the arguments and the model. On every rank.
     """
+    # Alone: what a wrong world size makes of batch sizes would only hide it.
+    check_world_size(args.world_size, "TrainingArguments")
     problems = config.problems(args, model, args.world_size, client_scheduler=True)
     problems += argument_conflicts(config, args)
     if model is not None:
         problems += model_conflicts(model, config.stage)
     raise_all(config.source, problems)
+
+
+def check_world_size(seen: int, by: str) -> None:
+    """Raise where `by`, which counts `seen` processes, has missed others that will train with this one.
+
+    accelerate counts one process where it finds no accelerator and was not told to use the CPU. hf_zero would join the
+    processes all the same, and each of them would train on all the data and write rank 0's files.
+
+    Raises:
+        ConfigError: On every rank, for what is wrong is the same on all.
+    """
+    launched = launched_processes()
+    if seen == launched:
+        return
+    if torch.accelerator.is_available() and not wants_cpu():
+        remedy = (
+            "Start them by torchrun, accelerate launch or hf-zero launch, which set LOCAL_RANK for each, or let them "
+            "compute on the CPU with ACCELERATE_USE_CPU=true."
+        )
+    elif wants_cpu():
+        remedy = (
+            "A PartialState() was made before, and that does not look at ACCELERATE_USE_CPU: make it later, or as "
+            "PartialState(cpu=True)."
+        )
+    else:
+        remedy = (
+            "There is no accelerator here: add --use_cpu (TrainingArguments(use_cpu=True), Accelerator(cpu=True)), or "
+            "set ACCELERATE_USE_CPU=true before the processes start, as hf-zero launch does by itself."
+        )
+    wait_for_others("world size")  # accelerate may have joined them without counting them
+    raise ConfigError(
+        f"{launched} processes were started to train together, but {by} sees {seen}: each would train on all the "
+        f"data, and all would write the same files.\n{remedy}"
+    )
+
+
+def check_environment() -> None:
+    """Raise where the accelerate configuration chose DeepSpeed: before accelerate looks for that package.
+
+    Raises:
+        ConfigError: On every rank.
+    """
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() not in ("1", "true", "yes"):
+        return
+    raise ConfigError(
+        "ACCELERATE_USE_DEEPSPEED is set: the accelerate configuration says distributed_type: DEEPSPEED, and only one "
+        "engine can own the model.\nSay distributed_type: MULTI_GPU there, without deepspeed_config (or start by "
+        "torchrun or hf-zero launch), and give its deepspeed_config_file to hf_zero: TrainingArguments(zero=FILE), "
+        "ZeroPlugin(FILE), hf_zero.enable(FILE) or python -m hf_zero.run --zero FILE."
+    )
 
 
 def check_rivals(config: ZeroConfig, args: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
+from hf_zero.hf.conflicts import check_environment
 from hf_zero.processes import adopt_cluster_variables
 
 logger = logging.getLogger(__name__)
@@ -131,8 +132,10 @@ def enable(config: ZeroConfig | str | Path | Mapping[str, Any]) -> None:
     Args:
         config: Path of a JSON file, a dict, a JSON string, or a ZeroConfig.
     Raises:
-        ConfigError: The configuration is wrong, or this version of transformers or accelerate lacks a seam.
+        ConfigError: The configuration is wrong, accelerate was told to use DeepSpeed, or this version of
+            transformers or accelerate lacks a seam.
     """
+    check_environment()
     adopt_cluster_variables()  # before accelerate looks at the environment
     ACTIVATION.activate(ZeroConfig.load(config), for_everyone=True)
 

@@ -163,7 +163,7 @@ class _Calls:
         needed = sum(unit.full_bytes for unit in engine.units if unit.state is not UnitState.FULL)
         free = free_bytes(engine.device, engine.world_size)
         votes = torch.tensor([float(needed <= SHARE_FOR_WEIGHTS * free)], dtype=torch.float64)
-        fits = engine.comm.vote(votes, "room for generation")[0] == engine.world_size
+        fits = bool(engine.comm.vote(votes, "room for generation").all())
         if self._told is not fits and engine.rank == 0:
             logger.info(
                 "hf_zero: generate gathers the weights %s: they take %.2f GiB on every rank, and rank 0 has %.2f GiB "

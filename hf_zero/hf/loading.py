@@ -8,6 +8,7 @@ model comes out under an engine for inference, which Trainer, accelerate or `ini
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -30,6 +31,7 @@ from hf_zero.hf.matching import Match, match_stored
 from hf_zero.hf.placing import ShardPlacer
 from hf_zero.hf.stored import LazyTensor, StoredFile, StoredTensor, open_files
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units
+from hf_zero.runtime.report import cast_line
 from hf_zero.shards.buffer import FlatBuffer
 
 logger = logging.getLogger(__name__)
@@ -117,7 +119,12 @@ class ShardedLoad:
         _quietly_tie(model, set(live) - present)
         self._replace_parameters(present)
         settings = BuildSettings.of(self._config, 1.0, train=False)
+        params = {id(param): param for param in self._params.values()}.values()
+        types = [param.dtype for param in params]
         self._built = build_units(model, settings, self._comm, FlatBuffer.fill_later)
+        line = cast_line(types, [param.dtype for param in params])
+        if line is not None and self._comm.rank == 0:
+            logger.warning("%s: %s", type(model).__name__, line)
         self._placer = ShardPlacer(self._built.units)
         is_lazy = {key: isinstance(given[key], StoredTensor) and names[key].pattern is None for key in given}
         return {key: LazyTensor(value) if is_lazy[key] else value for key, value in given.items()}
@@ -133,7 +140,7 @@ class ShardedLoad:
         if not pairs:
             return dict(stored)
         votes = self._comm.vote(torch.tensor([float(one) for one in same], dtype=torch.float64), "tied weights")
-        twice = {pair[0] for pair, vote in zip(pairs, votes, strict=True) if vote == self._comm.world_size}
+        twice = {pair[0] for pair, equal in zip(pairs, votes.all(0).tolist(), strict=True) if equal}
         return {key: value for key, value in stored.items() if key not in twice}
 
     def _my_part_is_equal(self, first: Any, second: Any) -> bool:
@@ -284,6 +291,7 @@ def load_pretrained_model(
 ) -> Any:
     """PreTrainedModel._load_pretrained_model, in shards. All ranks must call."""
     load = ShardedLoad(model, config, load_config)
+    load_config = _without_device_map(load_config)
     try:
         given = load.prepare(load.open(state_dict, files))
         with load.placing():
@@ -303,10 +311,15 @@ def load_pretrained_model(
     return outcome
 
 
+def _without_device_map(load_config: Any) -> Any:
+    """One that names the ranks' kind of device changes nothing here, but has transformers reserve the whole model."""
+    return dataclasses.replace(load_config, device_map=None)
+
+
 def finalize_model_loading(orig: Callable[..., Any], model: Any, load_config: Any, info: Any) -> Any:
     """PreTrainedModel._finalize_model_loading: what was initialised goes into shards, and the engine on the model."""
     load = LOADS.take(model)
-    outcome = orig(model, load_config, info)
+    outcome = orig(model, load_config if load is None else _without_device_map(load_config), info)
     if load is not None:
         load.take_initialised()
         load.finish()

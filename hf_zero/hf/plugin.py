@@ -27,7 +27,7 @@ from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.hf.accelerated_optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.accelerator_state import AcceleratorState
-from hf_zero.hf.conflicts import accelerator_conflicts, model_conflicts, tell_missed_sharding
+from hf_zero.hf.conflicts import accelerator_conflicts, check_world_size, model_conflicts, tell_missed_sharding
 from hf_zero.hf.dummies import Dummies
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.install import install_on_model
@@ -68,7 +68,8 @@ class ZeroPlugin:
         """Put `accelerator` under ZeRO, in place, before it prepares anything. Returns it.
 
         Raises:
-            ConfigError: It already belongs to DeepSpeed, FSDP, tensor parallelism or another engine.
+            ConfigError: It already belongs to DeepSpeed, FSDP, tensor parallelism or another engine, or counts
+                fewer processes than were started.
             StateError: It has prepared a model or optimizer already.
         """
         if accelerator._models or accelerator._optimizers:
@@ -76,6 +77,7 @@ class ZeroPlugin:
                 "ZeroPlugin.attach came after accelerator.prepare: what was prepared before would not be under ZeRO.\n"
                 "Attach right after Accelerator(...) is made."
             )
+        check_world_size(accelerator.num_processes, "Accelerator")
         raise_all(self.config.source, accelerator_conflicts(accelerator, self.config))
         if self._args is None:
             take_accumulation(accelerator, self.config)
@@ -209,6 +211,11 @@ class ZeroAcceleratorMixin(AcceleratorState):
         """Point `optimizer` at the shards of the prepared model that it was built for."""
         if isinstance(optimizer, ZeroAcceleratedOptimizer):
             prepared = optimizer
+            if engine_of(prepared.engine.module) is not prepared.engine:
+                raise StateError(
+                    "this optimizer belongs to an engine that was torn down: its state was in shards that are no more."
+                    "\nMake a new optimizer for the model, or a new Trainer; to go on where it was, load a checkpoint."
+                )
         else:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             engine = self._attached_engine(optimizer) or self._engine_for(params)

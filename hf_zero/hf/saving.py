@@ -7,12 +7,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import safetensors
 import torch
 from torch import nn
 
 from hf_zero.engine import ZeroEngine
-from hf_zero.errors import CheckpointError
 from hf_zero.hf.adapters import (
     adapter_names,
     is_peft_model,
@@ -20,9 +18,7 @@ from hf_zero.hf.adapters import (
     names_of_saved_modules,
     whole_prompt_encoders,
 )
-
-# What a disk that is full or gone raises in the libraries that write to it
-_WRITE_ERRORS = (OSError, RuntimeError, ValueError, safetensors.SafetensorError)
+from hf_zero.hf.local_files import write_on_all
 
 
 def full_weights(
@@ -101,9 +97,7 @@ class _Saving:
         def write() -> Any:
             return self._write(*args, **{**kwargs, "state_dict": weights}) if writes else None
 
-        # The others hear of a full disk at once.
-        saved = engine.comm.together("save_pretrained", write, catch=_WRITE_ERRORS, raise_as=CheckpointError)
-        return saved[engine.rank]
+        return write_on_all(engine.comm, given.get("save_directory"), write)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """All ranks must call. The first one pushes, and returns what the model's own method does; others None.

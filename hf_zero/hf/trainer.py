@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,11 +18,11 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.trainer import SCHEDULER_NAME
-from transformers.trainer_pt_utils import reissue_pt_warnings, remove_dummy_checkpoint
+from transformers.trainer_pt_utils import remove_dummy_checkpoint
 
+from hf_zero.checkpoint.session import Parts
 from hf_zero.engine import ZeroEngine, engine_of
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import ConfigError
 from hf_zero.estimate.account import log_account
 from hf_zero.hf.accelerator_state import writes_weights
 from hf_zero.hf.adapters import computes_its_adapters, is_peft_model, keeps_base, whole_prompt_encoders
@@ -31,12 +30,13 @@ from hf_zero.hf.checkpoints import agree_on_checkpoint, has_sharded_state, lacks
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.enable import ACTIVATION, Seam
 from hf_zero.hf.generation import calls_in_a_row
+from hf_zero.hf.local_files import read_on_all, write_on_all, writing
 from hf_zero.hf.memory import run_attempt
 from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin
 from hf_zero.hf.saving import full_weights
+from hf_zero.hf.trainer_files import read_scheduler, rng_state_file, write_scheduler
 from hf_zero.hf.weights import restore_weights
 from hf_zero.optim.blocks import optimizer_of
-from hf_zero.optim.schedule import Schedule
 from hf_zero.optim.schedules import choose_scheduler
 from hf_zero.weight_copy import copy_weights
 
@@ -153,9 +153,18 @@ def _mix_weights(model: nn.Module, target_model: nn.Module, alpha: float) -> Non
 
 
 def save_checkpoint(self: Any, orig: Original, *args: Any, **kwargs: Any) -> None:
-    """What is saved has every update, delayed ones too."""
+    """What is saved has every update, delayed ones too; what one rank cannot write is an error of all."""
     finish_updates(self)
-    orig(*args, **kwargs)
+    engine = _engine(self)
+    if engine is None:
+        orig(*args, **kwargs)
+        return
+    self._zero_saves_on_all_ranks = True
+    try:
+        folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        write_on_all(engine.comm, folder, lambda: orig(*args, **kwargs))
+    finally:
+        del self._zero_saves_on_all_ranks
 
 
 def finish_updates(trainer: Any) -> None:
@@ -172,15 +181,22 @@ def save(self: Any, orig: Original, output_dir: str | None = None, state_dict: d
         return
     if engine.is_sharded:
         engine.require_all_ranks("trainer.save_model")
-    # Adapters are no gathered 16-bit weights: they are small, and nothing else would hold them.
-    if writes_weights(engine) or is_peft_model(self.model):
-        weights = full_weights(self.model, engine, keep=self.args.should_save)
-        with whole_prompt_encoders(self.model):
-            orig(output_dir, state_dict=weights)
-        return
     folder = output_dir if output_dir is not None else self.args.output_dir
-    orig(folder, state_dict={})
-    remove_dummy_checkpoint(self.args.should_save, folder, ["model.safetensors"])
+    # Adapters are no gathered 16-bit weights: they are small, and nothing else would hold them.
+    writes = writes_weights(engine) or is_peft_model(self.model)
+    weights = full_weights(self.model, engine, keep=self.args.should_save) if writes else {}
+
+    def write() -> None:
+        with whole_prompt_encoders(self.model):
+            orig(folder, state_dict=weights)
+        if not writes:
+            remove_dummy_checkpoint(self.args.should_save, folder, ["model.safetensors"])
+
+    # Whole parameters may be saved by one rank alone, in a script of its own.
+    if engine.is_sharded or getattr(self, "_zero_saves_on_all_ranks", False):
+        write_on_all(engine.comm, folder, write)
+    else:
+        write()
 
 
 def save_optimizer_and_scheduler(self: Any, orig: Original, output_dir: str) -> None:
@@ -189,11 +205,15 @@ def save_optimizer_and_scheduler(self: Any, orig: Original, output_dir: str) -> 
     if engine is None:
         orig(output_dir)
         return
-    engine.save_checkpoint(output_dir, exclude_frozen_parameters=_has_frozen_weights_elsewhere(self, engine))
+    engine.write_checkpoint(output_dir, exclude_frozen_parameters=_has_frozen_weights_elsewhere(self, engine))
     if self.args.should_save:
-        with warnings.catch_warnings(record=True) as caught:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
-        reissue_pt_warnings(caught)
+        write_scheduler(self, output_dir)
+
+
+def save_rng_state(self: Any, orig: Original, output_dir: str) -> None:
+    """Every rank writes a file of its own."""
+    with writing(rng_state_file(self, output_dir)) if _engine(self) is not None else nullcontext():
+        orig(output_dir)
 
 
 def load_from_checkpoint(
@@ -221,26 +241,17 @@ def load_optimizer_and_scheduler(self: Any, orig: Original, checkpoint: str | No
         if self.args.process_index == 0:
             logger.warning("%s holds weights only: optimizer state and schedule start anew", checkpoint)
         return
-    engine.load_checkpoint(checkpoint)
-    scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
-    if not os.path.isfile(scheduler):
-        raise CheckpointError(f"cannot resume from {checkpoint}: {SCHEDULER_NAME} is missing.")
-    with warnings.catch_warnings(record=True) as caught:
-        state = torch.load(scheduler, weights_only=True)
-        _check_schedule(self.lr_scheduler, state, checkpoint)
-        self.lr_scheduler.load_state_dict(state)
-    reissue_pt_warnings(caught)
+    engine.read_checkpoint(checkpoint)
+    read_scheduler(self, engine.comm, checkpoint)
 
 
-def _check_schedule(scheduler: Any, state: dict[str, Any], checkpoint: str) -> None:
-    """A schedule of the configuration and one of Trainer's keep different states."""
-    if ("last_batch_iteration" in state) == isinstance(scheduler, Schedule):
+def load_rng_state(self: Any, orig: Original, checkpoint: str | None) -> None:
+    """Every rank reads a file of its own."""
+    engine = _engine(self)
+    if checkpoint is None or engine is None:
+        orig(checkpoint)
         return
-    how = "with" if "last_batch_iteration" in state else "without"
-    raise CheckpointError(
-        f"cannot resume from {checkpoint}: it was written {how} a scheduler block, and this run's schedule is "
-        f"{type(scheduler).__name__}. Use the same configuration, or start anew from its weights."
-    )
+    read_on_all(engine.comm, rng_state_file(self, checkpoint), lambda: orig(checkpoint))
 
 
 def _has_frozen_weights_elsewhere(trainer: Any, engine: ZeroEngine) -> bool:
@@ -259,7 +270,7 @@ def load_best_model(self: Any, orig: Original) -> None:
     best = self.state.best_model_checkpoint
     logger.info("Loading best model from %s (score: %s).", best, self.state.best_metric)
     if has_sharded_state(best):  # frozen weights have not moved since
-        engine.load_checkpoint(best, load_optimizer_states=False, load_lr_scheduler_states=False)
+        engine.read_checkpoint(best, Parts(optimizer=False, scheduler=False))
     else:
         restore_weights(self.model, Path(best), engine)
 
@@ -310,6 +321,8 @@ _SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "_save_optimizer_and_scheduler": (save_optimizer_and_scheduler, ("output_dir",)),
     "_load_from_checkpoint": (load_from_checkpoint, ("resume_from_checkpoint", "model")),
     "_load_optimizer_and_scheduler": (load_optimizer_and_scheduler, ("checkpoint",)),
+    "_save_rng_state": (save_rng_state, ("output_dir",)),
+    "_load_rng_state": (load_rng_state, ("checkpoint",)),
     "_load_best_model": (load_best_model, ()),
     "_get_learning_rate": (get_learning_rate, ()),
     "evaluation_loop": (evaluation_loop, ("dataloader", "description")),

@@ -15,7 +15,7 @@ from hf_zero.cluster import DEFAULT_PORT, expand_hosts, slurm_port
 from hf_zero.launcher.forwarding import environment_files, exported, read_environment_file, shell_exports
 from hf_zero.launcher.hosts import RemoteJob, Transport, address_of, check_reachable, run_srun
 from hf_zero.launcher.node import free_port, port_is_free, run_node
-from hf_zero.launcher.plan import JobPlan
+from hf_zero.launcher.plan import JobPlan, visible_devices_variable
 from hf_zero.launcher.problems import LaunchUsageError
 from hf_zero.launcher.resources import Slots, parse_node_specs, read_hostfile, select, trim
 
@@ -133,10 +133,11 @@ def _launch_here(options: LaunchOptions, say: Say) -> None:
         )
     if options.no_ssh:
         raise LaunchUsageError("--no_ssh needs a --hostfile that names all hosts, the same one on each of them")
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    variable = visible_devices_variable()
+    visible = [name for name in os.environ.get(variable, "").split(",") if name.strip()]
     if visible and (options.include or options.exclude):
-        say(f"CUDA_VISIBLE_DEVICES={','.join(visible)} gives way to --include and --exclude", is_warning=True)
-        del os.environ["CUDA_VISIBLE_DEVICES"]
+        say(f"{variable}={','.join(visible)} gives way to --include and --exclude", is_warning=True)
+        del os.environ[variable]
         visible = []
     gpus = _count_gpus()
     # Without GPUs, slots are processes, and there are as many as are asked for.
@@ -153,7 +154,7 @@ def _launch_here(options: LaunchOptions, say: Say) -> None:
 def _count_gpus() -> int:
     import torch
 
-    return torch.cuda.device_count()
+    return torch.accelerator.device_count()
 
 
 def _run_here(options: LaunchOptions, names: tuple[str, ...], *, has_gpus: bool, say: Say) -> None:

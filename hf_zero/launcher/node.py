@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hf_zero.cluster import expand_hosts
-from hf_zero.launcher.plan import JobPlan
+from hf_zero.launcher.plan import JobPlan, visible_devices_variable
 from hf_zero.launcher.problems import LaunchFailed, LaunchUsageError
 from hf_zero.launcher.worker import parse_cores
 
@@ -90,7 +90,12 @@ def _set_environment(plan: JobPlan, node_rank: int) -> None:
     """For the processes: torch's agent hands its own environment on to them."""
     devices = plan.devices[node_rank]
     if plan.use_devices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        os.environ[visible_devices_variable()] = ",".join(devices)
+    import torch
+
+    if not torch.accelerator.is_available():
+        # accelerate, which counts one process where it finds no accelerator, would not see the others.
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     os.environ["CROSS_RANK"], os.environ["CROSS_SIZE"] = str(node_rank), str(plan.num_nodes)
     os.environ["LOCAL_SIZE"] = str(len(devices))
     # As many threads as there are cores, in each of several processes, would be in each other's way.

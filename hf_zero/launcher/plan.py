@@ -7,6 +7,23 @@ import dataclasses
 import json
 from typing import Any
 
+# Of accelerators that do not look at CUDA_VISIBLE_DEVICES, which devices a process sees.
+_VISIBLE = {
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "hpu": "HABANA_VISIBLE_MODULES",
+    "mlu": "MLU_VISIBLE_DEVICES",
+    "musa": "MUSA_VISIBLE_DEVICES",
+}
+
+
+def visible_devices_variable() -> str:
+    """The environment variable that chooses among the accelerators of this host."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator()
+    return _VISIBLE.get("" if kind is None else kind.type, "CUDA_VISIBLE_DEVICES")
+
 
 @dataclasses.dataclass(frozen=True)
 class JobPlan:
@@ -14,10 +31,10 @@ class JobPlan:
 
     Attributes:
         master_addr: Of the first host; "" where SLURM knows, which puts hosts into an order of its own.
-        devices: For each host, the GPU of each of its processes, as CUDA_VISIBLE_DEVICES names it.
+        devices: For each host, the device of each of its processes, as CUDA_VISIBLE_DEVICES or its like names it.
         command: What each process runs: the interpreter's arguments included, or a program's name.
         pass_local_rank: Give `--local_rank=K` to the script, as DeepSpeed does, after `command[:script_end]`.
-        use_devices: Set CUDA_VISIBLE_DEVICES. False where this host is the only one and has no GPU.
+        use_devices: Set that variable. False where this host is the only one and has no GPU.
         bind_cores: None, or the cores that a host's processes share out; "" for all that they may use.
         job: A name that no other job has; "" where nobody has to find the processes by it.
         watch_stdin: The end of standard input means that the launcher is gone.

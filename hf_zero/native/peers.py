@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,6 +77,16 @@ class PeerMemory:
                     _read(self._pids[origin], address, place.data_ptr(), place.numel() * place.element_size())
                 elif place.data_ptr() != part.data_ptr():
                     place.copy_(part)
+
+
+def meet_peers(exchange: Callable[[Any], list[Any]]) -> PeerMemory | None:
+    """The memory of the other ranks, where every rank can read that of every other. All ranks must call.
+
+    `exchange` gives what every rank passes to it, in rank order.
+    """
+    peers = PeerMemory()
+    met = peers.meet(exchange(peers.card()))
+    return peers if all(exchange(met)) else None
 
 
 class _Piece(ctypes.Structure):

@@ -61,6 +61,7 @@ class HostAdam:
     Args:
         owned: What this rank updates, with its param group: the groups are read at every step.
         order: Gradient buffers in the order in which the next forward needs their parameters.
+        device: That gradients come from and parameters go to.
     """
 
     def __init__(
@@ -68,10 +69,11 @@ class HostAdam:
         owned: Sequence[tuple[OwnedRun, Mapping[str, Any]]],
         order: Sequence[GradBuffer],
         settings: HostAdamSettings,
+        device: torch.device,
     ) -> None:
         library()  # a missing one is said here, not in the middle of the first step
         self._settings = settings
-        self._worker = UpdateWorker()
+        self._worker = UpdateWorker(device)
         weakref.finalize(self, self._worker.close).atexit = False
         self._groups: dict[int, Mapping[str, Any]] = {}
         self.states: dict[int, HostState] = {}

@@ -175,13 +175,17 @@ class StepGuard:
         self.overflow = False  # in the last step
         self.skipped_steps = 0
 
+    def accepts(self, norm: float) -> bool:
+        """Whether a gradient of this norm can be applied."""
+        return not self._skips or math.isfinite(norm)
+
     def admits(self, norm: float, comm: Comm) -> bool:
         """Whether the step with this gradient norm, equal on all ranks, is applied. All ranks must call.
 
         Raises:
             StateError: On all ranks: the loss scale is at its minimum and gradients are still not finite.
         """
-        self.overflow = self._skips and not math.isfinite(norm)
+        self.overflow = not self.accepts(norm)
         if self.overflow and self.scaler.is_exhausted:
             raise StateError(self._exhausted(comm))
         lines = self.scaler.update(self.overflow)

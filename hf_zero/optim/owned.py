@@ -40,7 +40,7 @@ def own_run(buffer: GradBuffer, index: int, run: Run) -> OwnedRun:
     if isinstance(master, StoredShard):
         # One element of its own, expanded, as a sharded parameter is: shape, type and numel are true, values are not.
         shape = run.shape if run.is_whole else (run.numel,)
-        return OwnedRun(buffer, index, run, [torch.full((1,), torch.nan, dtype=master.dtype).expand(shape)], [])
+        return OwnedRun(buffer, index, run, [torch.full((), torch.nan, dtype=master.dtype).expand(shape)], [])
     assert isinstance(master, ShardTensor)
     masters, grads = _same_cut(master.run_tensors(run), buffer.shard.run_tensors(run))
     return OwnedRun(buffer, index, run, masters, grads)

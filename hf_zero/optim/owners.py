@@ -39,7 +39,7 @@ class WholeParam:
         """Forget the values."""
         if self.whole is not None:
             self.whole.grad = None
-            self.whole.data = torch.full((1,), torch.nan, dtype=self.dtype, device=self.whole.device).expand(
+            self.whole.data = torch.full((), torch.nan, dtype=self.dtype, device=self.whole.device).expand(
                 self.slot.shape
             )
 

@@ -103,6 +103,8 @@ _NATIVE = frozenset(
     [
         "torch.optim.adam.Adam",
         "torch.optim.adamw.AdamW",
+        "hf_zero.ops.adam.DeepSpeedCPUAdam",
+        "hf_zero.ops.adam.FusedAdam",
         "hf_zero.optim.cpu_adam.CPUAdam",
         "hf_zero.optim.uncorrected_adam.UncorrectedAdam",
     ]

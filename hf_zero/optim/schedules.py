@@ -146,10 +146,15 @@ class OneCycle(Schedule):
                 group["betas"] = (beta1, CYCLE_BETA2)
 
 
+def _warmup_steps(given: int | None) -> int:
+    return DEFAULT_WARMUP_STEPS if given is None else given
+
+
 class WarmupLR(Schedule):
     """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` (at least 2) steps, then constant.
 
     Args:
+        warmup_num_steps: None takes the default, 1000; so do the two schedules below.
         warmup_max_lr: None takes the rates that the optimizer has.
         warmup_type: "log", min + (max - min) * log(i + 1) / log(steps), which is the default, or "linear", i / steps.
     """
@@ -159,10 +164,11 @@ class WarmupLR(Schedule):
         optimizer: Optimizer,
         warmup_min_lr: Rates = 0.0,
         warmup_max_lr: Rates | None = None,
-        warmup_num_steps: int = DEFAULT_WARMUP_STEPS,
+        warmup_num_steps: int | None = DEFAULT_WARMUP_STEPS,
         warmup_type: str = LOG,
         last_batch_iteration: int = -1,
     ) -> None:
+        warmup_num_steps = _warmup_steps(warmup_num_steps)
         self._check(
             optimizer,
             warmup_min_lr=warmup_min_lr,
@@ -202,10 +208,11 @@ class WarmupDecayLR(WarmupLR):
         total_num_steps: int | None = None,
         warmup_min_lr: Rates = 0.0,
         warmup_max_lr: Rates = 0.001,
-        warmup_num_steps: int = DEFAULT_WARMUP_STEPS,
+        warmup_num_steps: int | None = DEFAULT_WARMUP_STEPS,
         warmup_type: str = LOG,
         last_batch_iteration: int = -1,
     ) -> None:
+        warmup_num_steps = _warmup_steps(warmup_num_steps)
         self._check(
             optimizer,
             total_num_steps=total_num_steps,
@@ -236,11 +243,12 @@ class WarmupCosineLR(Schedule):
         optimizer: Optimizer,
         total_num_steps: int | None = None,
         warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = DEFAULT_WARMUP_STEPS,
+        warmup_num_steps: int | None = DEFAULT_WARMUP_STEPS,
         cos_min_ratio: float = 0.0001,
         warmup_type: str = LOG,
         last_batch_iteration: int = -1,
     ) -> None:
+        warmup_num_steps = _warmup_steps(warmup_num_steps)
         self._check(
             optimizer,
             total_num_steps=total_num_steps,

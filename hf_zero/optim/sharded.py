@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.comm import Comm
 from hf_zero.errors import StateError
+from hf_zero.optim.direct_steps import DirectSteps
 from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.owned import CutGroups, OwnedRun
@@ -67,6 +68,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if native:
             check_native(optimizer)
         self.optimizer = optimizer
+        self._direct = DirectSteps(optimizer)
+        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks  # they see this rank's shards
+        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
         self._reducer = reducer
         self._comm = comm
         self._orders = orders
@@ -88,7 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._native: HostAdam | None = None
         if native:
             with comm.stop_together():
-                self._native = HostAdam([], [], self._offload)
+                self._native = HostAdam([], [], self._offload, self._comm.device)
             self._update_natively(self._owned, reducer.buffers)
 
     # ---------------------------------------------------------------- the optimizer's face
@@ -129,22 +133,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_group(self.optimizer, param_group, params)
         self.optimizer.add_param_group({**param_group, "params": []})
         self._cut.wait_for(self.optimizer.param_groups[-1], params)
-        known = {id(buffer) for buffer in held}
-        self.take_in([buffer for buffer in self._reducer.buffers if id(buffer) not in known])
+        self.take_in([buffer for buffer in self._reducer.buffers if buffer not in held])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what has been accumulated in this window."""
-        self.rollback_early()
-        self._forget_window()
+        self._reducer.shown.discard()
+        self._facts, self._factor = None, 1.0
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale the mean gradient so that its L2 norm is at most `max_norm`; return the norm before.
 
         All ranks must call. `inf` only measures. Follows torch.nn.utils.clip_grad_norm_.
         """
-        facts = self._settle()
-        factor = clip_coefficient(facts.norm, max_norm)
-        if factor != 1.0:
+        facts = self._settle(f"step with gradients clipped to {max_norm:g}")
+        if (factor := clip_coefficient(facts.norm, max_norm)) != 1.0:
             self._factor *= factor
             for buffer in self._reducer.buffers:
                 if not buffer.flat.home.native:
@@ -168,7 +170,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.clip_grad_norm(self._clip)
         if not self.guard.admits(facts.norm, self._comm):
             self.finish_updates()  # a delayed update takes effect one step late, whatever becomes of that step
-            self.zero_grad()
+            self.rollback_early()
+            self._forget_window()
             self._after_step()
             return
         has_grad = {id(buffer): facts.has_grad[i] for i, buffer in enumerate(self._reducer.buffers)}
@@ -176,7 +179,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._native is not None:
             with self._comm.stop_together():
                 changed = self._native.step(has_grad, self._factor)
-        self.strategy.update(self._owned, has_grad)
+        with self._direct.allowed():
+            self.strategy.update(self._owned, has_grad)
         self._publish(native_too=changed)
         self._forget_window()
         self._after_step()
@@ -197,13 +201,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def finish_updates(self) -> None:
         """Let updates that run beside the training, delayed ones too, be over and seen. All ranks must call."""
-        if self._native is None:
-            return
-        with self._comm.stop_together():
-            self._native.rollback()
-            changed = self._native.finish()
-        if changed:
-            gather_resident(self._native_flats)
+        if self._native is not None:
+            with self._comm.stop_together():
+                self._native.rollback()
+                changed = self._native.finish()
+            if changed:
+                gather_resident(self._native_flats)
 
     @property
     def is_updating(self) -> bool:
@@ -231,6 +234,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._native is not None and self._native.has_delayed
 
     def close(self) -> None:
+        self._direct.remove()
         if self._native is not None:
             self._native.close()
 
@@ -238,17 +242,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def full_grad(self, flat: FlatBuffer, index: int) -> torch.Tensor | None:
         """See access.full_grad. The window stays open: more may be accumulated after it."""
-        found = self._settled(flat, index)
-        if found is None:
+        grads, factor = self._settled(flat, index) or (None, 1.0)
+        if grads is None:
             return None
-        grads, factor = found
         return assemble(flat, index, self._comm, lambda run: grads.shard.read_run(run) * factor, grads.dtype)
 
     @torch.no_grad()
     def local_grad(self, flat: FlatBuffer, index: int) -> torch.Tensor | None:
         """What this rank owns of a gradient as the step will use it, 1-D; see fragments.local_grad."""
-        found = self._settled(flat, index)
-        run = run_of(flat, index)
+        found, run = self._settled(flat, index), run_of(flat, index)
         return None if found is None or run is None else found[0].shard.read_run(run) * found[1]
 
     @torch.no_grad()
@@ -306,8 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _state_of(self, flat: FlatBuffer, index: int) -> dict[str, Any] | None:
         """This rank's state of a parameter by kind; {} before the first update, None if it owns nothing of it."""
         self.strategy.check_cut(flat, index)
-        owned = self._owned_of(flat, index)
-        if owned is None:
+        if (owned := self._owned_of(flat, index)) is None:
             return None
         mine = self.native_state(owned)
         return mine if mine is not None else joined_state([self.state.get(master, {}) for master in owned.masters])
@@ -317,7 +318,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _settled(self, flat: FlatBuffer, index: int) -> tuple[GradBuffer, float] | None:
         """(where the gradient of this window is, what clipping multiplies it with); None if no rank has one."""
-        facts = self._facts or settle_window(self._reducer, self._comm, self._orders, closes=False)
+        window = (self._reducer, self._comm, self._orders, self.param_groups)
+        facts = self._facts or settle_window(*window, closes=False)
         for number, grads in enumerate(self._reducer.buffers):
             if grads.flat is flat and facts.has_grad[number][index]:
                 return grads, self._factor if flat.home.native else 1.0  # elsewhere the gradient itself was scaled
@@ -325,10 +327,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- inside
     @torch.no_grad()
-    def _settle(self) -> WindowFacts:
-        if self._facts is None:
-            self._facts = settle_window(self._reducer, self._comm, self._orders)
-            self.last_norm = self._facts.norm
+    def _settle(self, purpose: str = "step") -> WindowFacts:
+        if self._reducer.shown.collect_all() or self._facts is None:
+            window = self._reducer, self._comm, self._orders, self.param_groups
+            self._facts = settle_window(*window, purpose=purpose)
+            if self.guard.accepts(self._facts.norm):
+                self.last_norm = self._facts.norm
         return self._facts
 
     def _publish(self, *, native_too: bool) -> None:
@@ -355,7 +359,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         native = [buffer for buffer in added if buffer.flat.home.native]
         if native:
             check_native(self.optimizer)
-            self._native = self._native or HostAdam([], [], self._offload)
+            self._native = self._native or HostAdam([], [], self._offload, self._comm.device)
             self._update_natively(runs, native)
 
     def _update_natively(self, runs: Sequence[OwnedRun], buffers: Sequence[GradBuffer]) -> None:
@@ -363,8 +367,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = {id(master): group for group in self.optimizer.param_groups for master in group["params"]}
         owned = [(run, groups[id(run.masters[0])]) for run in runs if run.native]
         # Backward in the order of reduces is forward; what is whole for everybody is waited for, so it comes first.
-        forward = list(reversed(buffers))
-        order = sorted(forward, key=lambda buffer: buffer.flat.on_demand)
+        order = sorted(buffers, key=lambda buffer: (buffer.flat.on_demand, -buffers.index(buffer)))
         self._native_flats += [buffer.flat for buffer in order if buffer.flat.home.native]
         with self._comm.stop_together():
             self._native.take_in(owned, order)
@@ -388,11 +391,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state beside the masters, on whatever medium."""
-        tensors = [value for state in self.state.values() for value in state.values()]
-        held = sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
-        held += self.strategy.state_bytes()
+        held = sum(one.nbytes for state in self.state.values() for one in state.values() if torch.is_tensor(one))
         held += sum(shard.nbytes for shards in self.attached.values() for shard in shards.values())
-        return held + (0 if self._native is None else self._native.moment_bytes())
+        return held + self.strategy.state_bytes() + (0 if self._native is None else self._native.moment_bytes())
 
     def owned_runs(self) -> Iterator[OwnedRun]:
         """What this rank updates, in the order of the param groups."""

@@ -7,6 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+
+from hf_zero.processes import use_device
+
 
 class Job(Protocol):
     """One piece of work. `run` gets a function to call when the job after it may bring its data near."""
@@ -22,9 +26,13 @@ class UpdateWorker:
     """Runs jobs one after the other, in the order in which they were submitted.
 
     After a job has failed no other one runs: each gets the same error, so that nothing goes on with half of the state.
+
+    Args:
+        device: That jobs copy to and from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._jobs: collections.deque[Job] = collections.deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -57,6 +65,7 @@ class UpdateWorker:
             self._thread = None
 
     def _work(self) -> None:
+        use_device(self._device)
         while True:
             with self._wake:
                 while not self._jobs and not self._closed:

@@ -1,22 +1,28 @@
 """What all ranks agree on between the last backward of a window and the optimizer step.
 
 One vote per step carries it: which gradient buffers have a rest on some rank, which parameters had a gradient on any
-rank, the squared norm, and whether the ranks used their units in the same order.
+rank, the squared norm, whether the ranks used their units in the same order, and whether their param groups say the
+same.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hf_zero.comm import Comm
 from hf_zero.errors import StateError
+from hf_zero.optim.hyperparameters import groups_digest, refuse_different
 from hf_zero.runtime.grads import GradBuffer
 from hf_zero.runtime.order import UseOrder
 from hf_zero.runtime.reducer import GradReducer
+
+ParamGroups = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -27,24 +33,37 @@ class WindowFacts:
     has_grad: tuple[tuple[bool, ...], ...]  # per gradient buffer, per parameter: on any rank
 
 
-def settle_window(reducer: GradReducer, comm: Comm, orders: Sequence[UseOrder], *, closes: bool = True) -> WindowFacts:
+def settle_window(
+    reducer: GradReducer,
+    comm: Comm,
+    orders: Sequence[UseOrder],
+    param_groups: ParamGroups,
+    *,
+    closes: bool = True,
+    purpose: str = "step",
+) -> WindowFacts:
     """Bring every gradient of the window into the shards and vote. All ranks must call.
 
     A second vote is needed only where some rank had gradients that came after their buffer's reduce.
 
     Args:
-        closes: A step follows. Then StateError is raised, on all ranks, for a parameter that no rank had a gradient
-            of, where `ignore_unused_parameters` is false.
+        closes: A step follows. Then StateError is raised, on all ranks, for param groups whose numbers differ between
+            ranks, and for a parameter that no rank had a gradient of, where `ignore_unused_parameters` is false.
+        purpose: What the ranks vote for; DivergenceError where theirs differ, such as one rank that clips alone.
     """
     reducer.settle()
     for buffer in reducer.buffers:
         buffer.drop_missing()
-    facts = _vote(reducer, comm, orders)
+    facts = _vote(reducer, comm, orders, param_groups, purpose)
     if any(facts.rests):
         reducer.reduce_rests(facts.rests)
-        facts = _vote(reducer, comm, orders)
+        facts = _vote(reducer, comm, orders, param_groups, purpose)
+    if not facts.same_changes:
+        raise reducer.shown.unequal(comm.all_gather_object(reducer.shown.changes, "changes of gradients"))
     for order, agreed in zip(orders, facts.agreed, strict=True):
         order.agree(agreed)
+    if closes and not facts.same_numbers:
+        refuse_different(param_groups, comm)
     if closes:
         _refuse_unused(reducer.buffers, facts.has_grad)
     return WindowFacts(math.sqrt(facts.norm_sq), tuple(facts.has_grad))
@@ -70,33 +89,37 @@ def _refuse_unused(buffers: Sequence[GradBuffer], has_grad: Sequence[Sequence[bo
 @dataclass(frozen=True)
 class _Outcome:
     norm_sq: float
-    agreed: list[bool]
+    agreed: list[bool]  # per order
+    same_numbers: bool  # in the param groups
+    same_changes: bool  # of gradients by hand
     rests: list[bool]
     has_grad: list[tuple[bool, ...]]
 
 
-def _vote(reducer: GradReducer, comm: Comm, orders: Sequence[UseOrder]) -> _Outcome:
-    digests = [order.digest() for order in orders]
-    ballot: list[float] = []
-    for digest in digests:
-        ballot += [float(digest), float(digest * digest)]
-    ballot += [float(buffer.has_rest) for buffer in reducer.buffers]
+def _vote(
+    reducer: GradReducer, comm: Comm, orders: Sequence[UseOrder], param_groups: ParamGroups, purpose: str
+) -> _Outcome:
+    norm_sq = local_norm_sq(reducer.buffers, comm)
+    digests = [*(order.digest() for order in orders), groups_digest(param_groups), reducer.shown.digest(norm_sq)]
+    ballot = [0.0, *digests, *(float(buffer.has_rest) for buffer in reducer.buffers)]
     for buffer in reducer.buffers:
         ballot += [float(seen) for seen in buffer.seen]
-    values = torch.tensor([0.0, *ballot], dtype=torch.float64, device=comm.device)
-    values[0] = local_norm_sq(reducer.buffers, comm)
-    counted = comm.vote(values, "step")
-    position = 1 + 2 * len(orders)
-    pairs = zip(counted[1:position:2], counted[2:position:2], strict=True)
-    # The variance over ranks is 0 exactly if all digests are equal: every term is an integer below 2**53.
-    agreed = [comm.world_size * squares == total * total for total, squares in pairs]
-    rests = [count > 0 for count in counted[position : position + len(reducer.buffers)]]
-    position += len(reducer.buffers)
-    has_grad = []
-    for buffer in reducer.buffers:
-        has_grad.append(tuple(count > 0 for count in counted[position : position + len(buffer.seen)]))
-        position += len(buffer.seen)
-    return _Outcome(counted[0], agreed, rests, has_grad)
+    values = torch.tensor(ballot, dtype=torch.float64, device=comm.device)
+    values[0] = norm_sq
+    by_rank = comm.vote(values, purpose)
+    norms, equal, rests, seen = by_rank.split(
+        [1, len(digests), len(reducer.buffers), sum(len(buffer.seen) for buffer in reducer.buffers)], dim=1
+    )
+    *agreed, same_numbers, same_changes = (equal == equal[0]).all(0).tolist()
+    there = iter(seen.any(0).tolist())
+    return _Outcome(
+        norm_sq=float(norms.sum()),
+        agreed=agreed,
+        same_numbers=same_numbers,
+        same_changes=same_changes,
+        rests=rests.any(0).tolist(),
+        has_grad=[tuple(itertools.islice(there, len(buffer.seen))) for buffer in reducer.buffers],
+    )
 
 
 def local_norm_sq(buffers: Sequence[GradBuffer], comm: Comm) -> torch.Tensor:

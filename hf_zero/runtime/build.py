@@ -249,13 +249,28 @@ def _check_equal(comm: Comm, layouts: list[UnitLayout]) -> None:
         )
 
 
-def share_buffers(model: nn.Module, comm: Comm) -> None:
-    """Buffers go to the compute device, with rank 0's values."""
+def share_the_rest(model: nn.Module, units: Iterable[ShardUnit], comm: Comm) -> None:
+    """Buffers, and parameters that no unit holds (integers, one byte), go to the compute device: rank 0's values.
+
+    Parameters of a class of their own (quantized ones) are left to who made them.
+    """
+    held = {id(param) for unit in units for buffer in unit.buffers for param in buffer.params}
     for module in model.modules():
         for name, value in module._buffers.items():
-            if value is None or not value.numel():
-                continue
-            # As bytes: gloo does not know every type.
-            raw = value.detach().to(comm.device, copy=True).reshape(-1).view(torch.uint8)
-            comm.broadcast(raw, f"buffer {name}")
-            module._buffers[name] = raw.view(value.dtype).view(value.shape)
+            if value is not None and value.numel():
+                module._buffers[name] = _from_rank_0(value, comm, f"buffer {name}")
+        for name, param in module._parameters.items():
+            if type(param) is nn.Parameter and id(param) not in held and param.numel():
+                shared = _from_rank_0(param, comm, f"parameter {name}")
+                if torch._has_compatible_shallow_copy_type(param, shared):
+                    param.data = shared
+                else:  # torch swaps no data between the CPU and devices that it does not know (the meta device, too)
+                    torch.utils.swap_tensors(param, nn.Parameter(shared, param.requires_grad))
+                held.add(id(param))
+
+
+def _from_rank_0(value: torch.Tensor, comm: Comm, what: str) -> torch.Tensor:
+    # As bytes: gloo does not know every type.
+    raw = value.detach().to(comm.device, copy=True).reshape(-1).view(torch.uint8)
+    comm.broadcast(raw, what)
+    return raw.view(value.dtype).view(value.shape)

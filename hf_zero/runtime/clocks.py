@@ -45,7 +45,7 @@ class DeviceClock:
 
     def mark(self) -> torch.Event:
         event = torch.Event(self._device, enable_timing=True)
-        event.record()
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def is_past(self, mark: torch.Event) -> bool:

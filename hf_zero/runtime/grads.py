@@ -80,6 +80,7 @@ class GradBuffer:
         self._flight: list[tuple[Pending | None, torch.Tensor, torch.Tensor]] = []  # pending, its result, our part
         self._flying: torch.Tensor | None = None  # the whole that the reduce under way reads
         self._empty = True  # `shard` holds nothing of this window yet
+        self._mean_views: list[torch.Tensor] = []  # see whole_mean
 
     def _make_memory(self, eager: bool) -> tuple[torch.Tensor | None, ShardTensor]:
         """(the whole gradient that stays between micro-steps or None, the shard)"""
@@ -247,6 +248,54 @@ class GradBuffer:
         else:
             self.wait_for_copies()
             mine.add_(result.to(mine.device))
+
+    # ---------------------------------------------------------------- what a user does to it by hand
+    @property
+    def is_reduced(self) -> bool:
+        """Something of this window has been reduced, so that the other ranks have a part of it."""
+        return not self._empty
+
+    @property
+    def comm_rank(self) -> int:
+        return self._comm.rank
+
+    def whole_mean(self) -> list[torch.Tensor] | None:
+        """The mean gradient of every parameter, where this rank has all of it: views that do not count as written
+        to when the buffer itself is. None where it does not, or not yet."""
+        elsewhere = self.flat.layout.world_size > 1 or self.on_host or self.flat.home.native
+        if elsewhere or self._stays_local or self._empty or self.whole is not None:
+            return None
+        if not self._mean_views:
+            slots = self.flat.layout.slots
+            self._mean_views = [self.shard.memory[one.offset : one.end].view(one.shape).data for one in slots]
+        return self._mean_views
+
+    def put(self, index: int, grad: torch.Tensor) -> bool:
+        """Take `grad` for the mean gradient of a parameter; False where this rank does not hold it whole."""
+        if self._empty and self.whole is None:
+            self.drop_missing()
+        whole = self.whole_mean()
+        if whole is None:
+            return False
+        whole[index].copy_(grad.to_dense() if grad.layout != torch.strided else grad)
+        self.seen[index] = True
+        return True
+
+    def drop(self, index: int) -> bool:
+        """Forget the gradient of a parameter in this window; True if the mean over ranks was here already."""
+        slot = self.flat.layout.slots[index]
+        if self.whole is not None and self._written[index]:
+            self.whole[slot.offset : slot.end].zero_()
+            self._written[index] = False
+        self.seen[index] = False
+        if self._empty:
+            return False
+        self.wait_for_copies()
+        for run in self.flat.layout.runs(self.flat.rank):
+            if run.name == slot.name:
+                for tensor in self.shard.run_tensors(run):
+                    tensor.zero_()
+        return True
 
     def end_backward(self) -> None:
         self._arrived.clear()

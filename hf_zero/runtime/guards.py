@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class ModelGuards:
         """`deepcopy(module, memo)` copies the model, or a module in it."""
         self._handles: list[RemovableHandle] = []
         self._overridden: list[tuple[nn.Module, str]] = []
+        self._names_only = False
         owner = {id(param): unit for unit in units if unit.on_demand for b in unit.buffers for param in b.params}
         if not owner:
             return
@@ -43,6 +45,15 @@ class ModelGuards:
         self._handles.clear()
         self._overridden.clear()
 
+    @contextlib.contextmanager
+    def naming_shards(self) -> Iterator[None]:
+        """Inside, `state_dict()` holds placeholders: for a caller that reads names and shapes alone."""
+        before, self._names_only = self._names_only, True
+        try:
+            yield
+        finally:
+            self._names_only = before
+
     def _override(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         module.__dict__[name] = function
         self._overridden.append((module, name))
@@ -50,7 +61,7 @@ class ModelGuards:
     def _guard_state_dict(self, module: nn.Module, path: str, mine: dict[str, ShardUnit]) -> None:
         def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             sharded = [name for name, unit in mine.items() if unit.state is not UnitState.FULL]
-            if sharded:
+            if sharded and not self._names_only:
                 raise StateError(
                     "state_dict() of a sharded model would hold placeholders instead of weights (first: "
                     f"{path + '.' if path else ''}{sharded[0]}).\nOn all ranks call trainer.save_model(), "

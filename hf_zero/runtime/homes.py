@@ -21,7 +21,8 @@ from hf_zero.config.resolved import OffloadOptimizer, OffloadParam, ResolvedConf
 from hf_zero.errors import OffloadError, StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.aio import AioSettings
-from hf_zero.shards.buffer import Home, master_dtype_of
+from hf_zero.shards.buffer import master_dtype_of
+from hf_zero.shards.home import Home
 from hf_zero.store import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
 from hf_zero.store.copies import CopyStream
 from hf_zero.store.staging import page_rounded

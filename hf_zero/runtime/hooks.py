@@ -3,17 +3,23 @@
 [Note: Who says that a backward is over]
 Gradients of one parameter can arrive several times in one backward (reentrant checkpointing runs nested ones), so no
 count of arrivals says that it is over. The end-of-backward callback does, and it must be queued in the outermost graph
-task: from hooks on tensors that a forward outside of any backward returned. Where no such hook fires (a loss that was
-built from something a module kept), the step flushes what has arrived.
+task: from hooks on tensors that a forward outside of any backward returned. Where no such hook fires (parts of the
+model called without it, a loss that was built from something a module kept), the first gradient queues it; if that
+was made in a nested backward, the end comes with that one's, and once more for what arrives later.
 
 [Note: When a unit is released in backward]
 Its module's inputs have their gradient when nothing in the module is left to run: autograd runs ready nodes
 latest-made first, and everything in the module was made after its inputs. Modules whose inputs need no gradient stay
 gathered until the end of backward.
 
+The tensor between two calls of one module in a row is the output of the first and the input of the second: its
+gradient enters the backward of the first call, then leaves that of the second. So a unit is released when the last
+call that was entered is left (`BackwardCalls`).
+
 [Note: Recomputation]
 Activation checkpointing runs forwards inside backward, and may leave them by an exception as soon as it has what it
-needs. So inside backward a forward hook gathers (again: nothing to do if the unit is FULL) and never releases.
+needs. So inside backward a forward hook gathers (again: nothing to do if the unit is FULL) and never releases. What
+it returns is watched as in a forward: several calls of one unit may be recomputed before the backward of any of them.
 
 [Note: Double backward]
 With create_graph=True the nodes of the second backward read weights that the first one saved, and run before any hook
@@ -22,16 +28,19 @@ on an output. So a backward that builds a graph releases nothing until a backwar
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.runtime.autocast import AutocastCopies
 from hf_zero.runtime.loss_scale import LossScale
+from hf_zero.runtime.param_grads import take_arrived
 from hf_zero.runtime.params import OnDemandParams, Phase
 from hf_zero.runtime.reads import OutsideReads
 from hf_zero.runtime.tree import map_tensors, tensors_in
@@ -42,6 +51,11 @@ from hf_zero.shards.unit import ShardUnit
 def in_backward() -> bool:
     """Whether this code runs inside an autograd backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _transforms() -> bool:
+    """Whether this code runs inside torch.vmap or a transform of torch.func."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class BackwardWatch:
@@ -71,6 +85,11 @@ class BackwardWatch:
             self._on_start()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
+    def arrived(self) -> None:
+        """A gradient is there: nothing that is watched was on its way, if no backward is known to be under way."""
+        if self._task == -1:
+            self.started()
+
     def _on_grad(self, grad: torch.Tensor) -> None:
         self.started()
 
@@ -81,17 +100,51 @@ class BackwardWatch:
             call()
 
 
+class BackwardCalls:
+    """Which calls of one unit's module the backward has entered and not left. A call is an object of its own.
+
+    Calls whose inputs need no gradient are never left; the end of the backward forgets them.
+    """
+
+    def __init__(self) -> None:
+        self._forwards: list[object] = []  # under way, the innermost last: a module may call itself
+        self._entered: set[object] = set()
+
+    def begin(self) -> object:
+        """A forward starts."""
+        self._forwards.append(object())
+        return self._forwards[-1]
+
+    def end(self) -> object:
+        """The innermost forward is over, by an exception too (of a hook before ours, then it never began)."""
+        return self._forwards.pop() if self._forwards else None
+
+    def enter(self, call: object) -> None:
+        self._entered.add(call)
+
+    def leave(self, call: object) -> bool:
+        """Whether no other call is in backward."""
+        self._entered.discard(call)
+        return not self._entered
+
+    def forget(self) -> None:
+        self._entered.clear()
+
+
 class ModelHooks:
     """All hooks of one engine on one model."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._takers: list[tuple[nn.Parameter, int]] = []  # whose gradients are taken, by which hook
         self._reads: OutsideReads | None = None
+        self._watch: BackwardWatch | None = None
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._takers.clear()
         if self._reads is not None:
             self._reads.remove()
 
@@ -102,14 +155,36 @@ class ModelHooks:
         mine = weakref.ref(self)  # Python's collector does not see what autograd's hooks refer to
 
         def hook(leaf: torch.Tensor) -> None:
-            grad, hooks = leaf.grad, mine()
+            hooks = mine()
+            grad = take_arrived(leaf) if hooks is not None else None
             if grad is not None and hooks is not None:
-                leaf.grad = None
+                if hooks._watch is not None:
+                    hooks._watch.arrived()
                 if hooks._reads is not None:
                     hooks._reads.check_gradient(leaf, grad)
                 arrived(grad)
 
-        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        handle = param.register_post_accumulate_grad_hook(hook)
+        self._handles.append(handle)
+        self._takers.append((param, handle.id))
+
+    def _take_last(self) -> None:
+        """Hooks that were registered since may edit `param.grad`: ours, which takes it away, goes behind them."""
+        for param, mine in self._takers:
+            hooks = param._post_accumulate_grad_hooks
+            if len(hooks) > 1 and next(reversed(hooks)) != mine:
+                hooks[mine] = hooks.pop(mine)  # C++ reads them in the order of insertion
+
+    def before_gradient(self, param: nn.Parameter, hide: Callable[[], None]) -> None:
+        """Call `hide()` before autograd adds to `param.grad`."""
+
+        mine = weakref.WeakMethod(hide)
+
+        def hook(grad: torch.Tensor) -> None:
+            if (call := mine()) is not None:
+                call()
+
+        self._handles.append(param.register_hook(hook))
 
     # ---------------------------------------------------------------- the whole model
     def on_model(
@@ -117,6 +192,7 @@ class ModelHooks:
     ) -> None:
         """Watch what the model returns, scale the gradients that enter there (see loss_scale.py), and cast floating
         inputs to `input_dtype` where parameters were cast to it."""
+        self._watch = watch
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(input_dtype) if tensor.is_floating_point() else tensor
@@ -161,9 +237,20 @@ class ModelHooks:
         """Call `starts` before the model's forward, before anything else."""
 
         def before(module: nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled():
+                self._take_last()
             starts()
 
         self._handles.append(model.register_forward_pre_hook(_eager(before), prepend=True))
+
+    def on_forward_end(self, model: nn.Module, ends: Callable[[], None]) -> None:
+        """Call `ends` after the model's forward, before its result is used."""
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if not in_backward():
+                ends()
+
+        self._handles.append(model.register_forward_hook(_eager(after)))
 
     def on_state_dict(self, model: nn.Module, check: Callable[[], None]) -> None:
         """Call `check` before `model.state_dict()`, and give its tensors a storage each, over the same memory.
@@ -188,36 +275,47 @@ class ModelHooks:
         """Gather a layer unit around the forward and the backward of its module."""
 
         casts = AutocastCopies(unit, device_type)
+        calls = BackwardCalls()
+        watch.at_end(calls.forget)
 
-        def enter_backward(grad: torch.Tensor) -> None:
-            watch.started()
-            params.builds_graph |= torch.is_grad_enabled()  # [Note: Double backward]
+        def enter_backward(call: object, recomputed: bool, grad: torch.Tensor) -> None:
+            if not recomputed:  # else the hook may belong to a backward inside the outermost one
+                watch.started()
+                params.builds_graph |= torch.is_grad_enabled()  # [Note: Double backward]
+            calls.enter(call)
             params.before_use(unit, Phase.BACKWARD)
 
-        def leave_backward(grad: torch.Tensor) -> None:
-            params.after_use(unit)
+        def leave_backward(call: object, grad: torch.Tensor) -> None:
+            if calls.leave(call):
+                params.after_use(unit)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            params.before_use(unit, Phase.BACKWARD if in_backward() else Phase.FORWARD)
-            if torch.is_grad_enabled():
+            call = calls.begin()
+            phase = Phase.BACKWARD if in_backward() else Phase.FORWARD
+            with temporarily_clear_interpreter_stack():  # a gather is no part of torch.vmap or torch.func
+                params.before_use(unit, phase)
+            if torch.is_grad_enabled() and _transforms():
+                params.hold(unit)  # hooks here see tensors of the transform, not those of the backward
+            elif torch.is_grad_enabled():
                 # Inside backward too: the inputs of a reentrant recomputation end its nested backward.
                 for tensor in tensors_in((args, kwargs)):
                     # A parameter lives on: its hooks would pile up with every forward.
                     if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                        tensor.register_hook(leave_backward)
+                        tensor.register_hook(functools.partial(leave_backward, call))
             casts.enter()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             casts.leave()
+            call = calls.end()
+            if torch.is_grad_enabled() and not _transforms():
+                enter = functools.partial(enter_backward, call, in_backward())
+                for tensor in tensors_in(output):  # none after an exception
+                    if tensor.requires_grad:
+                        tensor.register_hook(enter)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if in_backward():
-                return  # [Note: Recomputation]
-            if torch.is_grad_enabled():
-                for tensor in tensors_in(output):
-                    if tensor.requires_grad:
-                        tensor.register_hook(enter_backward)
-            params.after_use(unit)
+            if not in_backward():  # [Note: Recomputation]
+                params.after_use(unit)
 
         self._handles.append(unit.module.register_forward_pre_hook(_eager(before), prepend=True, with_kwargs=True))
         self._handles.append(unit.module.register_forward_hook(_eager(leave), always_call=True))
@@ -227,7 +325,7 @@ class ModelHooks:
         """Gather the root unit for the whole forward, and with gradients until the end of backward.
 
         The model itself is not always what is called (`model.generate` of a wrapped model, an encoder alone), so every
-        module that owns root parameters opens the same scope; the outermost one closes it.
+        module that owns root parameters or holds units opens the same scope; the outermost one closes it.
         """
         scope: list[nn.Module] = []
         reads = self._reads = OutsideReads(unit.module, params)
@@ -235,7 +333,8 @@ class ModelHooks:
 
         def before(module: nn.Module, args: Any) -> None:
             inside = in_backward()
-            params.before_use(unit, Phase.BACKWARD if inside else Phase.FORWARD)
+            with temporarily_clear_interpreter_stack():
+                params.before_use(unit, Phase.BACKWARD if inside else Phase.FORWARD)
             if not inside and not scope:
                 scope.append(module)
                 params.begin_forward()
@@ -246,29 +345,39 @@ class ModelHooks:
                 return
             scope.clear()
             params.release_idle()
-            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(output)):
+            if torch.is_grad_enabled() and (_transforms() or any(one.requires_grad for one in tensors_in(output))):
                 params.hold(unit)
+                reached = params.end_of_forward()
+                for tensor in tensors_in(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(reached)
                 if module is not unit.module:  # which on_model watches
                     watch.watch(output)
             else:
                 reads.close()
             params.after_use(unit)
 
-        for module in root_modules(unit):
+        for module in root_modules(unit, params.units):
             self._handles.append(module.register_forward_pre_hook(_eager(before), prepend=True))
             self._handles.append(module.register_forward_hook(_eager(after), always_call=True))
 
 
-def root_modules(unit: ShardUnit) -> list[nn.Module]:
-    """The model and every module below it that owns parameters of its root unit and is called itself."""
+def root_modules(unit: ShardUnit, units: Iterable[ShardUnit]) -> list[nn.Module]:
+    """The model, and every module below it that owns parameters of its root unit or holds one of `units`.
+
+    Of these only what can be called itself.
+    """
     if unit.kind is not UnitKind.ROOT:
         raise AssertionError(f"{unit.name} is not a root unit")
     mine = {id(param) for buffer in unit.buffers for param in buffer.params}
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    heads = {id(one.module) for one in units if one is not unit}
+    paths = [path for path, module in unit.module.named_modules(remove_duplicate=False) if id(module) in heads]
+    above = {path[:end] for path in paths for end, sign in enumerate(path) if sign == "."}
     found = [unit.module]
-    for module in unit.module.modules():
+    for path, module in unit.module.named_modules():
         owns = any(id(param) in mine for param in module.parameters(recurse=False))
-        if owns and module is not unit.module and not isinstance(module, containers):
+        if (owns or path in above) and module is not unit.module and not isinstance(module, containers):
             found.append(module)
     return found
 

@@ -6,13 +6,10 @@ have agreed on. Where a pass leaves that order (evaluation of a part, generation
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 
+from hf_zero.digests import digest_of
 from hf_zero.shards.unit import ShardUnit
-
-# Digests travel in a float64 vote as d and d*d, which must stay exact: 24 bits squared are 48.
-_DIGEST_MASK = (1 << 24) - 1
 
 
 class UseOrder:
@@ -66,9 +63,9 @@ class UseOrder:
         """All uses of the agreed order."""
         return (self._units[i] for i in self._agreed)
 
-    def digest(self) -> int:
-        """Of the last whole pass; travels in the vote of a step."""
-        return zlib.crc32(repr(self._recorded).encode()) & _DIGEST_MASK
+    def digest(self) -> float:
+        """An integer, of the last whole pass; travels in the vote of a step."""
+        return digest_of(repr(self._recorded).encode())
 
     def agree(self, all_ranks_equal: bool) -> None:
         """Take the last pass as the order to prefetch along, if every rank recorded the same."""

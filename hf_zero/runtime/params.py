@@ -8,12 +8,12 @@ import enum
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
 import torch
 
-from hf_zero.config.resolved import ZeroSection
 from hf_zero.runtime.order import UseOrder
+from hf_zero.runtime.prefetch_limits import PrefetchLimits
+from hf_zero.runtime.repeated_use import RepeatedUse
 from hf_zero.shards.partition import UnitKind
 from hf_zero.shards.unit import ShardUnit, UnitState
 
@@ -26,83 +26,40 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
 
 
-@dataclass(frozen=True)
-class PrefetchLimits:
-    """What may be whole beside the units in use, in elements.
-
-    Args:
-        ahead: `stage3_prefetch_bucket_size`: how far along the agreed order units are gathered ahead. The next one is,
-            whatever its size; 0 turns it off.
-        live: `stage3_max_live_parameters`: what may be whole in all. Only what is in use goes beyond it.
-        reuse: `stage3_max_reuse_distance`: a unit whose next use comes before so many elements of other units stays
-            whole, if there is room; 0 releases every unit after its use.
-    """
-
-    ahead: int
-    live: int
-    reuse: int = 0
-
-    @classmethod
-    def of(cls, zero: ZeroSection) -> PrefetchLimits:
-        return cls(
-            zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
-            zero.stage3_max_live_parameters,
-            zero.stage3_max_reuse_distance,
-        )
-
-
-class RepeatedUse:
-    """What follows what while one thing is done again and again without gradients: a token for a token.
-
-    Learned from the uses before, so that after the last layer of a token comes the first layer of the next one. No
-    vote is needed: every use here is a gather, so ranks whose uses differ would have failed at the gather already.
-    """
-
-    def __init__(self) -> None:
-        self._units: dict[int, ShardUnit] = {}
-        # (unit before, unit) -> unit after, as in UseOrder
-        self._next: dict[tuple[int, int], int] = {}
-        self._before = self._here = -1
-
-    def note(self, unit: ShardUnit) -> None:
-        """`unit` is used now."""
-        self._units[id(unit)] = unit
-        self._next[(self._before, self._here)] = id(unit)
-        self._before, self._here = self._here, id(unit)
-
-    def upcoming(self) -> Iterator[ShardUnit]:
-        """Units that followed the last times, nearest first."""
-        before, here = self._before, self._here
-        for _ in range(len(self._units)):
-            after = self._next.get((before, here))
-            if after is None:
-                return
-            yield self._units[after]
-            before, here = here, after
-
-
 class OnDemandParams:
     """Gathers a unit before its use, releases it after, and starts on the next one meanwhile.
 
     Invariants:
       - A unit is FULL from `before_use` to `after_use`, recomputation included; a held unit stays FULL until
         `release_all`, a pinned one until the end of the block that pinned it, or a step, which changes its values.
-      - `live_numel` goes beyond `stage3_max_live_parameters` only by units in use.
+      - What is whole and not in use (gathered ahead, or kept) stays within `stage3_max_live_parameters`, but for the
+        next unit where the limits admit it.
       - What is gathered, kept and released when depends on nothing but the order of uses, which is that of all ranks.
     """
 
     def __init__(
-        self, units: list[ShardUnit], limits: PrefetchLimits, on_left: Callable[[ShardUnit], None] = lambda unit: None
+        self,
+        units: list[ShardUnit],
+        limits: PrefetchLimits,
+        on_left: Callable[[ShardUnit], None] = lambda unit: None,
+        on_used: Callable[[ShardUnit, bool], None] = lambda unit, late: None,
     ) -> None:
-        """`on_left(unit)` is called in backward, at the same point on all ranks, when `unit` has had its last use."""
+        """`on_left(unit)` is called in backward, at the same point on all ranks, when `unit` has had its last use.
+
+        `on_used(unit, late)` is called while `unit` is whole: before it is released after a use, and at both ends of
+        backward. `late`: backward has begun.
+        """
         self.units = [unit for unit in units if unit.on_demand]
-        self._on_left = on_left
+        self._on_left, self._on_used = on_left, on_used
         self._open_uses: collections.Counter[int] = collections.Counter()  # forward uses that no backward has met
         self._forward_trains = False
         self._last_in_backward: ShardUnit | None = None
         self.orders = {phase: UseOrder(self.units) for phase in Phase}
         self._limits = limits
         self._held: set[int] = set()
+        self._open_forwards: set[object] = set()  # those with gradients that no backward has come to since the step
+        self._keeps_graph = False  # the backward under way may be followed by another one over its graph
+        self._in_graphs: dict[int, ShardUnit] = {}  # see `hold_for_backward`
         self._pinned: set[int] = set()
         self._stream: RepeatedUse | None = None  # inside `streaming`
         self.builds_graph = False  # this backward makes a graph of gradients: [Note: Double backward] in hooks.py
@@ -169,7 +126,6 @@ class OnDemandParams:
     def make_full(self, unit: ShardUnit) -> None:
         """Make `unit` whole outside of forward and backward. All ranks must call."""
         if unit.state is UnitState.SHARDED:
-            self._make_room(unit.numel)
             self._start(unit)
         if unit.state is UnitState.GATHERING:
             unit.gather_finish()
@@ -215,12 +171,12 @@ class OnDemandParams:
 
         Units that do not belong to a layer (embeddings, head) stay whole from the first forward to the end of the
         block. That is no more memory than one forward needs, which holds them while its layers come and go; it is left
-        where they and two layers exceed `stage3_max_live_parameters`.
+        where `stage3_max_live_parameters` admits nothing ahead.
         """
         whole = {id(unit) for unit in self.units if unit.state is UnitState.FULL}
         roots = [unit for unit in self.units if unit.kind is not UnitKind.LAYER and id(unit) not in whole]
         layers = [unit.numel for unit in self.units if unit.kind is UnitKind.LAYER]
-        if sum(unit.numel for unit in roots) + 2 * max(layers, default=0) > self._limits.live:
+        if not self._limits.admits_next(max(layers, default=0)):
             roots = []
         self._pinned.update(id(unit) for unit in roots)
         self._stream = RepeatedUse()
@@ -238,15 +194,35 @@ class OnDemandParams:
         """Whether the backward of a training forward is still to come."""
         return bool(self._held)
 
+    def stays_for_backward(self, unit: ShardUnit) -> bool:
+        """Whether `unit` is whole until the end of backward, or of a block around it."""
+        return id(unit) in self._held or id(unit) in self._pinned
+
     def hold(self, unit: ShardUnit) -> None:
         """Keep `unit` whole until `release_all` (the root unit: from forward to the end of backward)."""
         self._held.add(id(unit))
 
+    def end_of_forward(self) -> Callable[[torch.Tensor], None]:
+        """A forward has ended whose backward is to come; returns the hook of what it returned."""
+        forward = object()
+        self._open_forwards.add(forward)
+        return lambda grad: self._open_forwards.discard(forward)
+
+    def hold_for_backward(self, unit: ShardUnit) -> None:
+        """Hold a unit that autograd reads without a hook that gathers it: in every backward up to the next step.
+
+        More than one may come: a graph that is retained, or those of several forwards.
+        """
+        self.hold(unit)
+        self._in_graphs[id(unit)] = unit
+
     def after_use(self, unit: ShardUnit) -> None:
-        kept = id(unit) in self._held or id(unit) in self._pinned
-        if kept or self.builds_graph or self._graph_alive or unit.state is UnitState.KEPT:
+        if self.stays_for_backward(unit) or self.builds_graph or self._graph_alive or unit.state is UnitState.KEPT:
             return
-        if unit.state is UnitState.FULL and self.live_numel <= self._limits.live and self._is_needed_soon(unit):
+        if unit.on_demand and unit.state is UnitState.FULL:
+            self._on_used(unit, self._phase is Phase.BACKWARD)
+        room = unit.state is UnitState.FULL and self._beside_use() + unit.numel <= self._limits.live
+        if room and self._is_needed_soon(unit):
             self._kept[id(unit)] = unit
             unit.keep()
         else:
@@ -288,24 +264,37 @@ class OnDemandParams:
 
     def begin_backward(self) -> None:
         """All ranks must call. The root unit may have been released by the end of another backward."""
+        self._all_used(late=False)
+        self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self.orders[Phase.BACKWARD].begin()
         self._phase = Phase.BACKWARD
         self.builds_graph = False
         self._last_in_backward = None
-        for unit in self.units:
-            if unit.kind is UnitKind.ROOT:
-                with torch.no_grad():
-                    self.make_full(unit)
-                self.hold(unit)
+        roots = [unit for unit in self.units if unit.kind is UnitKind.ROOT]
+        for unit in (*roots, *self._in_graphs.values()):
+            with torch.no_grad():
+                self.make_full(unit)
+            self.hold(unit)
 
     def end_backward(self) -> None:
         self._graph_alive = self.builds_graph
         if not self.builds_graph:
-            self._release_all_but(self._pinned)
+            self._all_used(late=True)
+            # Another backward may begin with nodes of a loss that reads a weight of these, before any hook of ours.
+            held = set(self._held) if self._open_forwards or self._keeps_graph else set[int]()
+            self._release_all_but(self._pinned | held)
+            self._held = held
+
+    def _all_used(self, *, late: bool) -> None:
+        for unit in self.units:
+            if unit.state is UnitState.FULL and id(unit) not in self._pinned:
+                self._on_used(unit, late)
 
     def end_step(self) -> None:
         """A forward whose backward never came is forgotten."""
         self._open_uses.clear()
+        self._open_forwards.clear()
+        self._in_graphs.clear()
         self.release_all()
 
     def release_all(self) -> None:
@@ -323,6 +312,8 @@ class OnDemandParams:
     def forget(self) -> None:
         """A pass was broken off on all ranks, and its connections are closed: everything is in shards again."""
         self._held.clear()
+        self._open_forwards.clear()
+        self._in_graphs.clear()
         self._open_uses.clear()
         self._kept.clear()
         self._phase = None
@@ -363,17 +354,23 @@ class OnDemandParams:
         self.live_numel -= numel
         self.live_bytes -= nbytes
 
-    def _make_room(self, numel: int, near: AbstractSet[int] = frozenset()) -> bool:
+    def _beside_use(self) -> int:
+        """Elements that are whole, or will be, and nobody uses."""
+        return sum(unit.numel for unit in self.units if unit.state in (UnitState.GATHERING, UnitState.KEPT))
+
+    def _make_room(self, numel: int, near: AbstractSet[int]) -> bool:
         """Release kept units, except `near` ones, until `numel` more elements may be whole; return whether they may.
 
         The longest kept goes first: backward comes to it last.
         """
+        room = self._limits.live - numel - self._beside_use()
         for unit in list(self._kept.values()):
-            if self.live_numel + numel <= self._limits.live:
+            if room >= 0:
                 break
             if id(unit) not in near:
+                room += unit.numel
                 self._release(unit)
-        return self.live_numel + numel <= self._limits.live
+        return room >= 0
 
     def _prefetch(self, upcoming: Callable[[], Iterator[ShardUnit]], max_units: int | None = None) -> None:
         if not self._limits.ahead:
@@ -390,6 +387,7 @@ class OnDemandParams:
                 return
             near.add(id(unit))
             if unit.state is UnitState.SHARDED:
-                if not self._make_room(unit.numel, near):
+                may = self._make_room(unit.numel, near)
+                if not may and not (len(near) == 1 and self._limits.admits_next(unit.numel)):
                     return
                 self._start(unit)

@@ -3,9 +3,9 @@
 [Note: Reads outside of a forward]
 From the start of the model's forward to the end of its backward, reading `module.weight` of a released unit gathers
 the unit. With gradients on it stays whole until the end of backward, because autograd looks at the parameter again
-there. That costs the memory of that unit, and nothing where nobody reads. All ranks must read the same parameters in
-the same order, as they must call the same layers. A compiled graph takes what it finds, so other layers are to be read
-outside of it.
+there, and it is whole in every further backward before the step. That costs the memory of that unit, and nothing where
+nobody reads. All ranks must read the same parameters in the same order, as they must call the same layers. A compiled
+graph takes what it finds, so other layers are to be read outside of it.
 
 A loop over `model.parameters()` reads without asking the module: its dtype and device are true, its values are not.
 Gathering there would gather the model for every `next(model.parameters()).device`, so such reads are only remembered;
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 
 from hf_zero.errors import StateError
@@ -88,7 +89,8 @@ class OutsideReads:
         """A forward of the model begins: from here on a read means the value."""
         # Token by token every read counts: what is whole to the end is read as in a plain model.
         self.is_open = torch.is_grad_enabled() or not self._params.all_pinned
-        self._iterated.clear()
+        if not self._params.awaits_backward:  # else the gradients of an earlier forward are still to be checked
+            self._iterated.clear()
 
     def close(self) -> None:
         """Nothing of the forward is left to run, nor of its backward."""
@@ -103,12 +105,12 @@ class OutsideReads:
         if unit is None:
             return
         if unit.state is not UnitState.FULL:
-            with torch.no_grad():
+            with torch.no_grad(), temporarily_clear_interpreter_stack():
                 self._params.make_full(unit)
             self._borrowed.append(unit)
             self._tell(param, unit)
         if torch.is_grad_enabled() and unit in self._borrowed:
-            self._params.hold(unit)
+            self._params.hold_for_backward(unit)
 
     def on_iteration(self, param: Any) -> None:
         """`param` was met in a loop over the module's parameters."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hf_zero.runtime.grads import GradBuffer
+from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.shards.buffer import FlatBuffer
 
 _MAX_IN_FLIGHT = 2
@@ -33,6 +34,7 @@ class GradReducer:
         overlap: bool,
         on_arrival: bool,
         on_final: Callable[[GradBuffer], None] = lambda buffer: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`buffers` in the order of reduces, the same on all ranks.
 
@@ -41,8 +43,10 @@ class GradReducer:
             on_arrival: Start a reduce when its gradients are there; False if other collectives run in backward.
             on_final: Called in the last backward before the step when a buffer's reduce is over, so that its shard
                 holds the gradient of the window unless more arrives late.
+            on_change: Called before the user's own change of a gradient is taken over.
         """
         self.buffers = buffers
+        self.shown = ParamGrads(buffers, drop_all=self.clear, on_change=on_change)
         self._on_final = on_final
         self._final: set[int] = set()  # ids of buffers whose reduce under way is the last of the window
         self._overlap = overlap
@@ -86,6 +90,7 @@ class GradReducer:
 
     def settle(self) -> None:
         """Before the vote of a step: nothing is under way, and every buffer has had its reduce of this window."""
+        self.shown.collect()
         self.end_backward(boundary=True)
         if not self._reduced:
             for buffer in self.buffers:
@@ -102,8 +107,10 @@ class GradReducer:
         self._finish()
 
     def clear(self) -> None:
+        """The window is over."""
         self._finish()
         self._reduced = False
+        self.shown.clear()
         for buffer in self.buffers:
             buffer.clear()
 

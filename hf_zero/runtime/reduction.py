@@ -63,8 +63,14 @@ class Reduction:
         return _finished(comm.all_reduce(full, what, wire_dtype=wire_dtype), part, out, after)
 
     def everything(self, comm: Comm, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None) -> Pending:
-        """As Comm.all_reduce: `full` becomes the sum."""
+        """As Comm.all_reduce: `full` becomes the sum.
+
+        In a type narrower than `full`'s the addends travel only: they are summed in `full`'s type where backends can
+        do that, as in `parts`, and the sum travels in it. An all-reduce rounds sums in the narrow type, or overflows.
+        """
         after = self._divide(comm, full)
+        if self.scatters and comm.world_size > 1 and wire_dtype is not None and wire_dtype.itemsize < full.itemsize:
+            return _SummedApart(comm, full, what, wire_dtype, after)
         return _finished(comm.all_reduce(full, what, wire_dtype=wire_dtype), full, full, after)
 
     def _divide(self, comm: Comm, full: torch.Tensor) -> float:
@@ -97,3 +103,30 @@ class _Then:
         self._pending.wait()
         self._pending = None
         torch.mul(self._source, self._factor, out=self._out)
+
+
+class _SummedApart:
+    """An all-reduce as a reduce-scatter of addends in `wire_dtype` and an all-gather of sums in `full`'s type.
+
+    `full` becomes `factor` times the sum. All ranks must call `wait` at the same place among their collectives.
+    """
+
+    def __init__(self, comm: Comm, full: torch.Tensor, what: str, wire_dtype: torch.dtype, factor: float) -> None:
+        self._comm = comm
+        self._full = full
+        self._what = what
+        self._factor = factor
+        part_numel = -(-full.numel() // comm.world_size)
+        wire = torch.zeros(part_numel * comm.world_size, dtype=wire_dtype, device=full.device)
+        wire[: full.numel()].copy_(full)
+        self._part = full.new_empty(part_numel)
+        self._pending: Pending | None = comm.reduce_scatter(self._part, wire, what)
+
+    def wait(self) -> None:
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        whole = self._full.new_empty(self._part.numel() * self._comm.world_size)
+        self._comm.all_gather(whole, self._part, self._what).wait()
+        torch.mul(whole[: self._full.numel()], self._factor, out=self._full)

@@ -1,7 +1,8 @@
 """Moves parameters out of the units of former engines into new ones, a flat buffer at a time.
 
 A buffer that keeps its parameters at their places (only type, medium or trainability change) hands its shard over,
-with no communication. Any other cut gathers the old unit first: one unit more than the shards is in memory then.
+with no communication. Any other cut gathers the old unit first: one unit more than the shards is in memory then. Where
+the old engine trained, values come from its master weights, which have more digits than 16-bit parameters.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Succession:
     def __init__(self, old: Iterable[ShardUnit]) -> None:
         self._places: dict[int, _Place] = {}
         self._left: collections.Counter[FlatBuffer] = collections.Counter()
+        self._masters: dict[FlatBuffer, torch.Tensor] = {}
         for unit in old:
             for buffer in unit.buffers:
                 self._left[buffer] = 0
@@ -46,21 +48,32 @@ class Succession:
         places = [self._places.get(id(param)) for param in buffer.params]
         source = places[0].buffer if places and places[0] is not None else None
         held = source is not None and all(id(param) in self._places for param in source.params)
-        if source is not None and held and buffer.fits(source, buffer.params):
+        exact = source is None or source.dtype == buffer.dtype or source.master is None or buffer.on_demand
+        if source is not None and held and exact and buffer.fits(source, buffer.params):
             source.check_placeholders()
             buffer.fill_from(source, share=True)
         else:
-            for place in places:
+            for place, param in zip(places, buffer.params, strict=True):
                 if place is not None:
                     _make_full(place.unit)
+                    if _has_more_digits(place.buffer):
+                        self._show_master(place, param)
             buffer.fill_from_params()
         self._moved(buffer.params)
+
+    def _show_master(self, place: _Place, param: nn.Parameter) -> None:
+        """Point `param` at its whole master weights, which the buffer keeps until all its parameters have moved."""
+        if place.buffer not in self._masters:
+            self._masters[place.buffer] = place.buffer.whole_master()
+        slot = place.buffer.layout.slots[place.index]
+        param.data = self._masters[place.buffer][slot.offset : slot.end].view(slot.shape)
 
     def finish(self) -> None:
         """Forget what no new buffer took: parameters that have left the model."""
         for buffer in list(self._left):
             buffer.discard()
         self._left.clear()
+        self._masters.clear()
         self._places.clear()
 
     def _moved(self, params: Iterable[nn.Parameter]) -> None:
@@ -71,7 +84,12 @@ class Succession:
             self._left[place.buffer] -= 1
             if self._left[place.buffer] == 0:
                 del self._left[place.buffer]
+                self._masters.pop(place.buffer, None)
                 place.buffer.discard()
+
+
+def _has_more_digits(buffer: FlatBuffer) -> bool:
+    return buffer.master is not None and buffer.master.dtype != buffer.dtype
 
 
 def _make_full(unit: ShardUnit) -> None:

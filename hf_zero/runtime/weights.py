@@ -60,17 +60,23 @@ class WholeWeights:
 
     @contextlib.contextmanager
     def looked_at(self, units: Iterable[ShardUnit]) -> Iterator[None]:
-        """As `gathered`, for code that is not ours: raises StateError on a rank that wrote to a parameter."""
+        """As `gathered`, for code that is not ours: raises StateError on every rank if one wrote to a parameter."""
         units = list(units)
         with self.gathered(units):
             watch = EditWatch([buffer for unit in units for buffer in unit.buffers], by_value=False)
             yield
-            if all(unit.state is UnitState.FULL for unit in units) and (edited := watch.edited()):
-                raise StateError(
-                    f"rank {self._comm.rank} wrote to parameter(s) that were gathered for reading, and no other rank "
-                    f"hears of it: {_some(list(edited))}.\nName the rank whose edits are to be kept: "
-                    "hf_zero.gathered_params(..., write_rank=0)."
-                )
+            stayed = all(unit.state is UnitState.FULL for unit in units)  # else a step released them
+            self._refuse_edits(list(watch.edited()) if stayed else [])
+
+    def _refuse_edits(self, mine: list[str]) -> None:
+        everyone = self._comm.all_gather_object(mine, "edits")
+        said = [f"rank {rank}: {_some(theirs)}" for rank, theirs in enumerate(everyone) if theirs]
+        if said:
+            raise StateError(
+                "parameter(s) that were gathered for reading were written to, and no other rank hears of it:\n"
+                + "\n".join(said)
+                + "\nName the rank whose edits are to be kept: hf_zero.gathered_params(..., write_rank=0)."
+            )
 
     @contextlib.contextmanager
     def edited(self, units: Iterable[ShardUnit], write_rank: int) -> Iterator[None]:
@@ -111,7 +117,7 @@ class WholeWeights:
             changed = [buffer for buffer in buffers if any(slot.name in names for slot in buffer.layout.slots)]
             self._broadcast(changed, write_rank)
             for buffer in changed:
-                _take_over(buffer, names)
+                take_over(buffer, names)
 
     def check_idle(self, units: Iterable[ShardUnit]) -> None:
         """Raise StateError if one of `units` is in use: its values cannot be replaced now."""
@@ -175,7 +181,7 @@ class WholeWeights:
         for name, tensor in own_tensors(self._model):
             if aliases.get(name, name) in whole:
                 ordered[name] = whole[aliases.get(name, name)]
-            elif not isinstance(tensor, nn.Parameter) and not trainable_only:
+            elif not trainable_only:  # buffers, and parameters that are in no unit: integers, packed ones
                 ordered[name] = tensor.detach().to("cpu", copy=True)
         return ordered
 
@@ -199,11 +205,13 @@ class WholeWeights:
         if shapes:
             raise CheckpointError(f"rank {self._comm.rank}: shapes differ:\n  " + "\n  ".join(shapes))
         with torch.no_grad():
+            left = wanted
             for unit in self._units:
                 mine = {slot.name for buffer in unit.buffers for slot in buffer.layout.slots}
                 self.set_unit(unit, {name: state[given[name]] for name in mine & given.keys()})
-            for name, tensor in wanted.items():
-                if not isinstance(tensor, nn.Parameter) and name in given:
+                left = {name: tensor for name, tensor in left.items() if name not in mine}
+            for name, tensor in left.items():  # buffers, and parameters that are in no unit
+                if name in given:
                     tensor.copy_(state[given[name]])
 
     def set_unit(self, unit: ShardUnit, state: Mapping[str, torch.Tensor]) -> None:
@@ -246,7 +254,7 @@ def share_resident(buffer: FlatBuffer) -> None:
     torch.autograd.graph.increment_version(buffer.params)  # a backward that saved the old values must say so
 
 
-def _take_over(buffer: FlatBuffer, names: set[str]) -> None:
+def take_over(buffer: FlatBuffer, names: set[str]) -> None:
     """Bring shard and master of these parameters up to date with what `full` holds.
 
     A master keeps its digits where the parameter is still what it rounds to.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -22,24 +21,11 @@ from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.pages import use_huge_pages
 from hf_zero.pending import Pending, wait_all
+from hf_zero.shards.home import Home
 from hf_zero.shards.stored import StoredShard
 from hf_zero.shards.tensors import ShardTensor
 from hf_zero.store import DeviceStore, MemoryStore
 from hf_zero.store.base import Lease, ShardStore
-from hf_zero.store.copies import CopyStream
-
-
-@dataclass(frozen=True)
-class Home:
-    """Where the data of one flat buffer lives between uses, and how ranks share it after an update."""
-
-    param: ShardStore  # its shard, where parameters are whole around their use only
-    master: ShardStore  # master weights, and the moments of a native update
-    copies: CopyStream  # for what goes between host and device; one for all buffers
-    native: bool  # the native rule updates the masters tile by tile; else torch does, and they stay in memory
-    tile_numel: int
-    sub_group_numel: int = 1 << 62  # elements that one call of a torch optimizer updates
-    broadcasts: bool = False  # what is whole for ever comes from each owner by a broadcast (`allgather_partitions`)
 
 
 class FlatBuffer:
@@ -83,7 +69,7 @@ class FlatBuffer:
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
         self._ghost = torch.full((len(self.params),), torch.nan, dtype=dtype, device=self._device)
-        self._placeholders = [self._ghost[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
+        self.placeholders = [self._ghost[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
         fill(self)
 
     # ---------------------------------------------------------------- first values
@@ -184,6 +170,7 @@ class FlatBuffer:
         """Start making the parameters whole. All ranks must call, in the same order."""
         if self.on_demand:
             self.check_placeholders()
+            self.check_views()
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
             if self._device.type == "cpu":
                 use_huge_pages(self.full)
@@ -226,7 +213,7 @@ class FlatBuffer:
         for place, part in zip(places, shard.parts, strict=True):
             place.copy_(part, non_blocking=True)
         self._copied = torch.Event(self.full.device.type)
-        self._copied.record()
+        self._copied.record(torch.accelerator.current_stream(self.full.device))
         return places
 
     def finish_update(self) -> None:
@@ -240,7 +227,8 @@ class FlatBuffer:
         wait_all(self._pending)
         self._pending.clear()
         if self._copied is not None:
-            self._copied.wait()  # the compute stream; an all-gather in between has waited already
+            # An all-gather in between has waited already.
+            self._copied.wait(torch.accelerator.current_stream(self.full.device))
         if self._lease is not None:
             if self._copied is not None:  # what was lent is read until here
                 self._copied.synchronize()
@@ -259,13 +247,26 @@ class FlatBuffer:
 
     def release(self) -> None:
         """Point the parameters at placeholders and give the memory back. See [Note: Views outlive a release]."""
-        for param, placeholder in zip(self.params, self._placeholders, strict=True):
-            param.data = placeholder
+        self._bind(self.placeholders)
         self.full.untyped_storage().resize_(0)
 
     def bind_views(self) -> None:
-        for param, view in zip(self.params, self._views, strict=True):
-            param.data = view
+        self._bind(self._views)
+        self.mark_written()
+
+    def _bind(self, places: list[torch.Tensor]) -> None:
+        self._bound = places
+        for param, place in zip(self.params, places, strict=True):
+            param.data = place
+
+    def mark_written(self) -> None:
+        """What was written so far is known."""
+        self._versions = [param._version for param in self.params]
+
+    def written(self) -> list[int]:
+        """Which whole parameters were written to in place since `mark_written`, by what torch counts."""
+        pairs = zip(self.params, self._versions, strict=True)
+        return [index for index, (param, known) in enumerate(pairs) if param._version != known]
 
     def check_placeholders(self) -> None:
         """Raise if somebody wrote to a released parameter (`zero_`, `fill_` and a 1-element write do not raise)."""
@@ -282,20 +283,22 @@ class FlatBuffer:
             )
 
     def check_views(self) -> None:
-        """Raise if a whole parameter has left the buffer (`.to(dtype)`, `param.data = ...`): updates would miss it."""
-        if self.on_demand:
-            return  # check_placeholders looks after these
+        """Raise if a parameter has left the buffer (`.to(dtype)`, `param.data = ...`): updates would miss it."""
+        bound = zip(self.layout.slots, self.params, self._bound, strict=True)
         strays = [
             slot.name
-            for slot, param, view in zip(self.layout.slots, self.params, self._views, strict=True)
-            if param.data_ptr() != view.data_ptr() or param.dtype != self.dtype
+            for slot, param, place in bound
+            if param.data_ptr() != place.data_ptr() or param.dtype != self.dtype
         ]
         if strays:
+            if self.on_demand:
+                self._bind(self._bound)
             raise StateError(
                 f"rank {self._comm.rank}: parameter(s) were replaced or cast after hf_zero had taken the model over, "
                 f"and updates would not reach them: {', '.join(strays[:5])} ({len(strays)} in all).\nDo not call "
-                ".to(dtype) or .half(), nor assign param.data, on a model in training: set the type before, or in the "
-                "configuration (bf16.enabled), and edit values in place under torch.no_grad()."
+                ".to(dtype) or .half(), nor assign param.data (vector_to_parameters does), on a model in training: "
+                "set the type before, or in the configuration (bf16.enabled), and values with hf_zero.set_full_param("
+                "model, tensor, name), or in place inside `with hf_zero.gathered_params(model, write_rank=0):`."
             )
 
     # ---------------------------------------------------------------- around the optimizer step
@@ -307,6 +310,23 @@ class FlatBuffer:
             self.master.copy_into(self.shard)
         else:
             self.shard.copy_from(self.master)  # type: ignore[arg-type]
+
+    def whole_master(self) -> torch.Tensor:
+        """The masters of all ranks, 1-D [padded_numel], in their own type, on the device. All ranks must call."""
+        assert self.master is not None
+        whole = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self._device)
+        mine = ShardTensor(self.layout, self._rank, whole, in_full=True)
+        self.finish_update()
+        if isinstance(self.master, StoredShard):
+            with self._comm.stop_together():
+                self.master.copy_into(mine)
+        else:
+            mine.copy_from(self.master)
+        if self.layout.world_size > 1:
+            name = f"masters of {self.layout.name}"
+            parts = zip(self.layout.buckets(), mine.parts, strict=True)
+            wait_all([self._comm.all_gather(whole[at : at + numel], part, name) for (at, numel), part in parts])
+        return whole
 
     def accept_whole(self) -> None:
         """Take edits of the gathered parameters over into the shard. There must be no master: it would be rounded."""
@@ -338,7 +358,7 @@ class FlatBuffer:
     def holds(self, index: int) -> bool:
         """Whether a parameter is still what this buffer made it: its placeholder, or its view of the full buffer."""
         param = self.params[index]
-        known = (self._placeholders[index], self._views[index])
+        known = (self.placeholders[index], self._views[index])
         return any(param.data_ptr() == mine.data_ptr() and param.shape == mine.shape for mine in known)
 
     def detach(self) -> None:

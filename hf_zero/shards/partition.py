@@ -102,6 +102,9 @@ def check_parameters(model: nn.Module, *, cut: bool = False) -> None:
     """Refuse parameters that cannot be flattened, with `cut` also those that cannot be cut; all in one message."""
     problems = []
     for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            problems.append(f"{name} has no shape yet (a lazy module): run one forward of the plain model first")
+            continue
         kind = type(param.data).__name__
         if param.is_meta:
             problems.append(f"{name} is on the meta device: load or initialise the weights first")

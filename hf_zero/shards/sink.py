@@ -89,9 +89,10 @@ class StagedSink(ParamSink):
     def publish(self) -> None:
         for part, staged in zip(self._shard.parts, self._staged.parts, strict=True):
             part.copy_(staged, non_blocking=True)
-        if self._shard.memory.device.type != "cpu":
-            self._copied = torch.Event(self._shard.memory.device.type)
-            self._copied.record()
+        device = self._shard.memory.device
+        if device.type != "cpu":
+            self._copied = torch.Event(device.type)
+            self._copied.record(torch.accelerator.current_stream(device))
 
     def discard(self) -> None:
         return None

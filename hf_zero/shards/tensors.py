@@ -77,7 +77,9 @@ class ShardTensor:
             mine.copy_(theirs)
 
     def scale(self, factor: float) -> None:
-        torch._foreach_mul_(self.parts, factor)
+        if self.parts:  # a buffer of empty parameters has none, and torch refuses an empty list
+            torch._foreach_mul_(self.parts, factor)
 
     def zero(self) -> None:
-        torch._foreach_zero_(self.parts)
+        if self.parts:
+            torch._foreach_zero_(self.parts)

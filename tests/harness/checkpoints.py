@@ -124,7 +124,7 @@ def save(folder: Path, model: WholeModel, world_size: int, bucket: int | None = 
     for rank in range(world_size):
         buffers = model.buffers if rank == 0 else None
         states = model.rank_states(layouts, rank)
-        records.append(write_rank_file(folder, rank, states, buffers, save_id=save_id))
+        records.append(write_rank_file(folder, rank, states, buffers, save_id=save_id, info=info))
     commit(folder, build_manifest(info, records[::-1]))
     return info
 

@@ -67,8 +67,9 @@ def assert_same_single(case: Case, want: Trace, got: Trace, label: str) -> None:
 
 
 # A gradient in fp32 differs from the fp64 one by at most this many roundings of the largest gradient in the model: the
-# sums behind it have up to a few hundred terms, and the weights it was computed from differ a little themselves.
-GRADIENT_ROUNDINGS = 16
+# sums behind it have up to a few hundred terms, and the weights it was computed from differ a little themselves. 17
+# were seen, at stage 0: processors sum in different orders.
+GRADIENT_ROUNDINGS = 24
 UNIT_ROUNDOFF = 2.0**-24
 
 

@@ -118,27 +118,54 @@ def run_ranks(
         init_group: False leaves it to the function to join a process group: the environment is set as torchrun does.
         env: Environment variables of the ranks.
     """
-    folder = tempfile.mkdtemp(prefix="hf-zero-test-")
-    try:
-        with open(os.path.join(folder, "call.pkl"), "wb") as file:
-            pickle.dump((function, args, kwargs), file)
-        env = dict(env or {})
-        if not init_group:
-            env.setdefault("MASTER_PORT", str(_free_port()))
-        job = Job(folder, world_size, timeout, function.__module__, init_group, expect_error, env)
-        report = _server.run(job)
-        outcomes = [_outcome(Path(folder), rank, code, report.hung) for rank, code in enumerate(report.exit_codes)]
-        logs = _logs(Path(folder), world_size)
-        if report.hung:
-            pytest.fail(_hang_text(Path(folder), report.hung, timeout, outcomes) + logs, pytrace=False)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    failures = [outcome for outcome in outcomes if isinstance(outcome, RankFailure)]
+    job = (function, args, kwargs)
+    ended = try_ranks(job, world_size, timeout=timeout, wait_for_all=expect_error, init_group=init_group, env=env)
+    failures = [outcome for outcome in ended.outcomes if isinstance(outcome, RankFailure)]
+    if ended.hang:
+        pytest.fail(ended.hang + ended.logs, pytrace=False)
     if expect_error and not failures:
         pytest.fail("an error was expected, but every rank returned")
     if failures and not expect_error:
-        pytest.fail(_failure_text(failures, world_size) + logs, pytrace=False)
-    return outcomes
+        pytest.fail(_failure_text(failures, world_size) + ended.logs, pytrace=False)
+    return ended.outcomes
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a job ended, whatever it did."""
+
+    outcomes: list[Any]  # per rank: its result, or a RankFailure
+    hang: str  # the stacks of the ranks that did not end in time; empty if all did
+    logs: str  # what the ranks printed
+
+
+def try_ranks(
+    job: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+    world_size: int,
+    *,
+    timeout: float = 60,
+    wait_for_all: bool = True,
+    init_group: bool = True,
+    env: dict[str, str] | None = None,
+) -> Ended:
+    """Call `function(*args, **kwargs)` of `job` on the ranks, as `run_ranks` does, and judge nothing.
+
+    Args:
+        wait_for_all: False kills the other ranks some seconds after one has failed.
+    """
+    folder = tempfile.mkdtemp(prefix="hf-zero-test-")
+    try:
+        with open(os.path.join(folder, "call.pkl"), "wb") as file:
+            pickle.dump(job, file)
+        env = dict(env or {})
+        if not init_group:
+            env.setdefault("MASTER_PORT", str(_free_port()))
+        report = _server.run(Job(folder, world_size, timeout, job[0].__module__, init_group, wait_for_all, env))
+        outcomes = [_outcome(Path(folder), rank, code, report.hung) for rank, code in enumerate(report.exit_codes)]
+        hang = _hang_text(Path(folder), report.hung, timeout, outcomes) if report.hung else ""
+        return Ended(outcomes, hang, _logs(Path(folder), world_size))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _outcome(folder: Path, rank: int, exit_code: int | None, hung: list[int]) -> Any:

@@ -81,6 +81,23 @@ class SharedBlock(Net):
         return x
 
 
+class Repeated(Net):
+    """Blocks called twice in a row (as ALBERT's layer is) and once more after another one; one checkpoint or none."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        return self._chain(x) if self.reentrant is None else checkpoint(self._chain, x, use_reentrant=self.reentrant)
+
+    def _chain(self, x: torch.Tensor) -> torch.Tensor:
+        for index in (0, 0, 1, 0, 2, 2, 2):
+            x = self.blocks[index](x)
+        return x
+
+
 class Nested(Net):
     """Checkpointing of a whole chain and, inside, of each block again."""
 
@@ -172,6 +189,14 @@ class ReadsHead(Net):
         return self.hidden(x)
 
 
+class ReadsBlock(Net):
+    """Weights of a block are used without a call of it."""
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.blocks
+        return third(F.linear(F.linear(first(self.inp(x)), second.up.weight), second.down.weight))
+
+
 class ChannelsLast(nn.Module):
     """The numbers are kept; the memory format is not, as a line in the log says."""
 
@@ -183,6 +208,20 @@ class ChannelsLast(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         image = x.view(1, 1, 4, WIDTH).expand(2, 3, 4, WIDTH)
         return self.head(self.conv(image).mean((2, 3)))
+
+
+class VmapBlocks(Net):
+    """Blocks are called inside a transform, one row at a time."""
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = torch.vmap(block)(x)
+        return x
+
+
+def vmapped(model: Any, x: torch.Tensor) -> None:
+    mean_square(torch.vmap(lambda row: model(row))(x)).backward()
 
 
 class InPlace(Net):
@@ -341,6 +380,9 @@ def submodule_only(model: Any, x: torch.Tensor) -> None:
 TRAPS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "shared across units": (SharedAcross, plain_step),
     "shared block, reentrant": (SharedBlock, plain_step),
+    "called in a row": (Repeated, plain_step),
+    "called in a row, checkpointed": (lambda: Repeated(False), plain_step),
+    "called in a row, reentrant": (lambda: Repeated(True), two_backwards),
     "nested checkpointing": (Nested, plain_step),
     "checkpointing inside a unit": (InsideBlock, plain_step),
     "MultiheadAttention": (Attention, plain_step),
@@ -348,7 +390,11 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "nested values": (NestedValues, plain_step),
     "channels_last": (ChannelsLast, plain_step),
     "in-place activations": (InPlace, plain_step),
+    "vmap over blocks": (VmapBlocks, plain_step),
+    "vmap over the model": (Net, vmapped),
     "fused loss": (ReadsHead, fused_loss),
+    "block read, retained graph": (ReadsBlock, retained_graph),
+    "block read, two forwards, reversed": (ReadsBlock, two_forwards_backwards_reversed),
     "two backwards": (Net, two_backwards),
     "two backwards, shared, reentrant": (SharedBlock, two_backwards),
     "two forwards, one loss": (Net, two_forwards_one_loss),

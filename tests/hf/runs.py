@@ -164,6 +164,30 @@ def evaluate_then_train(kind: str, stage: int, folder: str) -> Outcome:
         return result
 
 
+def resume_twice(stage: int, folder: str, checkpoint: str, **more: Any) -> list[list[float]]:
+    """The losses of two resumes from `checkpoint` by one Trainer."""
+    args = hf_zero.TrainingArguments(**arguments(folder, **more), zero=zero_config(stage))
+    trainer = hf_zero.Trainer(model=build(0.1), args=args, train_dataset=examples(40, 1))
+    losses = []
+    for _ in range(2):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        losses.append([item["loss"] for item in trainer.state.log_history if "loss" in item])
+    return losses
+
+
+def three_trainers(kind: str, stage: int, folder: str) -> list[list[float]]:
+    """A Trainer, another one with a model of its own, and one more for the first one's model: the losses of each."""
+    losses = []
+    models = [build(seed=0), build(seed=1)]
+    with entry(kind, stage) as (arguments_class, trainer_class, extra):
+        for number, model in enumerate([*models, models[0]]):
+            args = arguments_class(**arguments(f"{folder}/{number}", max_steps=3), **extra)
+            trainer = trainer_class(model=model, args=args, train_dataset=examples(40, 1))
+            trainer.train()
+            losses.append([item["loss"] for item in trainer.state.log_history if "loss" in item])
+    return losses
+
+
 def best_model(kind: str, stage: int, folder: str, save_only_model: bool) -> Outcome:
     """Checkpoints at every step, two kept, the best (not the last: the rate is far too high) loaded at the end."""
     with entry(kind, stage) as (arguments_class, trainer_class, extra):
@@ -188,21 +212,26 @@ def best_model(kind: str, stage: int, folder: str, save_only_model: bool) -> Out
 
 # -------------------------------------------------------------------- TRL
 def sft(kind: str, stage: int, folder: str, lora: bool) -> Outcome:
-    """The unmodified SFTTrainer."""
+    """The unmodified SFTTrainer, or ("mixin") a class of one's own with ZeroTrainerMixin in front of it."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
+    config_class, trainer_class, extra = SFTConfig, SFTTrainer, {}
     if kind == "enable":
         hf_zero.enable(zero_config(stage))
+    elif kind == "mixin":
+        config_class, extra = hf_zero.zero_arguments(SFTConfig), {"zero": zero_config(stage)}
+        trainer_class = type("Mine", (hf_zero.ZeroTrainerMixin, SFTTrainer), {})
     try:
-        args = SFTConfig(
+        args = config_class(
             **arguments(folder, gradient_checkpointing=lora, max_length=14, bf16=False),  # on by default in TRL
             dataset_kwargs={"skip_prepare_dataset": True},
+            **extra,
         )
         rows = [{key: row[key] for key in ("input_ids", "labels")} for row in examples(40, 1)]
         torch.manual_seed(3)
-        trainer = SFTTrainer(
+        trainer = trainer_class(
             model=build(),
             args=args,
             train_dataset=Dataset.from_list(rows),

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hf_zero
+from hf_zero.engine import engine_of
 from tests.harness.ranks import run_ranks
 from tests.hf.test_renewal import ZERO, save
 
@@ -147,3 +148,25 @@ def test_calls_on_one_rank_only_raise(tmp_path: Path) -> None:
     env = {"HF_ZERO_PRESENCE_TIMEOUT": "2"}
     assert run_ranks(alone, 2, save(tmp_path), timeout=40, env=env)[0] == "both raised"
     assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def load_on_the_right_kind(folder: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Loads with a device_map that names the ranks' kind of device, as torch.set_default_device makes one."""
+    import transformers.modeling_utils as modeling
+
+    reserved: list[str] = []
+    modeling.caching_allocator_warmup = lambda model, devices, quantizer: reserved.extend(map(str, devices.values()))
+    hf_zero.enable({"zero_optimization": ZERO})
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
+    engine = engine_of(model)
+    assert engine is not None and engine.is_sharded
+    return reserved, engine.full_state_dict(keep=True)
+
+
+def test_a_device_map_of_the_right_kind_reserves_nothing(tmp_path: Path) -> None:
+    """transformers would reserve the bytes of the whole model on the GPU of every rank."""
+    folder = save(tmp_path)
+    want = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for reserved, got in run_ranks(load_on_the_right_kind, 2, folder, timeout=60):
+        assert reserved == []
+        assert got.keys() == want.keys() and all(torch.equal(got[name], value) for name, value in want.items())

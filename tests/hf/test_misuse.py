@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 import hf_zero
 from tests.harness.ranks import RankFailure, run_ranks
-from tests.hf.runs import build
+from tests.hf.runs import arguments, build, examples, zero_config
 
 
 def start(stage: int) -> tuple[LlamaForCausalLM, hf_zero.ZeroEngine]:
@@ -98,3 +98,40 @@ def unknown_optimizer() -> None:
 def test_an_optimizer_that_needs_whole_matrices_is_refused() -> None:
     for failure in run_ranks(unknown_optimizer, 2, expect_error=True):
         assert failure.kind == "ConfigError" and "Shampoo" in failure.message
+
+
+def clip_alone(stage: int, norms: tuple[float | None, float | None]) -> list[float]:
+    """A loop in which ranks clip by `norms`: None does not clip."""
+    model, engine = start(stage)
+    ids = torch.arange(12).view(2, 6)
+    for _ in range(2):
+        engine.backward(model(input_ids=ids, labels=ids).loss)
+        if (norm := norms[engine.rank]) is not None:
+            engine.clip_grad_norm_(norm)
+        engine.step()
+    return [parameter.sum().item() for parameter in engine.full_state_dict(keep=True).values()]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_that_clip_differently_are_named(stage: int) -> None:
+    """Each would scale its own shard of the gradient, and the model would be clipped in parts."""
+    for norms in ((0.1, None), (0.1, 0.2)):
+        for failure in run_ranks(clip_alone, 2, stage, norms, expect_error=True):
+            assert isinstance(failure, RankFailure) and failure.kind == "DivergenceError", failure
+            assert "clipped to 0.1" in failure.message
+    both, none = run_ranks(clip_alone, 2, stage, (0.1, 0.1)), run_ranks(clip_alone, 2, stage, (None, None))
+    assert both[0] == both[1] and both[0] != none[0], "vacuous: nothing is clipped"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_trainer_whose_engine_was_torn_down(stage: int, tmp_path: Path) -> None:
+    """It predicts as before; its optimizer was that engine's, so it does not train on as if nothing had happened."""
+    args = hf_zero.TrainingArguments(**arguments(str(tmp_path), max_steps=2), zero=zero_config(stage))
+    trainer = hf_zero.Trainer(model=build(), args=args, train_dataset=examples(8, 1), eval_dataset=examples(4, 2))
+    trainer.train()
+    want = trainer.evaluate()["eval_loss"]
+    assert trainer.zero is not None
+    trainer.zero.teardown()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(want, rel=1e-6)
+    with pytest.raises(hf_zero.StateError, match="torn down"):
+        trainer.train()

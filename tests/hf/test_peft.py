@@ -43,4 +43,5 @@ def test_autocast_and_checkpointing(tmp_path: Path) -> None:
             gradient_checkpointing=True,
             gradient_checkpointing_kwargs={"use_reentrant": reentrant},
         )[0]
-        assert_same(got, want, label=f"use_reentrant {reentrant}")
+        # Products in bf16 round otherwise where another kernel takes them: norms differ by 1.2e-4 on some processors.
+        assert_same(got, want, label=f"use_reentrant {reentrant}", rel=3e-4, weights=2e-4)

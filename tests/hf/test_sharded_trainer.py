@@ -16,8 +16,9 @@ from tests.hf.runs import Outcome, arguments, build, examples, outcome, zero_con
 
 
 def train(source: Path, folder: str, early: bool, evaluate_first: bool, **more: Any) -> Outcome:
-    """`early`: the arguments are made before the model, so that it is loaded in shards."""
-    model = None if early else AutoModelForCausalLM.from_pretrained(source)
+    """`early`: the arguments are made before the model, so that it is loaded in shards, and in the type of `bf16`."""
+    dtype = torch.bfloat16 if "bf16" in more else torch.float32
+    model = None if early else AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     settings = arguments(folder, save_strategy="steps", save_steps=2, max_steps=4, bf16="bf16" in more)
     args = hf_zero.TrainingArguments(**settings, zero=zero_config(3, **more))
     if model is None:

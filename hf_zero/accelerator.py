@@ -1,0 +1,146 @@
+"""`get_accelerator()`: DeepSpeed's questions about the device, answered by torch.accelerator."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+
+class Accelerator:
+    """The accelerator of this process, or the CPU where there is none. Thin: every answer is torch's."""
+
+    def __init__(self) -> None:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self._name = "cpu" if device is None else device.type
+        self._module: Any = torch.get_device_module(self._name)
+
+    # ---------------------------------------------------------------- devices
+    def device_name(self, device_index: int | None = None) -> str:
+        """ "cuda", "cuda:1", "cpu": what torch.device takes."""
+        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
+
+    def is_available(self) -> bool:
+        """Whether tensors can be put on it: always, on the CPU."""
+        return self._name == "cpu" or torch.accelerator.is_available()
+
+    def device_count(self) -> int:
+        """Devices that this process sees. Without an accelerator the processes of this node, as DeepSpeed's CPU."""
+        if self._name == "cpu":
+            return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return torch.accelerator.device_count()
+
+    def current_device(self) -> int | str:
+        """The index of the device in use; "cpu" without an accelerator."""
+        return "cpu" if self._name == "cpu" else torch.accelerator.current_device_index()
+
+    def current_device_name(self) -> str:
+        """ "cuda:0", "cpu"."""
+        return "cpu" if self._name == "cpu" else self.device_name(torch.accelerator.current_device_index())
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        return torch.device(self.device_name(device_index))
+
+    def set_device(self, device_index: int) -> None:
+        if self._name != "cpu":
+            torch.accelerator.set_device_index(device_index)
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._name
+
+    def communication_backend_name(self) -> str:
+        """The backend of torch.distributed for its tensors: nccl, gloo, ..."""
+        return torch.distributed.get_default_backend_for_device(self._name)
+
+    # ---------------------------------------------------------------- time and memory
+    def synchronize(self, device_index: int | None = None) -> None:
+        if self._name != "cpu":
+            torch.accelerator.synchronize(self.device_name(device_index))
+
+    def empty_cache(self) -> None:
+        if self._name != "cpu":
+            torch.accelerator.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes in tensors; 0 without an accelerator, and so for the next ones."""
+        return self._bytes("memory_allocated", device_index)
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        return self._bytes("max_memory_allocated", device_index)
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        return self._bytes("memory_reserved", device_index)
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        return self._bytes("max_memory_reserved", device_index)
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        if self._name != "cpu":
+            self._module.reset_peak_memory_stats(device_index)
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device, or of the host without an accelerator."""
+        if self._name == "cpu":
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(self._module.get_device_properties(device_index).total_memory)
+
+    def _bytes(self, name: str, device_index: int | None) -> int:
+        return 0 if self._name == "cpu" else int(getattr(self._module, name)(device_index))
+
+    # ---------------------------------------------------------------- random numbers
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generator of the device in use."""
+        if self._name == "cpu":
+            torch.manual_seed(seed)
+        else:
+            self._module.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        if self._name == "cpu":
+            torch.manual_seed(seed)
+        else:
+            self._module.manual_seed_all(seed)
+
+    def initial_seed(self) -> int:
+        return int(torch.initial_seed() if self._name == "cpu" else self._module.initial_seed())
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        state: torch.Tensor = (
+            torch.get_rng_state() if self._name == "cpu" else self._rng("get_rng_state", device_index)
+        )
+        return state
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        if self._name == "cpu":
+            torch.set_rng_state(new_state)
+        else:
+            self._module.set_rng_state(new_state, *(() if device_index is None else (device_index,)))
+
+    def _rng(self, name: str, device_index: int | None) -> Any:
+        return getattr(self._module, name)(*(() if device_index is None else (device_index,)))
+
+    # ---------------------------------------------------------------- types
+    def is_bf16_supported(self) -> bool:
+        return self._name == "cpu" or bool(getattr(self._module, "is_bf16_supported", lambda: True)())
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        bf16 = [torch.bfloat16] if self.is_bf16_supported() else []
+        return [torch.float32, torch.float16, *bf16]
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In page-locked memory of the host, where there is an accelerator to copy to."""
+        return tensor if self._name == "cpu" else tensor.pin_memory()
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self._name != "cpu" and tensor.is_pinned()
+
+
+@functools.cache
+def get_accelerator() -> Accelerator:
+    """DeepSpeed's `get_accelerator()`: one object per process."""
+    return Accelerator()

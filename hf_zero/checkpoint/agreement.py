@@ -1,0 +1,105 @@
+"""The ranks agree on where a checkpoint goes to or comes from, before anything is written or read.
+
+All ranks must call what is here. What differs by rank is named, and raised on every rank: a tag from the clock, a
+relative path in processes that stand in different folders, an option that one rank leaves out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hf_zero.checkpoint.latest import chosen, holds_nothing, set_latest, tagged
+from hf_zero.comm import Comm
+from hf_zero.errors import CheckpointError, ZeroError
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint goes to."""
+
+    root: Path
+    tag: str  # "" where the checkpoint is `root` itself
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.tag
+
+
+def together(comm: Comm, what: str, work: Callable[[], _T]) -> list[_T]:
+    """Comm.together for work on files: CheckpointError on every rank if any could not do it, whatever the reason."""
+    causes: list[Exception] = []
+
+    def attempt() -> _T:
+        try:
+            return work()
+        except Exception as error:
+            causes.append(error)
+            known = isinstance(error, ZeroError | OSError)
+            raise CheckpointError(str(error) if known else f"{type(error).__name__}: {error}") from error
+
+    try:
+        return comm.together(what, attempt, catch=(CheckpointError,), raise_as=CheckpointError)
+    except CheckpointError as error:
+        raise error from (causes[0] if causes else None)
+
+
+def agree_on_target(
+    comm: Comm, save_dir: str | Path | None, tag: str | int | None, default: str, options: dict[str, Any]
+) -> Target:
+    """Where to save; `default` is the tag that counts if none is given. `options`: what must be the same beside it."""
+
+    def work() -> tuple[str, str, str]:
+        root, name = tagged(save_dir, tag, default)
+        return str(root), name, _described(root / name, options)
+
+    answers = together(comm, "save_checkpoint", work)
+    _refuse_differences("save_checkpoint", [text for _, _, text in answers], "nothing was written")
+    root, name, _ = answers[comm.rank]
+    return Target(Path(root), name)
+
+
+def agree_on_source(
+    comm: Comm, load_dir: str | Path | None, tag: str | int | None, options: dict[str, Any]
+) -> Path | None:
+    """What to load on this rank; None if nothing was saved yet. Paths may differ by host, what is in them may not."""
+
+    def work() -> tuple[str, bool, str]:
+        folder = chosen(load_dir, tag)
+        empty = folder == Path(str(load_dir)) and holds_nothing(folder)
+        return str(folder), empty, _described(None, options) + (f", {folder} holds no checkpoint" if empty else "")
+
+    answers = together(comm, "load_checkpoint", work)
+    _refuse_differences("load_checkpoint", [text for _, _, text in answers], "nothing was loaded")
+    folder, empty, _ = answers[comm.rank]
+    return None if empty else Path(folder)
+
+
+def mark_latest(comm: Comm, target: Target) -> None:
+    """Let a load of the folder without a tag find what was saved last."""
+    together(comm, "checkpoint tag", lambda: set_latest(target.root, target.tag) if comm.rank == 0 else None)
+
+
+def check_same(comm: Comm, what: str, mine: str, remedy: str) -> None:
+    """Raise CheckpointError on every rank unless `mine` is the same on all."""
+    _refuse_differences(what, comm.all_gather_object(mine, what), remedy)
+
+
+def _described(folder: Path | None, options: dict[str, Any]) -> str:
+    texts = [] if folder is None else [os.path.abspath(folder)]
+    return ", ".join([*texts, *(f"{name}={value}" for name, value in options.items())])
+
+
+def _refuse_differences(what: str, texts: Sequence[str], outcome: str) -> None:
+    if len(set(texts)) < 2:
+        return
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    lines = "\n".join(f"  rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items())
+    raise CheckpointError(f"{what}: the ranks do not agree, and {outcome}:\n{lines}\nPass the same on every rank.")

@@ -1,0 +1,92 @@
+"""What one rank does alone with files, so that all ranks hear of it at once if it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import safetensors
+import torch
+
+from hf_zero.comm import Comm
+from hf_zero.errors import CheckpointError, ZeroError
+
+_T = TypeVar("_T")
+# What a disk that is full or gone raises in the libraries that write to it; torch.save says RuntimeError
+_WRITE_ERRORS = (OSError, RuntimeError, ValueError, safetensors.SafetensorError)
+
+
+class _LocalError(CheckpointError):
+    """This rank alone could not read or write; the others do not know yet."""
+
+
+@contextlib.contextmanager
+def writing(path: Any) -> Iterator[None]:
+    """Name the file where a write inside fails; the innermost block knows it best."""
+    try:
+        yield
+    except (ZeroError, torch.OutOfMemoryError):
+        raise
+    except _WRITE_ERRORS as error:
+        raise _LocalError(f"cannot write {path}: {_reason(error)}{_room(path)}") from error
+
+
+def write_on_all(comm: Comm, path: Any, work: Callable[[], _T]) -> _T:
+    """What `work`, which writes below `path`, gives on this rank. All ranks must call.
+
+    Collectives inside must come before the first write: a rank that cannot write leaves for the end.
+
+    Raises:
+        CheckpointError: On every rank, if any rank could not write. It names rank, path and reason.
+    """
+
+    def write() -> _T:
+        with writing(path):
+            return work()
+
+    return _shared(comm, "writing files", write)
+
+
+def read_on_all(comm: Comm, path: Any, work: Callable[[], _T]) -> _T:
+    """What `work`, which reads the file `path`, gives on this rank. All ranks must call; paths may differ.
+
+    Raises:
+        CheckpointError: On every rank, if the file of any rank is damaged. It names rank, path and reason.
+    """
+
+    def read() -> _T:
+        try:
+            return work()
+        except ZeroError as error:
+            raise _LocalError(str(error)) from error
+        except Exception as error:  # a damaged pickle may raise anything
+            raise _LocalError(f"cannot read {path}, it is damaged: {_reason(error)}") from error
+
+    return _shared(comm, "reading files", read)
+
+
+def _shared(comm: Comm, what: str, work: Callable[[], _T]) -> _T:
+    results: list[_T] = []  # they do not travel
+    comm.together(what, lambda: results.append(work()), catch=(_LocalError,), raise_as=CheckpointError)
+    return results[0]
+
+
+def _reason(error: BaseException) -> str:
+    """In one line; what the libraries in between say may have several, and no reason."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}"[:300]
+
+
+def _room(path: Any) -> str:
+    """torch.save does not say why it failed."""
+    folder = Path(str(path))
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return ""
+    return f" ({status.f_bavail * status.f_frsize:,} bytes are free there)"

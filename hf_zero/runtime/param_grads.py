@@ -1,0 +1,252 @@
+"""What `parameter.grad` shows between a backward and the step, and what the user has done to it.
+
+[Note: parameter.grad]
+Gradients live in flat buffers. Where a rank holds the whole mean of a parameter's gradient (stage 0 after the last
+backward of a window), `.grad` is a view of it: torch's clipping works, and edits count. Everywhere else `.grad` is a
+stand-in with the sizes of the gradient and no values: whoever touches it gets an error that names the right call.
+`.grad = None` drops the gradient, as in torch. What is shown goes before the next forward or backward, so that
+autograd finds no gradient to add to; where it does find a stand-in, that keeps what was added for the reducer.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.digests import digest_of
+from hf_zero.errors import StateError
+from hf_zero.runtime.grads import GradBuffer
+
+_INSTEAD = (
+    "To clip, call engine.clip_grad_norm_(max_norm), under Accelerate and Trainer accelerator.clip_grad_norm_, or set "
+    "gradient_clipping. To read or change a gradient, call hf_zero.full_grad, hf_zero.set_full_grad or "
+    "hf_zero.update_full_grads on all ranks. At stage 0 parameter.grad is the gradient itself, once the last backward "
+    "before a step is over."
+)
+
+_ACCUMULATES = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)  # in autograd; the second with create_graph
+
+
+class GradStandIn(torch.Tensor):
+    """In the place of a gradient that is not whole on this rank. See [Note: parameter.grad]."""
+
+    parameter: str  # its name
+    added: torch.Tensor | None  # what autograd has added meanwhile
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, placeholder: torch.Tensor, name: str) -> GradStandIn:
+        # Over the parameter's placeholder: a storage of its own would look as large as the gradient.
+        self: GradStandIn = torch.Tensor._make_subclass(cls, placeholder)
+        self.parameter, self.added = name, None
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func in _ACCUMULATES and isinstance(args[0], GradStandIn) and torch._C._current_graph_task_id() != -1:
+            mine = args[0]
+            mine.added = args[1] if mine.added is None else mine.added + args[1]
+            return mine
+        found = next(one for one in _flat(args) if isinstance(one, GradStandIn))
+        raise StateError(f"parameter.grad of {found.parameter} has no values: its gradient is in shards.\n{_INSTEAD}")
+
+    def __repr__(self, **options: object) -> str:  # type: ignore[override]
+        return f"<gradient of {self.parameter}, in shards; read it with hf_zero.full_grad>"
+
+
+def _flat(values: Any) -> list[Any]:
+    return [one for value in values for one in (_flat(value) if isinstance(value, list | tuple) else [value])]
+
+
+def take_arrived(param: torch.Tensor) -> torch.Tensor | None:
+    """Take what autograd has put into `parameter.grad`; a stand-in stays there."""
+    grad = param.grad
+    if isinstance(grad, GradStandIn):
+        added, grad.added = grad.added, None
+        return added
+    param.grad = None
+    return grad
+
+
+@dataclass(frozen=True)
+class _Shown:
+    buffer: GradBuffer
+    index: int
+    param: nn.Parameter
+    grad: torch.Tensor
+    version: int
+
+
+class ParamGrads:
+    """Shows the gradients of one engine's buffers, and takes the user's changes over.
+
+    Args:
+        buffers: The reducer's own list.
+        drop_all: What the reducer does where no gradient of the window is wanted.
+        on_change: Called before a gradient is changed that an update may have used already.
+    """
+
+    def __init__(
+        self, buffers: Sequence[GradBuffer], *, drop_all: Callable[[], None], on_change: Callable[[], None]
+    ) -> None:
+        self._buffers = buffers
+        self._drop_all = drop_all
+        self._on_change = on_change
+        self._shown: list[_Shown] = []
+        self._stand_ins: weakref.WeakKeyDictionary[GradBuffer, list[GradStandIn]] = weakref.WeakKeyDictionary()
+        self._changes: list[str] = []  # of what all ranks must change alike, in this window
+        self._edited = False  # values were, not only dropped
+        self._weights: dict[str, int] = {}  # weights that were written to in this window -> what they are known by
+        self.before_step: list[Callable[[], bool]] = []  # each says whether it found a change of anything
+
+    def show(self) -> None:
+        """A backward is over."""
+        self.hide()
+        for buffer in self._buffers:
+            whole = buffer.whole_mean()
+            for index, param in enumerate(buffer.flat.params):
+                if whole is not None and param.requires_grad:
+                    grad = whole[index]
+                elif buffer.seen[index]:
+                    grad = self._stand_in(buffer, index)
+                else:
+                    continue
+                if grad.dtype != param.dtype:
+                    param.grad_dtype = grad.dtype
+                param.grad = grad
+                self._shown.append(_Shown(buffer, index, param, grad, grad._version))
+
+    def _stand_in(self, buffer: GradBuffer, index: int) -> GradStandIn:
+        if buffer not in self._stand_ins:
+            flat = buffer.flat
+            places = zip(flat.placeholders, flat.layout.slots, strict=True)
+            self._stand_ins[buffer] = [GradStandIn(placeholder, slot.name) for placeholder, slot in places]
+        return self._stand_ins[buffer][index]
+
+    def hide(self) -> None:
+        """Take the user's changes over, and show nothing: autograd is about to accumulate."""
+        if self._shown:
+            self.collect()
+            self._take_away()
+
+    def _take_away(self) -> None:
+        for one in self._shown:
+            one.param.grad = None
+            if one.grad.dtype != one.param.dtype:
+                one.param.grad_dtype = one.param.dtype
+        self._shown.clear()
+
+    @torch.no_grad()
+    def collect(self) -> bool:
+        """Take over what the user did to what is shown; return whether that was anything.
+
+        Raises StateError where a stand-in was replaced.
+        """
+        shown, changed = self._shown, False
+        if shown and all(one.param.grad is None for one in shown):  # model.zero_grad() and the like
+            self.discard()
+            return True
+        for place, one in enumerate(shown):
+            grad = one.param.grad
+            if grad is one.grad:
+                # A stand-in cannot be edited; autograd may have added to it before the start of its backward was seen.
+                if grad._version != one.version and not isinstance(grad, GradStandIn):
+                    shown[place] = _Shown(one.buffer, one.index, one.param, grad, grad._version)
+                    changed |= self._edit(one, grad, one.grad)
+            elif grad is None:
+                self._on_change()
+                if one.buffer.drop(one.index) and one.buffer.flat.layout.slots[one.index].numel:
+                    self._changes.append(f"dropped {_name(one)}")
+                changed = True
+            elif isinstance(one.grad, GradStandIn):
+                raise _lost(one.buffer, one.index)
+            else:
+                one.grad.copy_(grad)
+                one.param.grad = one.grad
+                changed |= self._edit(one, grad, one.grad)
+        return changed
+
+    def _edit(self, one: _Shown, grad: torch.Tensor, mine: torch.Tensor) -> bool:
+        # A parameter without gradient is left alone; it is shown zeros, which clipping touches as well.
+        one.buffer.seen[one.index] = one.buffer.seen[one.index] or bool(mine.count_nonzero())
+        self._changes.append(f"edited {_name(one)}")
+        self._edited = True
+        return True
+
+    @torch.no_grad()
+    def collect_all(self) -> bool:
+        """As `collect`, before a step: gradients that were put where none was shown count too."""
+        changed = self.collect()
+        for look in self.before_step:
+            changed |= look()
+        known = {id(one.param) for one in self._shown}
+        for buffer in self._buffers:
+            for index, param in enumerate(buffer.flat.params):
+                if id(param) in known or param.grad is None:
+                    continue
+                grad, param.grad = param.grad, None
+                if not buffer.put(index, grad):
+                    raise _lost(buffer, index)
+                self._changes.append(f"edited {buffer.flat.layout.slots[index].name}")
+                self._edited = changed = True
+        return changed
+
+    def note_weights(self, marks: Mapping[str, int]) -> None:
+        """Weights were written to by hand, on all ranks alike: by name, what they are known by. Before it is kept."""
+        self._on_change()
+        self._weights.update(marks)
+
+    def discard(self) -> None:
+        """The user drops the gradients of this window: on all ranks, if any have been reduced."""
+        self._on_change()
+        dropped = [*self._changes, "dropped all"] if any(buffer.is_reduced for buffer in self._buffers) else []
+        weights = dict(self._weights)
+        self._drop_all()
+        self._changes, self._weights = dropped, weights
+
+    def clear(self) -> None:
+        """The window is over."""
+        self._take_away()
+        self._changes, self._edited = [], False
+        self._weights.clear()
+
+    def digest(self, norm_sq: torch.Tensor) -> float:
+        """Of the changes in this window; travels in the vote of a step. `norm_sq` is of all gradients, 0-dim."""
+        values = struct.pack("d", float(norm_sq)) if self._edited else b""
+        return digest_of(repr(self.changes).encode() + values) if self.changes else 0.0
+
+    def unequal(self, everyone: Sequence[list[str]]) -> StateError:
+        """What to raise, on all ranks, where digests differ; `everyone` has the changes by rank."""
+        said = [f"rank {rank}: {', '.join(theirs[:5]) or 'nothing'}" for rank, theirs in enumerate(everyone)]
+        return StateError(
+            "the ranks changed gradients or weights by hand in different ways, or to different values:\n"
+            + "\n".join(said)
+            + "\nDrop or edit gradients, which are means over ranks, and write to weights alike on every rank. "
+            "nn.Embedding(max_norm=...) scales the rows of a rank's own batch: leave max_norm out, and scale the rows "
+            "after engine.step() inside `with hf_zero.gathered_params(model, write_rank=0):`."
+        )
+
+    @property
+    def changes(self) -> list[str]:
+        """What this rank did in this window."""
+        return self._changes + [f"wrote to {name} ({bits & 0xFFFFFF:06x})" for name, bits in self._weights.items()]
+
+
+def _lost(buffer: GradBuffer, index: int) -> StateError:
+    return StateError(
+        f"rank {buffer.comm_rank}: the .grad of {buffer.flat.layout.slots[index].name} was set by hand, and the step "
+        f"would not use it: gradients are in shards.\n{_INSTEAD}"
+    )
+
+
+def _name(one: _Shown) -> str:
+    return one.buffer.flat.layout.slots[one.index].name

@@ -1,0 +1,55 @@
+"""A tensor that has a shape, a type and a device, and no values: what `engine.state_dict()` shows of a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from hf_zero.errors import StateError
+
+
+class ShapeOnly(torch.Tensor):
+    """Stands for a sharded parameter. Loaders read its name, shape and type; reading or saving values raises."""
+
+    parameter_name: str
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor, name: str) -> ShapeOnly:
+        made: ShapeOnly = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
+        made.parameter_name = name
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        flat = [one for given in args for one in (given if isinstance(given, list | tuple) else [given])]
+        first = next((one for one in [*flat, *(kwargs or {}).values()] if isinstance(one, ShapeOnly)), None)
+        if func is torch.ops.aten.detach.default and first is not None:
+            return ShapeOnly(first, first.parameter_name)
+        _refuse("a sharded parameter" if first is None else first.parameter_name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self.parameter_name)
+
+    def data_ptr(self) -> NoReturn:
+        _refuse(self.parameter_name)
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        _refuse(self.parameter_name)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShapeOnly({self.parameter_name}, shape={tuple(self.shape)}, dtype={self.dtype}, sharded)"
+
+    # Without this every operation first makes a subclass of its result, `detach` a plain tensor.
+    __torch_function__: Callable[..., Any] = torch._C._disabled_torch_function_impl
+
+
+def _refuse(name: str) -> NoReturn:
+    raise StateError(
+        f"{name} is sharded: engine.state_dict() knows its name, shape and type, not its values.\nFor values call, on "
+        "all ranks, engine.full_state_dict(keep=rank == 0) or engine.save_16bit_model(folder); or read inside "
+        "`with hf_zero.gathered_params(model):`."
+    )

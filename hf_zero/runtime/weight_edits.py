@@ -1,0 +1,90 @@
+"""What code outside of the engine writes to whole weights, in place: a forward that clamps its own weight, say.
+
+[Note: Writes to weights]
+torch counts writes in place, so that comparing counts shows them for nothing. Where weights are sharded between uses,
+such a write would be lost when the unit is released: it is taken over into the shard then. Where they are whole for
+ever, it is taken over into the masters before the step. Every rank takes its own part over, so the write must be the
+same on all ranks; the vote of the step compares it, and an unequal one raises on all of them. That is what
+nn.Embedding(max_norm) meets: each rank scales the rows of its own batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hf_zero.errors import StateError
+from hf_zero.runtime.edits import fingerprint
+from hf_zero.runtime.param_grads import ParamGrads
+from hf_zero.runtime.weights import take_over
+from hf_zero.shards.buffer import FlatBuffer
+from hf_zero.shards.unit import ShardUnit
+
+
+class WeightEdits:
+    """Takes such writes over. See [Note: Writes to weights].
+
+    Args:
+        shown: Where the vote of a step finds what ranks did by hand.
+    """
+
+    def __init__(
+        self, units: Sequence[ShardUnit], shown: ParamGrads, refuse_delayed: Callable[[], None] = lambda: None
+    ) -> None:
+        """`refuse_delayed` raises where an update that is not published yet would be lost."""
+        self._units = units
+        self._shown = shown
+        self._refuse_delayed = refuse_delayed
+        shown.before_step.append(self._look_at_resident)
+
+    @torch.no_grad()
+    def used(self, unit: ShardUnit, late: bool) -> None:
+        """An on-demand unit is whole, and its use is over. Raises StateError where a write cannot be kept.
+
+        Args:
+            late: Backward has begun, and with it perhaps the update.
+        """
+        for buffer in unit.buffers:
+            buffer.check_views()
+            if written := buffer.written():
+                if late:
+                    _refuse_new_values(buffer, written)
+                else:
+                    self._take(buffer, written)
+
+    @torch.no_grad()
+    def _look_at_resident(self) -> bool:
+        found = False
+        for buffer in (buffer for unit in self._units for buffer in unit.buffers):
+            if not buffer.on_demand and (written := buffer.written()):
+                self._take(buffer, written)
+                found = True
+        return found
+
+    def _take(self, buffer: FlatBuffer, written: list[int]) -> None:
+        self._refuse_delayed()
+        slots = [buffer.layout.slots[index] for index in written]
+        marks = {slot.name: int(fingerprint(buffer.full[slot.offset : slot.end])) for slot in slots}
+        self._shown.note_weights(marks)
+        take_over(buffer, set(marks))
+        buffer.mark_written()
+
+
+def _refuse_new_values(buffer: FlatBuffer, written: list[int]) -> None:
+    """In backward an update may have begun. A recomputed forward writes what the forward wrote: nothing is new."""
+    for index in written:
+        slot = buffer.layout.slots[index]
+        for run in buffer.layout.runs(buffer.rank):
+            if run.name == slot.name:
+                parts = torch.cat(
+                    [buffer.full[slot.offset : slot.end][piece.start : piece.end] for piece in run.pieces]
+                )
+                if not torch.equal(parts, buffer.shard.read_run(run).to(parts.device)):
+                    raise StateError(
+                        f"{slot.name} was written to in backward, by a forward that is computed again (activation "
+                        "checkpointing) or a hook, with other values than before: while weights are sharded that "
+                        "cannot be kept.\nWrite after engine.step(), inside `with hf_zero.gathered_params(model, "
+                        "write_rank=0):`."
+                    )
+    buffer.mark_written()

@@ -1,0 +1,186 @@
+"""What an engine has of the process (group, sockets, threads) goes with it, whichever way it ends."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.engine import ZeroEngine, engine_of
+from tests.harness.ranks import RankFailure, run_ranks
+
+
+class Net(nn.Module):
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+def config(stage: int) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"train_micro_batch_size_per_gpu": 4, "desync_timeout": 30, "zero_optimization": zero}
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def start(stage: int, model: nn.Module | None = None) -> ZeroEngine:
+    torch.manual_seed(0)
+    model = Net() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return hf_zero.initialize(model=model, optimizer=optimizer, config=config(stage))[0]
+
+
+def train(engine: ZeroEngine, steps: int = 2) -> float:
+    for _ in range(steps):
+        loss = engine(batch())
+        engine.backward(loss)
+        engine.step()
+    return loss.item()
+
+
+def held() -> tuple[int, int]:
+    """Open files and threads of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def torn_down(stage: int) -> None:
+    engine = start(stage)
+    train(engine)
+    engine.teardown()
+
+
+def forgotten(stage: int) -> None:
+    train(start(stage))
+
+
+def forgotten_after_an_error(stage: int) -> None:
+    """A backward is left half done: on every rank alike, as where a batch was bad."""
+    engine = start(stage)
+    train(engine, 1)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("bad batch")
+
+    x = batch().requires_grad_()
+    x.register_hook(fail)
+    with pytest.raises(ValueError, match="bad batch"):
+        engine.backward(engine(x))
+
+
+def renewed(stage: int) -> None:
+    """Two models that were spread on their own become one in training: one of the two groups is left over."""
+    parts = nn.Sequential(hf_zero.shard(Net(), config(stage)), hf_zero.shard(Net(), config(stage)))
+    parts[1].forward = lambda x: x  # type: ignore[method-assign]
+    parts.requires_grad_(True)
+    engine = start(stage, parts)
+    train(engine)
+    engine.teardown()
+
+
+def copied(stage: int) -> None:
+    """A copy runs over the original's group, which lasts until both have ended."""
+    engine = start(stage)
+    loss = train(engine)
+    twin = copy.deepcopy(engine.module)
+    want = engine(batch()).item()
+    engine.teardown()
+    assert want != loss, "vacuous: nothing was learned"
+    with torch.no_grad():
+        assert twin(batch()).item() == want
+    theirs = engine_of(twin)
+    assert theirs is not None
+    theirs.teardown()
+
+
+# More than one engine has, less than two have (5 or 6 files, 3 threads, and the update's).
+FILES, THREADS = 7, 5
+WAYS: list[Callable[[int], None]] = [torn_down, forgotten, forgotten_after_an_error, renewed, copied]
+
+
+def again_and_again(ways: list[Callable[[int], None]], stage: int) -> list[tuple[str, list[tuple[int, int]]]]:
+    results = []
+    for way in ways:
+        counts = []
+        for _ in range(5):
+            way(stage)
+            counts.append(held())
+        results.append((way.__name__, counts))
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "world_size"), [(3, 2), (3, 3), (1, 2)])
+def test_nothing_is_left_of_an_engine(stage: int, world_size: int) -> None:
+    ways = [way for way in WAYS if stage == 3 or way not in (copied, renewed)]
+    for rank in run_ranks(again_and_again, world_size, ways, stage, timeout=120):
+        for name, counts in rank:
+            if name == "torn_down":
+                assert len(set(counts[1:])) == 1, counts
+            # What was forgotten goes when others are made, if all that it had begun is over by then: one may linger.
+            files, threads = zip(*counts, strict=True)
+            assert max(files) - files[0] <= FILES and max(threads) - threads[0] <= THREADS, f"{name}: {counts}"
+
+
+def on_one_rank(stage: int) -> None:
+    engine = start(stage)
+    train(engine)
+    engine.comm.timeout_s = 2.0
+    if engine.rank == 0:
+        engine.teardown()
+    else:
+        torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_teardown_on_one_rank_raises(stage: int) -> None:
+    first = run_ranks(on_one_rank, 2, stage, expect_error=True)[0]
+    assert isinstance(first, RankFailure) and first.kind == "StateError", first
+    assert "engine.teardown" in first.message and "[1]" in first.message
+
+
+def used_afterwards() -> list[str]:
+    said = []
+    engine = start(1)
+    train(engine)
+    engine.teardown()
+    engine.module(batch()).backward()  # the model is a plain one
+    assert engine.module.layers[0].weight.grad is not None
+    for call in (engine.step, lambda: engine.comm.barrier("again")):
+        with pytest.raises(hf_zero.StateError) as raised:
+            call()
+        said.append(str(raised.value))
+    return said
+
+
+def test_an_engine_that_was_torn_down_says_so() -> None:
+    for said in run_ranks(used_afterwards, 2):
+        assert all("torn down" in text for text in said)
+
+
+def after_an_error() -> bool:
+    engine = start(1)
+    train(engine)
+    engine.comm.abandon(hf_zero.StateError("enough"))
+    engine.teardown()
+    return bool(engine.module.layers[0].weight.isfinite().all())
+
+
+def test_teardown_after_an_error_waits_for_nobody() -> None:
+    assert run_ranks(after_an_error, 2, timeout=20) == [True, True]
