@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from hf_zero.distributed_calls import distributed_call as __getattr__  # noqa: F401  # for scripts: comm.get_rank()
 from hf_zero.engine_group import EngineGroup
 from hf_zero.errors import OffloadError, ZeroError
-from hf_zero.gloo_messages import Message, gather_messages, message_calls, split_messages
+from hf_zero.gloo_messages import Message, gather_messages, split_messages
 from hf_zero.native.peers import Gather, PeerMemory, meet_peers
 from hf_zero.pending import CommCount, Done, Finish, Pending
 from hf_zero.presence import LostRankError, Presence
@@ -324,8 +324,8 @@ class Comm:
 
     def _send(self, messages: Sequence[Message], what: str, finish: Finish = None) -> Pending:
         """Start messages of the operation that was logged last, over gloo."""
-        tag = 0 if self._processes is None else self._processes.log.tag
-        return self._begin(message_calls(messages, self._group, tag), what, finish)
+        assert self._processes is not None
+        return self._processes.begin_messages(messages, what, finish)
 
     def _as_sent(self, full: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         return full if self.world_size == 1 or dtype is None else full.to(dtype)

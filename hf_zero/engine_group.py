@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from hf_zero.errors import DivergenceError, StateError, ZeroError
 from hf_zero.failure_reason import publish_reason, published_reason
-from hf_zero.gloo_messages import gather_messages, message_calls
-from hf_zero.link import Link
+from hf_zero.gloo_messages import Message, gather_messages, message_calls
+from hf_zero.link import Link, UnderWay
 from hf_zero.operation_log import OperationCheck, OperationLog
-from hf_zero.pending import Blocking, Finish, Operation, Work
+from hf_zero.pending import Begun, Finish, Operation, Pending
 
 
 class EngineGroup:
@@ -57,24 +57,33 @@ class EngineGroup:
         size = (None, "") if full is None else (full.numel(), str(full.dtype)[6:])
         self.log.add(Operation(op, what, *size))
 
-    def begin(
-        self, calls: Sequence[Callable[[], Any]], what: str, finish: Finish = None, link: Link | None = None
-    ) -> Work:
-        """Start operations over `link` that are over together; `finish` runs after them, when they are waited for."""
-        link = link or self.link
+    def begin(self, calls: Sequence[Callable[[], Any]], what: str, finish: Finish = None) -> Pending:
+        """Start collectives that are over together; `finish` runs after them, when they are waited for."""
+        return self._begun(self.link, lambda link: link.begin(calls), what, finish)
+
+    def begin_messages(self, messages: Sequence[Message], what: str, finish: Finish = None) -> Pending:
+        """The same for messages of the operation that was logged last, over gloo."""
+        tag = self.log.tag
+        return self._begun(
+            self.control, lambda link: link.begin_messages(message_calls(messages, link.group, tag)), what, finish
+        )
+
+    def _begun(
+        self, link: Link | None, begin: Callable[[Link], UnderWay], what: str, finish: Finish = None
+    ) -> Begun[UnderWay]:
         try:
             if link is None:  # another thread has closed it
                 raise RuntimeError("its connections were closed")
-            works = link.begin(calls)
+            under_way = begin(link)
         except RuntimeError as error:
             raise self.failure(what, error) from error
-        return Work(works, what, functools.partial(self._wait, link), self.failure, finish)
+        return Begun(under_way, what, functools.partial(self._wait, link), self.failure, finish)
 
-    def _wait(self, link: Link, works: list[Any]) -> None:
+    def _wait(self, link: Link, under_way: UnderWay) -> None:
         if self.stopped:
             raise RuntimeError("its connections were closed")
         self._check.begin_wait()
-        link.wait(works, lambda: self.reason_of_another() is not None, self._look_for_difference)
+        link.wait(under_way, lambda: self.reason_of_another() is not None, self._look_for_difference)
 
     def _look_for_difference(self) -> None:
         if text := self._check.difference_after_a_stall():
@@ -92,20 +101,20 @@ class EngineGroup:
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """`value` of every rank, in rank order, from ranks that started the same operations before."""
         self.add_to_log("objects", what)
-        assert self.control is not None
         out: list[Any] = [None] * self.world_size
-        call = functools.partial(dist.all_gather_object, out, (self.log.digest, value), group=self.control.group)
-        self.begin([Blocking(call)], what, link=self.control).wait()
+        mine = (self.log.digest, value)
+        call = dist.all_gather_object
+        self._begun(
+            self.control, lambda link: link.begin_apart(functools.partial(call, out, mine, group=link.group)), what
+        ).wait()
         self._expect_equal([digest for digest, _ in out])
         return [given for _, given in out]
 
     def all_gather_numbers(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """`values` (1-D float64 on the host) of every rank, [world size, numel], as above. Logged by the caller."""
-        assert self.control is not None
         mine = torch.cat([torch.tensor([self.log.digest], dtype=torch.float64), values])
         everyone = torch.empty(self.world_size * mine.numel(), dtype=torch.float64)
-        messages = gather_messages(everyone, mine, self.rank, self.world_size)
-        self.begin(message_calls(messages, self.control.group, self.log.tag), what, link=self.control).wait()
+        self.begin_messages(gather_messages(everyone, mine, self.rank, self.world_size), what).wait()
         by_rank = everyone.view(self.world_size, -1)
         self._expect_equal(by_rank[:, 0].tolist())
         return by_rank[:, 1:]

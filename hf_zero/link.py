@@ -12,8 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_zero.connections import Connections, Ends
-from hf_zero.waiting import Waiter
+from hf_zero.waiting import Job, OnDevice, Threads
 
+UnderWay = Job | OnDevice  # operations that were begun
 _OVER_S = 0.2
 # Links whose owners were garbage, collected in the middle of anything: they are ended where a link is made.
 _FORGOTTEN: list[Link] = []
@@ -30,10 +31,10 @@ class Link:
     def __init__(self, owner: object, ranks: Sequence[int], backend: str, timeout_s: float) -> None:
         _end_forgotten()
         self._is_gloo = backend == "gloo"
-        self._under_way: dict[int, dist.Work] = {}  # operations begun and not waited for, by id
+        self._under_way: dict[int, UnderWay] = {}  # operations begun and not waited for, by id
         self._connections = Connections()
         self.group: Any = dist.new_group(list(ranks), backend=backend, timeout=datetime.timedelta(seconds=timeout_s))
-        self._waiter = Waiter(self._connections) if self._is_gloo else None
+        self._threads = Threads(self._connections) if self._is_gloo else None
         self._forgotten = weakref.finalize(owner, self._forget)
         self._forgotten.atexit = False
 
@@ -42,44 +43,44 @@ class Link:
         if self._is_gloo:
             self._connections.keep(exchange(self._connections.find()))
 
-    def begin(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """torch's Work of each of `calls`, for `wait`."""
+    def begin(self, calls: Sequence[Callable[[], Any]]) -> UnderWay:
+        """Start collectives, which are matched by their order; each of `calls` returns torch's Work."""
         works = [call() for call in calls]
-        self._under_way.update({id(work): work for work in works if isinstance(work, dist.Work)})
-        return works
+        if self._threads is None:
+            return self._note(OnDevice(works))
+        return self.begin_apart(functools.partial(_wait, works))
 
-    def wait(self, works: list[Any], has_reason: Callable[[], bool], look: Callable[[], None]) -> None:
-        """Until torch's `works` are over; RuntimeError if one broke off. `has_reason`, `look`: see Waiter."""
-        wait = functools.partial(_wait, works)
-        if self._waiter is None:
-            wait()
-        else:
-            self._waiter.run(wait, has_reason, look)
-        for work in works:
-            self._under_way.pop(id(work), None)
+    def begin_messages(self, calls: Sequence[Callable[[], Any]]) -> UnderWay:
+        """Have a thread start messages of gloo, matched by their tag; each of `calls` returns torch's Work."""
+        return self.begin_apart(lambda: _wait([call() for call in calls]))
+
+    def begin_apart(self, call: Callable[[], object]) -> UnderWay:
+        """Have a thread make a call over gloo that returns when all is over."""
+        if self._threads is None:
+            raise RuntimeError("its connections were closed")
+        return self._note(self._threads.start(call))
+
+    def _note(self, under_way: UnderWay) -> UnderWay:
+        self._under_way[id(under_way)] = under_way
+        return under_way
+
+    def wait(self, under_way: UnderWay, has_reason: Callable[[], bool], look: Callable[[], None]) -> None:
+        """Until what was begun is over; RuntimeError if it broke off. `has_reason`, `look`: see Job."""
+        under_way.wait(has_reason, look)
+        self._under_way.pop(id(under_way), None)
 
     def end(self) -> None:
         """Give group, sockets and threads back. All ranks must call, when nobody has more to begin here."""
         self._forgotten.detach()
         # A group's destructor waits for operations, and would keep every thread of Python waiting as well.
-        if not all(self._is_over(work) for work in self._under_way.values()):
+        if not all(one.is_over(_OVER_S) for one in self._under_way.values()):
             _FORGOTTEN.append(self)
             return
         self._under_way.clear()
-        self._waiter = None  # its thread ends with it
+        self._threads = None  # they end with it
         group, self.group = self.group, None
         if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
-
-    def _is_over(self, work: dist.Work) -> bool:
-        """Messages of gloo do not say so by themselves; by now every rank has begun its side of them."""
-        if work.is_completed() or not self._is_gloo:
-            return bool(work.is_completed())
-        try:
-            work.wait(datetime.timedelta(seconds=_OVER_S))
-        except RuntimeError:
-            return False
-        return True
 
     def _forget(self) -> None:
         """The owner was garbage, at a moment of this rank's own: `end` when another link is made.
@@ -88,7 +89,7 @@ class Link:
         all that others wait for. On NCCL an end is a common act, so there the group stays.
         """
         if self._is_gloo:
-            self._waiter = None  # its thread ends at once
+            self._threads = None  # they end at once
             _FORGOTTEN.append(self)
 
     def ended_ranks(self) -> list[int]:

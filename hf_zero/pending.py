@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypeVar
 
 from hf_zero.errors import ZeroError
 
-# Waits until the operations given are over
-Wait = Callable[[list[Any]], None]
 # What is left to do once they are
 Finish = Callable[[], object] | None
 # What to raise when the operation that is named broke off with the error given
 Failure = Callable[[str, BaseException], ZeroError]
+_T = TypeVar("_T")
 
 
 class Pending(Protocol):
@@ -52,37 +51,24 @@ class Done:
         return None
 
 
-class Blocking:
-    """In the place of a call that starts a Work, and of the Work: one that returns when all is over."""
+class Begun(Generic[_T]):
+    """An operation that a link has begun, and what is left to do once it is over. `wait` may be called again."""
 
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-
-    def __call__(self) -> Blocking:
-        return self
-
-    def wait(self) -> None:
-        self._call()
-
-
-class Work:
-    """torch's Works, what they are for, and what is left to do once they are over. `wait` may be called again."""
-
-    def __init__(self, works: list[Any], what: str, wait: Wait, fails: Failure, finish: Finish) -> None:
-        self._works = works
+    def __init__(self, under_way: _T, what: str, wait: Callable[[_T], None], fails: Failure, finish: Finish) -> None:
+        self._under_way: _T | None = under_way
         self._what = what
         self._wait = wait
         self._fails = fails
         self._finish = finish
 
     def wait(self) -> None:
-        if not self._works:
+        if self._under_way is None:
             return
         try:
-            self._wait(self._works)
+            self._wait(self._under_way)
         except RuntimeError as error:
             raise self._fails(self._what, error) from error
-        self._works = []
+        self._under_way = None
         if self._finish is not None:
             self._finish()
             self._finish = None
