@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from hf_zero.deepspeed import names
+
 __version__ = "0.1.0"
 
 # Loaded at first use, so that the command line and the offline tools start without torch.
@@ -16,53 +18,54 @@ _EXPORTS = {
     "OffloadError": "hf_zero.errors",
     "StateError": "hf_zero.errors",
     "ZeroConfig": "hf_zero.config",
-    "ZeroEngine": "hf_zero.engine",
-    "engine_of": "hf_zero.engine",
-    "get_accelerator": "hf_zero.accelerator",
-    "add_config_arguments": "hf_zero.script_arguments",
-    "init_distributed": "hf_zero.processes",
-    "initialize": "hf_zero.initializer",
-    "shard": "hf_zero.initializer",
-    "full_grad": "hf_zero.access",
-    "full_optimizer_state": "hf_zero.access",
-    "full_param": "hf_zero.access",
-    "gathered_params": "hf_zero.access",
-    "LocalPiece": "hf_zero.fragments",
-    "local_grad": "hf_zero.fragments",
-    "local_optimizer_state": "hf_zero.fragments",
-    "local_param": "hf_zero.fragments",
-    "set_full_grad": "hf_zero.fragments",
-    "set_full_optimizer_state": "hf_zero.fragments",
-    "set_full_param": "hf_zero.fragments",
-    "set_local_grad": "hf_zero.fragments",
-    "set_local_optimizer_state": "hf_zero.fragments",
-    "set_local_param": "hf_zero.fragments",
-    "update_full_grads": "hf_zero.fragments",
-    "ShardedEMA": "hf_zero.ema",
-    "copy_weights": "hf_zero.weight_copy",
-    "load_fp32_into": "hf_zero.loading",
-    "load_fp32_state_dict": "hf_zero.checkpoint.whole",
-    "see_memory_usage": "hf_zero.runtime.utils",
+    "ZeroEngine": "hf_zero.engine.engine",
+    "engine_of": "hf_zero.engine.engine",
+    "get_accelerator": "hf_zero.deepspeed.accelerator",
+    "add_config_arguments": "hf_zero.deepspeed.script_arguments",
+    "init_distributed": "hf_zero.distributed.processes",
+    "initialize": "hf_zero.deepspeed.initialize",
+    "shard": "hf_zero.deepspeed.initialize",
+    "full_grad": "hf_zero.access.full",
+    "full_optimizer_state": "hf_zero.access.full",
+    "full_param": "hf_zero.access.full",
+    "gathered_params": "hf_zero.access.full",
+    "LocalPiece": "hf_zero.access.local",
+    "local_grad": "hf_zero.access.local",
+    "local_optimizer_state": "hf_zero.access.local",
+    "local_param": "hf_zero.access.local",
+    "set_full_grad": "hf_zero.access.local",
+    "set_full_optimizer_state": "hf_zero.access.local",
+    "set_full_param": "hf_zero.access.local",
+    "set_local_grad": "hf_zero.access.local",
+    "set_local_optimizer_state": "hf_zero.access.local",
+    "set_local_param": "hf_zero.access.local",
+    "update_full_grads": "hf_zero.access.local",
+    "ShardedEMA": "hf_zero.access.ema",
+    "copy_weights": "hf_zero.access.copy_weights",
+    "load_fp32_into": "hf_zero.access.load_fp32",
+    "load_fp32_state_dict": "hf_zero.checkpoint.lazy_state_dict",
+    "see_memory_usage": "hf_zero.engine.memory_usage",
     "convert_zero_checkpoint_to_fp32_state_dict": "hf_zero.utils.zero_to_fp32",
     "get_fp32_state_dict_from_zero_checkpoint": "hf_zero.utils.zero_to_fp32",
     "load_state_dict_from_zero_checkpoint": "hf_zero.utils.zero_to_fp32",
-    "sharded_init": "hf_zero.hf.model_seams",
-    "Seq2SeqTrainer": "hf_zero.hf.trainer",
-    "Seq2SeqTrainingArguments": "hf_zero.hf.arguments",
-    "Trainer": "hf_zero.hf.trainer",
-    "TrainingArguments": "hf_zero.hf.arguments",
-    "ZeroPlugin": "hf_zero.hf.plugin",
-    "ZeroTrainerMixin": "hf_zero.hf.trainer",
+    "sharded_init": "hf_zero.hf.models.patches",
+    "Seq2SeqTrainer": "hf_zero.hf.trainer.trainer",
+    "Seq2SeqTrainingArguments": "hf_zero.hf.trainer.arguments",
+    "Trainer": "hf_zero.hf.trainer.trainer",
+    "TrainingArguments": "hf_zero.hf.trainer.arguments",
+    "ZeroPlugin": "hf_zero.hf.accelerator.plugin",
+    "ZeroTrainerMixin": "hf_zero.hf.trainer.trainer",
     "HfZeroConfig": "hf_zero.hf.enable",
     "disable": "hf_zero.hf.enable",
     "enable": "hf_zero.hf.enable",
-    "zero_arguments": "hf_zero.hf.arguments",
+    "zero_arguments": "hf_zero.hf.trainer.arguments",
 }
 __all__ = sorted([*_EXPORTS, "__version__"])
 
 
 # Modules that are there as attributes, as with DeepSpeed: hf_zero.zero.Init, hf_zero.comm.get_rank().
 _MODULES = frozenset(["comm", "ops", "zero"])
+names.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from benchlib import ModelSize
 from torch import nn
 
-from hf_zero.hf.generation import calls_in_a_row
+from hf_zero.hf.models.generation import calls_in_a_row
 
 VARIANTS = ("plain", "once", "stream", "fsdp2", "loop")
 # Variant -> (the one it is compared with, tokens/s over that one's at least)

@@ -98,7 +98,8 @@ def run_rank(variant: str, folder: str, out: str) -> None:
     else:
         dist.init_process_group("gloo")
     if variant == "ours":
-        from hf_zero.hf import model_seams, trainer  # noqa: F401
+        from hf_zero.hf.models import patches as model_seams  # noqa: F401
+        from hf_zero.hf.trainer import trainer  # noqa: F401
     if variant == "fsdp2":
         from torch.distributed.fsdp import fully_shard  # noqa: F401
     gc.collect()  # or the garbage of imports is collected in the middle of one load or another
@@ -160,7 +161,7 @@ def make(folder: Path, hidden: int, layers: int, *, tied: bool, vocab: int = 320
 
 def sizes(folder: Path) -> tuple[int, int]:
     """(bytes of all tensors, bytes of the largest)"""
-    from hf_zero.hf.stored import open_files
+    from hf_zero.hf.models.stored import open_files
 
     files = open_files(sorted(folder.glob("*.safetensors")))
     each = [tensor.nbytes for file in files for tensor in file.tensors.values()]

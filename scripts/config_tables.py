@@ -1,6 +1,6 @@
 """Writes hf_zero/config/SUPPORTED.md: key by key what hf_zero does with it, and what becomes of public configurations.
 
-    python scripts/config_tables.py                          # after a change of hf_zero/config/status.py or the keys
+    python scripts/config_tables.py                          # after a change of hf_zero/config/refusals.py or the keys
     python scripts/config_tables.py --corpus FOLDER          # with the verdicts on the *.json files of a folder
 
 Without --corpus the verdicts on public configurations stay as they are. A test checks that the keys are up to date.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from tests.harness.ranks import run_ranks
 from tests.test_fragments import Net, rows
 

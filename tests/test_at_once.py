@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import Comm
-from hf_zero.native.peers import Card, PeerMemory
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.peer_memory import Card, PeerMemory
 from tests.harness.ranks import run_ranks
 
 # Elements of a part and type of every gather: none, one, odd, and more than a page

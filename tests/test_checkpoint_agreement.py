@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero import CheckpointError
-from hf_zero.checkpoint.load import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.optimizer_state import read_states
-from hf_zero.engine import ZeroEngine
+from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
+from hf_zero.engine.engine import ZeroEngine
 from tests.harness.ranks import run_ranks
 from tests.test_resume import Net, start, steps
 

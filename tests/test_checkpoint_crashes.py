@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_zero.checkpoint.manifest import manifest_path, read_manifest, zero_folder
-from hf_zero.checkpoint.save import build_manifest, discard, prepare_folder, write_manifest, write_rank_file
+from hf_zero.checkpoint.writer import build_manifest, discard, prepare_folder, write_manifest, write_rank_file
 from hf_zero.errors import CheckpointError
 from tests.harness.checkpoints import assert_holds, in_child, make_model, only_frozen, save, save_info
 

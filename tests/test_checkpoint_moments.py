@@ -14,8 +14,8 @@ from torch import nn
 
 import hf_zero
 from hf_zero import CheckpointError, StateError
-from hf_zero.checkpoint import save as save_module
-from hf_zero.checkpoint import session
+from hf_zero.checkpoint import collective
+from hf_zero.checkpoint import writer as save_module
 from hf_zero.checkpoint.manifest import manifest_path
 from tests.harness.checkpoints import assert_holds, make_model, save
 from tests.harness.ranks import run_ranks
@@ -196,9 +196,9 @@ def faults(stage: int, folder: str, victim: int) -> None:
 
     for name in ("check_info", "write_rank_file", "_load_weights", "read_states", *LEADERS * (victim == 0)):
         loads = name in ("_load_weights", "read_states")
-        original = getattr(session, name)
+        original = getattr(collective, name)
         if engine.rank == victim:
-            setattr(session, name, broken)
+            setattr(collective, name, broken)
         began = time.monotonic()
         with pytest.raises(CheckpointError, match=f"rank {victim}: MemoryError: no more") as caught:
             engine.load_checkpoint(folder) if loads else engine.save_checkpoint(folder, "bad")
@@ -206,7 +206,7 @@ def faults(stage: int, folder: str, victim: int) -> None:
         causes = [type(error) for error in (caught.value, *chain(caught.value))]
         assert (MemoryError in causes) == (engine.rank == victim), "the traceback is that of the rank that failed"
         assert not manifest_path(Path(folder, "bad")).exists()
-        setattr(session, name, original)
+        setattr(collective, name, original)
         if loads:
             micro(engine, 2), engine.step(), micro(engine, 3)
             for call in (engine.step, lambda: engine.save_checkpoint(folder, "bad")):

@@ -162,7 +162,7 @@ def test_the_engine_logs_its_configuration_once(
     found = [record for record in caplog.records if record.getMessage().startswith(TITLE)]
     assert len(found) == shown
     if found:
-        assert found[0].name == ("hf_zero.lines" if dump else "hf_zero.engine")
+        assert found[0].name == ("hf_zero.lines" if dump else "hf_zero.engine.engine")
         text = found[0].getMessage()
         assert json.loads(text.partition("\n  json = ")[2]) == config
         assert len(re.findall(r"^  [\w.]+ \.+ ", text, re.MULTILINE)) > 60

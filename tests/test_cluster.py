@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.cluster import described_processes, expand_hosts, slurm_port
+from hf_zero.distributed.environment import described_processes, expand_hosts, slurm_port
 from tests.harness.launches import bare_environment, write_script
 
 SLURM = {

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.comm import Comm
-from hf_zero.pending import Pending
-from hf_zero.runtime.reduction import MAX_BUCKETS_IN_FLIGHT
-from hf_zero.shards.partition import UnitKind
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.work import Pending
+from hf_zero.runtime.reduce_op import MAX_BUCKETS_IN_FLIGHT
+from hf_zero.sharding.partition import UnitKind
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case
 from tests.harness.sharded import Options, micro_step, start

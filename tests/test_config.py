@@ -17,8 +17,8 @@ import torch
 from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig, ZeroSection
 from hf_zero.config.keys import ROOT
 from hf_zero.config.optimizers import OPTIMIZERS, OTHER_OPTIMIZERS, TORCH_OPTIMIZERS
+from hf_zero.config.refusals import NO_EFFECT, NOT_YET
 from hf_zero.config.schema import Alias, Block, Key, find, walk
-from hf_zero.config.status import NO_EFFECT, NOT_YET
 from hf_zero.config.supported import NOTHING_TO_DO, OBEYED, keys
 from hf_zero.errors import ConfigError
 

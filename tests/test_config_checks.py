@@ -16,8 +16,8 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.keys import ROOT
+from hf_zero.config.refusals import NO_EFFECT, NOT_YET
 from hf_zero.config.schema import Block, Key, find, walk
-from hf_zero.config.status import NO_EFFECT, NOT_YET
 from hf_zero.errors import ConfigError
 
 ZERO = "zero_optimization"

@@ -14,8 +14,8 @@ import pytest
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.keys import ROOT
+from hf_zero.config.refusals import NO_EFFECT, NOT_YET
 from hf_zero.config.schema import Alias, Block, Key, find, walk
-from hf_zero.config.status import NO_EFFECT, NOT_YET
 from hf_zero.config.supported import NOTHING_TO_DO, OBEYED, OTHER_NAME, REFUSED, fate, keys
 
 HERE = Path(__file__).parent
@@ -166,7 +166,7 @@ def test_the_fate_of_each_key() -> None:
 
 
 def test_what_is_obeyed_is_read_outside_the_configuration() -> None:
-    """A key that no row of status.py explains must be used by the code that trains."""
+    """A key that no row of refusals.py explains must be used by the code that trains."""
     readers = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "config"]
     # What is asked for in 16 bits is one decision, which precision.py makes of many keys.
     code = "".join(path.read_text() for path in [*readers, PACKAGE / "config" / "precision.py"])

@@ -221,7 +221,7 @@ def made(given: dict[str, Any], dtype: torch.dtype | None) -> tuple[dict[str, to
     plain = WithNorm()
     torch.manual_seed(3)
     lines = _Lines()
-    logging.getLogger("hf_zero.construction").addHandler(lines)
+    logging.getLogger("hf_zero.engine.sharded_init").addHandler(lines)
     with hf_zero.sharded_init(given, dtype=dtype):
         model = WithNorm()
     kinds = {name: param.dtype for name, param in model.named_parameters()}

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero import processes
-from hf_zero.comm import Comm
-from hf_zero.optim.update_worker import UpdateWorker
-from hf_zero.runtime.clocks import DeviceClock
-from hf_zero.shards import sink
+from hf_zero.distributed import processes
+from hf_zero.distributed.comm import Comm
+from hf_zero.engine.clocks import DeviceClock
+from hf_zero.optim.offload import param_writer as sink
+from hf_zero.optim.offload.update_worker import UpdateWorker
 from tests.harness.ranks import RankFailure, run_ranks
 
 Calls = list[tuple[Any, ...]]
@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     pretend_gpus(4, found, monkeypatch.setattr)
     for name in ("ACCELERATE_USE_CPU", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("hf_zero.processes._device_of_accelerate", lambda: None)
+    monkeypatch.setattr("hf_zero.distributed.processes._device_of_accelerate", lambda: None)
     return found
 
 
@@ -54,7 +54,7 @@ def test_the_device_of_a_rank(local_rank: str, index: int, calls: Calls, monkeyp
 def test_a_rank_selects_its_device_before_it_joins(way: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: calls.append(("joined", backend)))
-    monkeypatch.setattr("hf_zero.processes.backend_for", lambda device: f"for {device.type}")
+    monkeypatch.setattr("hf_zero.distributed.processes.backend_for", lambda device: f"for {device.type}")
     if way != "comm":
         for name, value in {"WORLD_SIZE": "8", "RANK": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}.items():
             monkeypatch.setenv(name, value)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_zero import estimate
-from hf_zero.model_states import count_parameters
+from hf_zero.estimate.deepspeed_formulas import count_parameters
 from hf_zero.runtime.zero import stage3, stage_1_and_2
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "estimators.json").read_text())  # see its "made_by"

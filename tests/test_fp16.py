@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import StateError
 from tests.harness.ranks import RankFailure, run_ranks
 

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 
 from hf_zero.cli.main import main
-from hf_zero.cluster import slurm_port
+from hf_zero.distributed.environment import slurm_port
 from hf_zero.launcher import hosts
-from hf_zero.launcher.plan import JobPlan
+from hf_zero.launcher.launch_plan import JobPlan
 from tests.harness.launches import (
     Launched,
     bare_environment,

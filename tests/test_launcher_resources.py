@@ -9,8 +9,8 @@ import pytest
 
 from hf_zero.launcher import forwarding, worker
 from hf_zero.launcher.hosts import Transport, srun_command
-from hf_zero.launcher.plan import JobPlan
-from hf_zero.launcher.problems import LaunchUsageError
+from hf_zero.launcher.launch_errors import LaunchUsageError
+from hf_zero.launcher.launch_plan import JobPlan
 from hf_zero.launcher.resources import parse_hostfile, read_hostfile, select, trim
 
 POOL = {"worker-0": 4, "worker-1": 4}

@@ -9,8 +9,8 @@ import torch
 
 from hf_zero import ConfigError, ZeroConfig
 from hf_zero.config.precision import LossScaling
+from hf_zero.hf.accelerator.plain_loop import scaling_of
 from hf_zero.hf.conflicts import scaler_conflicts
-from hf_zero.hf.loops import scaling_of
 from hf_zero.optim.loss_scaler import HysteresisScaler, PlainScaler, StaticScaler, make_scaler
 from tests.golden import loss_scales
 from tests.golden.loss_scales import Pattern

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import Comm
-from hf_zero.connections import Connections
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.gloo_connections import Connections
+from hf_zero.distributed.work import Pending
 from hf_zero.errors import OffloadError
-from hf_zero.pending import Pending
 from tests.harness.ranks import run_ranks
 
 NUMEL = 3 << 22  # 48 MiB: far more than sockets hold, so that a transfer takes tens of milliseconds
@@ -186,7 +186,7 @@ SCRIPT = """
 import os, signal, sys, time
 import torch
 import torch.distributed as dist
-from hf_zero.comm import Comm
+from hf_zero.distributed.comm import Comm
 dist.init_process_group("gloo", init_method="file://{store}", rank=int(os.environ["RANK"]), world_size=2)
 comm = Comm.join(timeout_s=120)
 comm.barrier("start")

@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_zero.checkpoint.consolidate import ConsolidateError, consolidate
-from hf_zero.checkpoint.load import open_checkpoint
 from hf_zero.checkpoint.manifest import manifest_path
+from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError
 from tests.harness.checkpoints import WholeModel, assert_same, make_model, save

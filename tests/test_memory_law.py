@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from tests.harness.ranks import run_ranks
 
 WIDTH, INNER, VOCAB, NUM_LAYERS = 61, 131, 67, 6

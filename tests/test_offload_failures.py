@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import OffloadError
 from tests.harness.ranks import run_ranks
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from tests.harness.ranks import run_ranks
 
 STEPS = 6

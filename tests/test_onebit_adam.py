@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero import optim
-from hf_zero.engine import ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError, StateError
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case

@@ -20,13 +20,14 @@ import torch.utils.checkpoint
 from torch import nn
 
 import hf_zero
-from hf_zero import comm as comm_module
-from hf_zero import operation_log, recovery
-from hf_zero.comm import Comm
-from hf_zero.engine import ZeroEngine
+from hf_zero.distributed import comm as comm_module
+from hf_zero.distributed import operation_log
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.operation_log import OperationLog, describe_difference
+from hf_zero.distributed.work import Operation
+from hf_zero.engine import recovery
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import DivergenceError, StateError
-from hf_zero.operation_log import OperationLog, describe_difference
-from hf_zero.pending import Operation
 from tests.harness.ranks import RankFailure, run_ranks
 
 BLOCKS, WIDTH = 5, 6

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero import optim
 from hf_zero.config.optimizers import TORCH_OPTIMIZERS
-from hf_zero.engine import ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError
 from tests.harness.optimizer_formulas import FORMULAS, State
 from tests.harness.ranks import RankFailure, run_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.native.pages import HUGE_PAGE, use_huge_pages
+from hf_zero.native.host_memory import HUGE_PAGE, use_huge_pages
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.comm import Comm
+from hf_zero.distributed.comm import Comm
 from hf_zero.runtime.build import share_the_rest
 from tests.harness.ranks import run_ranks
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.engine import ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from tests.harness.compare import assert_not_vacuous, assert_same_exact
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case, Trace, train_reference

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_zero
 from hf_zero.errors import ConfigError
-from hf_zero.shards.partition import UnitKind, check_parameters, partition, persistent_parameters
+from hf_zero.sharding.partition import UnitKind, check_parameters, partition, persistent_parameters
 from tests.harness.ranks import run_ranks
 
 
@@ -96,7 +96,7 @@ def test_all_parameters_that_cannot_be_cut_are_named() -> None:
 def say_what_stays_whole(**zero: int) -> str:
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=64, n_positions=16))
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
-    logger = logging.getLogger("hf_zero.engine")
+    logger = logging.getLogger("hf_zero.engine.engine")
     logger.setLevel(logging.INFO)
     lines: list[str] = []
     handler = logging.Handler()

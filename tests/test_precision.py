@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case, Trace, train_reference
 from tests.harness.sharded import Options, micro_step, record, start

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError
 from tests.harness.ranks import run_ranks
 from tests.harness.sharded import Options

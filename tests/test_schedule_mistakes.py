@@ -9,7 +9,7 @@ import pytest
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.optim import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
-from hf_zero.optim.schedule import Schedule
+from hf_zero.optim.schedules.base import Schedule
 from tests.test_schedules import make_optimizer, rates_of
 
 # Mistakes in the block

@@ -22,8 +22,8 @@ from transformers import get_constant_schedule_with_warmup, get_linear_schedule_
 from hf_zero.config.optimizers import SCHEDULER_TYPES
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
-from hf_zero.optim.schedule import Schedule
-from hf_zero.optim.schedules import SCHEDULES, build_schedule, choose_scheduler
+from hf_zero.optim.schedules.base import Schedule
+from hf_zero.optim.schedules.deepspeed import SCHEDULES, build_schedule, choose_scheduler
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "schedules.json").read_text())
 CASES = GOLDEN["cases"]

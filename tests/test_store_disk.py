@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from hf_zero.native.aio import AioSettings
-from hf_zero.store import DiskStore, StagingPool, SwapFolder, staging
+from hf_zero.storage import DiskStore, StagingPool, SwapFolder
+from hf_zero.storage import staging_pool as staging
 from tests.test_stores import get, pattern, put, run_threads
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from hf_zero.errors import OffloadError
-from hf_zero.store import SwapFolder
-from hf_zero.store.swap import PARENT, sweep
+from hf_zero.storage import SwapFolder
+from hf_zero.storage.swap_folder import PARENT, sweep
 from tests.harness.ranks import run_ranks
 from tests.test_store_disk import KIB, MIB, disk_store, fill, until
 from tests.test_stores import ROOT, get, pattern, put
@@ -160,7 +160,7 @@ def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
 _OWNER = """
 import os, sys, time, torch
 from hf_zero.native.aio import AioSettings
-from hf_zero.store import DiskStore, StagingPool, SwapFolder
+from hf_zero.storage import DiskStore, StagingPool, SwapFolder
 folder = SwapFolder(sys.argv[1], int(sys.argv[2]))
 pool = StagingPool(1 << 20, device=torch.device("cpu"), pin=False)
 store = DiskStore(folder, "opt", aio=AioSettings(), pool=pool, preallocate=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_zero.native.aio import AioSettings
-from hf_zero.store import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, SwapFolder
+from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, SwapFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -248,7 +248,7 @@ def test_host_memory_is_page_aligned_and_free_until_it_is_touched() -> None:
 _CYCLE = """
 import sys, torch
 from hf_zero.native.aio import AioSettings
-from hf_zero.store import DiskStore, StagingPool, SwapFolder
+from hf_zero.storage import DiskStore, StagingPool, SwapFolder
 from tests.test_stores import resident_bytes
 pool = StagingPool(16 << 20, device=torch.device("cpu"), pin=False)
 store = DiskStore(SwapFolder(sys.argv[1], 0), "s", aio=AioSettings(), pool=pool, preallocate=False)

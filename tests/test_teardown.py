@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.engine.engine import ZeroEngine, engine_of
 from tests.harness.ranks import RankFailure, run_ranks
 
 

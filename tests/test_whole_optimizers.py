@@ -17,11 +17,11 @@ from torch import nn
 
 import hf_zero
 from hf_zero import optim
-from hf_zero.engine import ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.optim import whole_update
 from hf_zero.optim.blocks import optimizer_of
-from hf_zero.optim.orthogonal import orthogonalized
+from hf_zero.optim.optimizers.orthogonal import orthogonalized
+from hf_zero.optim.updates import whole_params as whole_update
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case, _mean_loss
 from tests.harness.sharded import Options, micro_step, zero_config

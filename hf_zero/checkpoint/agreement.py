@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_zero.checkpoint.latest import chosen, holds_nothing, set_latest, tagged
-from hf_zero.comm import Comm
+from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError, ZeroError
 
 _T = TypeVar("_T")

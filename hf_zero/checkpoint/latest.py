@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path, PurePath
 
-from hf_zero.checkpoint.files import written_atomically
+from hf_zero.checkpoint.atomic_files import written_atomically
 from hf_zero.checkpoint.manifest import newest_whole_checkpoint, offer, zero_folder
 from hf_zero.errors import CheckpointError
 

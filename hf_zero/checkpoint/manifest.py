@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hf_zero.checkpoint.atomic_files import Progress, file_crc32
 from hf_zero.checkpoint.consolidate import check_manifest, file_marks
-from hf_zero.checkpoint.files import Progress, file_crc32
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import FORMAT_VERSION, UnitLayout
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.load import CheckpointReader
 from hf_zero.checkpoint.manifest import DTYPE_CODES, STATE_MARK, WEIGHT_KINDS, Manifest
-from hf_zero.checkpoint.state import Chunked, Scalar
+from hf_zero.checkpoint.rank_state import Chunked, Scalar
+from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Run
-from hf_zero.optim.owned import OwnedRun
+from hf_zero.optim.param_groups import OwnedRun
 from hf_zero.optim.sharded import ShardedOptimizer
 
 # Optimizer state that is a Python number, not a tensor of one element, keeps its kind through a file by this suffix.

@@ -141,7 +141,7 @@ def _model(name: str) -> Any:
     """What the resolver looks at: the configuration, and shapes on no device where that says no width."""
     from transformers import AutoConfig
 
-    from hf_zero.hf.meta_model import build
+    from hf_zero.cli.meta_model import build
 
     try:
         found = AutoConfig.from_pretrained(name)

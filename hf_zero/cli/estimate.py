@@ -85,8 +85,8 @@ def _without_collections() -> Iterator[None]:
 
 
 def _run(args: argparse.Namespace) -> None:
+    from hf_zero.cli import meta_model
     from hf_zero.config import ZeroConfig
-    from hf_zero.hf import meta_model
 
     try:
         model_config = meta_model.read_config(args.model)
@@ -154,8 +154,8 @@ class _Task:
         return resolve(self.raw, last, self.model, self.hardware, batch_size)
 
     def _profile(self, batch_size: int) -> tuple[Profile | None, str]:
+        from hf_zero.cli.meta_model import make_batch
         from hf_zero.estimate import measure
-        from hf_zero.hf.meta_model import make_batch
 
         try:
             batch = make_batch(self.model, batch_size, self.length)

@@ -10,11 +10,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.beside import damaged_files
 from hf_zero.checkpoint.consolidate import progress_bar
-from hf_zero.checkpoint.headers import Headers
 from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.manifest import Manifest, check_checksums, check_files, read_manifest
+from hf_zero.checkpoint.published_weights import damaged_files
+from hf_zero.checkpoint.safetensors_header import Headers
 from hf_zero.cli.text import format_bytes, plural, print_table
 from hf_zero.errors import CheckpointError
 

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hf_zero.cluster import DEFAULT_PORT
+from hf_zero.distributed.environment import DEFAULT_PORT
 from hf_zero.launcher.job import DEFAULT_HOSTFILE, LAUNCHERS, LaunchOptions, launch
-from hf_zero.launcher.problems import LaunchUsageError
+from hf_zero.launcher.launch_errors import LaunchUsageError
 
 NAME = "launch"
 SUMMARY = "start a training script on the GPUs (or CPU processes) of this host, or of several"

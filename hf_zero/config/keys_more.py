@@ -1,7 +1,7 @@
 """The rows of the blocks around training: profilers, monitors, tuning, other kinds of parallelism.
 
 They are checked as strictly as the rest, so that a misspelt key in them is found too, whether or not this release
-obeys the block (`status.py` says which it does not).
+obeys the block (`refusals.py` says which it does not).
 """
 
 from __future__ import annotations

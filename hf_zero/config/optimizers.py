@@ -54,7 +54,7 @@ NOT_TAKEN = {
     "Muon": frozenset(["torch_adam", "fp32_optimizer_states", "per_head_muon"]),
 }
 
-# Types that a shard of the elements is not enough for, or that nothing here computes: refused by name (status.py).
+# Types that a shard of the elements is not enough for, or that nothing here computes: refused by name (refusals.py).
 OTHER_OPTIMIZERS = (
     "OneBitLamb",
     "ZeroOneAdam",

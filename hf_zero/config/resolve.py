@@ -23,7 +23,7 @@ from hf_zero.config.autofill import (
     is_absent,
     is_auto,
 )
-from hf_zero.config.checks import MOMENTS, cross_problems, notices, refusals
+from hf_zero.config.cross_checks import MOMENTS, cross_problems, notices, refusals
 from hf_zero.config.keys import ROOT
 from hf_zero.config.optimizer_checks import runs_in_torch
 from hf_zero.config.optimizers import torch_form

@@ -1,7 +1,7 @@
 """What is wrong with a scheduler's parameters as a whole: what is missing, and what contradicts something else.
 
 Types and ranges of single values are the rows of `optimizers.py`. The same rules hold for a `scheduler` block and for
-the classes of `hf_zero.optim.schedules`.
+the classes of `hf_zero.optim.schedules.deepspeed`.
 """
 
 from __future__ import annotations

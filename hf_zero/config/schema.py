@@ -1,6 +1,6 @@
 """The shape of a configuration: which keys there are at which depth, and what each may hold.
 
-The rows are in `keys.py` and `keys_more.py`; which of them this release obeys is in `status.py`. This file owns the
+The rows are in `keys.py` and `keys_more.py`; which of them this release obeys is in `refusals.py`. This file owns the
 row types, the check of one value against its row, and the lookup of rows by dotted path.
 """
 

@@ -1,6 +1,6 @@
 """What becomes of each key of the schema in this release: the one answer to "is it obeyed, taken, or refused?".
 
-The rows of `status.py` decide. The table for readers, SUPPORTED.md, is written from here by scripts/config_tables.py.
+The rows of `refusals.py` decide. The table for readers, SUPPORTED.md, is written from here by scripts/config_tables.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_zero.config.keys import ROOT
+from hf_zero.config.refusals import NO_EFFECT, NOT_YET
 from hf_zero.config.schema import Alias, Block, walk
-from hf_zero.config.status import NO_EFFECT, NOT_YET
 
 OBEYED = "obeyed"
 NOTHING_TO_DO = "taken, nothing to do"

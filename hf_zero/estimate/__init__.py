@@ -6,9 +6,7 @@ needs processes, weights or a device: everything runs on the meta device.
 
 from __future__ import annotations
 
-from hf_zero.estimate.plan import Plan, plan_model
-from hf_zero.estimate.profile import Profile, measure
-from hf_zero.model_states import (
+from hf_zero.estimate.deepspeed_formulas import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
@@ -16,6 +14,8 @@ from hf_zero.model_states import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from hf_zero.estimate.plan import Plan, plan_model
+from hf_zero.estimate.profile import Profile, measure
 
 __all__ = [
     "Plan",

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
+from hf_zero.distributed.comm import Comm
 from hf_zero.estimate.plan import Plan, plan_units
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.shards.unit import ShardUnit
+from hf_zero.sharding.unit import ShardUnit
 
 logger = logging.getLogger(__name__)
 

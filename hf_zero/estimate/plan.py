@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
+from hf_zero.distributed.comm import Comm
 from hf_zero.estimate.pretend import META, PretendedComm, PretendedHomes
 from hf_zero.estimate.profile import Profile
 from hf_zero.estimate.replay import Moment, replay
 from hf_zero.estimate.states import PlannedStates
 from hf_zero.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, Drafted, draft_units, make_units
-from hf_zero.runtime.homes import Draft
-from hf_zero.runtime.params import OnDemandParams
+from hf_zero.runtime.memory_report import memory_report
 from hf_zero.runtime.prefetch_limits import PrefetchLimits
-from hf_zero.runtime.reducer import GradReducer
-from hf_zero.runtime.report import memory_report
-from hf_zero.shards.buffer import FlatBuffer
-from hf_zero.shards.partition import UnitSpec
-from hf_zero.shards.unit import ShardUnit
+from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.runtime.unshard import OnDemandParams
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.partition import UnitSpec
+from hf_zero.sharding.placement import Draft
+from hf_zero.sharding.unit import ShardUnit
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 

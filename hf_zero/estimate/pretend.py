@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from hf_zero.comm import Comm
-from hf_zero.gloo_messages import Message
-from hf_zero.pending import Finish, Pending
-from hf_zero.runtime.homes import Homes
-from hf_zero.store import HostStore, ShardStore
-from hf_zero.store.base import Lease
-from hf_zero.store.copies import CopyStream
-from hf_zero.store.staging import page_rounded
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.gloo_messages import Message
+from hf_zero.distributed.work import Finish, Pending
+from hf_zero.sharding.placement import Homes
+from hf_zero.storage import HostStore, ShardStore
+from hf_zero.storage.base import Lease
+from hf_zero.storage.copy_stream import CopyStream
+from hf_zero.storage.staging_pool import page_rounded
 
 META = torch.device("meta")
 

@@ -23,11 +23,11 @@ from hf_zero.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuildSettings, draft_units, make_units, torch_dtype
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
 from hf_zero.runtime.loss_scale import LossScale
-from hf_zero.runtime.params import OnDemandParams, Phase
 from hf_zero.runtime.prefetch_limits import PrefetchLimits
-from hf_zero.shards.buffer import FlatBuffer
-from hf_zero.shards.partition import UnitKind
-from hf_zero.shards.unit import ShardUnit
+from hf_zero.runtime.unshard import OnDemandParams, Phase
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.unit import ShardUnit
 
 
 @dataclass(frozen=True)

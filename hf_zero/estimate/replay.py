@@ -12,9 +12,9 @@ from hf_zero.config import ResolvedConfig
 from hf_zero.estimate.profile import Event, Profile
 from hf_zero.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuiltUnits
-from hf_zero.runtime.params import OnDemandParams, Phase
-from hf_zero.runtime.reducer import GradReducer
-from hf_zero.shards.partition import UnitKind
+from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.runtime.unshard import OnDemandParams, Phase
+from hf_zero.sharding.partition import UnitKind
 
 # A vote agrees on the order of the pass before the last one, and gathers go ahead along what was agreed. Where nothing
 # is gathered, the second window shows what the first one has left.

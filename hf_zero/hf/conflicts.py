@@ -18,9 +18,9 @@ from torch import nn
 
 from hf_zero.config import Problem, ZeroConfig
 from hf_zero.config.problems import raise_all
+from hf_zero.distributed.processes import launched_processes, wait_for_others, wants_cpu
+from hf_zero.engine.replace import engines_inside
 from hf_zero.errors import ConfigError
-from hf_zero.processes import launched_processes, wait_for_others, wants_cpu
-from hf_zero.renewal import engines_inside
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.config import ZeroConfig
+from hf_zero.distributed.processes import adopt_cluster_variables
 from hf_zero.errors import ConfigError
 from hf_zero.hf.conflicts import check_environment
-from hf_zero.processes import adopt_cluster_variables
 
 logger = logging.getLogger(__name__)
 
@@ -192,8 +192,8 @@ def check_seams(seams: list[Seam]) -> None:
 def all_seams() -> list[Seam]:
     """Every method of transformers and accelerate that ours wraps."""
     # Here, because these modules import this one for the active configuration.
-    from hf_zero.hf.model_seams import model_seams
-    from hf_zero.hf.plugin import accelerator_seams
-    from hf_zero.hf.trainer import trainer_seams
+    from hf_zero.hf.accelerator.plugin import accelerator_seams
+    from hf_zero.hf.models.patches import model_seams
+    from hf_zero.hf.trainer.trainer import trainer_seams
 
     return [*trainer_seams(), *accelerator_seams(), *model_seams()]

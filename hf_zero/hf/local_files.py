@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import safetensors
 import torch
 
-from hf_zero.comm import Comm
+from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError, ZeroError
 
 _T = TypeVar("_T")

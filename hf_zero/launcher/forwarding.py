@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from hf_zero.launcher.problems import LaunchUsageError
+from hf_zero.launcher.launch_errors import LaunchUsageError
 
 # DeepSpeed's list (NCCL there where the accelerator is CUDA), and gloo's, which names the network interface on CPUs.
 PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "GLOO")

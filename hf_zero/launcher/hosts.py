@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import FrameType
 
-from hf_zero.launcher.plan import JobPlan
-from hf_zero.launcher.problems import LaunchFailed, LaunchUsageError
+from hf_zero.launcher.launch_errors import LaunchFailed, LaunchUsageError
+from hf_zero.launcher.launch_plan import JobPlan
 
 # Seconds for a host to answer at all, and for an agent to end its processes: torch's agent kills them after 30.
 REACH_TIMEOUT_S = 15.0

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from hf_zero.cluster import DEFAULT_PORT, expand_hosts, slurm_port
+from hf_zero.distributed.environment import DEFAULT_PORT, expand_hosts, slurm_port
 from hf_zero.launcher.forwarding import environment_files, exported, read_environment_file, shell_exports
 from hf_zero.launcher.hosts import RemoteJob, Transport, address_of, check_reachable, run_srun
+from hf_zero.launcher.launch_errors import LaunchUsageError
+from hf_zero.launcher.launch_plan import JobPlan, visible_devices_variable
 from hf_zero.launcher.node import free_port, port_is_free, run_node
-from hf_zero.launcher.plan import JobPlan, visible_devices_variable
-from hf_zero.launcher.problems import LaunchUsageError
 from hf_zero.launcher.resources import Slots, parse_node_specs, read_hostfile, select, trim
 
 DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's

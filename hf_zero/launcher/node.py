@@ -20,9 +20,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hf_zero.cluster import expand_hosts
-from hf_zero.launcher.plan import JobPlan, visible_devices_variable
-from hf_zero.launcher.problems import LaunchFailed, LaunchUsageError
+from hf_zero.distributed.environment import expand_hosts
+from hf_zero.launcher.launch_errors import LaunchFailed, LaunchUsageError
+from hf_zero.launcher.launch_plan import JobPlan, visible_devices_variable
 from hf_zero.launcher.worker import parse_cores
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hf_zero.launcher.problems import LaunchUsageError
+from hf_zero.launcher.launch_errors import LaunchUsageError
 
 Slots = dict[str, list[int]]  # the chosen slots of each host, in the order of the hostfile
 

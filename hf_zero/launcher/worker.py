@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hf_zero.launcher.problems import LaunchUsageError
+from hf_zero.launcher.launch_errors import LaunchUsageError
 
 
 def parse_cores(text: str) -> list[int]:

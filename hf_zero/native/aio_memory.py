@@ -6,7 +6,7 @@ import mmap
 
 import torch
 
-from hf_zero.native.pages import HUGE_PAGE
+from hf_zero.native.host_memory import HUGE_PAGE
 
 
 def transfer_memory(nbytes: int, *, fork: bool = True) -> torch.Tensor:

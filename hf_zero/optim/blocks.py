@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from hf_zero.config.optimizers import OWN_OPTIMIZERS
-from hf_zero.optim.lamb import Lamb
-from hf_zero.optim.lion import Lion
-from hf_zero.optim.muon import Muon
-from hf_zero.optim.onebit import OneBitAdam
-from hf_zero.optim.uncorrected_adam import UncorrectedAdam
+from hf_zero.optim.optimizers.lamb import Lamb
+from hf_zero.optim.optimizers.lion import Lion
+from hf_zero.optim.optimizers.muon import Muon
+from hf_zero.optim.optimizers.onebit import OneBitAdam
+from hf_zero.optim.optimizers.uncorrected_adam import UncorrectedAdam
 
 _OWN = {"Lamb": Lamb, "Lion": Lion, "Muon": Muon, "OneBitAdam": OneBitAdam, "UncorrectedAdam": UncorrectedAdam}
 # Parts of names of matrices that are Adam's under Muon: DeepSpeed's set_optimizer_flags.

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.comm import Comm
-from hf_zero.digests import digest_of
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.digests import digest_of
 from hf_zero.errors import StateError
 
 

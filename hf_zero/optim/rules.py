@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from hf_zero.errors import ConfigError
-from hf_zero.optim.lamb import Lamb
-from hf_zero.optim.lion import Lion
-from hf_zero.optim.muon import Muon
-from hf_zero.optim.onebit import OneBitAdam
-from hf_zero.optim.values import CheckedOptimizer
+from hf_zero.optim.optimizers.base import CheckedOptimizer
+from hf_zero.optim.optimizers.lamb import Lamb
+from hf_zero.optim.optimizers.lion import Lion
+from hf_zero.optim.optimizers.muon import Muon
+from hf_zero.optim.optimizers.onebit import OneBitAdam
 
 _ELEMENTWISE = frozenset(
     f"torch.optim.{name}"
@@ -103,10 +103,10 @@ _NATIVE = frozenset(
     [
         "torch.optim.adam.Adam",
         "torch.optim.adamw.AdamW",
-        "hf_zero.ops.adam.DeepSpeedCPUAdam",
-        "hf_zero.ops.adam.FusedAdam",
-        "hf_zero.optim.cpu_adam.CPUAdam",
-        "hf_zero.optim.uncorrected_adam.UncorrectedAdam",
+        "hf_zero.deepspeed.ops.adam.DeepSpeedCPUAdam",
+        "hf_zero.deepspeed.ops.adam.FusedAdam",
+        "hf_zero.optim.optimizers.cpu_adam.CPUAdam",
+        "hf_zero.optim.optimizers.uncorrected_adam.UncorrectedAdam",
     ]
 )
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from hf_zero.comm import Comm
+from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.optim.direct_steps import DirectSteps
-from hf_zero.optim.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.loss_scaler import StepGuard
-from hf_zero.optim.owned import CutGroups, OwnedRun
+from hf_zero.optim.offload.host_adam import HostAdam, HostAdamSettings
+from hf_zero.optim.param_groups import CutGroups, OwnedRun
 from hf_zero.optim.rules import check_group, check_native, check_optimizer
-from hf_zero.optim.strategies import make_owners, make_update
-from hf_zero.optim.whole import (
+from hf_zero.optim.state_access import (
     assemble,
     changed_state,
     check_kind,
@@ -26,12 +25,13 @@ from hf_zero.optim.whole import (
     whole_state,
     write_state,
 )
-from hf_zero.optim.window import WindowFacts, clip_coefficient, settle_window
-from hf_zero.runtime.grads import GradBuffer
-from hf_zero.runtime.order import UseOrder
-from hf_zero.runtime.reducer import GradReducer
-from hf_zero.shards.buffer import FlatBuffer, gather_resident
-from hf_zero.shards.tensors import ShardTensor
+from hf_zero.optim.step_ballot import WindowFacts, clip_coefficient, settle_window
+from hf_zero.optim.updates.choose import make_owners, make_update
+from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.prefetch_order import UseOrder
+from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.sharding.flat_param import FlatBuffer, gather_resident
+from hf_zero.sharding.shard import ShardTensor
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from hf_zero.runtime.grads import GradBuffer
-from hf_zero.runtime.reducer import GradReducer
+from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.reduce_schedule import GradReducer
 
 
 class Arrival:

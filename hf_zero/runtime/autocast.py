@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_zero.shards.unit import ShardUnit
+from hf_zero.sharding.unit import ShardUnit
 
 
 class _CopyOf(NamedTuple):

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_zero.comm import Comm
 from hf_zero.config import ResolvedConfig
+from hf_zero.distributed.comm import Comm
 from hf_zero.errors import DivergenceError
 from hf_zero.layout import UnitLayout
-from hf_zero.runtime.grads import GradBuffer, GradSettings
-from hf_zero.runtime.homes import Draft, Homes, OffloadSettings
+from hf_zero.runtime.grad_accumulator import GradBuffer, GradSettings
 from hf_zero.runtime.loss_scale import LossScale
-from hf_zero.runtime.plan import UnitPlan, keeps_small_parameters_whole, plan_unit
 from hf_zero.runtime.pool import MemoryPool
-from hf_zero.runtime.reduction import Reduction
-from hf_zero.shards.buffer import FlatBuffer
-from hf_zero.shards.partition import UnitKind, UnitSpec, partition
-from hf_zero.shards.unit import ShardUnit
+from hf_zero.runtime.reduce_op import Reduction
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.partition import UnitKind, UnitSpec, partition
+from hf_zero.sharding.placement import Draft, Homes, OffloadSettings
+from hf_zero.sharding.stages import UnitPlan, keeps_small_parameters_whole, plan_unit
+from hf_zero.sharding.unit import ShardUnit
 
 logger = logging.getLogger(__name__)
 

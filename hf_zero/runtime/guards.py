@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.errors import StateError
-from hf_zero.shards.unit import ShardUnit, UnitState
+from hf_zero.sharding.unit import ShardUnit, UnitState
 
 DeepCopy = Callable[[nn.Module, dict[int, Any]], nn.Module]
 

@@ -40,12 +40,12 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.runtime.autocast import AutocastCopies
 from hf_zero.runtime.loss_scale import LossScale
+from hf_zero.runtime.nested import map_tensors, tensors_in
+from hf_zero.runtime.outside_access import OutsideReads
 from hf_zero.runtime.param_grads import take_arrived
-from hf_zero.runtime.params import OnDemandParams, Phase
-from hf_zero.runtime.reads import OutsideReads
-from hf_zero.runtime.tree import map_tensors, tensors_in
-from hf_zero.shards.partition import UnitKind
-from hf_zero.shards.unit import ShardUnit
+from hf_zero.runtime.unshard import OnDemandParams, Phase
+from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.unit import ShardUnit
 
 
 def in_backward() -> bool:

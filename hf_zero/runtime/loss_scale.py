@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hf_zero.errors import StateError
-from hf_zero.runtime.tree import map_tensors, replace_tensors
+from hf_zero.runtime.nested import map_tensors, replace_tensors
 
 # Whose scale the loss of the backward under way, or next, was multiplied with.
 _CLAIMED: list[weakref.ref[LossScale]] = []

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from hf_zero.errors import StateError
-from hf_zero.shards.partition import clean_name, named_parameters
-from hf_zero.shards.unit import ShardUnit
+from hf_zero.sharding.partition import clean_name, named_parameters
+from hf_zero.sharding.unit import ShardUnit
 
 _MOST_NAMES = 5
 

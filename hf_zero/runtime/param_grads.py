@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.digests import digest_of
+from hf_zero.distributed.digests import digest_of
 from hf_zero.errors import StateError
-from hf_zero.runtime.grads import GradBuffer
+from hf_zero.runtime.grad_accumulator import GradBuffer
 
 _INSTEAD = (
     "To clip, call engine.clip_grad_norm_(max_norm), under Accelerate and Trainer accelerator.clip_grad_norm_, or set "

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hf_zero.config.resolved import ZeroSection
-from hf_zero.shards.partition import UnitKind
-from hf_zero.shards.unit import ShardUnit
+from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.unit import ShardUnit
 
 _DEFAULT_LIVE = 10**9
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hf_zero.shards.unit import ShardUnit
+from hf_zero.sharding.unit import ShardUnit
 
 
 class RepeatedUse:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hf_zero.errors import StateError
-from hf_zero.runtime.edits import fingerprint
+from hf_zero.runtime.edit_watch import fingerprint
+from hf_zero.runtime.full_weights import take_over
 from hf_zero.runtime.param_grads import ParamGrads
-from hf_zero.runtime.weights import take_over
-from hf_zero.shards.buffer import FlatBuffer
-from hf_zero.shards.unit import ShardUnit
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.unit import ShardUnit
 
 
 class WeightEdits:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hf_zero.engine import ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 
 # The last part of a store's key that is no number -> what it is for the reader.
 KINDS = {

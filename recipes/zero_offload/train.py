@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 from transformers.utils.logging import disable_progress_bar
 
 from hf_zero import Trainer, TrainingArguments, ZeroConfig
-from hf_zero.engine import engine_of
+from hf_zero.engine.engine import engine_of
 from hf_zero.optim import CPUAdam
 from recipes.causal_lm.data import Blocks, load_blocks
 from recipes.causal_lm.model import resolve_model

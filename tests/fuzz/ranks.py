@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from tests.fuzz.cases import Case, config_of
 from tests.fuzz.optimizers import NAMES, make_schedule, make_torch
 from tests.fuzz.registry import build

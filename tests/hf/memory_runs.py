@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import engine_of
+from hf_zero.engine.engine import engine_of
 from tests.hf import runs
 
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -181,7 +181,7 @@ def search(zero: dict[str, Any], folder: str) -> dict[str, Any]:
 def _live() -> list[Any]:
     import gc
 
-    from hf_zero.engine import live_engines
+    from hf_zero.engine.engine import live_engines
 
     gc.collect()
     return live_engines()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hf_zero import ZeroPlugin
-from hf_zero.engine import engine_of
+from hf_zero.engine.engine import engine_of
 from hf_zero.errors import ConfigError
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

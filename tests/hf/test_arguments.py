@@ -19,11 +19,11 @@ from transformers import HfArgumentParser
 
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.hf import enable as enabling
-from hf_zero.hf.accelerated_optimizer import ZeroAcceleratedOptimizer
-from hf_zero.hf.arguments import Seq2SeqTrainingArguments, TrainingArguments, zero_arguments
+from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
+from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin, ZeroPlugin
 from hf_zero.hf.enable import ACTIVATION, Seam, active_config, all_seams, check_seams, disable, enable
-from hf_zero.hf.plugin import ZeroAcceleratorMixin, ZeroPlugin
-from hf_zero.hf.trainer import Trainer, ZeroTrainerMixin
+from hf_zero.hf.trainer.arguments import Seq2SeqTrainingArguments, TrainingArguments, zero_arguments
+from hf_zero.hf.trainer.trainer import Trainer, ZeroTrainerMixin
 
 ROOT = Path(__file__).parents[2]
 ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}

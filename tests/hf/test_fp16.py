@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 
 import hf_zero
-from hf_zero.engine import engine_of
+from hf_zero.engine.engine import engine_of
 from tests.harness.ranks import run_ranks
 from tests.hf.runs import arguments, build, examples, zero_config
 

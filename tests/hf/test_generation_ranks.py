@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 import hf_zero
-from hf_zero.engine import engine_of
+from hf_zero.engine.engine import engine_of
 from tests.harness.ranks import RankFailure, run_ranks
 from tests.hf.test_generation import VOCAB, is_released, llama, prompts, sharded, t5, text
 

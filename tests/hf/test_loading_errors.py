@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hf_zero
-from hf_zero.engine import engine_of
+from hf_zero.engine.engine import engine_of
 from tests.harness.ranks import run_ranks
 from tests.hf.test_renewal import ZERO, save
 

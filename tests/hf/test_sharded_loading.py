@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.hf.loading import LOADS
+from hf_zero.hf.models.from_pretrained import LOADS
 from tests.harness.ranks import run_ranks
 from tests.hf.architectures import ARCHITECTURES, save_all
 

@@ -1,0 +1,1 @@
+"""Public reads and writes of sharded values."""

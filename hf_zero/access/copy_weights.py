@@ -1,0 +1,193 @@
+"""Copies or mixes the weights of one model into another: from a policy into its reference, shard to shard."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_zero.engine.engine import ZeroEngine, engine_of
+from hf_zero.errors import ConfigError, StateError
+from hf_zero.layout import Run, UnitLayout
+from hf_zero.runtime.full_weights import share_resident
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.partition import clean_name, tied_names
+from hf_zero.sharding.unit import ShardUnit
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module, *, tau: float = 1.0) -> None:
+    """`target = tau * source + (1 - tau) * target`, for every parameter of `target`. All ranks must call.
+
+    Either model may be sharded, at any stage and in any type, or plain (then the same on all ranks). Where both are
+    cut alike, or the source is whole on every rank, nothing travels; else units of the source are gathered one by one.
+    A target that is whole for ever while ranks own parts of its masters is gathered from these. The values taken are
+    those that forward uses; master weights of the target follow. The mix is computed in fp32 (fp64 for fp64 targets)
+    and rounded once. Buffers are left alone.
+
+    Args:
+        source: Has every parameter of `target`, by name and shape; names inside torch.compile wrappers are plain ones.
+        tau: Share of the source, from 0 to 1; 1 copies.
+    Raises:
+        ConfigError: Parameters of `target` that `source` does not have, or with another shape (all are listed); `tau`.
+        StateError: Not all ranks called; one of the models is between forward and backward or gathered.
+    """
+    if not 0.0 <= tau <= 1.0:
+        raise ConfigError(f"copy_weights: tau={tau}, expected a number from 0 to 1")
+    places, wanted = _Source(source), _targets(target)
+    _check_names(places, wanted)
+    engine = engine_of(target)
+    for one in (places.engine, engine):
+        if one is not None:
+            one.require_all_ranks("copy_weights")
+            one.finish_updates()
+    if engine is not None:
+        engine.weights.check_idle(engine.units)
+        for unit in engine.units:
+            engine.params.make_sharded(unit)  # what was gathered ahead
+    changed: dict[int, FlatBuffer] = {}
+    for source_unit, mine in places.by_unit(wanted):
+        with places.whole(source_unit):
+            for to, value in mine:
+                if _mix(to, value, tau):
+                    assert to.buffer is not None
+                    changed[id(to.buffer)] = to.buffer
+    for buffer in changed.values():
+        buffer.refresh()
+        share_resident(buffer)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A parameter of the target: in a flat buffer, or plain."""
+
+    name: str
+    param: nn.Parameter
+    buffer: FlatBuffer | None
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What a parameter of the source is: whole, or by runs where only this rank's part is at hand."""
+
+    param: nn.Parameter
+    buffer: FlatBuffer | None  # None: `param` is whole
+
+    def read(self, run: Run) -> torch.Tensor:
+        """1-D [run.numel]; a run of a whole parameter may come from any layout."""
+        if self.buffer is not None:
+            return self.buffer.shard.read_run(run)
+        flat = self.param.detach().reshape(-1)
+        return torch.cat([flat[piece.start : piece.end] for piece in run.pieces])
+
+
+class _Source:
+    """Where the values of the source model are, by parameter name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.engine: ZeroEngine | None = engine_of(model)
+        self.params = dict(_named(model))
+        self._places: dict[int, tuple[ShardUnit, FlatBuffer]] = {}
+        for unit in self.engine.units if self.engine is not None else ():
+            for buffer in unit.buffers:
+                self._places.update((id(param), (unit, buffer)) for param in buffer.params)
+
+    def by_unit(self, wanted: list[_Target]) -> Iterator[tuple[ShardUnit | None, list[tuple[_Target, _Value]]]]:
+        """What to set, and from what: first what is at hand, then by the units that have to be gathered."""
+        at_hand: list[tuple[_Target, _Value]] = []
+        to_gather: dict[int, tuple[ShardUnit, list[tuple[_Target, _Value]]]] = {}
+        for to in wanted:
+            param = self.params[to.name]
+            unit, buffer = self._places.get(id(param), (None, None))
+            if unit is None or buffer is None or not buffer.on_demand:
+                at_hand.append((to, _Value(param, None)))
+            elif to.buffer is not None and to.buffer.on_demand and _same_cut(buffer.layout, to.buffer.layout):
+                buffer.finish_update()
+                at_hand.append((to, _Value(param, buffer)))
+            else:
+                to_gather.setdefault(id(unit), (unit, []))[1].append((to, _Value(param, None)))
+        yield None, at_hand
+        assert self.engine is not None or not to_gather
+        for unit in self.engine.units if self.engine is not None else ():  # the same order on all ranks
+            if id(unit) in to_gather:
+                yield to_gather[id(unit)]
+
+    def whole(self, unit: ShardUnit | None) -> contextlib.AbstractContextManager[None]:
+        if unit is None or self.engine is None:
+            return contextlib.nullcontext()
+        return self.engine.weights.gathered([unit])
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    engine = engine_of(model)
+    root = model if engine is None else engine.module
+    for name, param in root.named_parameters(remove_duplicate=False):
+        yield clean_name(name), param
+
+
+def _targets(model: nn.Module) -> list[_Target]:
+    engine = engine_of(model)
+    buffers = {
+        id(param): buffer
+        for unit in (engine.units if engine is not None else ())
+        for buffer in unit.buffers
+        for param in buffer.params
+    }
+    aliases = tied_names(model if engine is None else engine.module)
+    return [_Target(name, param, buffers.get(id(param))) for name, param in _named(model) if name not in aliases]
+
+
+def _check_names(source: _Source, wanted: list[_Target]) -> None:
+    problems = []
+    for to in wanted:
+        if to.name not in source.params:
+            problems.append(f"{to.name}: not in the source")
+        elif source.params[to.name].shape != to.param.shape:
+            shapes = tuple(source.params[to.name].shape), tuple(to.param.shape)
+            problems.append(f"{to.name}: shape {shapes[0]} in the source, {shapes[1]} in the target")
+        elif source.params[to.name] is to.param:
+            raise StateError(f"copy_weights: {to.name} is one parameter in both models: there is nothing to copy")
+    if problems:
+        raise ConfigError("copy_weights: the models do not fit:\n  " + "\n  ".join(problems))
+
+
+def _same_cut(a: UnitLayout, b: UnitLayout) -> bool:
+    """Whether every rank owns the same elements of the same parameters; types and names of the units may differ."""
+    return (a.world_size, a.bucket_numel, a.padded_numel, a.slots) == (
+        b.world_size,
+        b.bucket_numel,
+        b.padded_numel,
+        b.slots,
+    )
+
+
+def _mix(to: _Target, value: _Value, tau: float) -> bool:
+    """Set or mix one parameter of the target; whether its buffer is to be brought up to date from what ranks own."""
+    buffer = to.buffer
+    if buffer is None:
+        _lerp(to.param.data, value.param.detach().to(to.param.device), tau)
+        return False
+    separate_master = buffer.master is not None and buffer.master is not buffer.shard
+    if not buffer.on_demand and value.buffer is None and not separate_master:
+        # Whole on both sides: every rank does the same to all of it.
+        _lerp(to.param.data, value.param.detach(), tau)
+        torch.autograd.graph.increment_version(to.param)
+        return False
+    best = buffer.shard if buffer.master is None else buffer.master
+    for run in buffer.layout.runs(buffer.rank):
+        if run.name == to.name:
+            theirs = value.read(run)
+            mine = theirs if tau == 1.0 else best.read_run(run).clone()
+            best.write_run(run, mine if tau == 1.0 else _lerp(mine, theirs.to(mine.device), tau))
+    return True
+
+
+def _lerp(mine: torch.Tensor, theirs: torch.Tensor, tau: float) -> torch.Tensor:
+    """mine += tau * (theirs - mine) in place, computed in at least fp32."""
+    if tau == 1.0:
+        return mine.copy_(theirs)
+    wide = torch.promote_types(mine.dtype, torch.float32)
+    return mine.copy_(torch.lerp(mine.to(wide), theirs.to(wide), tau))

@@ -1,0 +1,223 @@
+"""An exponential moving average of the weights, as one more shard of every trainable parameter."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hf_zero.checkpoint import collective
+from hf_zero.checkpoint.latest import chosen
+from hf_zero.engine.engine import ZeroEngine, engine_of
+from hf_zero.errors import ConfigError, StateError
+from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.optim.state_access import assemble
+from hf_zero.runtime.full_weights import share_resident
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.partition import tied_names
+from hf_zero.sharding.shard import ShardTensor
+from hf_zero.sharding.stored_shard import StoredShard
+from hf_zero.sharding.unit import ShardUnit
+from hf_zero.storage import DeviceStore, MemoryStore
+
+
+class ShardedEMA:
+    """`average = decay * average + (1 - decay) * weight` after every update, from the fp32 master weights.
+
+    Every rank keeps the average of what it owns, in fp32 (fp64 for fp64 parameters), where the master weights are (on
+    the host where these are on disk): 4 bytes per trainable parameter over all ranks together at stages 1-3. Frozen
+    parameters and buffers are not averaged. Checkpoints of the engine hold the average, and restore it at any world
+    size and stage.
+
+    Args:
+        model: In training under hf_zero. The average starts from its weights.
+        decay: From 0 to 1.
+        name: Of this average in checkpoints; several have several names.
+    All ranks must construct it, and call its methods together.
+    Raises:
+        ConfigError: `decay` is no number from 0 to 1; there is an average of this name.
+        StateError: The model is not in training under hf_zero.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999, *, name: str = "ema") -> None:
+        engine = engine_of(model)
+        if engine is None or engine.optimizer is None:
+            raise StateError(
+                "ShardedEMA needs a model in training under hf_zero: make it after hf_zero.initialize, after "
+                "accelerator.prepare, or in a Trainer's on_train_begin"
+            )
+        self.decay = _checked(decay)
+        self.name = name
+        self._model = model
+        self._engine = engine
+        self._stores: dict[str, MemoryStore] = {}  # by the keys of what we keep there
+        self._optimizer = engine.optimizer
+        self._shards: dict[FlatBuffer, ShardTensor] = {}
+        if name in self._optimizer.attached:
+            raise ConfigError(f"this model has an average called {name!r} already: pass another name=, or close() it")
+        engine.finish_updates()
+        for _, buffer in self._averaged():
+            self._shards[buffer] = self._make_shard(buffer)
+        self._optimizer.attached[name] = self._shards
+
+    def _averaged(self) -> Iterator[tuple[ShardUnit, FlatBuffer]]:
+        for unit in self._engine.units:
+            for buffer in unit.buffers:
+                if buffer.master is not None:
+                    yield unit, buffer
+
+    def _make_shard(self, buffer: FlatBuffer) -> ShardTensor:
+        master, homes = buffer.master, self._engine.homes
+        assert master is not None
+        on_device = isinstance(buffer.home.master, DeviceStore)
+        store: MemoryStore = homes.device if on_device else homes.host
+        key = f"{buffer.layout.name}/{self.name}"
+        store.create(key, buffer.layout.shard_numel, master.dtype)
+        self._stores[key] = store
+        shard = ShardTensor(buffer.layout, buffer.rank, store.tensor(key), in_full=False)
+        if isinstance(master, StoredShard):
+            master.copy_into(shard)
+        else:
+            shard.copy_from(master)
+        return shard
+
+    # ---------------------------------------------------------------- training
+    @torch.no_grad()
+    def update(self, decay: float | None = None) -> None:
+        """Take the weights into the average; call it after each step. No communication. All ranks must call.
+
+        Offloaded updates under way are waited for, delayed ones too, which publishes them.
+
+        Args:
+            decay: For this update, in the place of the one given at the start (a warm-up).
+        Raises:
+            StateError: Inside `swapped`; the model was given another engine.
+        """
+        self._checked_optimizer().check_active("ShardedEMA.update")
+        self._engine.finish_updates()
+        weight = 1.0 - (self.decay if decay is None else _checked(decay))
+        for buffer, average in self._shards.items():
+            if isinstance(buffer.master, ShardTensor) and average.parts:
+                torch._foreach_lerp_(average.parts, buffer.master.parts, weight)
+            elif isinstance(buffer.master, StoredShard):
+                for tile in buffer.master.tiles:
+                    for chunk in buffer.master.chunks(tile.start, tile.numel):
+                        average.memory[tile.start : tile.end].lerp_(chunk, weight)
+
+    def _checked_optimizer(self) -> ShardedOptimizer:
+        """The optimizer whose checkpoints hold the average: a second Trainer brings another one."""
+        engine = engine_of(self._model)
+        if engine is not self._engine or engine.optimizer is None:
+            raise StateError("the model of this ShardedEMA was given another hf_zero engine: make a new ShardedEMA")
+        if engine.optimizer is not self._optimizer:
+            self._optimizer = engine.optimizer
+            self._optimizer.attached[self.name] = self._shards
+        return self._optimizer
+
+    # ---------------------------------------------------------------- use
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights: evaluate, generate, save_pretrained. All ranks must call.
+
+        On leaving, also by an exception, weights and masters are what they were, bit for bit. No extra memory; where
+        parameters are whole between uses (stages 1-2) an all-gather at both ends.
+
+        Raises:
+            StateError: Not all ranks called; between forward and backward, or inside gathered_params; nested. Inside,
+                a step and a checkpoint of the engine raise.
+        """
+        engine, optimizer = self._engine, self._checked_optimizer()
+        engine.require_all_ranks("ShardedEMA.swapped")
+        optimizer.check_active("ShardedEMA.swapped")
+        engine.weights.check_idle(engine.units)
+        engine.finish_updates()
+        optimizer.suspended = "inside ShardedEMA.swapped(): the model has its averaged weights there"
+        self._put(averages=True)
+        try:
+            yield
+        finally:
+            self._put(averages=False)
+            optimizer.suspended = ""
+
+    @torch.no_grad()
+    def _put(self, *, averages: bool) -> None:
+        """Let parameters be the averages, or themselves again. Separate masters are not touched."""
+        for unit, buffer in self._averaged():
+            self._engine.params.make_sharded(unit)
+            average = self._shards[buffer]
+            if buffer.master is buffer.shard:
+                _exchange(average, buffer)
+            elif averages:
+                buffer.shard.copy_from(average)
+            else:
+                buffer.refresh()
+            share_resident(buffer)
+
+    @torch.no_grad()
+    def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
+        """The whole averages on the CPU under the model's parameter names, where `keep`; {} elsewhere.
+
+        fp32 (fp64 for fp64 parameters), trainable parameters only; tied names share one tensor. All ranks must call.
+        """
+        self._checked_optimizer().check_active("ShardedEMA.full_state_dict")
+        self._engine.require_all_ranks("ShardedEMA.full_state_dict")
+        whole: dict[str, torch.Tensor] = {}
+        for buffer, average in self._shards.items():
+            for index, slot in enumerate(buffer.layout.slots):
+                value = assemble(buffer, index, self._engine.comm, average.read_run, average.dtype)
+                if keep:
+                    whole[slot.name] = value.to("cpu", copy=True)
+        aliases = tied_names(self._engine.module)
+        whole.update({name: whole[first] for name, first in aliases.items() if first in whole})
+        return whole
+
+    def load_checkpoint(self, folder: str | Path, tag: str | None = None) -> None:
+        """Restore the average alone, from a checkpoint of the engine at any world size and stage. All ranks must call.
+
+        `engine.load_checkpoint` does it by itself; this is for an average that is made after the engine has resumed,
+        as under Trainer.
+
+        Raises:
+            CheckpointError: No whole checkpoint, or one without an average of this name; on all ranks.
+        """
+        optimizer = self._checked_optimizer()
+        optimizer.check_active("ShardedEMA.load_checkpoint")
+        self._engine.require_all_ranks("ShardedEMA.load_checkpoint")
+        collective.load_attached(_session(self._engine), chosen(folder, tag), self.name)
+
+    def close(self) -> None:
+        """Give the memory back; checkpoints are without the average from here on."""
+        self._optimizer.attached.pop(self.name, None)
+        self._shards.clear()
+        while self._stores:
+            key, store = self._stores.popitem()
+            store.drop(key)
+
+
+def _checked(decay: float) -> float:
+    if not 0.0 <= decay <= 1.0:
+        raise ConfigError(f"decay={decay}: expected a number from 0 (no average) to 1 (no change)")
+    return decay
+
+
+def _exchange(average: ShardTensor, buffer: FlatBuffer) -> None:
+    assert isinstance(buffer.shard, ShardTensor)
+    for mine, theirs in zip(average.parts, buffer.shard.parts, strict=True):
+        kept = mine.clone()
+        mine.copy_(theirs)
+        theirs.copy_(kept)
+
+
+def _session(engine: ZeroEngine) -> collective.Session:
+    return collective.Session(
+        engine.module,
+        engine.units,
+        engine.comm,
+        engine.optimizer,
+        engine.lr_scheduler,
+        engine.config.stage,
+        engine.global_steps,
+    )

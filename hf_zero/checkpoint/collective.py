@@ -1,0 +1,395 @@
+"""Saves and loads the state of a running engine. All ranks call; files are written and read by writer.py and reader.py."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.checkpoint.agreement import check_same, together
+from hf_zero.checkpoint.frozen_digests import FrozenShards, check_frozen, whole_digests
+from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, SaveInfo, TensorInfo
+from hf_zero.checkpoint.optimizer_state import (
+    ATTACHED,
+    GROUP_OF,
+    check_optimizer_fits,
+    collect,
+    group_numbers,
+    load_groups,
+    package_of,
+    read_states,
+    state_name,
+)
+from hf_zero.checkpoint.rank_state import Chunked, RunState, Scalar
+from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
+from hf_zero.checkpoint.scheduler_state import plain, scheduler_content, state_for
+from hf_zero.checkpoint.writer import (
+    build_manifest,
+    check_info,
+    commit,
+    discard,
+    prepare_folder,
+    write_rank_file,
+)
+from hf_zero.distributed.comm import Comm
+from hf_zero.errors import CheckpointError
+from hf_zero.layout import Run
+from hf_zero.optim.param_groups import OwnedRun
+from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.optim.updates.elementwise import FileState
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.partition import clean_name, tied_names
+from hf_zero.sharding.shard import ShardTensor
+from hf_zero.sharding.stored_shard import StoredShard
+from hf_zero.sharding.unit import ShardUnit
+
+logger = logging.getLogger(__name__)
+
+_BROKEN_OFF = "after the broken load"
+
+
+@dataclass(frozen=True)
+class Session:
+    """What of an engine goes into a checkpoint."""
+
+    model: nn.Module
+    units: list[ShardUnit]
+    comm: Comm
+    optimizer: ShardedOptimizer | None
+    lr_scheduler: Any
+    stage: int
+    global_step: int
+    exclude_frozen: bool = False  # frozen weights are not saved, but their digests: [Note: Digests of frozen weights]
+    file_state: FileState = field(
+        default_factory=FileState
+    )  # while saving: optimizer state that is not where its parameter is
+
+    @property
+    def buffers(self) -> list[FlatBuffer]:
+        return [buffer for unit in self.units for buffer in unit.buffers]
+
+    @property
+    def num_writers(self) -> int:
+        """Ranks that hold a part each; 1 where every rank holds everything."""
+        return max((buffer.layout.world_size for buffer in self.buffers), default=1)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of a checkpoint is loaded beside weights and buffers."""
+
+    optimizer: bool = True
+    scheduler: bool = True
+    counters: bool = True
+
+
+ALL_PARTS = Parts()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    global_step: int
+    client_state: Any
+
+
+# -------------------------------------------------------------------- save
+def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool = False) -> Path:
+    """Write a checkpoint into `folder`, with `exclude_frozen` without the weights of frozen parameters.
+
+    All ranks must call. See [Note: Commit order] in writer.py.
+
+    Raises CheckpointError on every rank if any rank could not write its part; the folder's old checkpoint, if it held
+    one, is then still whole.
+    """
+    comm = session.comm
+    session = replace(session, exclude_frozen=exclude_frozen)
+    if session.optimizer is not None:
+        session.optimizer.check_active("a checkpoint")
+        owned = list(session.optimizer.owned_runs())
+        session = replace(session, file_state=session.optimizer.strategy.file_state(owned))
+    shared: dict[str, Any] = {}
+    if session.exclude_frozen:
+        shared[FROZEN_DIGESTS] = whole_digests(comm, _frozen_shards(session))
+    if session.optimizer is not None and len(session.optimizer.param_groups) > 1:
+        optimizer = session.optimizer
+        by_rank = together(comm, "parameter groups", lambda: group_numbers(optimizer))
+        shared[GROUP_OF] = {name: number for mine in by_rank for name, number in mine.items()}
+    info = _info(session, client_state, shared)
+    together(comm, "checkpoint contents", lambda: check_info(info))
+    save_id = together(comm, "checkpoint folder", lambda: prepare_folder(folder) if comm.rank == 0 else "")[0]
+    writes = comm.rank < session.num_writers
+    try:
+        records = together(
+            comm,
+            "checkpoint files",
+            lambda: (
+                write_rank_file(
+                    folder, comm.rank, _run_states(session), _model_buffers(session), save_id=save_id, info=info
+                )
+                if writes
+                else None
+            ),
+        )
+    except CheckpointError:
+        if comm.rank == 0:
+            discard(folder)
+        raise
+    written = [record for record in records if record is not None]
+    together(
+        comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)) if comm.rank == 0 else None
+    )
+    return folder
+
+
+def _frozen_shards(session: Session) -> FrozenShards:
+    return [
+        (run, _readable(buffer.shard, run))
+        for buffer in session.buffers
+        if buffer.master is None and (buffer.layout.world_size > 1 or session.comm.rank == 0)
+        for run in buffer.layout.runs(buffer.rank)
+    ]
+
+
+def _info(session: Session, client_state: Any, shared: dict[str, Any]) -> SaveInfo:
+    """`shared`: what ranks have found out together."""
+    layouts = tuple(buffer.layout for buffer in session.buffers)
+    dtypes = {slot.name: layout.dtype for layout in layouts for slot in layout.slots}
+    aliases = tied_names(session.model)
+    params = []
+    for path, param in session.model.named_parameters():
+        name = clean_name(path)
+        if name in dtypes:
+            params.append(TensorInfo(name, tuple(param.shape), dtypes[name]))
+    extra: dict[str, Any] = {"processes": session.comm.world_size, **shared}
+    extra.update(scheduler_content(session.lr_scheduler))
+    if session.optimizer is not None:
+        extra["optimizer"] = type(session.optimizer.optimizer).__name__
+        extra["step_guard"] = session.optimizer.guard.state_dict()
+        extra["optimizer_package"] = package_of(session.optimizer)
+    return SaveInfo(
+        world_size=session.num_writers,
+        stage=session.stage,
+        layouts=layouts,
+        params=tuple(params),
+        tied=aliases,
+        param_groups=_hyperparameters(session.optimizer),
+        global_step=session.global_step,
+        client_state=client_state,
+        extra=extra,
+    )
+
+
+def _hyperparameters(optimizer: ShardedOptimizer | None) -> list[dict[str, Any]]:
+    if optimizer is None:
+        return []
+    return [{key: plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _model_buffers(session: Session) -> dict[str, torch.Tensor]:
+    """Persistent buffers, and what else is in no unit; rank 0 saves them for all."""
+    if session.comm.rank != 0:
+        return {}
+    found = dict(_in_no_unit(session))
+    return found | {state_name(*key): value for key, value in session.file_state.odd.items()}
+
+
+def _in_no_unit(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+    """Persistent buffers, and parameters that are no floats (frozen ones, so not where these are left out)."""
+    for path, module in session.model.named_modules():
+        for name, value in module._buffers.items():
+            if value is not None and name not in module._non_persistent_buffers_set:
+                yield clean_name(f"{path}.{name}" if path else name), value
+    held = {slot.name for buffer in session.buffers for slot in buffer.layout.slots}
+    for path, param in session.model.named_parameters():
+        if clean_name(path) not in held and not session.exclude_frozen:
+            yield clean_name(path), param.detach()
+
+
+def _run_states(session: Session) -> Iterator[RunState]:
+    """Everything this rank owns."""
+    owned = _owned_by_name(session.optimizer)
+    for buffer in session.buffers:
+        for run in buffer.layout.runs(buffer.rank):
+            if buffer.master is None:
+                weights = {} if session.exclude_frozen else {"param": _readable(buffer.shard, run)}
+                yield RunState(buffer.layout.name, run, weights)
+                continue
+            tensors: dict[str, torch.Tensor | Chunked] = {"master": _readable(buffer.master, run)}
+            scalars: dict[str, Scalar] = {}
+            tensors.update((kind, shards[buffer].read_run(run)) for kind, shards in _attached(session.optimizer))
+            if run.name in owned and session.optimizer is not None:
+                more, scalars = _optimizer_state(session, session.optimizer, owned[run.name])
+                tensors.update(more)
+            yield RunState(buffer.layout.name, run, tensors, scalars)
+
+
+def _readable(shard: ShardTensor | StoredShard, run: Run) -> torch.Tensor | Chunked:
+    """The elements of `run`: in memory, or tile by tile from where they are kept."""
+    if isinstance(shard, ShardTensor):
+        return shard.read_run(run)
+    return Chunked(run.numel, shard.dtype, lambda: shard.chunks(run.shard_offset, run.numel))
+
+
+def _optimizer_state(
+    session: Session, optimizer: ShardedOptimizer, owned: OwnedRun
+) -> tuple[dict[str, torch.Tensor | Chunked], dict[str, Scalar]]:
+    native = optimizer.native_state(owned)
+    if native is None:
+        states = session.file_state.parts.get(owned.run.name)
+        if states is None:
+            states = [optimizer.state.get(master, {}) for master in owned.masters]
+        return collect(states, owned, session.file_state.odd)
+    tensors = {kind: _readable(value, owned.run) for kind, value in native.items() if isinstance(value, StoredShard)}
+    scalars = {kind: float(value) for kind, value in native.items() if not isinstance(value, StoredShard)}
+    return tensors, dict(scalars)
+
+
+def _attached(optimizer: ShardedOptimizer | None) -> list[tuple[str, dict[FlatBuffer, ShardTensor]]]:
+    """Kinds in the files, and shards, of what is kept beside the state that the optimizer itself has."""
+    return [] if optimizer is None else [(ATTACHED + kind, shards) for kind, shards in optimizer.attached.items()]
+
+
+def _owned_by_name(optimizer: ShardedOptimizer | None) -> dict[str, OwnedRun]:
+    return {} if optimizer is None else {owned.run.name: owned for owned in optimizer.owned_runs()}
+
+
+# -------------------------------------------------------------------- load
+def load(session: Session, folder: Path, parts: Parts) -> Loaded:
+    """Restore from `folder`, written at any world size and stage. All ranks must call.
+
+    Raises CheckpointError on every rank: no manifest, files missing or damaged, parameters that do not fit. Nothing
+    is changed then, but where a file that was whole a moment before cannot be read.
+    """
+    comm = session.comm
+    if session.optimizer is not None and not session.optimizer.suspended.startswith(_BROKEN_OFF):
+        session.optimizer.check_active("loading a checkpoint")
+    with _open_together(session, folder, parts) as reader, torch.no_grad():
+        check_frozen(comm, reader, _frozen_shards(session))
+        with _half_loaded(session.optimizer, folder, parts):
+            together(comm, "weights", lambda: _load_weights(session, reader))
+            _gather_weights(session)
+            if parts.optimizer and session.optimizer is not None:
+                together(comm, "optimizer state", lambda: _load_optimizer(session, reader))
+                together(comm, "state beside the optimizer's", lambda: _load_attached(session, reader))
+                session.optimizer.guard.load_state_dict(reader.manifest.extra.get("step_guard", {}))
+        manifest = reader.manifest
+    state = state_for(session.lr_scheduler, manifest.extra) if parts.scheduler else None
+    if state is not None:
+        session.lr_scheduler.load_state_dict(state)
+    return Loaded(manifest.global_step, manifest.client_state)
+
+
+@contextlib.contextmanager
+def _half_loaded(optimizer: ShardedOptimizer | None, folder: Path, parts: Parts) -> Iterator[None]:
+    """An error inside leaves a part of a checkpoint: then there is neither a step nor a save until a load is whole."""
+    was_broken = optimizer is not None and optimizer.suspended != ""
+    if optimizer is not None:
+        optimizer.suspended = f"{_BROKEN_OFF} of {folder}: load a checkpoint with its optimizer state first"
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}\nThe model now holds a part of {folder}: load a whole checkpoint before it trains on."
+        ) from error
+    if optimizer is not None and (parts.optimizer or not was_broken):
+        optimizer.suspended = ""
+
+
+def _open_together(session: Session, folder: Path, parts: Parts) -> CheckpointReader:
+    """Open the checkpoint and find out whether it can be loaded, before anything is changed."""
+    comm = session.comm
+    readers: list[CheckpointReader] = []
+
+    def work() -> None:
+        reader = open_checkpoint(folder)
+        readers.append(reader)
+        reader.check_against([buffer.layout for buffer in session.buffers])
+        if parts.optimizer and session.optimizer is not None:
+            check_optimizer_fits(session.optimizer, reader.manifest)
+        if parts.scheduler:
+            state_for(session.lr_scheduler, reader.manifest.extra)
+        reader.verify(comm.rank, comm.world_size)
+
+    together(comm, "checkpoint", work)
+    reader = readers[0]
+    check_same(comm, "load_checkpoint", f"{folder}, {reader.manifest.identity}", "nothing was loaded")
+    return reader
+
+
+def _load_weights(session: Session, reader: CheckpointReader) -> None:
+    """Masters or parameters of this rank, and buffers. No communication."""
+    absent = reader.manifest.extra.get(FROZEN_DIGESTS, {})  # found to be the same
+    for buffer in session.buffers:
+        for run in buffer.layout.runs(buffer.rank):
+            if run.name in absent:
+                continue
+            target = buffer.shard if buffer.master is None else buffer.master
+            target.write_run(run, reader.read_weights(run.name, run, target.dtype))
+        buffer.refresh()
+    stored = {info.name for info in reader.manifest.buffers}
+    for name, value in _in_no_unit(session):
+        if name in stored:
+            value.copy_(reader.read_buffer(name).view(value.shape))
+
+
+def _gather_weights(session: Session) -> None:
+    """Make those parameters whole that are so between uses. Communicates, so no rank may have failed before."""
+    for buffer in session.buffers:
+        if not buffer.on_demand and buffer.layout.world_size > 1:
+            buffer.gather_start()
+            buffer.gather_finish()
+
+
+def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
+    """Hyperparameters first: where a state belongs depends on them."""
+    optimizer = session.optimizer
+    assert optimizer is not None
+    load_groups(optimizer.param_groups, reader.manifest.param_groups)
+    group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
+    optimizer.state.clear()
+    for owned in optimizer.owned_runs():
+        if owned.native:
+            optimizer.load_native_state(owned, read_states(reader, owned.run.name, owned.run, owned.masters, {})[0])
+    for name, pieces, tensors in optimizer.strategy.places(list(optimizer.owned_runs())):
+        group = group_of.get(id(tensors[0]), {}) if tensors else {}
+        for tensor, state in zip(tensors, read_states(reader, name, pieces, tensors, group), strict=True):
+            if state:
+                optimizer.state[tensor] = state
+
+
+def load_attached(session: Session, folder: Path, kind: str) -> None:
+    """Restore one attached kind alone from `folder`. All ranks must call.
+
+    Raises CheckpointError on every rank: as `load`, and where the folder does not hold this kind.
+    """
+    with _open_together(session, folder, Parts(optimizer=False, scheduler=False)) as reader:
+        stored = {name for kinds in reader.manifest.kinds.values() for name in kinds}
+        if ATTACHED + kind not in stored:
+            raise CheckpointError(f"{folder} holds no {kind!r}: it was saved without, or under another name")
+        together(session.comm, kind, lambda: _load_attached(session, reader, only=kind))
+
+
+def _load_attached(session: Session, reader: CheckpointReader, *, only: str | None = None) -> None:
+    """What a checkpoint does not hold of an attached kind starts from the weights, which have been loaded."""
+    new = set()
+    for kind, shards in _attached(session.optimizer):
+        if only is not None and kind != ATTACHED + only:
+            continue
+        for buffer, shard in shards.items():
+            for run in buffer.layout.runs(buffer.rank):
+                found = kind if kind in reader.kinds(run.name) else "master"
+                new.update([kind] if found != kind else [])
+                values = (
+                    reader.read(run.name, kind, run)
+                    if found == kind
+                    else reader.read_weights(run.name, run, shard.dtype)
+                )
+                shard.write_run(run, values)
+    if new and session.comm.rank == 0:
+        logger.warning("%s: %s starts anew from the weights", reader.folder, ", ".join(sorted(new)))

@@ -1,0 +1,99 @@
+"""Frozen weights that are not in a checkpoint: what proves that a resumed run has the same ones.
+
+[Note: Digests of frozen weights]
+An adapter's checkpoint need not hold the base model, which has files of its own. It holds one number per frozen
+parameter: the sum over elements of a hash of position and bits, modulo 2**64. A sum does not depend on who adds, so
+every rank hashes its shard, and the number is the same at every world size and stage. Weights that differ in one bit
+are found; a run that was started from another base is an error by name, never a silently other model.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_zero.checkpoint.manifest import FROZEN_DIGESTS
+from hf_zero.checkpoint.rank_state import Chunked
+from hf_zero.checkpoint.reader import CheckpointReader
+from hf_zero.distributed.comm import Comm
+from hf_zero.errors import CheckpointError, OffloadError
+from hf_zero.layout import Run
+
+FrozenShards = list[tuple[Run, torch.Tensor | Chunked]]
+
+_MODULUS = 1 << 64
+_CHUNK = 1 << 20
+# Odd numbers without structure (the 64-bit golden ratio, and two of Steele et al., 2014), as signed 64-bit integers.
+_POSITION, _MIX, _FINAL = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def partial_digest(values: torch.Tensor | Chunked, run: Run) -> int:
+    """What the elements of `run` contribute to the digest of their parameter. `values`: 1-D [run.numel]."""
+    total = 0
+    positions = _Positions(run)
+    for chunk in values.chunks() if isinstance(values, Chunked) else [values]:
+        for part in chunk.detach().reshape(-1).split(_CHUNK):
+            total += _hash(part, positions.take(part.numel()).to(part.device))
+    return total % _MODULUS
+
+
+def _hash(part: torch.Tensor, positions: torch.Tensor) -> int:
+    bits = part.contiguous().view(_INTEGERS[part.element_size()]).to(torch.int64)
+    mixed = (bits ^ (positions * _POSITION)) * _MIX
+    mixed ^= mixed >> 29
+    return int((mixed * _FINAL).sum())
+
+
+class _Positions:
+    """The flat positions of a run's elements, in order, handed out piece by piece."""
+
+    def __init__(self, run: Run) -> None:
+        self._spans = [(piece.start, piece.numel) for piece in reversed(run.pieces)]
+
+    def take(self, numel: int) -> torch.Tensor:
+        taken = []
+        while numel:
+            start, left = self._spans.pop()
+            count = min(left, numel)
+            taken.append(torch.arange(start, start + count))
+            if count < left:
+                self._spans.append((start + count, left - count))
+            numel -= count
+        return torch.cat(taken) if taken else torch.empty(0, dtype=torch.int64)
+
+
+def whole_digests(comm: Comm, shards: FrozenShards) -> dict[str, str]:
+    """Name -> digest, as hexadecimal text, of every frozen parameter; `shards`: what this rank answers for.
+
+    All ranks must call. Raises CheckpointError on every rank if any rank could not read its shards.
+    """
+    parts = comm.together(
+        "digests of frozen weights",
+        lambda: {run.name: partial_digest(values, run) for run, values in shards},
+        catch=(OffloadError, OSError),
+        raise_as=CheckpointError,
+    )
+    totals: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            totals[name] = (totals.get(name, 0) + value) % _MODULUS
+    return {name: f"{value:016x}" for name, value in totals.items()}
+
+
+def check_frozen(comm: Comm, reader: CheckpointReader, shards: FrozenShards) -> None:
+    """Raise unless the frozen weights that the checkpoint does not hold are there already. All ranks must call.
+
+    Raises:
+        CheckpointError: On every rank; names the first that differ.
+    """
+    stored = reader.manifest.extra.get(FROZEN_DIGESTS, {})
+    if not stored:
+        return
+    mine = whole_digests(comm, shards)
+    other = [name for name in stored if mine.get(name) != stored[name]]
+    if other:
+        raise CheckpointError(
+            f"{reader.folder} was saved without the {len(stored)} frozen parameters of its model, and in this run "
+            f"{len(other)} of them have other values or another type: {', '.join(other[:3])}.\nLoad the same base "
+            "model in the same type before resuming, with the same parameters frozen."
+        )

@@ -1,0 +1,277 @@
+"""Reads any element of any parameter from a checkpoint folder, whatever layout the reader has.
+
+Which file holds an element follows from the stored layouts alone, so the world size, stage and bucket size of the
+reader do not matter. Bytes go from the file straight into the destination with preadv: memory maps would count as
+memory of the process. No collectives: each rank opens the folder for itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint.atomic_files import Progress
+from hf_zero.checkpoint.manifest import (
+    BUFFER_KIND,
+    DTYPE_CODES,
+    WEIGHT_KINDS,
+    Manifest,
+    TensorInfo,
+    check_checksums,
+    check_files,
+    offer,
+    read_manifest,
+    zero_folder,
+)
+from hf_zero.checkpoint.safetensors_header import Headers, StoredTensor
+from hf_zero.errors import CheckpointError
+from hf_zero.layout import Piece, Run, Slot, UnitLayout
+
+# A process may open 1024 files by default, and a checkpoint may have more ranks than that.
+_MAX_OPEN_FILES = 256
+_TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in DTYPE_CODES.items()}
+
+
+def open_checkpoint(folder: str | Path) -> CheckpointReader:
+    """Open a checkpoint folder and check that it is whole (all files there, at their size).
+
+    Raises:
+        CheckpointError: No manifest, a damaged one, files missing or truncated (all are listed); the newest whole
+            checkpoint beside it is offered.
+    """
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    return CheckpointReader(Path(folder), manifest)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Elements that lie without a gap in one file and in the destination."""
+
+    rank: int
+    source: int  # elements from the start of the parameter's run in the rank file
+    target: int  # elements from the start of the destination
+    numel: int
+
+
+class CheckpointReader:
+    """An open checkpoint folder. Files are opened at the first read of them; use as a context manager, or close().
+
+    Tied parameters are found under each of their names.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._descriptors: dict[int, int] = {}
+        self._headers: dict[int, dict[str, StoredTensor]] = {}
+        # (parameter, rank) -> where its run starts in that rank's shard
+        self._run_starts: dict[tuple[str, int], int] = {}
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    # ---------------------------------------------------------------- what there is
+    @cached_property
+    def _units(self) -> dict[str, UnitLayout]:
+        return {slot.name: layout for layout in self.manifest.layouts for slot in layout.slots}
+
+    @cached_property
+    def _buffers(self) -> dict[str, TensorInfo]:
+        return {info.name: info for info in self.manifest.buffers}
+
+    @cached_property
+    def _expected(self) -> Headers:
+        return Headers(self.folder, self.manifest)
+
+    def __contains__(self, name: str) -> bool:
+        return self._canonical(name) in self._units
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._slot(name).shape
+
+    def kinds(self, name: str) -> Mapping[str, str]:
+        """Kind -> element type of what is stored of a parameter. Empty for a parameter of no elements."""
+        return self.manifest.kinds.get(self._slot(name).name, {})
+
+    def scalars(self, name: str) -> Mapping[str, Any]:
+        """Optimizer scalars of a parameter, such as "step"."""
+        return self.manifest.scalars.get(self._slot(name).name, {})
+
+    # ---------------------------------------------------------------- checks
+    def check_against(self, layouts: Iterable[UnitLayout], *, strict: bool = True) -> None:
+        """Every parameter of these layouts is stored with the same shape; if strict, nothing else is stored.
+
+        Raises:
+            CheckpointError: Lists every parameter that is missing, of another shape, or (if strict) unknown.
+        """
+        problems = []
+        wanted: set[str] = set()
+        for slot in (slot for layout in layouts for slot in layout.slots):
+            name = self._canonical(slot.name)
+            wanted.add(name)
+            if name not in self._units:
+                problems.append(f"{slot.name}: not in the checkpoint")
+            elif self.shape(name) != slot.shape:
+                problems.append(f"{slot.name}: shape {slot.shape} in the model, {self.shape(name)} in the checkpoint")
+        if strict:
+            problems += [f"{name}: not in the model" for name in self._units if name not in wanted]
+        if problems:
+            raise CheckpointError(
+                f"{self.folder} does not fit the model ({len(problems)} differences):\n  " + "\n  ".join(problems)
+            )
+
+    def verify(self, rank: int = 0, world_size: int = 1, progress: Progress | None = None) -> None:
+        """Read this rank's share of the files whole (all of them at world size 1): are checksums and headers right?
+
+        Raises:
+            CheckpointError: Files have changed, or do not hold what the manifest says; the newest whole checkpoint is
+                offered.
+        """
+        indices = range(rank, len(self.manifest.files), world_size)
+        check_checksums(self.folder, self.manifest, indices, progress)
+        for index in indices:
+            self._header(index)
+
+    # ---------------------------------------------------------------- reading
+    def read(self, name: str, kind: str, pieces: Run | Sequence[Piece]) -> torch.Tensor:
+        """1-D CPU tensor of these elements, one piece behind the other, in the stored element type.
+
+        Args:
+            pieces: Ranges of the flattened parameter; only their start and numel count, so they may come from any
+                layout.
+        Raises:
+            CheckpointError: The parameter or the kind is not stored, or a file is damaged.
+        """
+        slot = self._slot(name)
+        ranges = pieces.pieces if isinstance(pieces, Run) else pieces
+        stored = self.kinds(name)
+        if kind not in stored:
+            raise CheckpointError(f"{self.folder} holds no {kind!r} of {name}, only {sorted(stored)}")
+        dtype = _TORCH_DTYPES[DTYPE_CODES[stored[kind]]]
+        result = torch.empty(sum(piece.numel for piece in ranges), dtype=dtype)
+        if result.numel():
+            view: memoryview = result.view(torch.uint8).numpy().data
+            for copy in self._copies(slot.name, ranges):
+                self._read_into(view, f"{slot.name}::{kind}", copy, dtype)
+        return result
+
+    def read_weights(self, name: str, pieces: Run | Sequence[Piece], dtype: torch.dtype) -> torch.Tensor:
+        """1-D CPU tensor of these elements of the parameter itself, converted to `dtype`.
+
+        It is read from the master where there is one, else from the parameter (a frozen one has no master).
+        """
+        kind = next((kind for kind in WEIGHT_KINDS if kind in self.kinds(name)), None)
+        if kind is None:
+            if self._slot(name).numel:
+                raise CheckpointError(f"{self.folder} holds no weights of {name}, only {sorted(self.kinds(name))}")
+            return torch.empty(0, dtype=dtype)
+        return self.read(name, kind, pieces).to(dtype)
+
+    def read_whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The whole parameter in its own shape, converted to `dtype`."""
+        slot = self._slot(name)
+        return self.read_weights(name, [Piece(slot.name, 0, slot.numel, 0, 0)], dtype).view(slot.shape)
+
+    def read_buffer(self, name: str) -> torch.Tensor:
+        """A persistent buffer, whole and in its own shape and element type."""
+        info = self._buffers.get(name)
+        if info is None:
+            raise CheckpointError(f"{self.folder} holds no buffer {name!r}")
+        dtype = _TORCH_DTYPES[DTYPE_CODES[info.dtype]]
+        result = torch.empty(math.prod(info.shape), dtype=dtype)
+        if result.numel():
+            copy = _Copy(rank=0, source=0, target=0, numel=result.numel())
+            self._read_into(result.view(torch.uint8).numpy().data, f"{name}::{BUFFER_KIND}", copy, dtype)
+        return result.view(info.shape)
+
+    def _copies(self, name: str, ranges: Sequence[Piece]) -> list[_Copy]:
+        """Intersect the wanted ranges with the stored layout; neighbours in file and destination become one copy."""
+        unit = self._units[name]
+        copies: list[_Copy] = []
+        target = 0
+        for wanted in ranges:
+            for owned in unit.locate(name, wanted.start, wanted.end):
+                source = owned.piece.shard_offset - self._run_start(unit, name, owned.rank)
+                copy = _Copy(owned.rank, source, target, owned.piece.numel)
+                last = copies[-1] if copies else None
+                if last and last.rank == copy.rank and last.source + last.numel == source:
+                    copies[-1] = _Copy(last.rank, last.source, last.target, last.numel + copy.numel)
+                else:
+                    copies.append(copy)
+                target += copy.numel
+        return copies
+
+    def _run_start(self, unit: UnitLayout, name: str, rank: int) -> int:
+        if (name, rank) not in self._run_starts:
+            self._run_starts.update({(run.name, rank): run.shard_offset for run in unit.runs(rank)})
+        return self._run_starts[name, rank]
+
+    def _read_into(self, view: memoryview, key: str, copy: _Copy, dtype: torch.dtype) -> None:
+        stored = self._header(copy.rank).get(key)
+        itemsize = dtype.itemsize
+        if (
+            stored is None
+            or _TORCH_DTYPES[stored.code] != dtype
+            or (copy.source + copy.numel) * itemsize > stored.nbytes
+        ):
+            raise CheckpointError(f"{self._path(copy.rank)} is damaged: {key} is not what the manifest says.")
+        offset = stored.start + copy.source * itemsize
+        target = view[copy.target * itemsize : (copy.target + copy.numel) * itemsize]
+        self._pread(copy.rank, target, offset)
+
+    # ---------------------------------------------------------------- files
+    def _canonical(self, name: str) -> str:
+        return self.manifest.tied.get(name, name)
+
+    def _slot(self, name: str) -> Slot:
+        name = self._canonical(name)
+        if name not in self._units:
+            raise CheckpointError(f"{self.folder} holds no parameter {name!r}")
+        return self._units[name].slot(name)
+
+    def _path(self, rank: int) -> Path:
+        return zero_folder(self.folder) / self.manifest.files[rank].name
+
+    def _pread(self, rank: int, view: memoryview, offset: int) -> None:
+        """Fill `view` from the file; the system may give less than asked for (at most 2 GiB at once)."""
+        path = self._path(rank)
+        try:
+            if rank not in self._descriptors:
+                if len(self._descriptors) >= _MAX_OPEN_FILES:
+                    os.close(self._descriptors.pop(next(iter(self._descriptors))))
+                self._descriptors[rank] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            while view:
+                count = os.preadv(self._descriptors[rank], [view], offset)
+                if count == 0:
+                    raise CheckpointError(f"{path} is damaged: it ends too early.{offer(self.folder)}")
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+
+    def _header(self, rank: int) -> dict[str, StoredTensor]:
+        if rank not in self._headers:
+            length = bytearray(8)
+            self._pread(rank, memoryview(length), 0)
+            text = bytearray(self._expected.length(rank, length))
+            self._pread(rank, memoryview(text), 8)
+            self._headers[rank] = self._expected.parse(rank, text)
+        return self._headers[rank]

@@ -1,0 +1,335 @@
+"""Writes a checkpoint folder, in phases that the engine calls with a vote in between; no collectives here.
+
+[Note: Commit order]
+    0  every rank  check_info(info): what JSON cannot hold is refused before anything is written
+    1  rank 0      save_id = prepare_folder(folder)            then broadcast save_id
+    2  every rank  record = write_rank_file(folder, rank, runs, buffers, save_id=save_id)
+    3  every rank  vote: has every rank written its file? gather the records on rank 0
+    4  rank 0      commit(folder, build_manifest(info, records)); where a rank or this failed, discard(folder)
+    5  every rank  wait for rank 0's result, so that no rank starts the next save into the folder before it is decided
+
+A folder holds a checkpoint exactly if it has a manifest, and the manifest names its files. A save into a folder that
+holds a checkpoint already writes rank files under new names, so the old checkpoint stays whole until one rename
+replaces the manifest; only then its files are deleted. Whenever the processes die, what the folder holds is the old
+checkpoint or the new one (or none, if there was none).
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint.atomic_files import CHUNK_BYTES, ChecksumWriter, written_atomically
+from hf_zero.checkpoint.manifest import (
+    BUFFER_KIND,
+    DTYPE_CODES,
+    FROZEN_DIGESTS,
+    SCRIPT_NAME,
+    WEIGHT_KINDS,
+    FileInfo,
+    FileRecord,
+    Manifest,
+    SaveInfo,
+    TensorInfo,
+    check_files,
+    encode_manifest,
+    manifest_path,
+    marks_of,
+    package_version,
+    read_manifest,
+    zero_folder,
+)
+from hf_zero.checkpoint.rank_state import Chunked, RunState
+from hf_zero.errors import CheckpointError
+from hf_zero.layout import FORMAT_VERSION
+
+logger = logging.getLogger(__name__)
+
+_VISIBLE_WITHIN_S = 10.0
+RANK_FILE_PATTERN = "rank-*.safetensors*"  # temporary names included
+
+
+@dataclass(frozen=True)
+class _Entry:
+    key: str
+    source: Chunked
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.numel * self.source.dtype.itemsize
+
+
+# -------------------------------------------------------------------- phase 0: every rank
+def check_info(info: SaveInfo) -> None:
+    """Refuse what JSON cannot hold, before anything is written.
+
+    Raises:
+        CheckpointError: client_state, a hyperparameter or an extra value is not JSON (all are named).
+    """
+    problems: list[str] = []
+    _find_unwritable(info.client_state, "client_state", problems)
+    _find_unwritable([dict(group) for group in info.param_groups], "param_groups", problems)
+    _find_unwritable(dict(info.extra), "extra", problems)
+    if problems:
+        raise CheckpointError(
+            f"a checkpoint holds JSON and tensors only, and these are neither: {'; '.join(problems)}. "
+            "Pass numbers, strings, booleans, None, lists, and dictionaries with string keys."
+        )
+
+
+# -------------------------------------------------------------------- phase 1: rank 0
+def prepare_folder(folder: str | Path) -> str:
+    """Make `folder` ready for a save and return the save id that every rank must pass to `write_rank_file`.
+
+    Rank 0 only, before any rank writes. The id is empty for a new folder; it sets the file names apart from those of
+    the checkpoint that the folder holds already.
+    """
+    target = zero_folder(folder)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make the folder {target}: {error.strerror or error}") from error
+    discard(folder)
+    return secrets.token_hex(4) if manifest_path(folder).exists() else ""
+
+
+def rank_file_name(rank: int, save_id: str = "") -> str:
+    return f"rank-{rank:05d}{'.' if save_id else ''}{save_id}.safetensors"
+
+
+# -------------------------------------------------------------------- phase 2: every rank
+def write_rank_file(
+    folder: str | Path,
+    rank: int,
+    runs: Iterable[RunState],
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    *,
+    save_id: str = "",
+    info: SaveInfo | None = None,
+) -> FileRecord:
+    """Write this rank's pieces; they are on the disk when this returns.
+
+    Tensors are written one by one in chunks, from whatever device they are on: no second copy of the state is made.
+
+    Args:
+        runs: Everything this rank owns. Tensors are 1-D [run.numel], in their own dtype.
+        buffers: Whole persistent buffers under their state_dict names; given by rank 0 only.
+        info: What the manifest will say; the file is marked with it.
+    Raises:
+        CheckpointError: The operating system refused; the message names the file, and nothing of it is left.
+    """
+    states = list(runs)
+    entries = [_Entry(_key(s.run.name, kind), _chunked(tensor)) for s in states for kind, tensor in s.tensors.items()]
+    for state in states:
+        _check_state(state)
+    infos = []
+    for name, buffer in (buffers or {}).items():
+        infos.append(TensorInfo(name, tuple(buffer.shape), dtype_name(buffer.dtype)))
+        entries.append(_Entry(_key(name, BUFFER_KIND), _chunked(buffer.detach().reshape(-1))))
+    path = zero_folder(folder) / rank_file_name(rank, save_id)
+    marks = {} if info is None else marks_of(info, infos)
+    if rank:
+        marks.pop("buffers", None)
+    with written_atomically(path) as file:
+        _write_safetensors(file, entries, marks)
+    return FileRecord(
+        rank=rank,
+        file=FileInfo(path.name, file.size, file.crc32),
+        numels={state.run.name: state.run.numel for state in states},
+        kinds={s.run.name: {kind: dtype_name(t.dtype) for kind, t in s.tensors.items()} for s in states},
+        scalars={state.run.name: dict(state.scalars) for state in states if state.scalars},
+        buffers=tuple(infos),
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _key(name: str, kind: str) -> str:
+    return f"{name}::{kind}"
+
+
+def _check_state(state: RunState) -> None:
+    for key, value in state.scalars.items():
+        if not isinstance(value, (bool, int, float)):
+            raise AssertionError(f"{state.run.name} {key}: a scalar must be a number, not {type(value).__name__}")
+    for kind, tensor in state.tensors.items():
+        if isinstance(tensor, Chunked):
+            shape: tuple[int, ...] = (tensor.numel,)
+        else:
+            shape = tuple(tensor.shape)
+            if tensor.numel() > 1 and tensor.stride() == (0,):
+                raise AssertionError(f"{state.run.name} {kind}: this is a placeholder, not the shard")
+        if shape != (state.run.numel,):
+            raise AssertionError(f"{state.run.name} {kind}: shape {shape} instead of ({state.run.numel},)")
+
+
+def _chunked(tensor: torch.Tensor | Chunked) -> Chunked:
+    """A tensor that is in memory already, as what is written."""
+    if isinstance(tensor, Chunked):
+        return tensor
+    return Chunked(tensor.numel(), tensor.dtype, lambda: iter([tensor]))
+
+
+def _write_safetensors(file: ChecksumWriter, entries: Sequence[_Entry], marks: Mapping[str, str]) -> None:
+    # Readers view the bytes in place, so elements must start at a multiple of their size: the widest come first.
+    ordered = sorted(entries, key=lambda entry: -entry.source.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **marks}}
+    offset = 0
+    for entry in ordered:
+        if entry.key in header:
+            raise AssertionError(f"{entry.key} is given twice")
+        code = DTYPE_CODES[dtype_name(entry.source.dtype)]
+        end = offset + entry.nbytes
+        header[entry.key] = {"dtype": code, "shape": [entry.source.numel], "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for entry in ordered:
+        for tensor in entry.source.chunks():
+            for chunk in _raw_chunks(tensor):
+                file.write(chunk)
+
+
+def _raw_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a 1-D tensor; only a chunk is copied, and only if it is elsewhere or not contiguous."""
+    tensor = tensor.detach()
+    step = max(CHUNK_BYTES // tensor.element_size(), 1)
+    for start in range(0, tensor.numel(), step):
+        yield tensor[start : start + step].cpu().contiguous().view(torch.uint8).numpy().data
+
+
+# -------------------------------------------------------------------- phase 4: rank 0
+def build_manifest(info: SaveInfo, records: Sequence[FileRecord]) -> Manifest:
+    """Put together what the ranks wrote, and check that together they wrote every element of every parameter."""
+    records = sorted(records, key=lambda record: record.rank)
+    if [record.rank for record in records] != list(range(info.world_size)):
+        raise AssertionError(f"records of ranks {[r.rank for r in records]} at world size {info.world_size}")
+    kinds: dict[str, dict[str, str]] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for record in records:
+        for name, found in record.kinds.items():
+            if kinds.setdefault(name, found) != found:
+                raise AssertionError(f"{name}: rank {record.rank} saved {found}, another rank {kinds[name]}")
+        for name, values in record.scalars.items():
+            scalars.setdefault(name, values)
+    _check_complete(info, records, kinds)
+    return Manifest(
+        **vars(info),
+        format_version=FORMAT_VERSION,
+        hf_zero_version=package_version(),
+        saved_at=time.time(),
+        buffers=tuple(buffer for record in records for buffer in record.buffers),
+        kinds=kinds,
+        scalars=scalars,
+        files=tuple(record.file for record in records),
+    )
+
+
+def write_manifest(folder: str | Path, manifest: Manifest) -> None:
+    """Write the manifest by one rename: from here on the folder holds this checkpoint."""
+    with written_atomically(manifest_path(folder)) as file:
+        file.write(encode_manifest(manifest))
+
+
+def commit(folder: str | Path, manifest: Manifest) -> None:
+    """Publish what the ranks wrote, then delete the files of the checkpoint that it replaces. Rank 0 only."""
+    with written_atomically(Path(folder) / SCRIPT_NAME) as file:
+        file.write(importlib.resources.files("hf_zero.checkpoint").joinpath(SCRIPT_NAME).read_bytes())
+    _wait_for_files(folder, manifest)
+    write_manifest(folder, manifest)
+    _delete_rank_files(folder, keep={file.name for file in manifest.files})
+
+
+def _wait_for_files(folder: str | Path, manifest: Manifest) -> None:
+    """What the other ranks wrote is there for this one, if need be after a while: network file systems have caches."""
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    while True:
+        try:
+            return check_files(folder, manifest)
+        except CheckpointError as error:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"the files of all ranks were written, but rank 0 does not see them all: {error}\n"
+                    "Save to a file system that all nodes share."
+                ) from error
+            time.sleep(0.1)
+
+
+def discard(folder: str | Path) -> None:
+    """Delete what unfinished saves wrote. Rank 0 only, when no rank is writing.
+
+    A checkpoint that the folder holds is untouched: files that the manifest names are never deleted here.
+    """
+    if not manifest_path(folder).exists():
+        _delete_rank_files(folder, keep=set())
+        return
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        logger.warning("nothing is deleted in %s: %s", zero_folder(folder), error)
+        return
+    _delete_rank_files(folder, keep={file.name for file in manifest.files})
+
+
+def _delete_rank_files(folder: str | Path, keep: set[str]) -> None:
+    for path in zero_folder(folder).glob(RANK_FILE_PATTERN):
+        if path.name in keep:
+            continue
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            # The checkpoint is whole without it: not worth failing a training run for.
+            logger.warning("cannot delete %s, which no checkpoint needs any more: %s", path, error)
+
+
+def _check_complete(info: SaveInfo, records: Sequence[FileRecord], kinds: Mapping[str, Mapping[str, str]]) -> None:
+    problems = []
+    laid_out = {slot.name: slot for layout in info.layouts for slot in layout.slots}
+    absent = info.extra.get(FROZEN_DIGESTS, {})
+    for name, slot in laid_out.items():
+        saved = sum(record.numels.get(name, 0) for record in records)
+        if saved != slot.numel:
+            problems.append(f"{name}: {saved} of {slot.numel} elements")
+        elif saved and name not in absent and not any(kind in kinds[name] for kind in WEIGHT_KINDS):
+            problems.append(f"{name}: no weights, only {sorted(kinds[name])}")
+    named = {param.name: param.shape for param in info.params}
+    problems += [f"{name}: not in the list of parameters" for name in laid_out.keys() - named.keys()]
+    problems += [f"{name}: in no layout" for name in named.keys() - laid_out.keys()]
+    problems += [
+        f"{name}: shape {named[name]}, in the layout {slot.shape}"
+        for name, slot in laid_out.items()
+        if name in named and named[name] != slot.shape
+    ]
+    problems += [f"{alias}: tied to the unknown {name}" for alias, name in info.tied.items() if name not in named]
+    if any(layout.world_size != info.world_size for layout in info.layouts):
+        problems.append(f"layouts of another world size than {info.world_size}")
+    if problems:
+        raise AssertionError("the ranks' files do not make up the model: " + "; ".join(problems))
+
+
+def _find_unwritable(value: Any, where: str, problems: list[str]) -> None:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _find_unwritable(item, f"{where}[{index}]", problems)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                # json would write it as a string without a word, and the reader would not find it.
+                problems.append(f"the key {key!r} of {where}")
+            _find_unwritable(item, f"{where}[{key!r}]", problems)
+    else:
+        problems.append(f"{where} ({type(value).__name__})")

@@ -1,0 +1,1 @@
+"""Import paths of deepspeed.runtime that scripts know."""

@@ -1,0 +1,123 @@
+"""`hf_zero.zero`: deepspeed.zero's names. New code takes sharded_init and gathered_params."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.access.full import gathered_params
+from hf_zero.config import ZeroConfig
+from hf_zero.deepspeed.initialize import shard
+from hf_zero.errors import ConfigError
+from hf_zero.hf.models.patches import sharded_init
+
+
+class Init(contextlib.ExitStack):
+    """deepspeed.zero.Init: modules built inside the block come out in shards. See hf_zero.sharded_init.
+
+    Args:
+        module: A model that is built already: it is put into shards at once, and frozen until `initialize`.
+        config_dict_or_path, config: Path, dict or JSON string of stage 3; None means stage 3 with its defaults.
+        dtype: torch.bfloat16, torch.float16 or torch.float32, in the place of what the configuration says.
+        enabled: False makes the block do nothing.
+        data_parallel_group, mpu, remote_device, ...: Taken where they are None or off; the configuration's
+            offload_param says where parameters live.
+    All ranks must enter and leave together and build the same.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: ZeroConfig | Mapping[str, Any] | str | Path | None = None,
+        config: ZeroConfig | Mapping[str, Any] | str | Path | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("data_parallel_group", data_parallel_group), ("mpu", mpu)):
+            if value is not None:
+                raise ConfigError(f"zero.Init({name}=...): parameters are shared by all ranks; remove {name}")
+        if remote_device not in (None, "none", "cpu"):
+            raise ConfigError(
+                f'zero.Init(remote_device={remote_device!r}): say it in "offload_param" of the configuration'
+            )
+        given = config_dict_or_path if config is None else config
+        if remote_device == "cpu":
+            given = _offloaded(given)
+        self._block = sharded_init(given, enabled=enabled and module is None, dtype=dtype)
+        if module is not None and enabled:
+            _shard_whole(module, given)
+
+    def __enter__(self) -> Init:
+        super().__enter__()
+        self.enter_context(self._block)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> bool:
+        return bool(super().__exit__(kind, error, trace))
+
+
+class GatheredParameters(contextlib.ExitStack):
+    """deepspeed.zero.GatheredParameters: see hf_zero.gathered_params.
+
+    Args:
+        params: A parameter, a module, or an iterable of these.
+        modifier_rank: Rank whose edits are kept; None is for reading.
+        fwd_module: Taken for DeepSpeed's sake; nothing needs to be registered.
+        enabled: False makes the block do nothing.
+    All ranks must enter and leave together.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__()
+        self._block = gathered_params(params, write_rank=modifier_rank) if enabled else contextlib.nullcontext()
+
+    def __enter__(self) -> GatheredParameters:
+        super().__enter__()
+        self.enter_context(self._block)
+        return self
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do: a parameter that is read outside of its module's forward is gathered by itself."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do, as for register_external_parameter."""
+
+
+def _offloaded(given: Any) -> ZeroConfig:
+    raw = {"zero_optimization": {"stage": 3}} if given is None else ZeroConfig.load(given).raw
+    zero = {**raw.get("zero_optimization", {})}
+    zero.setdefault("offload_param", {"device": "cpu"})
+    return ZeroConfig.load({**raw, "zero_optimization": zero})
+
+
+def _shard_whole(module: nn.Module, given: Any) -> None:
+    trainable = [param for param in module.parameters() if param.requires_grad]
+    shard(module, given)
+    for param in trainable:
+        param.requires_grad_(True)

@@ -1,0 +1,1 @@
+"""Processes, groups, collectives, and how ranks hear of each other's failures."""

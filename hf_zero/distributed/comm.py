@@ -1,0 +1,369 @@
+"""The collectives of an engine.
+
+Owns the process group of an engine, the choice of primitive per backend, the counters that tests and reports read, and
+the log of operations that turns a hang into a sentence. All calls come from one thread, in the same order on every
+rank; where that does not hold, all ranks raise DivergenceError: see [Note: Matching] in operation_log.py.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from hf_zero.distributed.engine_group import EngineGroup
+from hf_zero.distributed.gloo_messages import Message, gather_messages, split_messages
+from hf_zero.distributed.peer_memory import Gather, PeerMemory, meet_peers
+from hf_zero.distributed.presence import LostRankError, Presence
+from hf_zero.distributed.processes import (
+    backend_for,
+    default_device,
+    ensure_process_group,
+    leave_cleanly_at_exit,
+    refuse_shared_device,
+)
+from hf_zero.distributed.scratch import Scratch
+from hf_zero.distributed.work import CommCount, Done, Finish, Pending
+from hf_zero.errors import OffloadError, ZeroError
+
+# Elements per collective on gloo: larger single calls fall out of the cache (scripts/bench_comm.py measures it).
+GLOO_BUCKET_NUMEL = 1 << 20
+_T = TypeVar("_T")
+
+
+class Comm:
+    """Collectives of one engine over one process group.
+
+    Args:
+        group: Ranks that share the model; None means all of them. A group of its own is made from it, so that the
+            engine's collectives never mix with those of a data loader or of accelerate.
+        timeout_s: Seconds after which a collective that has not completed raises DivergenceError.
+    All ranks must construct it.
+    """
+
+    def __init__(self, device: torch.device, *, group: Any = None, timeout_s: float = 600.0) -> None:
+        self.device = device
+        self.computes_on_host = device.type == "cpu"  # the host's memory is the device's
+        self.timeout_s = timeout_s
+        self.counts: dict[str, CommCount] = collections.defaultdict(CommCount)
+        self._presence = Presence()
+        self._scratch = Scratch()
+        self._at_once: list[Gather] | None = None  # what `at_once` has collected
+        self._processes: EngineGroup | None = None  # None where this rank is the only one
+        self._join(group)
+
+    def _join(self, group: Any) -> None:
+        self.rank, self.world_size, self.backend = 0, 1, "none"
+        if not dist.is_initialized():
+            return
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if len(ranks) == 1:
+            return
+        self.backend = backend_for(self.device)
+        self._processes = EngineGroup(ranks, self.backend, self.timeout_s)
+        self.rank, self.world_size = self._processes.rank, self._processes.world_size
+        leave_cleanly_at_exit()
+
+    @property
+    def name(self) -> str:
+        """Of the group, on all ranks; the later made, the later in the order of (length, name)."""
+        return self._processes.name if self._processes is not None else ""
+
+    @property
+    def _group(self) -> Any:
+        """torch's group; None after the connections were closed."""
+        link = self._processes.link if self._processes is not None else None
+        return link.group if link is not None else None
+
+    @classmethod
+    def join(cls, device: torch.device | None = None, *, group: Any = None, timeout_s: float = 600.0) -> Comm:
+        """For the accelerator of this process, or the CPU, where `device` is None. All ranks must call."""
+        device = device or default_device()
+        device = torch.device("cpu") if device.type == "cpu" else device  # without the index that "cpu:0" has
+        ensure_process_group(device)
+        refuse_shared_device(device)
+        return cls(device, group=group, timeout_s=timeout_s)
+
+    # ---------------------------------------------------------------- what the runtime needs
+    @property
+    def max_bucket_numel(self) -> int | None:
+        """Elements per collective beyond which this backend gets slower; None if it does not."""
+        return GLOO_BUCKET_NUMEL if self.backend == "gloo" else None
+
+    def all_gather(self, full: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
+        """Start filling `full` (1-D) with the `part` of every rank, in rank order. `part` may lie inside `full`."""
+        self._record("all_gather", what, full)
+        if self.world_size == 1:
+            if full.data_ptr() != part.data_ptr():
+                full.copy_(part)
+            return Done()
+        title = f"all-gather of {what}"
+        with record_function(f"hf_zero::gather ({what})"):
+            if self._at_once is not None:
+                self._at_once.append((full, part))
+                return Done()
+            if self.backend == "gloo":
+                return self._send(gather_messages(full, part, self.rank, self.world_size), title)
+            call = functools.partial(dist.all_gather_single, full, part, group=self._group, async_op=True)
+            return self._begin([call], title)
+
+    @contextlib.contextmanager
+    def at_once(self, what: str) -> Iterator[None]:
+        """All-gathers that are started inside the block may be over only at its end, and are faster for that.
+
+        Ranks on the CPU of one host read each other's parts from memory, in half the time that messages take. No part
+        may change inside the block, and no other collective run. All ranks must enter.
+        """
+        peers = self._peers
+        if peers is None:
+            yield
+            return
+        self._at_once = []
+        try:
+            yield
+            gathers, self._at_once = self._at_once, None
+            if gathers:
+                self._read_parts(peers, gathers, f"all-gather of {what}")
+        finally:
+            self._at_once = None
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None
+    ) -> Pending:
+        """Start summing `full` (1-D) over ranks, rank r keeping the r-th part in `out`, which may lie inside `full`.
+
+        `wire_dtype` is the type that travels; the sum is taken in `out`'s type on gloo, in the wire type on NCCL.
+        `full` must not change before `wait` returns.
+        """
+        wire = self._as_sent(full, wire_dtype)
+        self._record("reduce_scatter", what, wire)
+        if self.world_size == 1:
+            if full.data_ptr() != out.data_ptr():
+                out.copy_(full)
+            return Done()
+        with record_function(f"hf_zero::reduce ({what})"):
+            if self.backend == "gloo":
+                return self._exchange_and_sum(out, wire, what)
+            result = out if wire.dtype == out.dtype else torch.empty_like(out, dtype=wire.dtype)
+            call = functools.partial(dist.reduce_scatter_single, result, wire, group=self._group, async_op=True)
+            finish = None if result is out else functools.partial(out.copy_, result)
+            return self._begin([call], f"reduce-scatter of {what}", finish)
+
+    def all_reduce(self, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None) -> Pending:
+        """Start summing `full` over ranks in place."""
+        wire = self._as_sent(full, wire_dtype)
+        self._record("all_reduce", what, wire)
+        if self.world_size == 1:
+            return Done()
+        with record_function(f"hf_zero::all_reduce ({what})"):
+            call = functools.partial(dist.all_reduce, wire, group=self._group, async_op=True)
+            finish = None if wire is full else functools.partial(full.copy_, wire)
+            return self._begin([call], f"all-reduce of {what}", finish)
+
+    def all_to_all(
+        self, out: torch.Tensor, full: torch.Tensor, what: str, sizes: tuple[list[int], list[int]] | None = None
+    ) -> Pending:
+        """Start sending the r-th part of `full` (1-D) to rank r, and filling `out` with what the ranks send, in order.
+
+        `sizes`: elements from each rank, and to each rank; None means equal parts.
+        """
+        self._record("all_to_all", what, full, equal_sizes=sizes is None)
+        if self.world_size == 1:
+            out.copy_(full)
+            return Done()
+        received, sent = sizes or (None, None)
+        title = f"all-to-all of {what}"
+        with record_function(f"hf_zero::all_to_all ({what})"):
+            if self.backend == "gloo":
+                return self._send(split_messages(out, full, sizes, self.rank, self.world_size), title)
+            call = functools.partial(
+                dist.all_to_all_single, out, full, received, sent, group=self._group, async_op=True
+            )
+            return self._begin([call], title)
+
+    def vote(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """`values` (1-D float64, any device) of every rank: [world size, numel] on the host.
+
+        All ranks must call. Raises DivergenceError on all ranks if they have started different operations before.
+        """
+        self._record("vote", what, values)
+        if self._processes is None:
+            return values.cpu().unsqueeze(0)
+        return self._processes.all_gather_numbers(values.cpu(), f"vote on {what}")
+
+    def confirm(self, what: str) -> None:
+        """Raise DivergenceError, on all ranks, if they have started different operations. All ranks must call.
+
+        Free on gloo, where operations with another history never meet: see [Note: Matching] in operation_log.py.
+        """
+        if self.backend not in ("gloo", "none"):
+            assert self._processes is not None
+            self._processes.add_to_log("confirm", what)
+            self._processes.all_gather_numbers(torch.empty(0, dtype=torch.float64), what)
+
+    def broadcast(self, tensor: torch.Tensor, what: str, *, src: int = 0) -> None:
+        """Copy `tensor` of group rank `src` to all ranks, in place."""
+        self.broadcast_start(tensor, what, src=src).wait()
+
+    def broadcast_start(self, tensor: torch.Tensor, what: str, *, src: int) -> Pending:
+        self._record("broadcast", what, tensor)
+        if self.world_size == 1:
+            return Done()
+        call = functools.partial(dist.broadcast, tensor, group=self._group, group_src=src, async_op=True)
+        return self._begin([call], f"broadcast of {what}")
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        """`value` of every rank, in rank order. For small control data."""
+        return [value] if self._processes is None else self._processes.all_gather_object(value, what)
+
+    def barrier(self, what: str) -> None:
+        self.all_gather_object(None, what)
+
+    def together(
+        self, what: str, work: Callable[[], _T], *, catch: tuple[type[Exception], ...], raise_as: type[ZeroError]
+    ) -> list[_T]:
+        """Run `work` on every rank; return what each gave, or raise on every rank what went wrong on any.
+
+        For small results, which travel. Errors of other kinds than `catch` leave this rank at once.
+        """
+        error, results = None, list[_T]()
+        try:
+            results.append(work())
+        except catch as problem:
+            error = str(problem)
+        outcomes = self.all_gather_object((error, results), what)
+        if failed := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]:
+            raise raise_as("\n".join(failed))
+        return [value for _, (value,) in outcomes]
+
+    def require_all_ranks(self, name: str, timeout_s: float | None = None) -> None:
+        """Return once every rank has called this with the same `name`; raise StateError if some do not come,
+        DivergenceError if some have ended.
+
+        Goes through the key-value store, not through a collective, so a rank that is alone can say so.
+        """
+        if self._processes is None:
+            return
+        self._processes.refuse_if_stopped(name)
+        try:
+            ended = self._processes.ended_ranks
+            self._presence.wait(name, self.name, self.rank, self.world_size, timeout_s, ended)
+        except LostRankError as error:
+            raise self._processes.failure(name, error) from error
+        # Rank 0 may host the store: it must not leave, and end the process, while another rank is still asking.
+        self.barrier(name)
+
+    @contextlib.contextmanager
+    def stop_together(self) -> Iterator[None]:
+        """An OffloadError of this rank inside the block ends the others' waiting (see abandon): they raise it too."""
+        try:
+            yield
+        except OffloadError as error:
+            text = f"rank {self.rank}: {error}"
+            self.abandon(OffloadError(text))
+            raise OffloadError(text) from error
+
+    def abandon(self, reason: ZeroError) -> None:
+        """Close the connections: ranks that wait for this one stop, and raise an error of the kind and text given."""
+        if self._processes is not None:
+            self._processes.abandon(reason)
+
+    def end(self, *, is_shared: bool) -> None:
+        """Give group, sockets and threads back, unless `is_shared` is true on some rank. All ranks must call."""
+        if self.is_connected and not any(self.all_gather_object(is_shared, "end")):
+            assert self._processes is not None
+            self._processes.end()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._processes is not None and not self._processes.stopped
+
+    def disconnect(self) -> None:
+        """End what this rank waits for, until `reconnect`: pending operations are lost. Any thread may call."""
+        if self._processes is not None:
+            self._processes.disconnect()
+
+    def reconnect(self) -> None:
+        """Start over after an `abandon` on some rank. All ranks must call; what was pending is lost."""
+        if self._processes is not None:
+            self._scratch.clear()
+            self._presence.clear()
+            self._processes.reconnect()
+
+    def reason_of_another(self) -> ZeroError | None:
+        """What another rank said before it closed its connections."""
+        return None if self._processes is None else self._processes.reason_of_another()
+
+    def reset_counts(self) -> None:
+        self.counts.clear()
+
+    def last_operations(self) -> list[str]:
+        """The last operations this rank started, oldest first."""
+        return [] if self._processes is None else self._processes.log.last()
+
+    # ---------------------------------------------------------------- inside
+    def _record(self, op: str, what: str, full: torch.Tensor, *, equal_sizes: bool = True) -> None:
+        if self._processes is not None:
+            self._processes.add_to_log(op, what, full if equal_sizes else None)
+        count = self.counts[op]
+        count.calls += 1
+        count.numel += full.numel()
+        count.nbytes += full.numel() * full.element_size()
+
+    def _begin(self, calls: Sequence[Callable[[], Any]], what: str, finish: Finish = None) -> Pending:
+        """Start operations that are over together; `finish` runs after them, when they are waited for."""
+        assert self._processes is not None
+        return self._processes.begin(calls, what, finish)
+
+    def _send(self, messages: Sequence[Message], what: str, finish: Finish = None) -> Pending:
+        """Start messages of the operation that was logged last, over gloo."""
+        assert self._processes is not None
+        return self._processes.begin_messages(messages, what, finish)
+
+    def _as_sent(self, full: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        return full if self.world_size == 1 or dtype is None else full.to(dtype)
+
+    @functools.cached_property
+    def _peers(self) -> PeerMemory | None:
+        """Where every rank can read the memory of every other: that. All ranks must ask; they talk the first time."""
+        if self.world_size < 2 or not self.computes_on_host:
+            return None
+        return meet_peers(lambda card: self.all_gather_object(card, "memory of the ranks"))
+
+    def _read_parts(self, peers: PeerMemory, gathers: Sequence[Gather], what: str) -> None:
+        """All-gather by reading the parts of the other ranks. All ranks must call."""
+        mine = torch.tensor([part.data_ptr() for _, part in gathers])
+        addresses = torch.empty(self.world_size * len(gathers), dtype=mine.dtype)
+        # Over when every rank's parts are there to be read
+        self._send(gather_messages(addresses, mine, self.rank, self.world_size), what).wait()
+        try:
+            peers.fill(gathers, addresses.view(self.world_size, -1).tolist(), self.rank)
+        except OSError as error:
+            assert self._processes is not None
+            raise self._processes.failure(what, error) from error
+        # Parts may change once every rank has read them.
+        self._begin([functools.partial(dist.barrier, group=self._group, async_op=True)], what).wait()
+
+    def _exchange_and_sum(self, out: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
+        """Reduce-scatter by all-to-all and a local sum in rank order.
+
+        gloo's own reduce-scatter takes two to four times as long and rounds in the wire type at every hop.
+        """
+        received = self._scratch.take(wire)
+        messages = split_messages(received, wire, None, self.rank, self.world_size)
+
+        def finish() -> None:
+            parts = received.view(self.world_size, -1)
+            if self.world_size == 2 and received.dtype == out.dtype:
+                torch.add(parts[0], parts[1], out=out)
+            else:
+                torch.sum(parts, 0, dtype=out.dtype, out=out)
+            self._scratch.give_back(received)
+
+        return self._send(messages, f"reduce-scatter of {what}", finish)

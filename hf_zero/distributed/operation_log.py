@@ -1,0 +1,165 @@
+"""The collectives that this rank has started, in order, and how ranks find out that theirs differ.
+
+Collectives are matched by their order. Ranks that start different ones (stage 3, and a module that runs on one rank
+only) would exchange tensors that do not belong together: other weights of the same size, without any error.
+
+[Note: Matching]
+Every operation has a tag, a digest of all operations up to it. Messages of gloo carry it, so operations with another
+history never meet: both ranks wait. A rank that waits for long publishes the list of its last operations in the
+key-value store and compares it with those of the other ranks. What gloo matches by order alone (all-reduce, broadcast)
+and everything on other backends is confirmed before its result counts: the digests of all ranks are compared at the
+end of a forward and before an update (Comm.confirm, Comm.vote).
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hf_zero.distributed.work import Operation
+
+_KEPT = 256  # operations, for the comparison
+_SHOWN = 5  # operations of each rank in a message
+_TAG_BITS = 31
+_DIGEST_BITS = 52  # exact in a float64
+# Seconds after which a rank that waits compares its operations with those of the others; at most between two looks.
+STALLED_AFTER_S = 1.0
+_LONGEST_PAUSE_S = 8.0
+# What only a unit's parameters and gradients take part in; the rest are calls of the engine.
+_UNIT_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+class OperationLog:
+    """Operations of one group. On ranks in step, position, tag and digest are the same."""
+
+    def __init__(self) -> None:
+        self._recent: collections.deque[Operation] = collections.deque(maxlen=_KEPT)
+        self.clear()
+
+    def clear(self) -> None:
+        """For a group that was made anew."""
+        self._recent.clear()
+        self.position = 0
+        self._state = bytes(8)
+
+    def add(self, operation: Operation) -> None:
+        self._recent.append(operation)
+        self.position += 1
+        self._state = hashlib.blake2b(self._state + operation.identity.encode(), digest_size=8).digest()
+
+    @property
+    def tag(self) -> int:
+        """Of messages that belong to the operation added last."""
+        return int.from_bytes(self._state, "big") >> (64 - _TAG_BITS)
+
+    @property
+    def digest(self) -> float:
+        """An integer: all operations so far."""
+        return float(int.from_bytes(self._state, "big") >> (64 - _DIGEST_BITS))
+
+    def last(self) -> list[str]:
+        """The last operations, oldest first."""
+        return [str(operation) for operation in self._recent]
+
+    def by_position(self) -> dict[int, str]:
+        first = self.position - len(self._recent)
+        return {first + i: str(operation) for i, operation in enumerate(self._recent)}
+
+
+class OperationCheck:
+    """Compares the operations of the ranks of one group through the key-value store. No collective.
+
+    Args:
+        store: Gives the store; asked at every look, because it goes with the process that holds it.
+        prefix: Of this group's keys.
+    """
+
+    def __init__(self, log: OperationLog, store: Callable[[], Any], prefix: str, rank: int, world_size: int) -> None:
+        self._log = log
+        self._store = store
+        self._rank = rank
+        self._keys = [f"{prefix}/operations/{other}" for other in range(world_size)]
+        self._published = -1
+        self._waits_since: float | None = None
+        self._next_look = 0.0
+
+    def begin_wait(self) -> None:
+        """This rank starts to wait for others."""
+        self._waits_since = None
+
+    def difference_after_a_stall(self) -> str | None:
+        """What to say where this rank waits for nothing, because another one has started other operations.
+
+        Call it again and again during a wait.
+        """
+        now = time.monotonic()
+        if self._waits_since is None:
+            self._waits_since, self._next_look = now, now + STALLED_AFTER_S
+        if now < self._next_look:
+            return None
+        self._next_look = now + min(max(now - self._waits_since, STALLED_AFTER_S), _LONGEST_PAUSE_S)
+        try:
+            self._publish()
+            if not self._store().check(self._keys):
+                self._next_look = now + STALLED_AFTER_S / 4  # others may be about to publish theirs
+                return None
+            return self._compare(self._keys)
+        except RuntimeError:  # the store has gone with the process that held it; the end of the wait will say so
+            return None
+
+    def difference(self) -> str:
+        """The same where every rank knows already that there is one. All ranks must call."""
+        last = [f"{key}/last" for key in self._keys]
+        self._store().set(last[self._rank], json.dumps(self._log.by_position()))
+        return self._compare(last) or "ranks started different operations, too long ago to say which"
+
+    def _publish(self) -> None:
+        if self._published != self._log.position:
+            self._published = self._log.position
+            self._store().set(self._keys[self._rank], json.dumps(self._log.by_position()))
+
+    def _compare(self, keys: Sequence[str]) -> str | None:
+        store = self._store()
+        published = [json.loads(store.get(key)) for key in keys]
+        return describe_difference([{int(at): line for at, line in lines.items()} for lines in published])
+
+
+def describe_difference(by_rank: Sequence[Mapping[int, str]]) -> str | None:
+    """Where the lists of operations of the ranks part, in words; None if they agree as far as they reach.
+
+    Args:
+        by_rank: Position -> operation, of the last operations of each rank.
+    """
+    first = _first_difference(by_rank)
+    if first is None:
+        return None
+    lines = ["ranks started different collective operations, so that each would get the other's tensors:"]
+    for rank, operations in enumerate(by_rank):
+        shown = [operations[at] for at in sorted(operations) if at >= first][:_SHOWN]
+        lines.append(f"  rank {rank}: {', then '.join(shown) or 'none of these yet'}")
+    if all(of_rank.get(first, "").startswith(_UNIT_OPERATIONS) for of_rank in by_rank if first in of_rank):
+        before = sorted(at for at in by_rank[0] if at < first)
+        if before:
+            lines.append(f"All of them had come to: {by_rank[0][before[-1]]}.")
+        lines.append(
+            "Under ZeRO stage 3 all ranks must run the same modules in the same order. Make the choice (LayerDrop, "
+            "experts, an optional input) alike on all ranks, or give every rank an input for every module; at stages "
+            "0-2 parameters are unsharded, and ranks may choose for themselves."
+        )
+    else:
+        lines.append("Call the same functions of the engine on every rank, in the same order, and step equally often.")
+    return "\n".join(lines)
+
+
+def _first_difference(by_rank: Sequence[Mapping[int, str]]) -> int | None:
+    known: dict[int, str] = {}
+    different = set()
+    for operations in by_rank:
+        for at, operation in operations.items():
+            if known.setdefault(at, operation) != operation:
+                different.add(at)
+    return min(different, default=None)

@@ -1,0 +1,92 @@
+"""Who has come to a call that needs every rank, found out without a collective, so that a rank alone can say so."""
+
+from __future__ import annotations
+
+import collections
+import os
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from hf_zero.distributed.processes import call_site
+from hf_zero.errors import StateError
+
+# Seconds that a call which needs every rank waits for the others before it says who is missing.
+PRESENCE_TIMEOUT_S = 12.0
+
+
+# Seconds between two looks at the connections: who has gone will not come.
+_LOOK_EVERY_S = 0.25
+
+
+class LostRankError(Exception):
+    """A rank that is needed has ended: it cannot come any more."""
+
+
+class Presence:
+    """The calls of one group so far, counted by name. Goes through the key-value store."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, int] = collections.Counter()
+
+    def clear(self) -> None:
+        """For a group that was made anew, under another name."""
+        self._calls.clear()
+
+    def wait(
+        self,
+        name: str,
+        group: str,
+        rank: int,
+        world_size: int,
+        timeout_s: float | None,
+        ended_ranks: Callable[[], list[int]],
+    ) -> None:
+        """Return once every rank has called with the same `name`.
+
+        The store may live in a rank: none must end its process before all have returned.
+
+        Raises:
+            StateError: Some did not come.
+            LostRankError: Some have ended, or the store has gone with the process that held it.
+        """
+        timeout_s = timeout_s or float(os.environ.get("HF_ZERO_PRESENCE_TIMEOUT", PRESENCE_TIMEOUT_S))
+        keys = [f"hf_zero/{group}/{name}/{self._calls[name]}/{rank}" for rank in range(world_size)]
+        try:
+            missing = _missing(keys, rank, timeout_s, ended_ranks)
+        except RuntimeError as error:  # DistNetworkError
+            reason = str(error).splitlines()[0]
+            raise LostRankError(
+                f"the key-value store does not answer ({reason}): the process that holds it, often rank 0's, has ended"
+            ) from error
+        if missing:
+            raise StateError(
+                f"rank {rank} called {name}, but rank(s) {missing} did not within {timeout_s:.0f} s: it "
+                f"needs all {world_size} ranks, because each holds a part of the model.\n"
+                f"Call {name} on every rank (outside `if rank == 0`); it writes on one rank by itself.\n"
+                f"Called from: {call_site()}"
+            )
+        self._calls[name] += 1
+
+
+def _missing(keys: list[str], rank: int, timeout_s: float, ended_ranks: Callable[[], list[int]]) -> list[int]:
+    """Ranks that have not come within `timeout_s`; this rank has then not come either."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(keys[rank], "1")
+    now = time.monotonic()
+    deadline, look_at = now + timeout_s, now + _LOOK_EVERY_S
+    pause = 0.0002  # ranks in step come within less than a millisecond; others are not worth a busy store
+    while not store.check(keys):
+        now = time.monotonic()
+        if now > look_at:
+            if ended := ended_ranks():
+                raise LostRankError(f"rank(s) {ended} have ended, or closed their connections after an error")
+            look_at = now + _LOOK_EVERY_S
+        if now > deadline:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            store.delete_key(keys[rank])
+            return missing
+        time.sleep(pause)
+        pause = min(2 * pause, 0.01)
+    return []

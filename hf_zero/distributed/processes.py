@@ -1,0 +1,253 @@
+"""How this process finds its device and joins the others that a launcher started. No collectives."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import functools
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from hf_zero.distributed.environment import described_processes
+from hf_zero.errors import ConfigError
+
+
+def adopt_cluster_variables() -> None:
+    """Where srun or mpirun started this process, set the variables that torchrun sets; accelerate reads them too.
+
+    Raises:
+        ConfigError: This is one of several processes, but not enough is known of the others.
+    """
+    os.environ.update(described_processes(os.environ))
+
+
+def launched_processes() -> int:
+    """How many processes train together: those that were joined, or else those that a launcher described."""
+    return dist.get_world_size() if dist.is_initialized() else described_world_size()
+
+
+def described_world_size() -> int:
+    """WORLD_SIZE of the environment, 1 where there is none.
+
+    Raises:
+        ConfigError: It is no number, or what a process needs to join the others is missing beside it.
+    """
+    text = os.environ.get("WORLD_SIZE") or "1"
+    if not text.isdecimal():
+        raise ConfigError(f"the environment variable WORLD_SIZE is {text!r}: expected the number of processes")
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not os.environ.get(name)]
+    if int(text) > 1 and missing:
+        raise ConfigError(
+            f"the environment says WORLD_SIZE={text}, but {', '.join(missing)} is not set: this process cannot join "
+            "the others.\nStart them by torchrun, accelerate launch or hf-zero launch, which set all of them; or "
+            "unset WORLD_SIZE, for one process."
+        )
+    return int(text)
+
+
+def wants_cpu() -> bool:
+    """Whether accelerate was told to leave accelerators alone (`accelerate launch --cpu` sets the variable too)."""
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+
+
+def ensure_process_group(device: torch.device) -> None:
+    """Join the process group that a launcher described in the environment, if there is one and none is joined yet."""
+    use_device(device)
+    if dist.is_initialized():
+        return
+    adopt_cluster_variables()
+    if described_world_size() <= 1:
+        return
+    dist.init_process_group(backend_for(device))
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    *,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """deepspeed.init_distributed: join the other processes, if this process has not joined them yet.
+
+    Without a launcher (a notebook, `python script.py`) the group has this process only, and takes no port. All ranks
+    must call.
+
+    Args:
+        dist_backend: torch's name of one; None means NCCL where there is a GPU, else gloo.
+        auto_mpi_discovery: Take the variables of srun or mpirun where torchrun's are not set.
+        distributed_port: The port of rank 0, where the environment names none.
+        verbose: Taken for DeepSpeed's sake; nothing is printed.
+        timeout: None means DEEPSPEED_TIMEOUT (minutes) where that is set, else torch's own.
+        init_method, rank, world_size: As for torch.distributed.init_process_group, in the place of the environment.
+        dist_init_required: False: the processes must have been joined already.
+    Raises:
+        ConfigError: The backend needs a GPU and there is none, or `dist_init_required` does not hold.
+    """
+    device = default_device()
+    use_device(device)
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise ConfigError(
+            "dist_init_required=False, but no process group exists: call torch.distributed.init_process_group first, "
+            "or leave dist_init_required out"
+        )
+    if dist_backend == "nccl" and device.type == "cpu":
+        raise ConfigError("dist_backend='nccl' needs a GPU, and this process has none: leave dist_backend out")
+    if timeout is None and "DEEPSPEED_TIMEOUT" in os.environ:
+        timeout = datetime.timedelta(minutes=float(os.environ["DEEPSPEED_TIMEOUT"]))
+    if distributed_port is not None:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    if auto_mpi_discovery:
+        adopt_cluster_variables()
+    backend = dist_backend or backend_for(device)
+    if init_method is not None:
+        dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
+    elif described_world_size() > 1:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+    leave_cleanly_at_exit()
+
+
+def join_processes() -> int:
+    """Join the process group as `ensure_process_group` does; returns the number of ranks."""
+    ensure_process_group(default_device())
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@functools.cache
+def leave_cleanly_at_exit() -> None:
+    """gloo's threads abort a process that exits while a group exists; a job that succeeded would report a failure."""
+
+    def leave() -> None:
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()
+
+    atexit.register(leave)
+
+
+def default_device() -> torch.device:
+    """The accelerator of this process if there is one, else the CPU; what accelerate has chosen already, if it has."""
+    chosen = _device_of_accelerate()
+    if chosen is not None and (chosen.type == "cpu" or chosen.index is not None):
+        return torch.device("cpu") if chosen.type == "cpu" else chosen
+    if torch.accelerator.is_available() and not wants_cpu():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        # Processes that see one device each, as SLURM's do, have local ranks beyond it: see refuse_shared_device.
+        return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+    return torch.device("cpu")
+
+
+def _device_of_accelerate() -> torch.device | None:
+    """Of its PartialState, if there is one: TrainingArguments(use_cpu=True) and Accelerator(cpu=True) tell it only."""
+    state = sys.modules.get("accelerate.state")
+    chosen = None if state is None else state.PartialState._shared_state.get("device")
+    return chosen if isinstance(chosen, torch.device) else None
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` the current one of this thread: collectives of objects, events and kernels that name none take it.
+
+    New threads start on device 0, so each calls this first.
+    """
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+@functools.cache
+def refuse_shared_device(device: torch.device) -> None:
+    """Raise where two ranks would compute on one device. All ranks must call, once they have joined.
+
+    The backend would find out in its first operation, in its own words. Goes through the key-value store.
+
+    Raises:
+        ConfigError: On every rank; names the ranks that share a device.
+    """
+    if device.type == "cpu" or not dist.is_initialized() or dist.get_world_size() < 2:
+        return
+    store, world_size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    store.set(f"hf_zero/device/{dist.get_rank()}", _identity(device))
+    named = [value.decode() for value in store.multi_get([f"hf_zero/device/{rank}" for rank in range(world_size)])]
+    shared = [[rank for rank in range(world_size) if named[rank] == one] for one in dict.fromkeys(named)]
+    if doubled := next((ranks for ranks in shared if len(ranks) > 1), None):
+        wait_for_others("device")
+        host, count = named[doubled[0]].split(" ")[0], torch.accelerator.device_count()
+        raise ConfigError(
+            f"rank {dist.get_rank()}: ranks {doubled} are all on one device of host {host} (this rank has {device}, "
+            f"of {count} that it sees): each rank needs a device of its own.\nStart one process per device "
+            f"(torchrun --nproc_per_node {count}, hf-zero launch --num_gpus {count}), or compute on the CPU with "
+            "ACCELERATE_USE_CPU=true."
+        )
+
+
+def _identity(device: torch.device) -> str:
+    """What no other device of the job has: the host, and the device's own id, or its place among those visible."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    own = None if properties is None else getattr(properties(device), "uuid", None)
+    if own is None:
+        visible = [f"{name}={value}" for name, value in sorted(os.environ.items()) if "VISIBLE_DEVICES" in name]
+        own = f"{','.join(visible)}:{device.index}"
+    return f"{socket.gethostname()} {own}"
+
+
+def backend_for(device: torch.device) -> str:
+    return "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device.type)
+
+
+def named_by_all(names: Iterable[str], purpose: str) -> set[str]:
+    """Those of `names` that every rank gives, through the key-value store. All ranks must call, alike."""
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        return set(names)
+    store = dist.distributed_c10d._get_default_store()
+    rank, key = dist.get_rank(), f"hf_zero/{purpose}"
+    turn = store.add(f"{key}/turns/{rank}", 1)  # this rank's calls so far, as many as on the others
+    store.set(f"{key}/{turn}/{rank}", "\n".join(names))
+    given = [store.get(f"{key}/{turn}/{other}").decode().split("\n") for other in range(dist.get_world_size())]
+    return set.intersection(*map(set, given))
+
+
+def wait_for_others(purpose: str, timeout_s: float = 10.0) -> None:
+    """Before an error that every rank finds by itself: none may end while another one is still connecting to it."""
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        return
+    store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
+    for phase in ("came", "saw"):  # the process that holds the store leaves when all have seen that all came
+        store.set(f"hf_zero/{purpose}/{phase}/{dist.get_rank()}", "1")
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"hf_zero/{purpose}/{phase}/{rank}" for rank in ranks], datetime.timedelta(seconds=timeout_s))
+
+
+def call_site() -> str:
+    """File and line of the innermost frame that is the user's own: not hf_zero's, nor of an installed library."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(here) and "site-packages" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno} ({frame.name})"
+    return "hf_zero"
+
+
+def all_ranks_give(value: Any) -> list[Any]:
+    """`value` of every rank of the world, in rank order, where no engine is there yet. All ranks must call."""
+    if not dist.is_initialized():
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone

@@ -1,0 +1,1 @@
+"""ZeroEngine: the step loop and the parts it owns."""

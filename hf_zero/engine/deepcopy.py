@@ -1,0 +1,82 @@
+"""`copy.deepcopy` of a model in shards, and of a module in it.
+
+A copy of the whole model is in shards itself, under an engine for inference of its own: a reference, a teacher. A copy
+of a module below it is a plain module with whole parameters: what PEFT keeps beside the one it trains.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.runtime.build import BuildSettings, build_units
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.unit import ShardUnit, UnitState
+
+
+def deepcopy_of(engine: ZeroEngine, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of `module`, the model of `engine` or a part of it. All ranks must call."""
+    engine.require_all_ranks(f"copy.deepcopy of a {type(module).__name__}")
+    engine.finish_updates()
+    return _copy_model(engine, memo) if module is engine.module else _copy_part(engine, module, memo)
+
+
+def _copy_model(engine: ZeroEngine, memo: dict[int, Any]) -> nn.Module:
+    """Shards are copied as they are; masters, gradients and optimizer state are not."""
+    with engine.suspended():
+        for unit in engine.units:
+            for param in (param for buffer in unit.buffers for param in buffer.params):
+                memo[id(param)] = nn.Parameter(_ghost_of(param), requires_grad=param.requires_grad)
+        copied: nn.Module = copy.deepcopy(engine.module, memo)
+    settings = BuildSettings.of(engine.config, 1.0, train=False)
+    built = build_units(copied, settings, engine.comm, _Twins(engine.units, memo).fill)
+    twin = ZeroEngine(copied, engine.config, built=built, train=False)
+    for dress in engine.dressings:
+        twin.dress(dress)
+    return copied
+
+
+def _copy_part(engine: ZeroEngine, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    mine = {id(param) for param in module.parameters()}
+    units = [unit for unit in engine.units if any(id(p) in mine for buffer in unit.buffers for p in buffer.params)]
+    with engine.weights.gathered(units), engine.suspended():
+        for param in module.parameters():
+            memo[id(param)] = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+        return copy.deepcopy(module, memo)
+
+
+def _ghost_of(param: nn.Parameter) -> torch.Tensor:
+    return torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)
+
+
+class _Twins:
+    """Gives a copied model's buffers the values of the original's."""
+
+    def __init__(self, units: list[ShardUnit], memo: dict[int, Any]) -> None:
+        self._of: dict[int, tuple[ShardUnit, FlatBuffer, nn.Parameter]] = {}
+        for unit in units:
+            for buffer in unit.buffers:
+                for param in buffer.params:
+                    self._of[id(memo[id(param)])] = (unit, buffer, param)
+
+    def fill(self, buffer: FlatBuffer) -> None:
+        """All ranks must call, in the same order."""
+        twins = [self._of[id(param)] for param in buffer.params]
+        source = twins[0][1] if twins else None
+        if source is not None and buffer.fits(source, [param for *_, param in twins]):
+            buffer.fill_from(source, share=False)
+            return
+        units = {id(unit): unit for unit, *_ in twins if unit.state is UnitState.SHARDED}.values()
+        with torch.no_grad():
+            for unit in units:
+                unit.gather_start()
+                unit.gather_finish()
+            for param, (*_, original) in zip(buffer.params, twins, strict=True):
+                param.data = original.detach().clone()
+            buffer.fill_from_params()
+            for unit in units:
+                unit.release()

@@ -1,0 +1,130 @@
+"""What all ranks do when one of them ran out of memory: they stop at once, and may try again with a smaller batch.
+
+The rank that fails leaves its reason in the key-value store and closes its connections, so nobody waits for it until
+a timeout. Then all ranks connect anew and forget the pass that was broken off: gathered parameters, gradients, the
+recorded order of use. Masters and optimizer state are as after the last update. An update itself cannot be broken off
+and repeated: then training ends, with a sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import traceback
+from collections.abc import Iterator
+
+from hf_zero.distributed.processes import named_by_all
+from hf_zero.engine.engine import ZeroEngine, live_engines
+from hf_zero.errors import OffloadError, OutOfMemoryError, StateError
+
+# Seconds between two looks at the store, where ranks do not see by themselves that a connection was closed.
+_LOOK_EVERY_S = 0.5
+
+
+def abandon(reason: OffloadError | OutOfMemoryError | StateError) -> None:
+    """Let every rank that waits for this one raise an error of the same kind and text, in all engines."""
+    for engine in live_engines():
+        engine.comm.abandon(reason)
+
+
+def drop_frames(error: BaseException) -> None:
+    """Let go of the local variables in the tracebacks of `error`: activations, buffers that are being gathered."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+
+
+def is_updating() -> bool:
+    """Whether an optimizer's step of this rank has begun and is not over."""
+    return any(engine.optimizer is not None and engine.optimizer.is_updating for engine in live_engines())
+
+
+def recover() -> None:
+    """Make every engine ready for another forward after `abandon` on some rank. All ranks must call.
+
+    Raises:
+        StateError: On all ranks, if an update was under way on some rank: its shards are a step ahead of others'.
+    """
+    gc.collect()
+    # Before anything waits: where this rank only heard of the failure, a third one may be waiting for this rank.
+    for engine in live_engines():
+        engine.comm.disconnect()
+        _drop_pending(engine)
+    # A model that was given up may have gone on some ranks only: nobody uses it any more.
+    shared = named_by_all([engine.comm.name for engine in live_engines()], "recovery")
+    engines = sorted((engine for engine in live_engines() if engine.comm.name in shared), key=_order)
+    for engine in engines:
+        engine.comm.reconnect()
+    for engine in engines:
+        _check_between_updates(engine)
+    for engine in engines:
+        _forget_pass(engine)
+
+
+def _drop_pending(engine: ZeroEngine) -> None:
+    """What was under way is lost."""
+    engine.reducer.forget()
+    for unit in engine.units:
+        for buffer in unit.buffers:
+            buffer.forget_gather()
+
+
+def _order(engine: ZeroEngine) -> tuple[int, str]:
+    """Engines in the order in which they were made, which is the same on all ranks."""
+    name = engine.comm.name
+    return len(name), name
+
+
+def _check_between_updates(engine: ZeroEngine) -> None:
+    is_updating = engine.optimizer is not None and engine.optimizer.is_updating
+    everyone = engine.comm.all_gather_object((engine.global_steps, is_updating), "recovery")
+    if any(updating for _, updating in everyone) or len({steps for steps, _ in everyone}) > 1:
+        raise StateError(cut_update(f"steps made, in rank order: {[steps for steps, _ in everyone]}"))
+
+
+def cut_update(detail: str) -> str:
+    """What to say where memory ran out inside an update."""
+    return (
+        f"memory ran out inside the optimizer's step ({detail}): the update cannot be repeated, and a smaller batch "
+        "would not help.\nOffload the optimizer (zero_optimization.offload_optimizer), use more ranks or a higher "
+        "stage, and start from the last checkpoint."
+    )
+
+
+def _forget_pass(engine: ZeroEngine) -> None:
+    with engine.suspended():  # hooks that remember the pass are made anew
+        engine.params.forget()
+        engine.reducer.forget()
+        engine.loss_scale.forget()
+        engine.reports.forget()
+    engine.zero_grad()
+    engine.micro_steps = engine.global_steps * engine.accumulation_steps
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Inside, a rank that another one abandoned stops waiting on a device whose kernels would wait for ever.
+
+    gloo's calls end by themselves when a connection is closed; kernels of NCCL must be aborted.
+    """
+    over = threading.Event()
+    watch = threading.Thread(target=_look_for_reasons, args=(over,), name="hf_zero-watch", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watch.join()
+
+
+def _look_for_reasons(over: threading.Event) -> None:
+    while not over.wait(_LOOK_EVERY_S):
+        _look()  # a function of its own: between two looks nothing here may keep an engine alive
+
+
+def _look() -> None:
+    for engine in live_engines():
+        if engine.comm.backend not in ("gloo", "none") and engine.comm.reason_of_another() is not None:
+            engine.comm.disconnect()

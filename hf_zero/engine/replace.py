@@ -1,0 +1,101 @@
+"""Puts a model under another engine without ever making it whole: from inference to training, and after changes.
+
+What a model went through since its engine was made (adapters were added, layers frozen, embeddings resized, the
+whole wrapped in another module) is taken in here: units are cut anew, and shards that stay the same move over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hf_zero.config import ResolvedConfig
+from hf_zero.engine.engine import ZeroEngine, end_unless_shared, engine_of
+from hf_zero.errors import StateError
+from hf_zero.runtime.build import BuildSettings, build_units
+from hf_zero.sharding.reshard import Succession
+
+
+def engines_inside(model: nn.Module) -> list[ZeroEngine]:
+    """The engine of `model`, or those of modules below it: of a model in a wrapper, or of several in one."""
+    own = engine_of(model)
+    if own is not None:
+        return [own]
+    return [
+        engine for module in model.modules() if (engine := engine_of(module)) is not None and engine.module is module
+    ]
+
+
+def new_engine(
+    model: nn.Module,
+    config: ResolvedConfig,
+    *,
+    managed: bool = False,
+    train: bool = True,
+    device: torch.device | None = None,
+    replace: bool = False,
+) -> ZeroEngine:
+    """An engine for `model`, which may be whole or hold models that were loaded in shards. All ranks must call.
+
+    Args:
+        managed, train: As for ZeroEngine.
+        device: As for ZeroEngine, for a model that is whole.
+        replace: Engines that train give way too, with their optimizers.
+    Raises:
+        StateError: Something in the model trains under another engine already, and `replace` is false.
+    """
+    inside = engines_inside(model)
+    if not inside:
+        return ZeroEngine(model, config, managed=managed, train=train, device=device)
+    if any(engine.trains for engine in inside) and not replace:
+        raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
+    if replace:
+        for engine in inside:
+            _drop_optimizer(engine)
+    return renew(model, inside, config, managed=managed, train=train)
+
+
+def _drop_optimizer(engine: ZeroEngine) -> None:
+    """Give up optimizer state and gradients; masters have the last update. All ranks must call."""
+    if engine.optimizer is not None:
+        engine.params.release_all()
+        engine.finish_updates()
+        engine.optimizer.zero_grad()
+        engine.optimizer.close()
+        engine.optimizer = None
+
+
+def renew(
+    model: nn.Module,
+    engines: Sequence[ZeroEngine],
+    config: ResolvedConfig,
+    *,
+    managed: bool = False,
+    train: bool = True,
+) -> ZeroEngine:
+    """A new engine for `model` in the place of `engines`, whose parameters it takes over. All ranks must call.
+
+    None of them may have an optimizer: its state would not follow. Peak extra memory: one unit.
+    """
+    for engine in engines:
+        if engine.optimizer is not None:
+            raise StateError(
+                f"rank {engine.rank}: parameters cannot be cut anew while an optimizer refers to their shards.\n"
+                "Change the model (resize embeddings, add adapters) before it meets its optimizer."
+            )
+    comm = engines[0].comm
+    for engine in engines:
+        engine.retire()
+    succession = Succession(unit for engine in engines for unit in engine.units)
+    accumulation = 1 if managed else config.gradient_accumulation_steps
+    settings = BuildSettings.of(config, 1.0 / (comm.world_size * accumulation), train=train)
+    built = build_units(model, settings, comm, succession.fill)
+    succession.finish()
+    for engine in engines:
+        engine.homes.close()
+    renewed = ZeroEngine(model, config, managed=managed, built=built, train=train)
+    for other in dict.fromkeys(engine.comm for engine in engines if engine.comm is not comm):
+        end_unless_shared(other)
+    return renewed

@@ -1,0 +1,318 @@
+"""What scripts written for DeepSpeed call on an engine, beside the training step: names, sizes, rates, 16-bit weights.
+
+Owns no state but what a call sets. Answers are those of the configuration that the run has, so under Trainer the
+accumulation steps are Trainer's, though the engine itself accumulates one.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from safetensors.torch import save_file
+
+from hf_zero.checkpoint.agreement import together
+from hf_zero.engine.checkpointing import EngineState
+from hf_zero.engine.reports import Reports
+from hf_zero.errors import CheckpointError, ConfigError, StateError
+from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.runtime.unfreeze import Thaw
+from hf_zero.sharding.placement import Homes
+
+logger = logging.getLogger(__name__)
+
+_EngineT = TypeVar("_EngineT", bound="ScriptCalls")
+_Params = ParamSpec("_Params")
+
+
+def reported(
+    step: Callable[Concatenate[_EngineT, _Params], None],
+) -> Callable[Concatenate[_EngineT, _Params], None]:
+    """Around `engine.step`: tells the engine's reports."""
+
+    @functools.wraps(step)
+    def reporting_step(self: _EngineT, /, *args: _Params.args, **kwargs: _Params.kwargs) -> None:
+        boundary = self.at_boundary()
+        self._step_applied = False  # until the optimizer says otherwise
+        self.reports.step_starts()
+        step(self, *args, **kwargs)
+        self.reports.step_ends(boundary=boundary)
+
+    return reporting_step
+
+
+class ScriptCalls(EngineState):
+    """The base of ZeroEngine. A method that says nothing of ranks may be called on any one."""
+
+    homes: Homes
+    reducer: GradReducer
+    reports: Reports
+    managed: bool
+    _thaw: Thaw
+    _step_applied = False
+    _boundary: bool | None = None  # what set_gradient_accumulation_boundary said
+
+    @abc.abstractmethod
+    def retire(self) -> None: ...
+
+    @property
+    @abc.abstractmethod
+    def is_sharded(self) -> bool: ...
+
+    # ---------------------------------------------------------------- ranks
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.comm.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.comm.device
+
+    @property
+    def global_rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that share the data: all of them."""
+        return self.comm.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its node, from the launcher; 0 where one process was started alone."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    # ---------------------------------------------------------------- batches
+    def train_batch_size(self) -> int:
+        """Samples of one step, over all ranks and accumulation steps."""
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.config.gradient_accumulation_steps
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)"""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    @property
+    def global_samples(self) -> int:
+        """Samples that all steps so far have seen, at the present batch size."""
+        return self.global_steps * self.train_batch_size()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of accumulation steps so that a step has this many samples. All ranks must call, alike.
+
+        Raises:
+            ConfigError: It is no multiple of micro-batch size times ranks.
+            StateError: Inside an accumulation window, or where Trainer or Accelerate accumulate.
+        """
+        if self.managed:
+            raise StateError("set_train_batch_size: Trainer and Accelerate accumulate by themselves; set it there")
+        if self.micro_steps % self.accumulation_steps or not all(buffer.is_empty for buffer in self.reducer.buffers):
+            raise StateError(
+                f"rank {self.rank}: set_train_batch_size({train_batch_size}) came inside an accumulation window, "
+                "whose gradients are scaled for the old size.\nCall it right after the step() that ends one."
+            )
+        micro = self.config.train_micro_batch_size_per_gpu * self.world_size
+        if train_batch_size < 1 or train_batch_size % micro:
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}): expected a multiple of {micro}, which is "
+                f"{self.config.train_micro_batch_size_per_gpu} (train_micro_batch_size_per_gpu) x {self.world_size} "
+                "ranks."
+            )
+        steps = train_batch_size // micro
+        self.config = dataclasses.replace(
+            self.config, train_batch_size=train_batch_size, gradient_accumulation_steps=steps
+        )
+        self.accumulation_steps = steps
+        self.micro_steps = self.global_steps * steps
+        scale = 1 / (self.world_size * steps)
+        for buffer in self.reducer.buffers:
+            buffer.use_scale(scale)
+        self._thaw.use_scale(scale)
+
+    def at_boundary(self) -> bool:
+        """Whether the next `step()` updates: by the count, or as set_gradient_accumulation_boundary said."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next backward is the last before the update, from now on. All ranks must call, alike.
+
+        For loops that call `step()` once per window. Gradients are still divided by the accumulation steps.
+        """
+        self._boundary = is_boundary
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated the parameters: not within a window, and not on an overflow."""
+        return self._step_applied
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were left out on all ranks because their gradient was not finite; `global_steps` has them too."""
+        return 0 if self.optimizer is None else self.optimizer.guard.skipped_steps
+
+    # ---------------------------------------------------------------- rates
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group; [] without an optimizer."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every param group. All ranks must call, alike. A scheduler overrides it."""
+        for group in self._groups():
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Betas of each param group, or its momentum; 0.0 where the optimizer has neither."""
+        return [
+            list(group["betas"]) if "betas" in group else float(group.get("momentum", 0.0)) for group in self._groups()
+        ]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    # ---------------------------------------------------------------- configuration
+    def zero_optimization_stage(self) -> int:
+        return self.config.stage
+
+    def zero_optimization(self) -> bool:
+        return self.config.stage > 0
+
+    def is_first_weights_partition_group(self) -> bool:
+        """Whether parameters are cut over the ranks: stage 3."""
+        return self.config.stage == 3
+
+    def fp16_enabled(self) -> bool:
+        return self.config.dtype == "float16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.dtype == "bfloat16"
+
+    def gradient_clipping(self) -> float:
+        """0.0: off."""
+        return self.config.gradient_clipping
+
+    def steps_per_print(self) -> int:
+        """0: never."""
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        return bool(self.config.settings["wall_clock_breakdown"])
+
+    def memory_breakdown(self) -> bool:
+        return bool(self.config.settings["memory_breakdown"])
+
+    # ---------------------------------------------------------------- weights
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's weights as it holds them, whole, on every rank. All ranks must call at stage 3.
+
+        Where parameters are whole anyway these are the live tensors of `module.state_dict()`, else copies on the CPU.
+        """
+        if self.is_sharded:
+            return self.full_state_dict(keep=True, trainable_only=exclude_frozen_parameters)
+        state: dict[str, Any] = self.module.state_dict()
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(name, None)
+        return state
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether weights are written at stage 3: unless `stage3_gather_16bit_weights_on_model_save` is false."""
+        return self.config.zero.stage3_gather_16bit_weights_on_model_save is not False
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """What accelerate and transformers call: whole weights on rank 0, None elsewhere. All ranks must call."""
+        state = self.full_state_dict(keep=self.rank == 0, trainable_only=exclude_frozen_parameters)
+        return state if self.rank == 0 else None
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model's weights, as it holds them, into one file. All ranks must call; rank 0 writes.
+
+        A name that ends in .safetensors gives that format, in which tied weights stand under their first name; any
+        other is written by torch.save. Needs the whole model in rank 0's host memory.
+
+        Returns:
+            False, and nothing is written, where `stage3_gather_16bit_weights_on_model_save` is false at stage 3.
+        Raises:
+            CheckpointError: Rank 0 could not write; on every rank.
+        """
+        path = Path(save_dir) / save_filename
+        if self.config.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
+            if self.rank == 0:
+                logger.warning("%s is not written: stage3_gather_16bit_weights_on_model_save is false", path)
+            return False
+        state = self.full_state_dict(keep=self.rank == 0, trainable_only=exclude_frozen_parameters)
+
+        def write() -> None:
+            if self.rank != 0:
+                return
+            try:
+                _write_weights(state, path)
+            except Exception as error:  # of a full disk each format says something else
+                raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
+
+        together(self.comm, "save_16bit_model", write)
+        return True
+
+    def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
+        """`save_16bit_model` under its older name."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    # ---------------------------------------------------------------- memory and end
+    def empty_partition_cache(self) -> None:
+        """Let go of parameters that were gathered ahead or stayed whole. All ranks must call; not within a step."""
+        self.params.release_all()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+
+    def destroy(self) -> None:
+        """Give up training: take the engine off its model, free its files and host memory. All ranks must call.
+
+        Gathers nothing: at stage 3 the model keeps placeholders only, which read as NaN. `teardown()` gives the whole
+        model back. A second call does nothing.
+        """
+        if self.homes.closed:
+            return
+        self.retire()
+        self.homes.close()
+        self.optimizer = None
+
+
+def _write_weights(state: dict[str, torch.Tensor], path: Path) -> None:
+    """`path` appears when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        if path.suffix == ".safetensors":
+            firsts = {id(tensor): name for name, tensor in reversed(state.items())}
+            save_file({name: state[name].contiguous() for name in firsts.values()}, partial, {"format": "pt"})
+        else:
+            torch.save(state, partial)
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,223 @@
+"""Cuts a model into shards while it is being constructed, so that it is never whole anywhere.
+
+Modules are really constructed and initialised, with the caller's random numbers; what is finished is cut at once into
+small units of its own, and at the end those are exchanged for the units of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_hooks
+
+from hf_zero.config import ResolvedConfig
+from hf_zero.distributed.comm import Comm
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.errors import StateError
+from hf_zero.layout import UnitLayout
+from hf_zero.runtime.build import BuildSettings, build_units
+from hf_zero.runtime.edit_watch import EditWatch
+from hf_zero.runtime.memory_report import cast_line
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.home import Home
+from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.reshard import Succession
+from hf_zero.sharding.unit import ShardUnit, UnitState
+from hf_zero.storage import DeviceStore
+from hf_zero.storage.copy_stream import CopyStream
+
+logger = logging.getLogger(__name__)
+
+
+class ShardedConstruction:
+    """Watches modules being put together, on all ranks alike; rank 0's values win.
+
+    A module is finished when its parent has been put into a module of its own: until then the parent's constructor may
+    still initialise it. So what is whole at a time is what is between a module and its grandparent, and the children
+    of the outermost module.
+
+    Args:
+        resolve: The configuration of an outermost module, for the engine that it gets at the end.
+    """
+
+    def __init__(self, comm: Comm, resolve: Callable[[nn.Module], ResolvedConfig]) -> None:
+        self._comm = comm
+        self._resolve = resolve
+        home = DeviceStore(comm.device)
+        self._home = Home(param=home, master=home, copies=CopyStream(comm.device), native=False, tile_numel=1)
+        self._units: dict[int, ShardUnit] = {}  # by id of the parameter
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._settled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # an engine has taken them over already
+        self._numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Cut what is finished inside the block.
+
+        Raises:
+            StateError: A constructor wrote to parameters of a module that had been finished.
+        """
+        handles = [
+            torch_hooks.register_module_module_registration_hook(self._module_registered),
+            torch_hooks.register_module_parameter_registration_hook(self._parameter_registered),
+        ]
+        token = _OPEN.set(self)
+        try:
+            yield
+        except RuntimeError as error:
+            if "single memory location" not in str(error):
+                raise
+            raise StateError(
+                f"rank {self._comm.rank}: a constructor initialised parameters below its own children, which are in "
+                "shards by then.\nInitialise parameters in the constructor of their module or of its parent, or "
+                "inside `with hf_zero.gathered_params(child, write_rank=0):`."
+            ) from error
+        finally:
+            _OPEN.reset(token)
+            for handle in handles:
+                handle.remove()
+
+    def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if module not in self._settled:
+            self._seen.add(module)
+
+    def _module_registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is None or isinstance(parent, ZeroEngine) or parent in self._settled:
+            return
+        self._seen.add(parent)
+        self._inner.add(child)
+        for finished in child.children():
+            self._cut(finished)
+
+    def _cut(self, module: nn.Module) -> None:
+        """Put the parameters of `module` itself into shards. All ranks must call."""
+        if module in self._settled:
+            return
+        groups: dict[torch.dtype, dict[str, nn.Parameter]] = {}
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) not in self._units and param.is_floating_point() and not param.is_meta:
+                groups.setdefault(param.dtype, {})[f"{type(module).__name__}.{name}"] = param
+        if not groups:
+            return
+        label = f"{type(module).__name__} {next(self._numbers)}"
+        unit = ShardUnit(label, UnitKind.LAYER, module, [self._buffer(label, *item) for item in groups.items()])
+        unit.release()
+        for params in groups.values():
+            self._units.update({id(param): unit for param in params.values()})
+
+    def _buffer(self, name: str, dtype: torch.dtype, params: dict[str, nn.Parameter]) -> FlatBuffer:
+        kind = str(dtype).removeprefix("torch.")
+        layout = UnitLayout.build(
+            f"{name}/{kind}",
+            {name: tuple(param.shape) for name, param in params.items()},
+            dtype=kind,
+            trainable=False,
+            world_size=self._comm.world_size,
+            max_bucket_numel=self._comm.max_bucket_numel,
+        )
+        fill = FlatBuffer.fill_from_params
+        return FlatBuffer(
+            layout, list(params.values()), self._comm, self._home, on_demand=True, dtype=dtype, fill=fill
+        )
+
+    @contextlib.contextmanager
+    def gathered(self, params: Iterable[nn.Parameter], write_rank: int | None) -> Iterator[None]:
+        """Inside, `params` are whole; the changes of `write_rank` are kept on all ranks. All ranks must call.
+
+        What is not in shards yet is whole anyway. `write_rank` None is for reading.
+        Raises:
+            StateError: This rank wrote where all only read.
+        """
+        params = list(params)
+        units = {id(unit): unit for param in params if (unit := self._units.get(id(param))) is not None}.values()
+        mine = [unit for unit in units if unit.state is UnitState.SHARDED]
+        with torch.no_grad():
+            for unit in mine:
+                unit.gather_start()
+                unit.gather_finish()
+        watch = EditWatch((buffer for unit in mine for buffer in unit.buffers), by_value=False)
+        yield
+        if write_rank is None and (edited := watch.edited()):
+            raise StateError(
+                f"rank {self._comm.rank} wrote to parameter(s) that were gathered for reading: {', '.join(edited)}.\n"
+                "Name the rank whose edits are to be kept: hf_zero.gathered_params(..., write_rank=0)."
+            )
+        with torch.no_grad():
+            if write_rank is not None:
+                watch.take_replaced()
+            for unit in mine:
+                if write_rank is not None:
+                    self._keep_edits(unit, write_rank)
+                unit.release()
+            if write_rank:  # rank 0's values win anyway when these are cut
+                for param in params:
+                    if id(param) not in self._units and param.is_floating_point() and not param.is_meta:
+                        values = param.detach().to(self._comm.device, copy=True)
+                        self._comm.broadcast(values, "edits of parameters under construction", src=write_rank)
+                        param.copy_(values)
+
+    def _keep_edits(self, unit: ShardUnit, write_rank: int) -> None:
+        for buffer in unit.buffers:
+            for start, numel in buffer.layout.buckets():
+                bucket = buffer.full[start : start + numel]
+                self._comm.broadcast(bucket, f"first weights of {unit.name}", src=write_rank)
+            buffer.accept_whole()
+
+    def whole(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
+        """Inside, the parameters of `modules` themselves are whole; rank 0's changes are kept. All ranks must call."""
+        return self.gathered((param for module in modules for param in module.parameters(recurse=False)), 0)
+
+    # ---------------------------------------------------------------- the end
+    def finish(self) -> list[ZeroEngine]:
+        """Put every outermost module under an engine. All ranks must call."""
+        roots = [module for module in self._seen if module not in self._inner and _has_parameters(module)]
+        roots = [root for root in roots if not any(module in self._settled for module in root.modules())]
+        return self._engines(sorted(roots, key=self._first_number), list(self._units.values()))
+
+    def settle(self, model: nn.Module) -> None:
+        """Put `model` under its engine before the end of the block, for an engine to follow. All ranks must call."""
+        units = {id(unit): unit for p in model.parameters() if (unit := self._units.get(id(p))) is not None}
+        if units:
+            self._engines([model], list(units.values()))
+        for param in model.parameters():
+            self._units.pop(id(param), None)
+        self._settled.update(model.modules())
+
+    def _engines(self, roots: Iterable[nn.Module], units: Iterable[ShardUnit]) -> list[ZeroEngine]:
+        succession = Succession({id(unit): unit for unit in units}.values())
+        engines = []
+        for root in roots:
+            config, params = self._resolve(root), list(root.parameters())
+            types = [param.dtype for param in params]
+            built = build_units(root, BuildSettings.of(config, 1.0, train=False), self._comm, succession.fill)
+            engines.append(ZeroEngine(root, config, built=built, train=False))
+            line = cast_line(types, [param.dtype for param in params])
+            if line is not None and self._comm.rank == 0:
+                logger.warning("%s: %s", type(root).__name__, line)
+        succession.finish()
+        return engines
+
+    def _first_number(self, root: nn.Module) -> int:
+        """The same order on every rank: by what was cut first."""
+        names = [self._units[id(param)].name for param in root.parameters() if id(param) in self._units]
+        return min((int(name.rpartition(" ")[2]) for name in names), default=next(self._numbers))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(param.is_floating_point() and not param.is_meta for param in module.parameters())
+
+
+_OPEN: ContextVar[ShardedConstruction | None] = ContextVar("hf_zero.engine.sharded_init", default=None)
+
+
+def open_construction() -> ShardedConstruction | None:
+    """The construction under way in this context: what `sharded_init` has opened."""
+    return _OPEN.get()

@@ -1,0 +1,1 @@
+"""Accelerate's Accelerator."""

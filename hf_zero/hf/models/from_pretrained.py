@@ -1,0 +1,369 @@
+"""`from_pretrained` at stage 3: the model is built on the meta device, and every rank reads its own slices.
+
+transformers' own loader decides everything (names, conversions, types, what is missing). It is given stored tensors
+that have not been read, and where it would put a tensor into the model, this rank's part of it is placed instead. The
+model comes out under an engine for inference, which Trainer, accelerate or `initialize` renew for training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, core_model_loading
+from transformers.core_model_loading import build_glob_alternation
+
+from hf_zero.config import ResolvedConfig
+from hf_zero.distributed.comm import Comm
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.hf.models.install import install_on_model
+from hf_zero.hf.models.name_matching import Match, match_stored
+from hf_zero.hf.models.shard_placer import ShardPlacer
+from hf_zero.hf.models.stored import LazyTensor, StoredFile, StoredTensor, open_files
+from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units
+from hf_zero.runtime.memory_report import cast_line
+from hf_zero.sharding.flat_param import FlatBuffer
+
+logger = logging.getLogger(__name__)
+
+_SETTER = "set_param_for_module"
+
+
+class ShardedLoad:
+    """One `from_pretrained` under way. All ranks must make it, and call its methods in order.
+
+    Args:
+        load_config: transformers' LoadStateDictConfig.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: ResolvedConfig, load_config: Any) -> None:
+        self._model = model
+        self._config = config
+        self._load_config = load_config
+        self._files: list[StoredFile] = []
+        self._params: dict[str, nn.Parameter] = {}  # live name -> ours, tied names alike
+        self._comm = Comm.join(timeout_s=config.desync_timeout)
+        self._refuse()
+
+    def _refuse(self) -> None:
+        name = type(self._model).__name__
+        if self._load_config.hf_quantizer is not None:
+            raise ConfigError(
+                f"{name} is quantized, and stage 3 cannot cut quantized parameters.\nUse stage 2, or load it "
+                "unquantized."
+            )
+        places = self._load_config.device_map
+        if places is not None and {torch.device(place).type for place in places.values()} != {self._comm.device.type}:
+            raise ConfigError(
+                f"{name} was asked for with device_map={places}, but at stage 3 every rank places its own part of "
+                "each parameter.\nRemove device_map."
+            )
+
+    # ---------------------------------------------------------------- what is stored
+    def open(self, state_dict: Mapping[str, Any] | None, paths: list[str] | None) -> dict[str, Any]:
+        """Stored name -> stored tensor, or a whole one where it was given or is not in safetensors files.
+
+        Raises:
+            CheckpointError: On every rank, what is wrong with the files on any.
+        """
+        if state_dict is not None:
+            return dict(state_dict)
+        if not paths:
+            raise ConfigError("Neither a state dict nor checkpoint files were found.")
+        if not str(paths[0]).endswith(".safetensors"):
+            return self._unpickle(paths)
+
+        def opened() -> None:
+            self._files.extend(open_files(paths))
+            self._check_index()
+
+        self._comm.together("opening of weights", opened, catch=(CheckpointError,), raise_as=CheckpointError)
+        return {name: tensor for file in self._files for name, tensor in file.tensors.items()}
+
+    def _unpickle(self, paths: list[str]) -> dict[str, Any]:
+        from transformers.modeling_utils import load_state_dict
+
+        merged: dict[str, Any] = {}
+        for path in paths:
+            merged.update(load_state_dict(path, weights_only=self._load_config.weights_only))
+        return merged
+
+    def _check_index(self) -> None:
+        index = self._load_config.sharded_metadata or {}
+        known = {name for file in self._files for name in file.tensors}
+        absent = sorted(set(index.get("weight_map", {})) - known)
+        if absent:
+            raise CheckpointError(
+                f"the index of {self._load_config.pretrained_model_name_or_path} names {len(absent)} tensor(s) that "
+                f"no file holds: {', '.join(absent[:8])}.\nThe files are of different saves, or one was overwritten."
+            )
+
+    # ---------------------------------------------------------------- units without values
+    def prepare(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Build the model's units; returns what transformers' loader is to be given for `stored`."""
+        model = self._model
+        live = model.state_dict()
+        names = match_stored(model, stored, self._load_config.weight_mapping or [], live)
+        given = self._without_equal_ties(stored, names)
+        present = {names[key].name for key in given}
+        _quietly_tie(model, set(live) - present)
+        self._replace_parameters(present)
+        settings = BuildSettings.of(self._config, 1.0, train=False)
+        params = {id(param): param for param in self._params.values()}.values()
+        types = [param.dtype for param in params]
+        self._built = build_units(model, settings, self._comm, FlatBuffer.fill_later)
+        line = cast_line(types, [param.dtype for param in params])
+        if line is not None and self._comm.rank == 0:
+            logger.warning("%s: %s", type(model).__name__, line)
+        self._placer = ShardPlacer(self._built.units)
+        is_lazy = {key: isinstance(given[key], StoredTensor) and names[key].pattern is None for key in given}
+        return {key: LazyTensor(value) if is_lazy[key] else value for key, value in given.items()}
+
+    def _without_equal_ties(self, stored: Mapping[str, Any], names: Mapping[str, Match]) -> dict[str, Any]:
+        """Leave out what is stored twice for one tied parameter: transformers would compare placeholders."""
+        key_of = {match.name: key for key, match in names.items() if match.pattern is None}
+        pairs = []
+        for target, source in self._model.all_tied_weights_keys.items():
+            if target in key_of and source in key_of:
+                pairs.append((key_of[target], key_of[source]))
+        same = [self._my_part_is_equal(stored[first], stored[second]) for first, second in pairs]
+        if not pairs:
+            return dict(stored)
+        votes = self._comm.vote(torch.tensor([float(one) for one in same], dtype=torch.float64), "tied weights")
+        twice = {pair[0] for pair, equal in zip(pairs, votes.all(0).tolist(), strict=True) if equal}
+        return {key: value for key, value in stored.items() if key not in twice}
+
+    def _my_part_is_equal(self, first: Any, second: Any) -> bool:
+        if tuple(first.shape) != tuple(second.shape) or first.dtype != second.dtype:
+            return False
+        numel = int(torch.Size(first.shape).numel())
+        low = numel * self._comm.rank // self._comm.world_size
+        high = numel * (self._comm.rank + 1) // self._comm.world_size
+        step = 1 << 20
+        for at in range(low, high, step):
+            count = min(step, high - at)
+            if not torch.equal(_elements(first, at, count), _elements(second, at, count)):
+                return False
+        return True
+
+    def _replace_parameters(self, present: set[str]) -> None:
+        """Put parameters of the compute device into the model, with neither memory nor values."""
+        made: dict[int, nn.Parameter] = {}
+        dtype_of = _dtype_rule(self._load_config)
+        for module, name, live, param in _places(self._model):
+            if not param.is_floating_point():
+                continue
+            if id(param) not in made:
+                dtype = dtype_of(live, param.dtype) if live in present else param.dtype
+                ghost = torch.full((), torch.nan, dtype=dtype, device=self._comm.device)
+                made[id(param)] = nn.Parameter(ghost.expand(param.shape))
+                made[id(made[id(param)])] = made[id(param)]
+            self._params[live] = module._parameters[name] = made[id(param)]
+
+    # ---------------------------------------------------------------- values
+    @contextlib.contextmanager
+    def placing(self) -> Iterator[None]:
+        """Inside, what transformers' loader puts into the model is placed into the shards."""
+        original = getattr(core_model_loading, _SETTER)
+        asynchronous = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its threads would read all experts ahead
+        setattr(core_model_loading, _SETTER, functools.partial(self._set, original))
+        try:
+            yield
+        finally:
+            setattr(core_model_loading, _SETTER, original)
+            if asynchronous is None:
+                del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
+            else:
+                os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = asynchronous
+
+    def _set(
+        self, original: Callable[..., None], model: nn.Module, name: str, value: Any, info: Any, quantizer: Any
+    ) -> None:
+        param = self._params.get(name) if model is self._model else None
+        if param is None:
+            original(model, name, value.whole() if isinstance(value, LazyTensor) else value, info, quantizer)
+            return
+        info.missing_keys.discard(name)
+        if tuple(value.shape) != tuple(param.shape):
+            info.mismatched_keys.add((name, value.shape, param.shape))
+            return
+        param._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark: do not initialise it
+        with torch.no_grad():
+            self._placer.place(param, value)
+
+    def read(self) -> LoadReport:
+        """Read this rank's slices. Raises CheckpointError on every rank."""
+        show = self._comm.rank == 0 and sum(file.path.stat().st_size for file in self._files) > 1 << 28
+
+        def work() -> float:
+            with torch.no_grad():
+                return self._placer.read(show=show)
+
+        errors = (CheckpointError, OSError)
+        seconds = self._comm.together("reading of weights", work, catch=errors, raise_as=CheckpointError)
+        self.close()
+        stored = sum(tensor.nbytes for file in self._files for tensor in file.tensors.values())
+        return LoadReport(sum(file.bytes_read for file in self._files), stored, seconds[self._comm.rank])
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    # ---------------------------------------------------------------- what transformers initialised, and the engine
+    def take_initialised(self) -> None:
+        """Move parameters that the files do not have, and transformers initialised, into their shards.
+
+        All ranks must call; rank 0's values win, because ranks may have different seeds.
+        """
+        ours = {id(param): param for param in self._params.values()}
+        replaced: dict[int, nn.Parameter] = {}
+        for module, name, live, param in _places(self._model):
+            if id(param) in ours or live not in self._params:
+                continue
+            mine = replaced.get(id(param))
+            if mine is None:
+                mine = replaced[id(param)] = self._params[live]
+                whole = param.detach().to(self._comm.device)
+                self._comm.broadcast(whole, f"first values of {live}")
+                with torch.no_grad():
+                    self._placer.place(mine, whole)
+            module._parameters[name] = mine
+        self._placer.read(show=False)
+
+    def finish(self) -> ZeroEngine:
+        """Put the model under its engine. All ranks must call."""
+        built: BuiltUnits = self._built
+        for unit in built.units:
+            if unit.on_demand:
+                for buffer in unit.buffers:
+                    buffer.release()  # some initialisations replace a parameter's data
+            else:
+                for buffer in unit.buffers:
+                    buffer.gather_start()
+                    buffer.gather_finish()
+        engine = ZeroEngine(self._model, self._config, built=built, train=False)
+        install_on_model(engine)
+        return engine
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one rank did to load a model."""
+
+    bytes_read: int  # from safetensors files
+    bytes_stored: int  # in them, of all tensors
+    seconds: float  # of reading
+
+
+class Loads:
+    """The loads under way, between the two steps of transformers' from_pretrained."""
+
+    last: LoadReport | None
+
+    def __init__(self) -> None:
+        self.last = None
+        self._started: weakref.WeakKeyDictionary[nn.Module, ShardedLoad] = weakref.WeakKeyDictionary()
+
+    def start(self, model: PreTrainedModel, load: ShardedLoad, report: LoadReport) -> None:
+        self._started[model] = load
+        self.last = report
+
+    def take(self, model: PreTrainedModel) -> ShardedLoad | None:
+        return self._started.pop(model, None)
+
+
+LOADS = Loads()
+
+
+def load_pretrained_model(
+    config: ResolvedConfig, orig: Callable[..., Any], model: Any, state_dict: Any, files: Any, load_config: Any
+) -> Any:
+    """PreTrainedModel._load_pretrained_model, in shards. All ranks must call."""
+    load = ShardedLoad(model, config, load_config)
+    load_config = _without_device_map(load_config)
+    try:
+        given = load.prepare(load.open(state_dict, files))
+        with load.placing():
+            outcome = orig(model, given, None, load_config)
+        report = load.read()
+    finally:
+        load.close()
+    logger.info(
+        "hf_zero: this rank read %.2f of %.2f GB of %s in %.2f s (%.2f GB/s)",
+        report.bytes_read / 1e9,
+        report.bytes_stored / 1e9,
+        type(model).__name__,
+        report.seconds,
+        report.bytes_read / 1e9 / max(report.seconds, 1e-9),
+    )
+    LOADS.start(model, load, report)
+    return outcome
+
+
+def _without_device_map(load_config: Any) -> Any:
+    """One that names the ranks' kind of device changes nothing here, but has transformers reserve the whole model."""
+    return dataclasses.replace(load_config, device_map=None)
+
+
+def finalize_model_loading(orig: Callable[..., Any], model: Any, load_config: Any, info: Any) -> Any:
+    """PreTrainedModel._finalize_model_loading: what was initialised goes into shards, and the engine on the model."""
+    load = LOADS.take(model)
+    outcome = orig(model, load_config if load is None else _without_device_map(load_config), info)
+    if load is not None:
+        load.take_initialised()
+        load.finish()
+    return outcome
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    """(module, name in it, name in the model, parameter) of every place; one that is tied has several."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, param in list(module._parameters.items()):
+            if param is not None:
+                yield module, name, f"{path}.{name}" if path else name, param
+
+
+def _quietly_tie(model: PreTrainedModel, missing: set[str]) -> None:
+    """Tie on the meta device what transformers will tie after loading, so that it is cut once."""
+    log = logging.getLogger("transformers.modeling_utils")
+    before = log.level
+    log.setLevel(logging.ERROR)  # what there is to warn of comes again with the real tying
+    try:
+        model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
+    finally:
+        log.setLevel(before)
+
+
+def _dtype_rule(load_config: Any) -> Callable[[str, torch.dtype], torch.dtype]:
+    """The type that transformers' loader gives to a stored parameter of a live name and a type on meta."""
+    plan = load_config.dtype_plan or {}
+    if not plan:
+        return lambda name, dtype: dtype
+    pattern, by_group, _ = build_glob_alternation(list(plan))
+
+    def rule(name: str, dtype: torch.dtype) -> torch.dtype:
+        found = pattern.search(name)
+        chosen: torch.dtype = dtype if found is None else plan[by_group[found.lastgroup]]
+        return chosen
+
+    return rule
+
+
+def _elements(value: Any, start: int, numel: int) -> torch.Tensor:
+    if isinstance(value, StoredTensor):
+        out = torch.empty(numel, dtype=value.dtype)
+        value.read_range(start, out)
+        return out
+    flat: torch.Tensor = value.reshape(-1)
+    return flat[start : start + numel]

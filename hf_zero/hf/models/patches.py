@@ -1,0 +1,152 @@
+"""The methods of PreTrainedModel that make models, in shards where a configuration of stage 3 is in force."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_zero.config import ResolvedConfig, ZeroConfig
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.processes import join_processes
+from hf_zero.engine.sharded_init import ShardedConstruction
+from hf_zero.errors import ConfigError
+from hf_zero.hf.enable import ACTIVATION, Seam
+from hf_zero.hf.models.building import constructing
+from hf_zero.hf.models.from_pretrained import finalize_model_loading, load_pretrained_model
+
+
+def shards_on(config: ZeroConfig | None) -> bool:
+    """Whether parameters are to be in shards from the start. All ranks must call."""
+    if config is None or config.stage < 3:
+        return False
+    # One rank alone has nothing to cut, unless the parameters are to live elsewhere.
+    return join_processes() > 1 or config.get("zero_optimization.offload_param.device", "none") != "none"
+
+
+def resolve_for(config: ZeroConfig, model: Any) -> ResolvedConfig:
+    """What `config` says of keeping the parameters of `model`."""
+    kept = config.for_parameters(types=not _DTYPE_GIVEN.get())
+    return kept.resolve(model=model, world_size=join_processes(), client_optimizer=True)
+
+
+# Whether the caller of from_pretrained or from_config named a type, which counts for more than bf16 or fp16 blocks.
+_DTYPE_GIVEN: ContextVar[bool] = ContextVar("hf_zero.dtype_given", default=False)
+# Whether models are being built in shards right now: a context inside another one leaves it to the outer one.
+_BUILDING: ContextVar[bool] = ContextVar("hf_zero.sharded_init", default=False)
+
+
+@contextlib.contextmanager
+def sharded_init(
+    config: ZeroConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    enabled: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Iterator[None]:
+    """Modules built inside the block come out in shards, with the values of a plain build (DeepSpeed: `zero.Init`).
+
+    All ranks must enter and leave together and build the same; rank 0's values win. Peak extra memory: the largest
+    module, its children and grandchildren. What was built is for inference, until `hf_zero.initialize`, a Trainer or
+    accelerator.prepare makes it trainable. Contexts may be nested: the outermost one counts.
+
+    Args:
+        config: A path, a dict, a JSON string or a ZeroConfig of stage 3; None means stage 3 with its defaults.
+            `bf16.enabled` or `fp16.enabled` gives parameters that type when the block ends, where `keep_fp32` or the
+            model does not keep them in fp32; masters start from there, as with DeepSpeed.
+        enabled: False makes the block do nothing.
+        dtype: torch.bfloat16, torch.float16, or torch.float32 (as constructed), in the place of what `config` says.
+    Raises:
+        ConfigError: The configuration is wrong.
+        StateError: A constructor initialises parameters that are further below it than its children, outside of
+            `gathered_params(child, write_rank=0)`.
+    """
+    loaded = ZeroConfig.load({"zero_optimization": {"stage": 3}} if config is None else config)
+    if _BUILDING.get() or not enabled or _builds_on_meta() or not shards_on(loaded):
+        yield
+        return
+    if dtype is not None:
+        loaded = _with_dtype(loaded, dtype)
+    token = _BUILDING.set(True)
+    try:
+        with constructing(ShardedConstruction(Comm.join(), functools.partial(resolve_for, loaded))):
+            yield
+    finally:
+        _BUILDING.reset(token)
+
+
+def _with_dtype(config: ZeroConfig, dtype: torch.dtype) -> ZeroConfig:
+    blocks = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if dtype not in (*blocks.values(), torch.float32):
+        raise ConfigError(f"sharded_init(dtype={dtype}): expected torch.bfloat16, torch.float16 or torch.float32")
+    kept = {name: value for name, value in config.for_parameters().raw.items() if name not in (*blocks, "bfloat16")}
+    return ZeroConfig.load({**kept, **{name: {"enabled": dtype == kind} for name, kind in blocks.items()}})
+
+
+def _builds_on_meta() -> bool:
+    """Whether what is constructed now has no values: from_pretrained builds so."""
+    return torch.get_default_device().type == "meta"
+
+
+def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _load_pretrained_model(
+        model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+    ) -> Any:
+        config = ACTIVATION.config
+        if config is None or expected_keys is not None or not shards_on(config):
+            return original(model, state_dict, checkpoint_files, load_config, expected_keys)
+        resolved = resolve_for(config, model)
+        return load_pretrained_model(resolved, original, model, state_dict, checkpoint_files, load_config)
+
+    return _load_pretrained_model
+
+
+def _wrap_finalize(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
+        return finalize_model_loading(original, model, load_config, loading_info)
+
+    return _finalize_model_loading
+
+
+@contextlib.contextmanager
+def _dtype_of(kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """While a model is made with these arguments: "auto" names no type."""
+    given = [kwargs.get(name) for name in ("dtype", "torch_dtype")]
+    token = _DTYPE_GIVEN.set(_DTYPE_GIVEN.get() or any(one not in (None, "auto") for one in given))
+    try:
+        yield
+    finally:
+        _DTYPE_GIVEN.reset(token)
+
+
+def _wrap_from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+        with _dtype_of(kwargs):
+            return original(cls, *args, **kwargs)
+
+    return from_pretrained
+
+
+def _wrap_from_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _from_config(cls: type[PreTrainedModel], config: Any, **kwargs: Any) -> Any:
+        with _dtype_of(kwargs), sharded_init(ACTIVATION.config, enabled=ACTIVATION.config is not None):
+            return original(cls, config, **kwargs)
+
+    return _from_config
+
+
+def model_seams() -> list[Seam]:
+    """What `from_pretrained` and `from_config` go through."""
+    files = ("state_dict", "checkpoint_files", "load_config")
+    return [
+        Seam(PreTrainedModel, "_load_pretrained_model", files, _wrap_load),
+        Seam(PreTrainedModel, "_finalize_model_loading", ("load_config", "loading_info"), _wrap_finalize),
+        Seam(PreTrainedModel, "from_pretrained", ("pretrained_model_name_or_path",), _wrap_from_pretrained),
+        Seam(PreTrainedModel, "_from_config", ("config",), _wrap_from_config),
+    ]

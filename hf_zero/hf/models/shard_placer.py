@@ -1,0 +1,128 @@
+"""Puts values into the shards of units that were built without any: each rank its own runs, nothing whole."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.utils import logging as bars
+
+from hf_zero.hf.models.stored import LazyTensor, StoredTensor
+from hf_zero.layout import Piece, Run
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.shard import ShardTensor
+from hf_zero.sharding.unit import ShardUnit
+
+# Bytes of a file that one read takes where they cannot go straight into the shard (another type, another device).
+_CHUNK_BYTES = 1 << 24
+_MAX_THREADS = 8
+
+
+@dataclass(frozen=True)
+class _Target:
+    """This rank's part of one parameter."""
+
+    buffer: FlatBuffer
+    run: Run | None  # None: this rank owns nothing of it
+
+
+class ShardPlacer:
+    """Writes parameters into the shards of `units`, by parameter.
+
+    Whole tensors are cut and written at once. Stored ones are noted, and `read` reads this rank's parts of them all.
+    """
+
+    def __init__(self, units: Iterable[ShardUnit]) -> None:
+        self._targets: dict[int, _Target] = {}
+        self._noted: list[tuple[_Target, StoredTensor]] = []
+        self._shards: dict[int, ShardTensor] = {}  # id(buffer) -> its shard in memory
+        self._buffers: list[FlatBuffer] = []
+        for unit in units:
+            for buffer in unit.buffers:
+                runs = {run.name: run for run in buffer.layout.runs(buffer.rank)}
+                self._buffers.append(buffer)
+                for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+                    self._targets[id(param)] = _Target(buffer, runs.get(slot.name))
+
+    def place(self, param: nn.Parameter, value: torch.Tensor | LazyTensor) -> None:
+        """Give `param` its values: a whole tensor of its shape, or a stored one that `read` will read."""
+        target = self._targets[id(param)]
+        if target.run is None:
+            return
+        if isinstance(value, LazyTensor):
+            self._noted.append((target, value.stored))
+            return
+        flat = value.detach().reshape(-1)
+        for piece, view in _spots(self._shard(target.buffer), target.run):
+            view.copy_(flat[piece.start : piece.end])
+
+    def read(self, *, show: bool) -> float:
+        """Read what was noted; returns the seconds it took. `show` draws a progress bar. No communication."""
+        start = time.monotonic()
+        jobs = [
+            (stored, piece.start, view)
+            for target, stored in self._noted
+            if target.run is not None
+            for piece, view in _spots(self._shard(target.buffer), target.run)
+        ]
+        total = sum(view.numel() * stored.dtype.itemsize for stored, _, view in jobs)
+        # In the order of the files, whatever the order of the parameters.
+        jobs.sort(key=lambda job: (str(job[0].file.path), job[0].offset, job[1]))
+        with (
+            # None: drawn on a terminal only. transformers' own, so that its switch for progress bars counts.
+            bars.tqdm(
+                total=total, unit="B", unit_scale=True, desc="Reading shards", disable=None if show else True
+            ) as progress,
+            ThreadPoolExecutor(_num_threads()) as pool,
+        ):
+            for nbytes in pool.map(lambda job: _read_piece(*job), jobs):
+                progress.update(nbytes)
+        self._noted.clear()
+        self._keep()
+        return time.monotonic() - start
+
+    def _shard(self, buffer: FlatBuffer) -> ShardTensor:
+        if id(buffer) not in self._shards:
+            shard = buffer.shard
+            if not isinstance(shard, ShardTensor):  # on disk: written in one go, by `_keep`
+                layout = buffer.layout
+                memory = torch.zeros(layout.shard_numel, dtype=buffer.dtype)
+                shard = ShardTensor(layout, buffer.rank, memory, in_full=False)
+            self._shards[id(buffer)] = shard
+        return self._shards[id(buffer)]
+
+    def _keep(self) -> None:
+        for buffer in self._buffers:
+            shard = self._shards.pop(id(buffer), None)
+            if shard is not None and shard is not buffer.shard:
+                buffer.shard.copy_from(shard)
+
+
+def _spots(shard: ShardTensor, run: Run) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Every piece of `run` and its place in `shard`, 1-D."""
+    for piece in run.pieces:
+        start = piece.flat_offset if shard.in_full else piece.shard_offset
+        yield piece, shard.memory[start : start + piece.numel]
+
+
+def _read_piece(stored: StoredTensor, start: int, view: torch.Tensor) -> int:
+    if view.dtype == stored.dtype and view.device.type == "cpu":
+        stored.read_range(start, view)
+        return view.numel() * stored.dtype.itemsize
+    step = _CHUNK_BYTES // stored.dtype.itemsize
+    chunk = torch.empty(min(step, view.numel()), dtype=stored.dtype)
+    for at in range(0, view.numel(), step):
+        part = chunk[: min(step, view.numel() - at)]
+        stored.read_range(start + at, part)
+        view[at : at + part.numel()].copy_(part)
+    return view.numel() * stored.dtype.itemsize
+
+
+def _num_threads() -> int:
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // ranks_here))

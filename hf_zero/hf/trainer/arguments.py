@@ -1,0 +1,117 @@
+"""TrainingArguments with `zero`: the configuration beside the arguments that its "auto" values come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, TypeVar
+
+import transformers
+
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed.processes import adopt_cluster_variables, launched_processes
+from hf_zero.hf.conflicts import check_environment, check_rivals, check_run
+from hf_zero.hf.enable import ACTIVATION
+
+_Arguments = TypeVar("_Arguments", bound=transformers.TrainingArguments)
+
+# Of this form because HfArgumentParser takes the second of three types for the command line.
+_FIELD_TYPE = dict[str, Any] | str | None
+_HELP = (
+    "Train under ZeRO: the path of a JSON file in DeepSpeed's schema, or the JSON itself (a dict in Python). "
+    '"auto" values are taken from the other arguments and the model.'
+)
+
+
+class ZeroArgumentsMixin:
+    """What `zero` does in a TrainingArguments class: the configuration is checked and made the active one.
+
+    Raises:
+        ConfigError: When the arguments are made, on every rank: all problems of the configuration, and every
+            difference to the arguments.
+    """
+
+    zero: Any
+
+    def __post_init__(self) -> None:
+        if isinstance(self.zero, os.PathLike):
+            self.zero = os.fspath(self.zero)
+        if self.zero is None:
+            super().__post_init__()  # type: ignore[misc]
+            return
+        # Problems of the file wait, to be told together with what it contradicts in the arguments.
+        config = ZeroConfig.load(self.zero, defer=True)
+        check_rivals(config, self)
+        check_environment()
+        adopt_cluster_variables()  # before accelerate looks at the environment
+        launched_processes()
+        super().__post_init__()  # type: ignore[misc]
+        check_run(config, self)
+        self._zero_config = config
+        ACTIVATION.activate(config, for_everyone=False)
+
+    @property
+    def zero_config(self) -> ZeroConfig | None:
+        """The configuration that `zero` names, or None."""
+        if self.zero is not None and "_zero_config" not in self.__dict__:
+            self._zero_config = ZeroConfig.load(self.zero)
+        return self.__dict__.get("_zero_config")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # training_args.bin holds what the user gave, nothing of hf_zero's own.
+        return {name: value for name, value in self.__dict__.items() if name != "_zero_config"}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        base = type(self).__bases__[-1]
+        if _MADE.get(base) is not type(self):
+            return super().__reduce_ex__(protocol)
+        # A class made by zero_arguments has no name to be found by; it is made again from the one it extends.
+        return _rebuild, (base,), self.__getstate__()
+
+
+@dataclasses.dataclass(repr=False)
+class TrainingArguments(ZeroArgumentsMixin, transformers.TrainingArguments):
+    """transformers.TrainingArguments with `zero`.
+
+    Args:
+        zero (`dict` or `str`, *optional*): A configuration in DeepSpeed's schema: path, dict or JSON string.
+    """
+
+    zero: dict[str, Any] | str | None = dataclasses.field(default=None, metadata={"help": _HELP})
+
+
+@dataclasses.dataclass(repr=False)
+class Seq2SeqTrainingArguments(ZeroArgumentsMixin, transformers.Seq2SeqTrainingArguments):
+    """transformers.Seq2SeqTrainingArguments with `zero`.
+
+    Args:
+        zero (`dict` or `str`, *optional*): A configuration in DeepSpeed's schema: path, dict or JSON string.
+    """
+
+    zero: dict[str, Any] | str | None = dataclasses.field(default=None, metadata={"help": _HELP})
+
+
+# Base -> the class that zero_arguments made from it.
+_MADE: dict[type[Any], type[Any]] = {}
+
+
+def zero_arguments(base: type[_Arguments]) -> type[_Arguments]:
+    """`base`, a dataclass of training arguments such as trl's SFTConfig, with `zero`. Equal for equal `base`."""
+    if issubclass(base, ZeroArgumentsMixin):
+        return base
+    for ready in (TrainingArguments, Seq2SeqTrainingArguments):
+        if ready.__bases__[1] is base:
+            return ready
+    if base not in _MADE:
+        _MADE[base] = dataclasses.make_dataclass(
+            f"Zero{base.__name__}",
+            [("zero", _FIELD_TYPE, dataclasses.field(default=None, metadata={"help": _HELP}))],
+            bases=(ZeroArgumentsMixin, base),
+            namespace={"__doc__": base.__doc__, "__module__": __name__},
+            repr=False,
+        )
+    return _MADE[base]
+
+
+def _rebuild(base: type[Any]) -> Any:
+    return object.__new__(zero_arguments(base))

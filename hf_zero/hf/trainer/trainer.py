@@ -1,0 +1,382 @@
+"""Trainer under ZeRO: what differs from the stock Trainer, written once and used in two ways.
+
+Each function below stands for one method of transformers.Trainer and gets the method it replaces as `orig`.
+`ZeroTrainerMixin` puts them in front of a Trainer class; `enable` puts them into transformers.Trainer itself, so that
+unmodified subclasses inherit them. Where ZeRO is not in force they do what the stock Trainer does.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer_pt_utils import remove_dummy_checkpoint
+
+from hf_zero.access.copy_weights import copy_weights
+from hf_zero.checkpoint.collective import Parts
+from hf_zero.engine.engine import ZeroEngine, engine_of
+from hf_zero.errors import ConfigError
+from hf_zero.estimate.account import log_account
+from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin, ZeroPlugin
+from hf_zero.hf.accelerator.save_state import writes_weights
+from hf_zero.hf.conflicts import check_run
+from hf_zero.hf.enable import ACTIVATION, Seam
+from hf_zero.hf.local_files import read_on_all, write_on_all, writing
+from hf_zero.hf.models.generation import calls_in_a_row
+from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_base, whole_prompt_encoders
+from hf_zero.hf.models.restore import restore_weights
+from hf_zero.hf.models.saving import full_weights
+from hf_zero.hf.trainer.out_of_memory import run_attempt
+from hf_zero.hf.trainer.resume import agree_on_checkpoint, has_sharded_state, lacks_frozen_weights
+from hf_zero.hf.trainer.trainer_files import read_scheduler, rng_state_file, write_scheduler
+from hf_zero.optim.blocks import optimizer_of
+from hf_zero.optim.schedules.deepspeed import choose_scheduler
+
+logger = logging.getLogger(__name__)
+
+Original = Callable[..., Any]
+
+
+def create_accelerator(self: Any, orig: Original) -> None:
+    """Make the Accelerator and put it under ZeRO, with the configuration of the arguments or the enabled one."""
+    config = getattr(self.args, "zero_config", None) or ACTIVATION.enabled
+    if config is None:
+        orig()
+        return
+    check_run(config, self.args, self.model)
+    if self.args.n_gpu > 1:
+        # Trainer would wrap the model in DataParallel, which copies it at every step.
+        logger.warning(
+            "%d GPUs are visible to one process; using one. Launch with torchrun to use all.", self.args.n_gpu
+        )
+        self.args._n_gpu = 1
+    with ACTIVATION.held_back():
+        orig()
+    ZeroPlugin(config, args=self.args).attach(self.accelerator)
+
+
+def move_model_to_device(self: Any, orig: Original, model: nn.Module, device: torch.device) -> None:
+    """Leave a model alone that an engine has placed, or will place part by part (stage 3)."""
+    plugin = _plugin(self)
+    if plugin is None or (plugin.config.stage < 3 and engine_of(model) is None):
+        orig(model, device)
+
+
+def create_optimizer(self: Any, orig: Original, model: nn.Module | None = None) -> Any:
+    """Make the optimizer that the configuration's `optimizer` block names, if it has one, over Trainer's groups."""
+    plugin = _plugin(self)
+    if plugin is None or self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+        return orig(model)
+    block = plugin.resolve(self.accelerator, self.model).optimizer
+    if block is None:
+        return orig(model)
+    self.optimizer_cls_and_kwargs = optimizer_of(block, self.model)
+    try:
+        return orig(model)
+    finally:
+        self.optimizer_cls_and_kwargs = None
+
+
+def create_scheduler(self: Any, orig: Original, num_training_steps: int, optimizer: Any = None) -> Any:
+    """Make the scheduler that the configuration's `scheduler` block names, if it has one, in place of Trainer's."""
+    plugin = _plugin(self)
+    block = None if plugin is None else plugin.config.get("scheduler")
+    if plugin is None or block is None:
+        return orig(num_training_steps, optimizer)
+    if self.lr_scheduler is None:
+        resolved = plugin.resolve(self.accelerator, self.model, num_training_steps)
+        self.lr_scheduler = choose_scheduler(None, resolved.scheduler, optimizer or self.optimizer)
+        self._created_lr_scheduler = True
+    elif not self._created_lr_scheduler:
+        raise ConfigError(
+            f"Trainer has a {type(self.lr_scheduler).__name__} (optimizers=), and the configuration has a scheduler "
+            f"block ({block.get('type')}): expected one of them.\nRemove one of the two."
+        )
+    return self.lr_scheduler
+
+
+def train(
+    self: Any, orig: Original, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Resume from the newest whole checkpoint where the stock Trainer takes the newest of all."""
+    if _plugin(self) is not None and resume_from_checkpoint:
+        resume_from_checkpoint = agree_on_checkpoint(self.args, resume_from_checkpoint)
+    if _plugin(self) is not None:
+        _mix_references_by_shards(self)
+        _tell_unused_block(self)
+    result = orig(resume_from_checkpoint, *args, **kwargs)
+    finish_updates(self)
+    if (engine := _engine(self)) is not None:
+        log_account(engine)
+    return result
+
+
+def _tell_unused_block(trainer: Any) -> None:
+    """A Trainer's own create_scheduler decides whether the configuration's block counts."""
+    plugin, method = _plugin(trainer), "create_scheduler"
+    owner = next(one for one in type(trainer).__mro__ if method in one.__dict__)
+    stock = owner is ZeroTrainerMixin or owner is transformers.Trainer
+    if (
+        not stock
+        and plugin is not None
+        and plugin.config.get("scheduler") is not None
+        and trainer.args.process_index == 0
+    ):
+        logger.warning("%s.%s: the scheduler block counts only if it calls super().%s", owner.__name__, method, method)
+
+
+def inner_training_loop(self: Any, orig: Original, batch_size: int | None = None, **kwargs: Any) -> Any:
+    """Let all ranks stop where one is out of memory, and all of them try again under auto_find_batch_size."""
+    plugin = _plugin(self)
+    if plugin is None:
+        return orig(batch_size, **kwargs)
+    return run_attempt(self, plugin, orig, batch_size, **kwargs)
+
+
+def _mix_references_by_shards(trainer: Any) -> None:
+    """TRL's callback that moves a reference towards the policy writes to parameters, which may be placeholders."""
+    for callback in trainer.callback_handler.callbacks:
+        if callable(getattr(type(callback), "sync_target_model", None)):
+            callback.sync_target_model = _mix_weights
+
+
+def _mix_weights(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+    copy_weights(model, target_model, tau=alpha)
+
+
+def save_checkpoint(self: Any, orig: Original, *args: Any, **kwargs: Any) -> None:
+    """What is saved has every update, delayed ones too; what one rank cannot write is an error of all."""
+    finish_updates(self)
+    engine = _engine(self)
+    if engine is None:
+        orig(*args, **kwargs)
+        return
+    self._zero_saves_on_all_ranks = True
+    try:
+        folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        write_on_all(engine.comm, folder, lambda: orig(*args, **kwargs))
+    finally:
+        del self._zero_saves_on_all_ranks
+
+
+def finish_updates(trainer: Any) -> None:
+    engine = _engine(trainer)
+    if engine is not None:
+        engine.finish_updates()
+
+
+def save(self: Any, orig: Original, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    """Gather whole weights on the ranks that write them. All ranks must call where the model is sharded."""
+    engine = _engine(self)
+    if engine is None or state_dict is not None:
+        orig(output_dir, state_dict=state_dict)
+        return
+    if engine.is_sharded:
+        engine.require_all_ranks("trainer.save_model")
+    folder = output_dir if output_dir is not None else self.args.output_dir
+    # Adapters are no gathered 16-bit weights: they are small, and nothing else would hold them.
+    writes = writes_weights(engine) or is_peft_model(self.model)
+    weights = full_weights(self.model, engine, keep=self.args.should_save) if writes else {}
+
+    def write() -> None:
+        with whole_prompt_encoders(self.model):
+            orig(folder, state_dict=weights)
+        if not writes:
+            remove_dummy_checkpoint(self.args.should_save, folder, ["model.safetensors"])
+
+    # Whole parameters may be saved by one rank alone, in a script of its own.
+    if engine.is_sharded or getattr(self, "_zero_saves_on_all_ranks", False):
+        write_on_all(engine.comm, folder, write)
+    else:
+        write()
+
+
+def save_optimizer_and_scheduler(self: Any, orig: Original, output_dir: str) -> None:
+    """Every rank writes its pieces of masters and optimizer state; the writer adds the scheduler."""
+    engine = _engine(self)
+    if engine is None:
+        orig(output_dir)
+        return
+    engine.write_checkpoint(output_dir, exclude_frozen_parameters=_has_frozen_weights_elsewhere(self, engine))
+    if self.args.should_save:
+        write_scheduler(self, output_dir)
+
+
+def save_rng_state(self: Any, orig: Original, output_dir: str) -> None:
+    """Every rank writes a file of its own."""
+    with writing(rng_state_file(self, output_dir)) if _engine(self) is not None else nullcontext():
+        orig(output_dir)
+
+
+def load_from_checkpoint(
+    self: Any, orig: Original, resume_from_checkpoint: str, model: nn.Module | None = None
+) -> None:
+    """Load weights before the model is prepared, unless the engine will load them with the optimizer state."""
+    if _plugin(self) is None:
+        orig(resume_from_checkpoint, model)
+        return
+    target = self.model if model is None else model
+    # Frozen weights that are in no file either, those of a PEFT model's base, are compared when the engine loads.
+    if not has_sharded_state(resume_from_checkpoint) or (
+        lacks_frozen_weights(resume_from_checkpoint) and not computes_its_adapters(target)
+    ):
+        restore_weights(target, Path(resume_from_checkpoint), engine_of(target))
+
+
+def load_optimizer_and_scheduler(self: Any, orig: Original, checkpoint: str | None) -> None:
+    """Load weights, masters, optimizer state and scheduler. Comes after the model is prepared, on all ranks."""
+    engine = _engine(self)
+    if checkpoint is None or engine is None:
+        orig(checkpoint)
+        return
+    if not has_sharded_state(checkpoint):
+        if self.args.process_index == 0:
+            logger.warning("%s holds weights only: optimizer state and schedule start anew", checkpoint)
+        return
+    engine.read_checkpoint(checkpoint)
+    read_scheduler(self, engine.comm, checkpoint)
+
+
+def load_rng_state(self: Any, orig: Original, checkpoint: str | None) -> None:
+    """Every rank reads a file of its own."""
+    engine = _engine(self)
+    if checkpoint is None or engine is None:
+        orig(checkpoint)
+        return
+    read_on_all(engine.comm, rng_state_file(self, checkpoint), lambda: orig(checkpoint))
+
+
+def _has_frozen_weights_elsewhere(trainer: Any, engine: ZeroEngine) -> bool:
+    """Whether the engine's files can do without frozen weights: they are in the model's file beside, or the base's."""
+    if is_peft_model(trainer.model):
+        return keeps_base(trainer.model)
+    return writes_weights(engine)
+
+
+def load_best_model(self: Any, orig: Original) -> None:
+    """Load the best checkpoint's weights into the live shards: from its masters where it has them."""
+    engine = _engine(self)
+    if engine is None:
+        orig()
+        return
+    best = self.state.best_model_checkpoint
+    logger.info("Loading best model from %s (score: %s).", best, self.state.best_metric)
+    if has_sharded_state(best):  # frozen weights have not moved since
+        engine.read_checkpoint(best, Parts(optimizer=False, scheduler=False))
+    else:
+        restore_weights(self.model, Path(best), engine)
+
+
+def prepare_for_training(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Any:
+    """The engine is where scripts look for DeepSpeed's."""
+    prepared = orig(*args, **kwargs)
+    engine = _engine(self)
+    if engine is not None:
+        self.deepspeed = engine  # Trainer's own attribute, None elsewhere
+    return prepared
+
+
+def _plugin(trainer: Any) -> ZeroPlugin | None:
+    accelerator = getattr(trainer, "accelerator", None)
+    return accelerator.zero_plugin if isinstance(accelerator, ZeroAcceleratorMixin) else None
+
+
+def _engine(trainer: Any) -> ZeroEngine | None:
+    return engine_of(trainer.model) if _plugin(trainer) is not None else None
+
+
+def get_learning_rate(self: Any, orig: Original) -> float:
+    """0 until a first step has been applied: while fp16's loss scale is still too high, nothing is learned."""
+    engine = _engine(self)
+    if engine is not None and engine.skipped_steps and engine.skipped_steps == engine.global_steps:
+        return 0.0
+    rate: float = orig()
+    return rate
+
+
+def evaluation_loop(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Any:
+    """Where every batch is generated for, one gather serves the whole loop."""
+    with calls_in_a_row() if getattr(self.args, "predict_with_generate", False) else nullcontext():
+        return orig(*args, **kwargs)
+
+
+_SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "create_accelerator_and_postprocess": (create_accelerator, ()),
+    "_move_model_to_device": (move_model_to_device, ("model", "device")),
+    "create_optimizer": (create_optimizer, ("model",)),
+    "create_scheduler": (create_scheduler, ("num_training_steps", "optimizer")),
+    "train": (train, ("resume_from_checkpoint",)),
+    "_inner_training_loop": (inner_training_loop, ("batch_size", "args")),
+    "_save": (save, ("output_dir", "state_dict")),
+    "_save_checkpoint": (save_checkpoint, ("model", "trial")),
+    "_prepare_for_training": (prepare_for_training, ("max_steps", "train_dataloader", "resume_from_checkpoint")),
+    "_save_optimizer_and_scheduler": (save_optimizer_and_scheduler, ("output_dir",)),
+    "_load_from_checkpoint": (load_from_checkpoint, ("resume_from_checkpoint", "model")),
+    "_load_optimizer_and_scheduler": (load_optimizer_and_scheduler, ("checkpoint",)),
+    "_save_rng_state": (save_rng_state, ("output_dir",)),
+    "_load_rng_state": (load_rng_state, ("checkpoint",)),
+    "_load_best_model": (load_best_model, ()),
+    "_get_learning_rate": (get_learning_rate, ()),
+    "evaluation_loop": (evaluation_loop, ("dataloader", "description")),
+}
+
+
+class ZeroTrainerMixin:
+    """Puts ZeRO in front of a Trainer class: `class MyTrainer(ZeroTrainerMixin, SFTTrainer)`.
+
+    Needs arguments with `zero` (`hf_zero.TrainingArguments`, `hf_zero.zero_arguments(SFTConfig)`), or `enable`.
+    """
+
+    @property
+    def zero(self) -> ZeroEngine | None:
+        """The engine of the model, once it has one. While it trains, `trainer.deepspeed` is the same."""
+        return _engine(self)
+
+    def _stock(self, name: str) -> Original:
+        method: Original = getattr(super(), name)
+        return method
+
+
+def _in_front(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(getattr(transformers.Trainer, name))
+    def method(self: ZeroTrainerMixin, *args: Any, **kwargs: Any) -> Any:
+        return function(self, self._stock(name), *args, **kwargs)
+
+    return method
+
+
+for _name, (_function, _) in _SEAMS.items():
+    setattr(ZeroTrainerMixin, _name, _in_front(_name, _function))
+
+
+class Trainer(ZeroTrainerMixin, transformers.Trainer):
+    """transformers.Trainer that runs under ZeRO when its arguments have `zero` (or `enable` was called)."""
+
+
+class Seq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):
+    """transformers.Seq2SeqTrainer that runs under ZeRO when its arguments have `zero` (or `enable` was called)."""
+
+
+def trainer_seams() -> list[Seam]:
+    """The methods of transformers.Trainer that `enable` and the mixin act through."""
+    return [
+        Seam(transformers.Trainer, name, parameters, functools.partial(_wrap, function))
+        for name, (function, parameters) in _SEAMS.items()
+    ]
+
+
+def _wrap(function: Callable[..., Any], original: Original) -> Original:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = functools.partial(original, self)
+        # The mixin has acted already when its `super()` call comes here.
+        return bound(*args, **kwargs) if isinstance(self, ZeroTrainerMixin) else function(self, bound, *args, **kwargs)
+
+    return method

@@ -1,0 +1,1 @@
+"""Optimizer states in host memory or on disk."""

@@ -1,0 +1,240 @@
+"""The update rule of offloaded states: native Adam on a thread of its own, beside the training.
+
+[Note: When an update runs]
+The numbers are those of the sequential order, whatever runs beside what:
+  - At the step, jobs are submitted in the order in which the next forward needs their parameters. Parameters that are
+    whole between uses are visible to everybody, so the step waits for them; a unit that is gathered on demand is
+    waited for at its next gather, so its update runs beside the forward.
+  - Where nothing clips and the states are on disk, a buffer's job starts as soon as its gradient is complete, in
+    backward. Its results go to other regions of the disk; the step takes them if what they were made from still holds
+    (hyperparameters, no late gradient, no clipping by the caller), and otherwise undoes them and starts again.
+  - A delayed update (Ren et al. 2021, ZeRO-Offload, section 5.3) runs beside the whole next forward and backward, with
+    gradient memory of its own, and is published by the next step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hf_zero.config import ResolvedConfig
+from hf_zero.native.library import library
+from hf_zero.optim.offload.host_state import MOMENTS, HostState, Hyper, UpdateJob
+from hf_zero.optim.offload.param_writer import ParamSink, make_sink, must_stage
+from hf_zero.optim.offload.update_worker import UpdateWorker
+from hf_zero.optim.param_groups import OwnedRun
+from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.storage import HostStore
+
+
+@dataclass(frozen=True)
+class HostAdamSettings:
+    host: HostStore  # for parameters that wait to be published
+    early: bool  # start in backward; only where nothing clips
+    delay_from: int | None  # first step whose update is delayed; None: none is
+    moments_dtype: torch.dtype | None  # None: the masters' type
+
+    @classmethod
+    def of(cls, config: ResolvedConfig, host: HostStore, *, clips: bool) -> HostAdamSettings:
+        offload = config.zero.offload_optimizer
+        return cls(
+            host=host,
+            early=not clips,
+            delay_from=offload.delayed_update_start if offload.delayed_update else None,
+            moments_dtype=torch.bfloat16 if config.moments_16bit else None,
+        )
+
+    def for_groups(self, groups: Sequence[Mapping[str, Any]]) -> HostAdamSettings:
+        """These settings, unless CPUAdam says in its groups what the configuration says for torch's optimizers."""
+        if any(group.get("fp32_optimizer_states") is False for group in groups):
+            return replace(self, moments_dtype=torch.bfloat16)
+        return self
+
+
+class HostAdam:
+    """Native Adam for the gradient buffers whose states are offloaded.
+
+    Args:
+        owned: What this rank updates, with its param group: the groups are read at every step.
+        order: Gradient buffers in the order in which the next forward needs their parameters.
+        device: That gradients come from and parameters go to.
+    """
+
+    def __init__(
+        self,
+        owned: Sequence[tuple[OwnedRun, Mapping[str, Any]]],
+        order: Sequence[GradBuffer],
+        settings: HostAdamSettings,
+        device: torch.device,
+    ) -> None:
+        library()  # a missing one is said here, not in the middle of the first step
+        self._settings = settings
+        self._worker = UpdateWorker(device)
+        weakref.finalize(self, self._worker.close).atexit = False
+        self._groups: dict[int, Mapping[str, Any]] = {}
+        self.states: dict[int, HostState] = {}
+        self._sinks: dict[tuple[int, bool], ParamSink] = {}
+        self._early: dict[int, UpdateJob] = {}
+        self._clipped_last = False
+        self._delayed: list[UpdateJob] = []
+        self._running: list[UpdateJob] = []
+        self._is_waiting = False  # an update is delayed
+        self._step = 0
+        self.take_in(owned, order)
+
+    def take_in(self, owned: Sequence[tuple[OwnedRun, Mapping[str, Any]]], order: Sequence[GradBuffer]) -> None:
+        """Update the buffers of `order` too; `owned` as for the constructor."""
+        by_buffer: dict[int, list[OwnedRun]] = {}
+        for run, group in owned:
+            self._groups[id(run)] = group
+            by_buffer.setdefault(id(run.buffer), []).append(run)
+        for buffer in order:
+            if id(buffer) in by_buffer:
+                self.states[id(buffer)] = HostState(buffer, by_buffer[id(buffer)], self._settings.moments_dtype)
+
+    def restart_at(self, step: int) -> None:
+        """`step` updates have been made before, in another run."""
+        self._step = step
+
+    # ---------------------------------------------------------------- in backward
+    def gradient_is_final(self, buffer: GradBuffer) -> None:
+        """The gradient of `buffer` is complete: start its update now if it can be undone. See [Note]."""
+        state = self.states.get(id(buffer))
+        if state is None or not self._may_start_early(state) or id(buffer) in self._early:
+            return
+        job = self._make_job(state, [True] * len(state.owned), 1.0, staged=True)
+        self._early[id(buffer)] = job
+        self._worker.submit([job])
+
+    def _may_start_early(self, state: HostState) -> bool:
+        return (
+            self._settings.early
+            and not self._clipped_last
+            and not self._is_delayed()
+            and state.master.store.can_stage
+            and all(state.grads.seen[run.index] for run in state.owned)
+        )
+
+    def rollback(self) -> None:
+        """The window is given up: undo what was started early."""
+        jobs, self._early = list(self._early.values()), {}
+        for job in jobs:
+            job.rollback()
+
+    # ---------------------------------------------------------------- the step
+    def step(self, has_grad: Mapping[int, Sequence[bool]], factor: float) -> bool:
+        """Start the updates of this step; return whether parameters change now: the same on all ranks.
+
+        A rank may own nothing of a buffer, or of all, and still takes part in what follows from a change.
+
+        Args:
+            has_grad: By id of the gradient buffer: whether each of its parameters had a gradient on any rank.
+            factor: Multiplies all gradients.
+        """
+        self._clipped_last = factor != 1.0
+        delayed = self._is_delayed()
+        published = self.finish()
+        jobs = []
+        for key, state in self.states.items():
+            present = [has_grad[key][run.index] for run in state.owned]
+            job = self._take_early(key, present, factor)
+            if job is None:
+                job = self._make_job(state, present, factor, staged=delayed)
+                self._worker.submit([job])
+            job.commit()
+            jobs.append(job)
+        self._step += 1
+        if delayed:
+            self._delayed = jobs
+            self._is_waiting = True
+            return published
+        self._worker.bring_forward(jobs)
+        self._running = jobs
+        for job in jobs:
+            job.state.flat.update = job
+        return True
+
+    def _take_early(self, key: int, present: list[bool], factor: float) -> UpdateJob | None:
+        job = self._early.pop(key, None)
+        if job is None:
+            return None
+        if factor == 1.0 and job.has_whole_gradient and job.hypers == self._hypers(job.state, present):
+            return job
+        job.rollback()
+        return None
+
+    def _make_job(self, state: HostState, present: list[bool], factor: float, *, staged: bool) -> UpdateJob:
+        delayed = self._is_delayed()
+        sink = self._sink(state, staged=staged)
+        states_staged = staged and not delayed
+        job = UpdateJob(state, self._hypers(state, present), factor, sink, staged=states_staged)
+        job.borrow(swap=delayed)
+        return job
+
+    def _hypers(self, state: HostState, present: list[bool]) -> list[Hyper | None]:
+        return [
+            Hyper.of(self._groups[id(run)]) if there else None for run, there in zip(state.owned, present, strict=True)
+        ]
+
+    def _sink(self, state: HostState, *, staged: bool) -> ParamSink:
+        staged = staged or must_stage(state.flat)
+        key = (id(state), staged)
+        if key not in self._sinks:
+            self._sinks[key] = make_sink(state.flat, self._settings.host, staged=staged)
+        return self._sinks[key]
+
+    def _is_delayed(self) -> bool:
+        return self._settings.delay_from is not None and self._step >= self._settings.delay_from
+
+    # ---------------------------------------------------------------- waiting
+    @property
+    def has_delayed(self) -> bool:
+        """Whether an update waits for the next step to be published; the same on all ranks."""
+        return self._is_waiting
+
+    def finish(self) -> bool:
+        """Finish and publish everything that has been started by a step; return whether a delayed update was."""
+        was_waiting, self._is_waiting = self._is_waiting, False
+        jobs = [*self._running, *self._delayed]
+        self._running, self._delayed = [], []
+        for job in jobs:
+            job.wait()
+            if job.state.flat.update is job:
+                job.state.flat.update = None
+        return was_waiting
+
+    # ---------------------------------------------------------------- state in and out
+    def state_of(self, owned: OwnedRun) -> dict[str, Any]:
+        """By kind: the stored shard of each moment, and "step"; {} before the first update of the run."""
+        state, number = self._find(owned)
+        if not state.steps[number]:
+            return {}
+        return {**dict(zip(MOMENTS, state.moments, strict=True)), "step": state.steps[number]}
+
+    def load_run(self, owned: OwnedRun, values: Mapping[str, Any]) -> None:
+        """Set moments (1-D or the run's shape) and step of a run from torch's names; what is missing is zero."""
+        state, number = self._find(owned)
+        for kind, moment in zip(MOMENTS, state.moments, strict=True):
+            value = values.get(kind)
+            flat = torch.zeros(owned.run.numel, dtype=moment.dtype) if value is None else value.reshape(-1)
+            moment.write_run(owned.run, flat)
+        state.steps[number] = int(values.get("step", 0))
+
+    def _find(self, owned: OwnedRun) -> tuple[HostState, int]:
+        state = self.states[id(owned.buffer)]
+        return state, state.owned.index(owned)
+
+    def moment_bytes(self) -> int:
+        return sum(moment.nbytes for state in self.states.values() for moment in state.moments)
+
+    def close(self) -> None:
+        self._worker.close()
+        for state in self.states.values():
+            state.drop()
+        for sink in self._sinks.values():
+            sink.close_for_good()
+        self._sinks.clear()

@@ -1,0 +1,232 @@
+"""Master weights and moments of one flat buffer on a store, and one native Adam update of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.native.adam import AdamSpan, adam_step
+from hf_zero.optim.offload.param_writer import ParamSink
+from hf_zero.optim.param_groups import OwnedRun
+from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.sharding.shard import ShardTensor
+from hf_zero.sharding.stored_shard import StoredShard
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What of a param group decides an update, as it was when the step was asked for."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool  # AdamW's decay
+    bias_correction: bool
+    maximize: bool
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Hyper:
+        beta1, beta2 = group["betas"]
+        return cls(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=bool(group.get("decoupled_weight_decay", group.get("adamw_mode", False))),
+            bias_correction=bool(group.get("bias_correction", True)),
+            maximize=bool(group.get("maximize", False)),
+        )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The part of a run's piece that lies in one tile."""
+
+    number: int  # of the owned run
+    start: int  # in the tile
+    numel: int
+    in_shard: int
+    in_full: int
+    in_param: int
+
+
+class HostState:
+    """What the native rule keeps of one gradient buffer.
+
+    Invariant: `steps` counts the updates of each run that have been committed.
+    """
+
+    def __init__(self, grads: GradBuffer, owned: list[OwnedRun], moments_dtype: torch.dtype | None) -> None:
+        self.grads = grads
+        self.flat = grads.flat
+        self.owned = owned
+        master = self.flat.master
+        assert isinstance(master, StoredShard)
+        self.master = master
+        dtype = moments_dtype or master.dtype
+        home = self.flat.home
+        self.moments = [
+            StoredShard(self.flat.layout, self.flat.rank, home.master, kind, dtype, home.tile_numel)
+            for kind in MOMENTS
+        ]
+        self.steps = [0] * len(owned)
+        self.cuts = [list(self._cut(tile.start, tile.end)) for tile in master.tiles]
+
+    def _cut(self, start: int, end: int) -> Iterator[_Cut]:
+        for number, owned in enumerate(self.owned):
+            for piece in owned.run.pieces:
+                low, high = max(start, piece.shard_offset), min(end, piece.shard_offset + piece.numel)
+                if low < high:
+                    skipped = low - piece.shard_offset
+                    yield _Cut(
+                        number, low - start, high - low, low, piece.flat_offset + skipped, piece.start + skipped
+                    )
+
+    def keys(self, tile: int) -> list[str]:
+        return [shard.tiles[tile].key for shard in (self.master, *self.moments)]
+
+    def drop(self) -> None:
+        for moment in self.moments:
+            moment.drop()
+
+
+class UpdateJob:
+    """One native update of one gradient buffer, on the worker's thread.
+
+    Args:
+        hypers: By owned run; None leaves the run alone, as torch leaves a parameter without gradient.
+        factor: Multiplies the gradient: the clip coefficient.
+        staged: States go to another region of the store, so that `rollback` can undo the update.
+    """
+
+    def __init__(
+        self, state: HostState, hypers: list[Hyper | None], factor: float, sink: ParamSink, *, staged: bool
+    ) -> None:
+        self.state = state
+        self.hypers = hypers
+        self.factor = factor
+        self.staged = staged
+        self._sink = sink
+        self._grads: ShardTensor | None = None
+        self._arriving: torch.Event | None = None  # the gradient has reached the host
+        self._reduces = 0
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._published = False
+        self._committed = False
+
+    def borrow(self, *, swap: bool) -> None:
+        """Take the gradient; see GradBuffer.lend."""
+        self._grads, self._arriving = self.state.grads.lend(self, swap=swap)
+        self._reduces = self.state.grads.num_reduces
+
+    @property
+    def has_whole_gradient(self) -> bool:
+        """Nothing has been added to the gradient since it was borrowed."""
+        return self.state.grads.num_reduces == self._reduces
+
+    # ---------------------------------------------------------------- the worker's side
+    def prefetch(self) -> None:
+        if self.state.cuts:
+            self.state.master.store.prefetch(self.state.keys(0))
+
+    def run(self, look_ahead: Callable[[], None]) -> None:
+        state, store = self.state, self.state.master.store
+        grads = self._grads
+        assert grads is not None
+        if self._arriving is not None:
+            self._arriving.synchronize()
+        out = self._sink.open() if state.cuts else None
+        for tile in range(len(state.cuts)):
+            with store.lease(state.keys(tile), write=True, staged=self.staged) as lease:
+                if tile + 1 < len(state.cuts):
+                    store.prefetch(state.keys(tile + 1))
+                else:
+                    look_ahead()
+                master, exp_avg, exp_avg_sq = lease.tensors
+                self._keep_rest(tile, master, out)
+                for maximize in {hyper.maximize for hyper in self.hypers if hyper is not None}:
+                    spans = list(self._spans(tile, grads.in_full, maximize))
+                    if spans:
+                        scale = -self.factor if maximize else self.factor
+                        adam_step(spans, master, exp_avg, exp_avg_sq, grads.memory, grad_scale=scale, out=out)
+        if state.cuts:
+            self._sink.close()
+        self._grads = None
+        self._over.set()
+
+    def _keep_rest(self, tile: int, master: torch.Tensor, out: torch.Tensor | None) -> None:
+        """Parameters that are not updated: they are their masters, rounded."""
+        for cut in self.state.cuts[tile]:
+            if self.hypers[cut.number] is None and out is not None:
+                place = cut.in_full if self._sink.in_full else cut.in_shard
+                out[place : place + cut.numel].copy_(master[cut.start : cut.start + cut.numel])
+
+    def _spans(self, tile: int, grads_in_full: bool, maximize: bool) -> Iterator[AdamSpan]:
+        out_in_full = self._sink.in_full
+        for cut in self.state.cuts[tile]:
+            hyper = self.hypers[cut.number]
+            if hyper is None or hyper.maximize != maximize:
+                continue
+            yield AdamSpan(
+                start=cut.start,
+                numel=cut.numel,
+                grad_start=cut.in_full if grads_in_full else cut.in_shard,
+                out_start=cut.in_full if out_in_full else cut.in_shard,
+                index=cut.in_param,
+                step=self.state.steps[cut.number] + 1,
+                lr=hyper.lr,
+                beta1=hyper.beta1,
+                beta2=hyper.beta2,
+                eps=hyper.eps,
+                weight_decay=hyper.weight_decay,
+                decoupled=hyper.decoupled,
+                bias_correction=hyper.bias_correction,
+            )
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._over.set()
+
+    # ---------------------------------------------------------------- the trainer's side
+    def join(self) -> None:
+        """Return when the update is over; raise what stopped it."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def commit(self) -> None:
+        """The step is taken: what the job has done, or will have done, stands."""
+        self._committed = True
+
+    def wait(self) -> None:
+        """Finish the update and let gathers see the new parameters."""
+        self.join()
+        if not self._published and self._committed:
+            self._published = True
+            self._settle_states()
+            self._sink.publish()
+
+    def rollback(self) -> None:
+        """Undo a staged update whose step was not taken."""
+        self.join()
+        for tile in range(len(self.state.cuts)):
+            self.state.master.store.rollback(self.state.keys(tile))
+        if self.state.cuts:
+            self._sink.discard()
+
+    def _settle_states(self) -> None:
+        for number, hyper in enumerate(self.hypers):
+            self.state.steps[number] += hyper is not None
+        if self.staged:
+            for tile in range(len(self.state.cuts)):
+                self.state.master.store.commit(self.state.keys(tile))

@@ -1,0 +1,147 @@
+"""Where an update on the host puts the new parameters, and when gathers see them.
+
+An update is made of `open` and `close` on the thread that updates, then `publish` or `discard` on the thread that
+trains. Between them nobody sees the new values, unless the sink is direct.
+"""
+
+from __future__ import annotations
+
+import abc
+
+import torch
+
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.shard import ShardTensor
+from hf_zero.sharding.stored_shard import StoredShard
+from hf_zero.storage.base import Lease
+from hf_zero.storage.host import HostStore
+
+
+class ParamSink(abc.ABC):
+    """Takes the updated parameters of one flat buffer."""
+
+    in_full = False  # whether what `open` gives is indexed by places in the flat buffer, not in the shard
+
+    @abc.abstractmethod
+    def open(self) -> torch.Tensor:
+        """Host memory, 1-D, for the new values of all parameters."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Everything has been written."""
+
+    @abc.abstractmethod
+    def publish(self) -> None:
+        """From here on gathers see the new values."""
+
+    @abc.abstractmethod
+    def discard(self) -> None:
+        """The new values are not wanted."""
+
+    def close_for_good(self) -> None:
+        """There will be no other update."""
+        return None
+
+
+class DirectSink(ParamSink):
+    """The update writes into the shard itself: host memory that nobody reads meanwhile."""
+
+    def __init__(self, shard: ShardTensor) -> None:
+        self._shard = shard
+        self.in_full = shard.in_full
+
+    def open(self) -> torch.Tensor:
+        return self._shard.memory
+
+    def close(self) -> None:
+        return None
+
+    def publish(self) -> None:
+        return None
+
+    def discard(self) -> None:
+        raise AssertionError("a direct update cannot be undone")
+
+
+class StagedSink(ParamSink):
+    """The update writes into host memory of its own, from which the shard is set at `publish`.
+
+    For a shard on another device, and for an update that runs while the old parameters are in use.
+    """
+
+    def __init__(self, shard: ShardTensor, host: HostStore) -> None:
+        layout = shard.layout
+        self._shard = shard
+        self._host = host
+        self._key = f"{layout.name}/staged"
+        host.create(self._key, layout.shard_numel, shard.memory.dtype)
+        self._staged = ShardTensor(layout, shard.rank, host.tensor(self._key), in_full=False)
+        self._copied: torch.Event | None = None  # the last publication has left the host
+
+    def open(self) -> torch.Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._staged.memory
+
+    def close(self) -> None:
+        return None
+
+    def publish(self) -> None:
+        for part, staged in zip(self._shard.parts, self._staged.parts, strict=True):
+            part.copy_(staged, non_blocking=True)
+        device = self._shard.memory.device
+        if device.type != "cpu":
+            self._copied = torch.Event(device.type)
+            self._copied.record(torch.accelerator.current_stream(device))
+
+    def discard(self) -> None:
+        return None
+
+    def close_for_good(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._host.drop(self._key)
+
+
+class StoredSink(ParamSink):
+    """The shard is on a slow medium: the update fills a loan of it, which is written when it is closed."""
+
+    def __init__(self, shard: StoredShard, *, staged: bool) -> None:
+        self._shard = shard
+        self._is_staged = staged
+        self._lease: Lease | None = None
+
+    def open(self) -> torch.Tensor:
+        keys = [tile.key for tile in self._shard.tiles]
+        self._lease = self._shard.store.lease(keys, write=True, staged=self._is_staged, overwrite=True)
+        self._lease.tensors[0].zero_()  # padding is zero
+        return self._lease.tensors[0]
+
+    def close(self) -> None:
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def publish(self) -> None:
+        if self._is_staged:
+            self._shard.store.commit([tile.key for tile in self._shard.tiles])
+
+    def discard(self) -> None:
+        self._shard.store.rollback([tile.key for tile in self._shard.tiles])
+
+
+def must_stage(flat: FlatBuffer) -> bool:
+    """Whether the host cannot write into the shard of `flat` directly."""
+    return isinstance(flat.shard, ShardTensor) and not flat.shard_is_on_host
+
+
+def make_sink(flat: FlatBuffer, host: HostStore, *, staged: bool) -> ParamSink:
+    """The sink for the parameters of `flat`.
+
+    Args:
+        staged: The update may run while its old parameters are in use, or be undone.
+    """
+    shard = flat.shard
+    if isinstance(shard, StoredShard):
+        return StoredSink(shard, staged=staged)
+    return StagedSink(shard, host) if staged else DirectSink(shard)

@@ -1,0 +1,158 @@
+"""What a rank updates of one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.errors import ConfigError
+from hf_zero.layout import Run
+from hf_zero.optim.updates.owners import Owners, WholeParam
+from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.sharding.shard import ShardTensor
+from hf_zero.sharding.stored_shard import StoredShard
+
+
+@dataclass(frozen=True)
+class OwnedRun:
+    """The elements of one parameter that this rank owns, and what the user's optimizer holds for them.
+
+    Where the native rule updates them, `masters` is one placeholder and `grads` is empty.
+    """
+
+    buffer: GradBuffer
+    index: int  # of the parameter in the buffer
+    run: Run
+    masters: list[torch.Tensor]  # views of the master shard: what the user's optimizer holds in its param groups
+    grads: list[torch.Tensor]  # views of the gradient shard, as `masters`
+
+    @property
+    def native(self) -> bool:
+        return self.buffer.flat.home.native
+
+
+def own_run(buffer: GradBuffer, index: int, run: Run) -> OwnedRun:
+    """What the optimizer is to hold for `run` of the buffer's parameter `index`."""
+    master = buffer.flat.master
+    if isinstance(master, StoredShard):
+        # One element of its own, expanded, as a sharded parameter is: shape, type and numel are true, values are not.
+        shape = run.shape if run.is_whole else (run.numel,)
+        return OwnedRun(buffer, index, run, [torch.full((), torch.nan, dtype=master.dtype).expand(shape)], [])
+    assert isinstance(master, ShardTensor)
+    masters, grads = _same_cut(master.run_tensors(run), buffer.shard.run_tensors(run))
+    return OwnedRun(buffer, index, run, masters, grads)
+
+
+def _same_cut(a: list[torch.Tensor], b: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Two lists that tile one run, one of them perhaps in one piece, cut at the same places."""
+    if len(a) == len(b):
+        return a, b
+    if len(a) == 1:
+        return list(torch.split(a[0].view(-1), [tensor.numel() for tensor in b])), b
+    if len(b) == 1:
+        return a, list(torch.split(b[0].view(-1), [tensor.numel() for tensor in a]))
+    raise AssertionError(f"a run cut into {len(a)} and {len(b)} tensors")
+
+
+def cut_state(state: dict[str, Any], owned: OwnedRun) -> dict[torch.Tensor, dict[str, Any]]:
+    """State that the optimizer had for a whole parameter, for the tensors that this rank updates of it."""
+    numel = owned.buffer.flat.layout.slots[owned.index].numel
+    cut: dict[torch.Tensor, dict[str, Any]] = {master: {} for master in owned.masters}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
+            flat = value.detach().reshape(-1)
+            mine = torch.cat([flat[piece.start : piece.end] for piece in owned.run.pieces])
+            chunks = torch.split(mine, [master.numel() for master in owned.masters])
+            for master, chunk in zip(owned.masters, chunks, strict=True):
+                cut[master][key] = chunk.clone().view(master.shape)
+        else:
+            for master in owned.masters:
+                cut[master][key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return cut
+
+
+class CutGroups:
+    """Puts the elements that this rank updates into an optimizer's param groups, in the place of whole parameters.
+
+    Parameters without masters wait, with their group, until `take` gets a buffer that trains them.
+    """
+
+    native_state: list[
+        tuple[OwnedRun, dict[str, Any]]
+    ]  # of the runs taken last that are updated natively: what the optimizer had for them
+
+    def __init__(self, optimizer: torch.optim.Optimizer, owners: Owners | None = None) -> None:
+        """`owners` deals out the parameters that the optimizer needs whole."""
+        self._owners = owners
+        self._state = dict(optimizer.state)
+        self._live_state = optimizer.state
+        self._live_state.clear()
+        self._waiting: list[tuple[dict[str, Any], torch.Tensor]] = []
+        self.native_state = []
+        for group in optimizer.param_groups:
+            self.wait_for(group, list(group["params"]))
+            group["params"] = []
+
+    def wait_for(self, group: dict[str, Any], params: Iterable[torch.Tensor]) -> None:
+        self._waiting.extend((group, param) for param in params)
+
+    def take(self, buffers: Sequence[GradBuffer]) -> list[OwnedRun]:
+        """What this rank updates of the waiting parameters that are in `buffers`."""
+        places = {id(p): (buffer, i) for buffer in buffers for i, p in enumerate(buffer.flat.params)}
+        runs = {id(b): {run.name: run for run in b.flat.layout.runs(b.flat.rank)} for b in buffers}
+        taken: list[OwnedRun] = []
+        left = []
+        self.native_state = []
+        wholes = self._adopt(places)
+        for group, param in self._waiting:
+            if id(param) not in places:
+                left.append((group, param))
+                continue
+            buffer, index = places[id(param)]
+            run = runs[id(buffer)].get(buffer.flat.layout.slots[index].name)
+            owned = own_run(buffer, index, run) if run is not None else None
+            taken += [owned] if owned is not None else []
+            if id(param) in wholes:
+                self._hold_whole(group, param, wholes[id(param)])
+                continue
+            if owned is None:
+                continue  # other ranks own all of it
+            group["params"].extend(owned.masters)
+            self._move_state(param, owned)
+        self._waiting = left
+        return taken
+
+    def _adopt(self, places: Mapping[int, tuple[GradBuffer, int]]) -> dict[int, WholeParam]:
+        """Owners of those of the waiting parameters that are needed whole, by the parameter's id."""
+        if self._owners is None:
+            return {}
+        wanted = [id(param) for group, param in self._waiting if id(param) in places and self._owners.wants(group)]
+        return dict(zip(wanted, self._owners.adopt([places[one] for one in wanted]), strict=True))
+
+    def _hold_whole(self, group: dict[str, Any], param: torch.Tensor, adopted: WholeParam) -> None:
+        state = self._state.pop(param, None)
+        if adopted.whole is not None:
+            group["params"].append(adopted.whole)
+            if state is not None:
+                self._live_state[adopted.whole] = state
+
+    def _move_state(self, param: torch.Tensor, owned: OwnedRun) -> None:
+        if param not in self._state:
+            return
+        cut = cut_state(self._state.pop(param), owned)
+        if owned.native:
+            self.native_state.append((owned, cut[owned.masters[0]]))
+        else:
+            self._live_state.update(cut)
+
+    def refuse_strangers(self) -> None:
+        """Raise ConfigError if a trainable parameter is no parameter of the model."""
+        for _, param in self._waiting:
+            if param.requires_grad:
+                raise ConfigError(
+                    f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not a trainable "
+                    "parameter of the model given to hf_zero.\nBuild the optimizer over model.parameters()."
+                )

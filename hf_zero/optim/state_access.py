@@ -1,0 +1,155 @@
+"""One parameter's gradient or optimizer state: put together from what the ranks own of it, read and set in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_zero.distributed.comm import Comm
+from hf_zero.errors import StateError
+from hf_zero.layout import Run
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.shard import ShardTensor
+from hf_zero.sharding.stored_shard import StoredShard
+
+
+def run_of(flat: FlatBuffer, index: int) -> Run | None:
+    """What this rank owns of the buffer's parameter `index`; None if that is nothing."""
+    name = flat.layout.slots[index].name
+    return next((run for run in flat.layout.runs(flat.rank) if run.name == name), None)
+
+
+def assemble(
+    flat: FlatBuffer, index: int, comm: Comm, read: Callable[[Run], torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """A tensor of the shape of the buffer's parameter `index`, on the compute device. All ranks must call.
+
+    Args:
+        read: Values of a run that this rank owns, in its order.
+    """
+    slot = flat.layout.slots[index]
+    # Every element has one owner: the sum over ranks adds zeros to it, which changes no bit. 16 bits travel as 32.
+    wide = torch.promote_types(dtype, torch.float32)
+    whole = torch.zeros(slot.numel, dtype=wide, device=comm.device)
+    run = run_of(flat, index)
+    if run is not None:
+        at, values = 0, read(run).reshape(-1)
+        for piece in run.pieces:
+            whole[piece.start : piece.end].copy_(values[at : at + piece.numel])
+            at += piece.numel
+    if flat.layout.world_size > 1:
+        comm.all_reduce(whole, f"whole {slot.name}").wait()
+    return whole.to(dtype).view(slot.shape)
+
+
+# -------------------------------------------------------------------- optimizer state
+def whole_state(
+    flat: FlatBuffer, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None
+) -> torch.Tensor | None:
+    """One kind of state of a parameter; None before the first update. All ranks must call.
+
+    Args:
+        mine: This rank's state by kind: a stored shard, a tensor over its run, or a number; None if it owns nothing.
+    Raises:
+        StateError: There is state, but not of this kind.
+    """
+    described = _agree_on_kind(flat, index, kind, comm, mine)
+    if described is None:
+        return None
+    if not isinstance(described, torch.dtype):
+        return torch.tensor(described, device=comm.device)
+
+    def read(run: Run) -> torch.Tensor:
+        assert mine is not None
+        return _values(mine[kind], run)
+
+    return assemble(flat, index, comm, read, described)
+
+
+def check_kind(
+    flat: FlatBuffer, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None, *, number: bool
+) -> None:
+    """Raise StateError on all ranks unless the parameter has this kind of state, as one number or not.
+
+    All ranks must call.
+    """
+    slot = flat.layout.slots[index]
+    described = _agree_on_kind(flat, index, kind, comm, mine)
+    if described is None:
+        raise StateError(f"{slot.name} has no optimizer state before the first update, so none can be set")
+    if slot.shape and number == isinstance(described, torch.dtype):
+        wanted = f"a tensor of shape {slot.shape}" if number else "one number"
+        raise StateError(f"optimizer state {kind!r} of {slot.name} is {wanted}")
+
+
+def _agree_on_kind(flat: FlatBuffer, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None) -> Any:
+    """The type of a state on whichever rank has it, or its number; None before the first update."""
+    name = flat.layout.slots[index].name
+    facts = None if mine is None else {key: _describe(value) for key, value in mine.items()}
+    everyone = [found for found in comm.all_gather_object(facts, f"state of {name}") if found]
+    if not everyone:
+        return None
+    described = next((found[kind] for found in everyone if kind in found), None)
+    if described is None:
+        raise _unknown_kind(name, kind, {key for found in everyone for key in found})
+    return described
+
+
+def _unknown_kind(name: str, kind: str, kinds: set[str]) -> StateError:
+    return StateError(f"{name} has no optimizer state {kind!r}, only {', '.join(sorted(kinds | {'master'}))}")
+
+
+def _describe(value: Any) -> Any:
+    """The type of what is cut like the parameter, or the number that is the same for all of it."""
+    if isinstance(value, ShardTensor | StoredShard):
+        return value.dtype
+    if isinstance(value, torch.Tensor):
+        return value.dtype if value.dim() else value.item()
+    return value
+
+
+def _values(value: Any, run: Run) -> torch.Tensor:
+    """One kind of a run's state, 1-D; 0-dim for a number."""
+    if isinstance(value, ShardTensor | StoredShard):
+        return value.read_run(run)
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value)
+
+
+def joined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of one run from that of the tensors which the optimizer holds for it: cut tensors become 1-D."""
+    joined: dict[str, Any] = {}
+    for kind, first in states[0].items():
+        cut = isinstance(first, torch.Tensor) and first.dim() > 0
+        joined[kind] = torch.cat([state[kind].reshape(-1) for state in states]) if cut else first
+    return joined
+
+
+def read_state(flat: FlatBuffer, index: int, kind: str, mine: Mapping[str, Any], run: Run) -> torch.Tensor:
+    """One kind of what this rank owns of a state, 1-D; 0-dim for a number. Raises StateError for an unknown kind."""
+    if kind not in mine:
+        raise _unknown_kind(flat.layout.slots[index].name, kind, set(mine))
+    return _values(mine[kind], run)
+
+
+def changed_state(mine: Mapping[str, Any], kind: str, run: Run, values: torch.Tensor) -> dict[str, Any]:
+    """A run's state as plain tensors and numbers, one kind of it replaced."""
+    state = {key: _values(value, run) for key, value in mine.items()}
+    state[kind] = values
+    return {key: value.item() if value.dim() == 0 else value for key, value in state.items()}
+
+
+def write_state(states: Sequence[dict[str, Any]], kind: str, values: torch.Tensor) -> None:
+    """Set one kind in the state of the tensors that an optimizer holds for a run; see `joined_state`."""
+    if not isinstance(states[0][kind], torch.Tensor):
+        for state in states:
+            state[kind] = type(state[kind])(values.item())
+        return
+    if states[0][kind].dim() == 0:
+        for state in states:
+            state[kind].copy_(values.reshape(()))
+        return
+    chunks = torch.split(values, [state[kind].numel() for state in states])
+    for state, chunk in zip(states, chunks, strict=True):
+        state[kind].copy_(chunk.view(state[kind].shape))

@@ -1,0 +1,146 @@
+"""What all ranks agree on between the last backward of a window and the optimizer step.
+
+One vote per step carries it: which gradient buffers have a rest on some rank, which parameters had a gradient on any
+rank, the squared norm, whether the ranks used their units in the same order, and whether their param groups say the
+same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.distributed.comm import Comm
+from hf_zero.errors import StateError
+from hf_zero.optim.hyperparameters import groups_digest, refuse_different
+from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.prefetch_order import UseOrder
+from hf_zero.runtime.reduce_schedule import GradReducer
+
+ParamGroups = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class WindowFacts:
+    """The outcome of the vote, equal on all ranks."""
+
+    norm: float  # L2 norm of the whole mean gradient, before clipping
+    has_grad: tuple[tuple[bool, ...], ...]  # per gradient buffer, per parameter: on any rank
+
+
+def settle_window(
+    reducer: GradReducer,
+    comm: Comm,
+    orders: Sequence[UseOrder],
+    param_groups: ParamGroups,
+    *,
+    closes: bool = True,
+    purpose: str = "step",
+) -> WindowFacts:
+    """Bring every gradient of the window into the shards and vote. All ranks must call.
+
+    A second vote is needed only where some rank had gradients that came after their buffer's reduce.
+
+    Args:
+        closes: A step follows. Then StateError is raised, on all ranks, for param groups whose numbers differ between
+            ranks, and for a parameter that no rank had a gradient of, where `ignore_unused_parameters` is false.
+        purpose: What the ranks vote for; DivergenceError where theirs differ, such as one rank that clips alone.
+    """
+    reducer.settle()
+    for buffer in reducer.buffers:
+        buffer.drop_missing()
+    facts = _vote(reducer, comm, orders, param_groups, purpose)
+    if any(facts.rests):
+        reducer.reduce_rests(facts.rests)
+        facts = _vote(reducer, comm, orders, param_groups, purpose)
+    if not facts.same_changes:
+        raise reducer.shown.unequal(comm.all_gather_object(reducer.shown.changes, "changes of gradients"))
+    for order, agreed in zip(orders, facts.agreed, strict=True):
+        order.agree(agreed)
+    if closes and not facts.same_numbers:
+        refuse_different(param_groups, comm)
+    if closes:
+        _refuse_unused(reducer.buffers, facts.has_grad)
+    return WindowFacts(math.sqrt(facts.norm_sq), tuple(facts.has_grad))
+
+
+def _refuse_unused(buffers: Sequence[GradBuffer], has_grad: Sequence[Sequence[bool]]) -> None:
+    unused = [
+        slot.name
+        for buffer, present in zip(buffers, has_grad, strict=True)
+        if not buffer.allow_unused
+        for slot, there in zip(buffer.flat.layout.slots, present, strict=True)
+        if not there
+    ]
+    if unused:
+        raise StateError(
+            f"{len(unused)} parameter(s) had no gradient on any rank since the last step, first: "
+            f"{', '.join(sorted(unused)[:5])}; zero_optimization.ignore_unused_parameters = false forbids that.\n"
+            "Let every trainable parameter take part in the loss, freeze it (requires_grad_(False)), or set the key "
+            "to true: such parameters are then left alone."
+        )
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    norm_sq: float
+    agreed: list[bool]  # per order
+    same_numbers: bool  # in the param groups
+    same_changes: bool  # of gradients by hand
+    rests: list[bool]
+    has_grad: list[tuple[bool, ...]]
+
+
+def _vote(
+    reducer: GradReducer, comm: Comm, orders: Sequence[UseOrder], param_groups: ParamGroups, purpose: str
+) -> _Outcome:
+    norm_sq = local_norm_sq(reducer.buffers, comm)
+    digests = [*(order.digest() for order in orders), groups_digest(param_groups), reducer.shown.digest(norm_sq)]
+    ballot = [0.0, *digests, *(float(buffer.has_rest) for buffer in reducer.buffers)]
+    for buffer in reducer.buffers:
+        ballot += [float(seen) for seen in buffer.seen]
+    values = torch.tensor(ballot, dtype=torch.float64, device=comm.device)
+    values[0] = norm_sq
+    by_rank = comm.vote(values, purpose)
+    norms, equal, rests, seen = by_rank.split(
+        [1, len(digests), len(reducer.buffers), sum(len(buffer.seen) for buffer in reducer.buffers)], dim=1
+    )
+    *agreed, same_numbers, same_changes = (equal == equal[0]).all(0).tolist()
+    there = iter(seen.any(0).tolist())
+    return _Outcome(
+        norm_sq=float(norms.sum()),
+        agreed=agreed,
+        same_numbers=same_numbers,
+        same_changes=same_changes,
+        rests=rests.any(0).tolist(),
+        has_grad=[tuple(itertools.islice(there, len(buffer.seen))) for buffer in reducer.buffers],
+    )
+
+
+def local_norm_sq(buffers: Sequence[GradBuffer], comm: Comm) -> torch.Tensor:
+    """Squared L2 norm of this rank's gradient shards (padding is zero), so that the sum over ranks is the whole's.
+
+    fp64 0-dim. Norms are taken per part in the gradient's type (16-bit types in fp32) and summed in fp64.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=comm.device)
+    for buffer in buffers:
+        buffer.wait_for_copies()
+        parts = [part for part in buffer.shard.parts if part.numel()]
+        if not parts:
+            continue
+        at_least_fp32 = torch.promote_types(buffer.dtype, torch.float32)
+        norms = torch._foreach_norm(parts, 2, dtype=at_least_fp32)
+        squares = torch.stack(norms).double().square().sum()
+        replicas = comm.world_size // buffer.flat.layout.world_size
+        total += squares.to(comm.device) / replicas
+    return total
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """torch.nn.utils.clip_grad_norm_'s factor: 1 where nothing is to be clipped."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 and math.isfinite(max_norm) else 1.0

@@ -1,0 +1,171 @@
+"""How a torch optimizer is run over the elements that this rank updates: one strategy per kind of optimizer.
+
+Most optimizers treat every element by itself and are simply called. Others need more than a shard: Lamb the norms of
+whole parameters, OneBitAdam gradients that no rank has averaged, some the whole parameters (whole_params.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_zero.distributed.comm import Comm
+from hf_zero.errors import StateError
+from hf_zero.layout import Piece, Run
+from hf_zero.optim.optimizers.lamb import Lamb
+from hf_zero.optim.optimizers.onebit import OneBitAdam
+from hf_zero.optim.param_groups import OwnedRun
+from hf_zero.optim.rules import needs_whole
+from hf_zero.optim.updates.compressed_mean import SignMean
+from hf_zero.optim.updates.sub_groups import sub_groups
+from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.sharding.flat_param import FlatBuffer
+
+# A parameter's name, elements of it, and tensors that hold these
+StatePlace = tuple[str, Run | Sequence[Piece], Sequence[torch.Tensor]]
+# From a kind to the whole state of one parameter, None before the first update; all ranks must call
+StateReader = Callable[[str], torch.Tensor | None]
+HasGrad = Mapping[int, Sequence[bool]]  # id of a gradient buffer -> per parameter: on any rank
+
+
+@dataclass(frozen=True)
+class FileState:
+    """Optimizer state of parameters that are updated whole, in the form in which checkpoints hold it."""
+
+    # By name, for each tensor of this rank's run: what has the parameter's shape, cut as the run is; and numbers.
+    parts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    # By name and kind: tensors of other shapes, whole, on all ranks.
+    odd: Mapping[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+
+
+class TorchUpdate:
+    """The update of an optimizer that treats every element by itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradReducer, comm: Comm) -> None:
+        self.optimizer = optimizer
+        self.reducer = reducer
+        self.comm = comm
+        for buffer in reducer.buffers:  # another optimizer may have kept gradients on their ranks
+            buffer.stay_local(False)
+
+    def update(self, owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
+        """One update of the masters from the mean gradient. All ranks must call.
+
+        Called without any gradient too: it runs the user's step hooks, and schedulers look for the call.
+        """
+        for group in sub_groups(self.optimizer, owned, has_grad):
+            for master, grad in group:
+                master.grad = grad.to(master.dtype)
+            self.call(owned)
+            for master, _ in group:
+                master.grad = None
+
+    def call(self, owned: Sequence[OwnedRun]) -> None:
+        """Let the optimizer take its step."""
+        self.optimizer.step()
+
+    def restart(self) -> None:
+        """The optimizer's state has been replaced, by a checkpoint's."""
+
+    def state_bytes(self) -> int:
+        """Bytes held between steps beside what the optimizer itself holds."""
+        return 0
+
+    def file_state(self, owned: Sequence[OwnedRun]) -> FileState:
+        """What of the state is not where the masters are, or not of their shape. All ranks must call."""
+        if needs_whole(self.optimizer) is None:
+            return FileState()
+        # Every rank has whole parameters.
+        states = {one.run.name: (one, self.optimizer.state.get(one.masters[0], {})) for one in owned}
+        return FileState(
+            {},
+            {
+                (name, kind): value
+                for name, (one, state) in states.items()
+                for kind, value in state.items()
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape != one.masters[0].shape
+            },
+        )
+
+    def places(self, owned: Sequence[OwnedRun]) -> Iterator[StatePlace]:
+        """The tensors that the optimizer holds on this rank, and of which elements of which parameter."""
+        yield from ((one.run.name, one.run, one.masters) for one in owned if not one.native)
+
+    def reader_of(self, flat: FlatBuffer, index: int) -> StateReader | None:
+        """What reads the state of a parameter that is not where its master is; None for others."""
+        return None
+
+    def check_cut(self, flat: FlatBuffer, index: int) -> None:
+        """Raise StateError if the state of a parameter cannot be read and set in part."""
+        if self.reader_of(flat, index) is not None:
+            raise StateError(
+                f"the state of {flat.layout.slots[index].name} is whole on one rank: {type(self.optimizer).__name__} "
+                "needs it so. It can be read whole, by full_optimizer_state, and not be set."
+            )
+
+    def elementwise(self, owned: Sequence[OwnedRun]) -> list[OwnedRun]:
+        """Those of `owned` that the optimizer updates where they are."""
+        return list(owned)
+
+
+class LambUpdate(TorchUpdate):
+    """Lamb on shards: squared norms per parameter, summed over the ranks by one all-reduce."""
+
+    optimizer: Lamb
+
+    def call(self, owned: Sequence[OwnedRun]) -> None:
+        firsts, total = {}, 0
+        for buffer in self.reducer.buffers:
+            firsts[id(buffer)] = total
+            total += len(buffer.flat.params)
+        places = {id(master): firsts[id(one.buffer)] + one.index for one in owned for master in one.masters}
+        sharded = any(buffer.flat.layout.world_size > 1 for buffer in self.reducer.buffers)
+
+        def combine(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> torch.Tensor:
+            device = self.comm.device
+            index = torch.tensor([places[id(tensor)] for tensor in tensors], dtype=torch.long, device=device)
+            whole = torch.zeros(total, 2, dtype=torch.float64, device=device)
+            whole.index_add_(0, index, squares.to(device))
+            if sharded:
+                self.comm.all_reduce(whole, "norms of parameters").wait()
+            return whole[index].to(squares.device)
+
+        self.optimizer.step(combine=combine)
+
+
+class OneBitUpdate(TorchUpdate):
+    """OneBitAdam: once its variance is frozen, ranks keep their gradients and exchange signs of momenta."""
+
+    optimizer: OneBitAdam
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradReducer, comm: Comm) -> None:
+        super().__init__(optimizer, reducer, comm)
+        self._mean = SignMean(comm)
+        self._choose_phase()
+
+    def call(self, owned: Sequence[OwnedRun]) -> None:
+        self.optimizer.step(exchange=self._mean.average if self.comm.world_size > 1 else None)
+        self._choose_phase()
+
+    def restart(self) -> None:
+        self._mean.forget()
+        self._choose_phase()
+
+    def state_bytes(self) -> int:
+        return self._mean.nbytes
+
+    def _choose_phase(self) -> None:
+        frozen = self.optimizer.is_frozen
+        for buffer in self.reducer.buffers:
+            buffer.stay_local(frozen)
+
+
+def give_gradients(owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
+    """Let masters have the gradients of this window, where any rank had one."""
+    for one in owned:
+        present = has_grad[id(one.buffer)][one.index]
+        for master, grad in zip(one.masters, one.grads, strict=False):
+            master.grad = grad.to(master.dtype) if present else None

@@ -1,0 +1,88 @@
+"""Which rank updates which whole parameter, for optimizers that need more of it than a range of elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.layout import Run, Slot, UnitLayout
+from hf_zero.runtime.grad_accumulator import GradBuffer
+
+
+@dataclass(frozen=True)
+class WholeParam:
+    """A parameter that one rank updates whole.
+
+    Invariant: between steps `whole` has shape, type and device of the parameter's master, but no memory: it is one
+    NaN, expanded.
+    """
+
+    buffer: GradBuffer
+    index: int  # of the parameter in the buffer
+    owner: int
+    runs: tuple[Run | None, ...]  # by rank: what it keeps of the master and the gradient
+    whole: torch.Tensor | None  # on the owner: what the user's optimizer holds in its param groups
+
+    @property
+    def slot(self) -> Slot:
+        return self.buffer.flat.layout.slots[self.index]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        assert self.buffer.flat.master is not None
+        return self.buffer.flat.master.dtype
+
+    def release(self) -> None:
+        """Forget the values."""
+        if self.whole is not None:
+            self.whole.grad = None
+            self.whole.data = torch.full((), torch.nan, dtype=self.dtype, device=self.whole.device).expand(
+                self.slot.shape
+            )
+
+
+class Owners:
+    """Deals whole parameters out to the ranks, the same on all of them.
+
+    Args:
+        wants: Whether the parameters of a param group are needed whole.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, wants: Callable[[Mapping[str, Any]], bool]):
+        self.wants = wants
+        self.params: list[WholeParam] = []
+        self._rank = rank
+        self._device = device
+        self._loads = [0] * world_size  # elements
+
+    def adopt(self, places: Sequence[tuple[GradBuffer, int]]) -> list[WholeParam]:
+        """Find an owner for each parameter (buffer, index), in their order; the largest are dealt out first."""
+        sizes = [buffer.flat.layout.slots[index].numel for buffer, index in places]
+        owners = [0] * len(places)
+        for place in sorted(range(len(places)), key=lambda place: -sizes[place]):
+            owners[place] = self._loads.index(min(self._loads))
+            self._loads[owners[place]] += sizes[place]
+        kept = {id(buffer): _runs_by_rank(buffer.flat.layout) for buffer in {id(b): b for b, _ in places}.values()}
+        adopted = []
+        for (buffer, index), owner in zip(places, owners, strict=True):
+            name = buffer.flat.layout.slots[index].name
+            runs = tuple(by_name.get(name) for by_name in kept[id(buffer)])
+            adopted.append(WholeParam(buffer, index, owner, runs, self._tensor(buffer, index, owner)))
+            adopted[-1].release()
+        self.params += adopted
+        return adopted
+
+    def _tensor(self, buffer: GradBuffer, index: int, owner: int) -> torch.Tensor | None:
+        if owner != self._rank:
+            return None
+        assert buffer.flat.master is not None
+        shape = buffer.flat.layout.slots[index].shape
+        return torch.empty(shape, dtype=buffer.flat.master.dtype, device=self._device)
+
+
+def _runs_by_rank(layout: UnitLayout) -> list[dict[str, Run]]:
+    """For each rank what it keeps, by parameter."""
+    return [{run.name: run for run in layout.runs(rank)} for rank in range(layout.world_size)]

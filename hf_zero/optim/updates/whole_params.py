@@ -1,0 +1,225 @@
+"""The update of optimizers that need whole parameters, on shards: by ownership.
+
+[Note: Ownership]
+Every parameter has one owner (owners.py), whose optimizer object holds it and its state. At a step the ranks send the
+owner what they keep of gradient and master, the owner's optimizer runs on whole tensors, and sends the masters back.
+That is three all-to-alls per batch of parameters: each element travels three times, beside the reduce of gradients and
+the gather of parameters that other optimizers have too. Between steps an owner has no more than the state; during a
+step it also holds gradient and master of what it owns, as much again as its own shards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.distributed.comm import Comm
+from hf_zero.errors import StateError
+from hf_zero.layout import Piece
+from hf_zero.optim.param_groups import OwnedRun
+from hf_zero.optim.updates.elementwise import FileState, HasGrad, StatePlace, StateReader, TorchUpdate, give_gradients
+from hf_zero.optim.updates.owners import Owners, WholeParam
+from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.sharding.flat_param import FlatBuffer
+
+# Elements that one exchange moves over all ranks together: what bounds the messages' memory.
+_BATCH_NUMEL = 1 << 26
+
+
+@dataclass(frozen=True)
+class _Move:
+    """One tensor of a parameter's shape: whole on the owner, 1-D pieces of its run elsewhere."""
+
+    param: WholeParam
+    dtype: torch.dtype  # what travels
+    whole: torch.Tensor | None  # on the owner: 1-D
+    mine: Sequence[torch.Tensor]  # what this rank keeps, in order
+
+
+class WholeUpdate(TorchUpdate):
+    """See [Note: Ownership]."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradReducer, comm: Comm, owners: Owners) -> None:
+        super().__init__(optimizer, reducer, comm)
+        self._owners = owners
+
+    def update(self, owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
+        kept = {(id(one.buffer), one.index): one for one in owned}
+        wholes = [param for param in self._owners.params if has_grad[id(param.buffer)][param.index]]
+        plain = self.elementwise(owned)
+        give_gradients(plain, has_grad)
+        for one in wholes:
+            if one.whole is not None:
+                one.whole.grad = torch.empty(one.slot.shape, dtype=one.dtype, device=one.whole.device)
+                one.whole.data = torch.empty_like(one.whole.grad)
+
+        def moves(of_whole: Callable[[torch.Tensor], Any], of_run: Callable[[OwnedRun], Any]) -> list[_Move]:
+            result = []
+            for param in wholes:
+                run = kept.get((id(param.buffer), param.index))
+                whole = None if param.whole is None else of_whole(param.whole).view(-1)
+                result.append(_Move(param, param.dtype, whole, [] if run is None else of_run(run)))
+            return result
+
+        masters = moves(lambda whole: whole.data, lambda run: run.masters)
+        self._bring(moves(lambda whole: whole.grad, lambda run: run.grads), "gradients of owned parameters")
+        self._bring(masters, "masters of owned parameters")
+        self.call(plain)
+        self._spread(masters, "updated masters")
+        for one in wholes:
+            one.release()
+        for run in plain:
+            for master in run.masters:
+                master.grad = None
+
+    def elementwise(self, owned: Sequence[OwnedRun]) -> list[OwnedRun]:
+        """Those of `owned` that are updated where they are."""
+        wholes = {(id(param.buffer), param.index) for param in self._owners.params}
+        return [one for one in owned if (id(one.buffer), one.index) not in wholes]
+
+    # ---------------------------------------------------------------- moving
+    def _bring(self, moves: Sequence[_Move], what: str) -> None:
+        """Fill `whole` on the owners with the pieces of all ranks. All ranks must call."""
+        for dtype, batch in _batches(moves):
+            keep, own = self._sizes(batch)
+            sent = torch.cat(
+                [piece.reshape(-1).to(self.comm.device, dtype) for piece in self._kept_by_owner(batch)]
+                or [torch.empty(0, dtype=dtype, device=self.comm.device)]
+            )
+            received = torch.empty(sum(own), dtype=dtype, device=self.comm.device)
+            self.comm.all_to_all(received, sent, what, (own, keep)).wait()
+            at = 0
+            for place in self._owned_by_rank(batch):
+                place.copy_(received[at : at + place.numel()])
+                at += place.numel()
+
+    def _spread(self, moves: Sequence[_Move], what: str) -> None:
+        """Fill the pieces of all ranks from `whole` on the owners. All ranks must call."""
+        for dtype, batch in _batches(moves):
+            keep, own = self._sizes(batch)
+            sent = torch.cat(
+                list(self._owned_by_rank(batch)) or [torch.empty(0, dtype=dtype, device=self.comm.device)]
+            )
+            received = torch.empty(sum(keep), dtype=dtype, device=self.comm.device)
+            self.comm.all_to_all(received, sent, what, (keep, own)).wait()
+            at = 0
+            for piece in self._kept_by_owner(batch):
+                piece.view(-1).copy_(received[at : at + piece.numel()])
+                at += piece.numel()
+
+    def _sizes(self, batch: Sequence[_Move]) -> tuple[list[int], list[int]]:
+        """Elements that this rank keeps for each owner, and elements that it owns by who keeps them."""
+        keep, own = [0] * self.comm.world_size, [0] * self.comm.world_size
+        for move in batch:
+            mine = move.param.runs[self.comm.rank]
+            keep[move.param.owner] += 0 if mine is None else mine.numel
+            for rank, run in enumerate(move.param.runs):
+                own[rank] += run.numel if run is not None and move.param.owner == self.comm.rank else 0
+        return keep, own
+
+    def _kept_by_owner(self, batch: Sequence[_Move]) -> Iterator[torch.Tensor]:
+        for owner in range(self.comm.world_size):
+            for move in batch:
+                if move.param.owner == owner:
+                    yield from move.mine
+
+    def _owned_by_rank(self, batch: Sequence[_Move]) -> Iterator[torch.Tensor]:
+        for rank in range(self.comm.world_size):
+            for move in batch:
+                run = move.param.runs[rank]
+                if run is not None and move.whole is not None:
+                    yield from (move.whole[piece.start : piece.end] for piece in run.pieces)
+
+    # ---------------------------------------------------------------- state
+    def places(self, owned: Sequence[OwnedRun]) -> Iterator[StatePlace]:
+        yield from super().places(self.elementwise(owned))
+        for param in self._owners.params:
+            if param.whole is not None:
+                yield param.slot.name, [Piece(param.slot.name, 0, param.slot.numel, 0, 0)], [param.whole]
+
+    def reader_of(self, flat: FlatBuffer, index: int) -> StateReader | None:
+        found = (one for one in self._owners.params if one.buffer.flat is flat and one.index == index)
+        param = next(found, None)
+        return None if param is None else functools.partial(self._read, param)
+
+    def _read(self, param: WholeParam, kind: str) -> torch.Tensor | None:
+        """The whole state, on the compute device of every rank. All ranks must call."""
+        name = param.slot.name
+        mine = self.optimizer.state.get(param.whole, {}) if param.whole is not None else {}
+        facts = {key: (tuple(one.shape), one.dtype) if _is_shaped(one) else _on_host(one) for key, one in mine.items()}
+        known = self.comm.all_gather_object(facts, f"state of {name}")[param.owner]
+        if not known:
+            return None
+        if kind not in known:
+            raise StateError(f"{name} has no optimizer state {kind!r}, only {', '.join(sorted({*known, 'master'}))}")
+        if not isinstance(known[kind], tuple):
+            return torch.as_tensor(known[kind], device=self.comm.device)
+        shape, dtype = known[kind]
+        whole = mine[kind].contiguous() if mine else torch.empty(shape, dtype=dtype, device=self.comm.device)
+        self.comm.broadcast(whole, f"state of {name}", src=param.owner)
+        return whole.clone() if mine else whole
+
+    def file_state(self, owned: Sequence[OwnedRun]) -> FileState:
+        states = {
+            param.slot.name: self.optimizer.state.get(param.whole, {})
+            for param in self._owners.params
+            if param.whole is not None
+        }
+        shapes = {param.slot.name: param.slot.shape for param in self._owners.params}
+        facts = {
+            name: {kind: _fact(value, shapes[name]) for kind, value in state.items()} for name, state in states.items()
+        }
+        known: dict[str, dict[str, Any]] = {}
+        for theirs in self.comm.all_gather_object(facts, "state of owned parameters"):
+            known.update(theirs)
+        kept = {one.run.name: one for one in owned if one.run.name in shapes}
+        parts: dict[str, list[dict[str, Any]]] = {name: [{} for _ in one.masters] for name, one in kept.items()}
+        odd: dict[tuple[str, str], torch.Tensor] = {}
+        moves = []
+        for param in self._owners.params:
+            name = param.slot.name
+            for kind, value in known.get(name, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    odd[name, kind] = value
+                    continue
+                for part, master in zip(parts.get(name, []), kept[name].masters if name in kept else [], strict=True):
+                    cut = isinstance(value, torch.dtype)
+                    part[kind] = torch.empty_like(master, dtype=value, device=self.comm.device) if cut else value
+                if isinstance(value, torch.dtype):
+                    whole = states[name][kind].reshape(-1) if param.whole is not None else None
+                    moves.append(_Move(param, value, whole, [part[kind] for part in parts.get(name, [])]))
+        self._spread(moves, "state of owned parameters")
+        return FileState(parts, odd)
+
+
+def _is_shaped(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _fact(value: Any, shape: tuple[int, ...]) -> Any:
+    """What all ranks need to know of a state: the type of what is cut as the parameter is, else the value itself."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype if value.dim() and tuple(value.shape) == shape else value.cpu()
+
+
+def _batches(moves: Sequence[_Move]) -> Iterator[tuple[torch.dtype, list[_Move]]]:
+    """Moves of one type that go together, in an order that is the same on all ranks."""
+    batch: list[_Move] = []
+    numel = 0
+    for move in sorted(moves, key=lambda move: str(move.dtype)):
+        if batch and (batch[0].dtype != move.dtype or numel + move.param.slot.numel > _BATCH_NUMEL):
+            yield batch[0].dtype, batch
+            batch, numel = [], 0
+        batch.append(move)
+        numel += move.param.slot.numel
+    if batch:
+        yield batch[0].dtype, batch

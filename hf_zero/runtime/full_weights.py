@@ -1,0 +1,277 @@
+"""Whole weights out of a sharded model and back, one unit at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from hf_zero.distributed.comm import Comm
+from hf_zero.errors import CheckpointError, DivergenceError, OffloadError, StateError
+from hf_zero.layout import Run
+from hf_zero.runtime.edit_watch import EditWatch
+from hf_zero.runtime.unshard import OnDemandParams
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.partition import clean_name, tied_names
+from hf_zero.sharding.shard import ShardTensor
+from hf_zero.sharding.unit import ShardUnit, UnitState
+
+
+def own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers in state_dict order, under plain names."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{clean_name(path)}." if clean_name(path) else ""
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield prefix + name, param
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
+
+
+class WholeWeights:
+    """Reads and writes the weights of one engine's model as whole tensors."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[ShardUnit],
+        params: OnDemandParams,
+        comm: Comm,
+        before_write: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._units = units
+        self._params = params
+        self._comm = comm
+        self._before_write = before_write  # nothing may write to the masters beside an edit
+
+    @contextlib.contextmanager
+    def gathered(self, units: Iterable[ShardUnit]) -> Iterator[None]:
+        """Make `units` whole inside the block, for reading. All ranks must call."""
+        wanted = [unit for unit in units if unit.state is not UnitState.FULL]
+        if wanted:
+            with self._comm.at_once("weights"):
+                self._params.gather_ahead(wanted)
+        with self._params.pinned(wanted):
+            yield
+
+    @contextlib.contextmanager
+    def looked_at(self, units: Iterable[ShardUnit]) -> Iterator[None]:
+        """As `gathered`, for code that is not ours: raises StateError on every rank if one wrote to a parameter."""
+        units = list(units)
+        with self.gathered(units):
+            watch = EditWatch([buffer for unit in units for buffer in unit.buffers], by_value=False)
+            yield
+            stayed = all(unit.state is UnitState.FULL for unit in units)  # else a step released them
+            self._refuse_edits(list(watch.edited()) if stayed else [])
+
+    def _refuse_edits(self, mine: list[str]) -> None:
+        everyone = self._comm.all_gather_object(mine, "edits")
+        said = [f"rank {rank}: {_some(theirs)}" for rank, theirs in enumerate(everyone) if theirs]
+        if said:
+            raise StateError(
+                "parameter(s) that were gathered for reading were written to, and no other rank hears of it:\n"
+                + "\n".join(said)
+                + "\nName the rank whose edits are to be kept: hf_zero.gathered_params(..., write_rank=0)."
+            )
+
+    @contextlib.contextmanager
+    def edited(self, units: Iterable[ShardUnit], write_rank: int) -> Iterator[None]:
+        """Make `units` whole inside the block and keep the edits of `write_rank`: all or none. All ranks must call.
+
+        Raises StateError on every rank, with nothing kept, if another rank wrote or any rank left by an exception.
+        """
+        units = list(units)
+        self.check_idle(units)
+        self._before_write()
+        with self.gathered(units):
+            buffers = [buffer for unit in units for buffer in unit.buffers]
+            # What is whole for ever is edited in place. Masters are no copy of it: they may be the same memory.
+            resident = [buffer for buffer in buffers if not buffer.on_demand]
+            writes = self._comm.rank == write_rank
+            saved = [buffer.full.to("cpu", copy=True) for buffer in resident] if writes else []
+            watch = EditWatch(buffers, by_value=True)
+            try:
+                yield
+                error = None
+            except (DivergenceError, OffloadError):
+                raise  # the ranks cannot talk any more
+            except Exception as problem:
+                error = problem
+            if any(unit.state is not UnitState.FULL for unit in units):
+                raise StateError("a step inside gathered_params(..., write_rank=...): parameters have changed twice")
+            try:
+                names = self._agree_on_edits(watch, write_rank, error)
+            except StateError:
+                for buffer, values in zip(resident, saved, strict=False):
+                    buffer.full.copy_(values)
+                self._broadcast(resident, write_rank)
+                for buffer in resident:
+                    buffer.bind_views()
+                if error is not None:
+                    raise error from None
+                raise
+            changed = [buffer for buffer in buffers if any(slot.name in names for slot in buffer.layout.slots)]
+            self._broadcast(changed, write_rank)
+            for buffer in changed:
+                take_over(buffer, names)
+
+    def check_idle(self, units: Iterable[ShardUnit]) -> None:
+        """Raise StateError if one of `units` is in use: its values cannot be replaced now."""
+        on_demand = [unit for unit in units if unit.on_demand]
+        if any(unit.state is UnitState.FULL or self._params.awaits_backward for unit in on_demand):
+            raise StateError(
+                "parameters cannot be written between forward and backward, or inside another gathered_params: units "
+                "are in use. Write before the forward or after engine.step()."
+            )
+
+    def _agree_on_edits(self, watch: EditWatch, write_rank: int, error: Exception | None) -> set[str]:
+        """Names of what `write_rank` has edited. All ranks must call; raises StateError on all of them."""
+        mine = dict[str, int]()
+        try:
+            if error is None:
+                watch.take_replaced()
+                mine = watch.edited()
+        except StateError as problem:
+            error = problem
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        everyone = self._comm.all_gather_object((text, mine), "edits")
+        failed = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(everyone) if theirs is not None]
+        if failed:
+            raise StateError("an edit of parameters broke off, and nothing of it is kept:\n" + "\n".join(failed))
+        kept = everyone[write_rank][1]
+        strays = []
+        for rank, (_, theirs) in enumerate(everyone):
+            lost = [name for name, bits in theirs.items() if kept.get(name) != bits]  # the same edit is no loss
+            if lost:
+                strays.append(f"rank {rank}: {_some(lost)}")
+        if strays:
+            raise StateError(
+                f"gathered_params(..., write_rank={write_rank}) keeps the edits of rank {write_rank} alone, but other "
+                "ranks made other edits, and none is kept:\n"
+                + "\n".join(strays)
+                + f"\nWrite under `if rank == {write_rank}`."
+            )
+        return set(kept)
+
+    def _broadcast(self, buffers: Iterable[FlatBuffer], src: int) -> None:
+        for buffer in buffers:
+            for start, numel in buffer.layout.buckets():
+                bucket = buffer.full[start : start + numel]
+                self._comm.broadcast(bucket, f"edits of {buffer.layout.name}", src=src)
+            if not buffer.on_demand:  # a backward that saved the old values must say so, as in plain torch
+                torch.autograd.graph.increment_version(buffer.params)
+
+    def state_dict(self, keep: bool, *, trainable_only: bool) -> dict[str, torch.Tensor]:
+        """See ZeroEngine.full_state_dict."""
+        whole: dict[str, torch.Tensor] = {}
+        for unit in self._units:
+            with self.gathered([unit]):
+                for buffer in unit.buffers:
+                    if keep and (buffer.layout.trainable or not trainable_only):
+                        for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+                            whole[slot.name] = param.detach().to("cpu", copy=True)
+        if not keep:
+            return {}
+        aliases = tied_names(self._model)
+        ordered: dict[str, torch.Tensor] = {}
+        for name, tensor in own_tensors(self._model):
+            if aliases.get(name, name) in whole:
+                ordered[name] = whole[aliases.get(name, name)]
+            elif not trainable_only:  # buffers, and parameters that are in no unit: integers, packed ones
+                ordered[name] = tensor.detach().to("cpu", copy=True)
+        return ordered
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+        """See ZeroEngine.load_full_state_dict."""
+        names = tied_names(self._model)
+        own = dict(own_tensors(self._model))
+        wanted = {names.get(name, name): tensor for name, tensor in own.items()}
+        given = {names.get(clean_name(name), clean_name(name)): name for name in state}
+        problems = [f"missing: {name}" for name in wanted if name not in given]
+        problems += [f"not in the model: {name}" for name in given if name not in wanted]
+        if strict and problems:
+            raise CheckpointError(
+                f"rank {self._comm.rank}: the weights do not fit the model:\n  " + "\n  ".join(problems)
+            )
+        shapes = [
+            f"{name}: {tuple(state[given[name]].shape)} in the file, {tuple(tensor.shape)} in the model"
+            for name, tensor in wanted.items()
+            if name in given and state[given[name]].shape != tensor.shape
+        ]
+        if shapes:
+            raise CheckpointError(f"rank {self._comm.rank}: shapes differ:\n  " + "\n  ".join(shapes))
+        with torch.no_grad():
+            left = wanted
+            for unit in self._units:
+                mine = {slot.name for buffer in unit.buffers for slot in buffer.layout.slots}
+                self.set_unit(unit, {name: state[given[name]] for name in mine & given.keys()})
+                left = {name: tensor for name, tensor in left.items() if name not in mine}
+            for name, tensor in left.items():  # buffers, and parameters that are in no unit
+                if name in given:
+                    tensor.copy_(state[given[name]])
+
+    def set_unit(self, unit: ShardUnit, state: Mapping[str, torch.Tensor]) -> None:
+        """Set parameters of a unit that is not in use, masters too, from whole tensors. No communication.
+
+        `state` must be the same on every rank, with the shapes of the parameters.
+        """
+        self._params.make_sharded(unit)  # it may have been gathered ahead
+        for buffer in unit.buffers:
+            targets = list(buffer.owned().values())
+            for run in buffer.layout.runs(buffer.rank):
+                if run.name in state:
+                    flat = state[run.name].reshape(-1)
+                    for target in targets:
+                        target.write_run(run, torch.cat([flat[piece.start : piece.end] for piece in run.pieces]))
+            if not buffer.on_demand:
+                for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+                    if slot.name in state:
+                        param.copy_(state[slot.name])
+
+    def set_piece(self, unit: ShardUnit, buffer: FlatBuffer, run: Run | None, values: torch.Tensor | None) -> None:
+        """Set what this rank owns of a parameter of a unit that is not in use, masters too. All ranks must call.
+
+        `values` is 1-D [run.numel]; None where this rank owns nothing.
+        """
+        self._params.make_sharded(unit)
+        if run is not None and values is not None:
+            for target in buffer.owned().values():
+                target.write_run(run, values)
+        share_resident(buffer)
+
+
+def share_resident(buffer: FlatBuffer) -> None:
+    """Where parameters are whole for ever: make them so again from what each rank owns. All ranks must call."""
+    if buffer.on_demand:
+        return
+    if buffer.layout.world_size > 1:
+        buffer.gather_start()
+        buffer.gather_finish()
+    torch.autograd.graph.increment_version(buffer.params)  # a backward that saved the old values must say so
+
+
+def take_over(buffer: FlatBuffer, names: set[str]) -> None:
+    """Bring shard and master of these parameters up to date with what `full` holds.
+
+    A master keeps its digits where the parameter is still what it rounds to.
+    """
+    whole = ShardTensor(buffer.layout, buffer.rank, buffer.full, in_full=True)
+    for run in buffer.layout.runs(buffer.rank):
+        if run.name not in names:
+            continue
+        values = whole.read_run(run)
+        if buffer.on_demand:
+            buffer.shard.write_run(run, values)
+        master = buffer.master
+        if master is not None and master is not buffer.shard:
+            old = master.read_run(run)
+            values = values.to(old.device)
+            master.write_run(run, torch.where(old.to(buffer.dtype) == values, old, values.to(old.dtype)))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

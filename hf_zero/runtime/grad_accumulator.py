@@ -1,0 +1,326 @@
+"""Where the gradients of one flat buffer accumulate until the step. See reduce_schedule.py for when they are reduced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.work import Pending
+from hf_zero.runtime.loss_scale import LossScale
+from hf_zero.runtime.pool import MemoryPool
+from hf_zero.runtime.reduce_op import Reduction
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.shard import ShardTensor
+from hf_zero.storage import DeviceStore, HostStore
+
+
+@dataclass(frozen=True)
+class GradSettings:
+    """How gradients are summed."""
+
+    accum_dtype: torch.dtype | None  # None: fp32, fp64 for fp64 parameters
+    wire_dtype: torch.dtype | None  # `communication_data_type`; None: the accumulation type
+    scale: float  # 1 / (world size x accumulation steps): the sum over ranks and micro-steps becomes the mean
+    loss_scale: LossScale  # what losses were multiplied with; shards are free of it
+
+
+class GradBuffer:
+    """The gradient of one flat buffer: `whole` while it arrives, `shard` once it is reduced.
+
+    Invariants: after the reduces of a window `shard` is the plain mean over ranks of the sum over micro-steps, each
+    scaled (with `gradient_allreduce_op` "sum" their sum); padding is zero.
+    """
+
+    whole: torch.Tensor | None  # 1-D [padded_numel]: what has arrived here since the last reduce started
+    shard: ShardTensor  # accumulation type; on the host if the update is there, else parts of a resident whole
+
+    def __init__(
+        self,
+        flat: FlatBuffer,
+        comm: Comm,
+        pool: MemoryPool,
+        settings: GradSettings,
+        host: HostStore,
+        *,
+        eager: bool,
+        reduction: Reduction,
+        allow_unused: bool = True,
+    ) -> None:
+        """`allow_unused`: a parameter may be without gradient on all ranks in a window."""
+        self.flat = flat
+        self.eager = eager
+        self.allow_unused = allow_unused
+        self._reduction = reduction
+        self._comm = comm
+        self._pool = pool
+        self._mean = settings.scale
+        self._loss_scale = settings.loss_scale
+        self._stays_local = False  # gradients are not summed over ranks: the optimizer exchanges something smaller
+        self._wire = settings.wire_dtype
+        if settings.accum_dtype is not None:
+            self.dtype = settings.accum_dtype
+        else:
+            self.dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        self._max_flight = reduction.buckets_in_flight(comm, self.dtype, self._wire)
+        self._host = host
+        # Reduced gradients go to the host, where the update is.
+        self.on_host = not comm.computes_on_host and not isinstance(flat.home.master, DeviceStore)
+        self._memories = 0
+        self._resident, self.shard = self._make_memory(eager)
+        self._spare: tuple[torch.Tensor | None, ShardTensor] | None = None
+        self._reader: Pending | None = None  # an update that still reads `shard`
+        self._on_its_way: torch.Event | None = None  # the last copy to the host
+        self.whole = None
+        self.num_reduces = 0  # so far
+        self.seen = [False] * len(flat.params)  # had a gradient on this rank in this window
+        self._written = [False] * len(flat.params)  # has a value in `whole`
+        self._arrived: set[int] = set()  # in this backward
+        self._flight: list[tuple[Pending | None, torch.Tensor, torch.Tensor]] = []  # pending, its result, our part
+        self._flying: torch.Tensor | None = None  # the whole that the reduce under way reads
+        self._empty = True  # `shard` holds nothing of this window yet
+        self._mean_views: list[torch.Tensor] = []  # see whole_mean
+
+    def _make_memory(self, eager: bool) -> tuple[torch.Tensor | None, ShardTensor]:
+        """(the whole gradient that stays between micro-steps or None, the shard)"""
+        layout, rank, device = self.flat.layout, self.flat.rank, self.flat.full.device
+        resident = None if eager else torch.zeros(layout.padded_numel, dtype=self.dtype, device=device)
+        self._memories += 1
+        if self.on_host:
+            key = f"{layout.name}/grad/{self._memories}"
+            self._host.create(key, layout.shard_numel, self.dtype)
+            return resident, ShardTensor(layout, rank, self._host.tensor(key), in_full=False)
+        if resident is not None:
+            return resident, ShardTensor(layout, rank, resident, in_full=True)
+        memory = torch.zeros(layout.shard_numel, dtype=self.dtype, device=device)
+        return None, ShardTensor(layout, rank, memory, in_full=False)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of a whole gradient that stays for the run, where the shard is no part of it."""
+        if self._resident is None or self.shard.in_full:
+            return 0
+        return self._resident.numel() * self._resident.element_size()
+
+    # ---------------------------------------------------------------- an update reads the shard
+    def lend(self, reader: Pending, *, swap: bool) -> tuple[ShardTensor, torch.Event | None]:
+        """The shard, for an update that reads it until `reader` is over, and what to wait for before it is read.
+
+        Args:
+            swap: The next window gets memory of its own and does not wait for the reader.
+        """
+        lent, event = self.shard, self._on_its_way
+        if not swap:
+            self._reader = reader
+            return lent, event
+        spare = self._spare or self._make_memory(self.eager)
+        self._spare = (self._resident, lent)
+        self._resident, self.shard = spare
+        self._on_its_way = None
+        return lent, event
+
+    def wait_for_copies(self) -> None:
+        """Return when what has been reduced has reached the host."""
+        if self._on_its_way is not None:
+            self._on_its_way.synchronize()
+            self._on_its_way = None
+
+    def _reclaim(self) -> None:
+        if self._reader is not None:
+            reader, self._reader = self._reader, None
+            reader.wait()
+
+    # ---------------------------------------------------------------- arrival
+    def accumulate(self, index: int, grad: torch.Tensor) -> None:
+        """Add the gradient of the buffer's parameter `index`."""
+        if self.whole is None:
+            self.whole = self._fresh_whole()
+        slot = self.flat.layout.slots[index]
+        place = self.whole[slot.offset : slot.end]
+        grad = grad.detach()
+        if grad.layout != torch.strided:  # an Embedding with sparse=True
+            grad = grad.to_dense()
+        self._loss_scale.check(slot.name, grad)
+        if self._written[index]:
+            place.view(slot.shape).add_(grad)
+        else:
+            place.view(slot.shape).copy_(grad)
+            self._written[index] = True
+        self.seen[index] = True
+        self._arrived.add(index)
+
+    def _fresh_whole(self) -> torch.Tensor:
+        if self._resident is not None and self._empty and not self._flight:
+            self._reclaim()
+            return self._resident
+        whole = self._pool.take(self.flat.layout.padded_numel, self.dtype)
+        end = 0
+        for slot in self.flat.layout.slots:  # the gaps between parameters travel too: they must be finite, and zero
+            if slot.offset > end:
+                whole[end : slot.offset].zero_()
+            end = slot.end
+        whole[end:].zero_()
+        return whole
+
+    @property
+    def is_complete(self) -> bool:
+        """Every parameter has had its gradient in this backward."""
+        return len(self._arrived) == len(self.seen)
+
+    @property
+    def has_rest(self) -> bool:
+        """Something has arrived that no reduce has taken."""
+        return any(self._written)
+
+    def use_scale(self, scale: float) -> None:
+        """Multiply gradients by `scale` from the next window on; see GradSettings."""
+        self._mean = scale
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing of a window is here."""
+        return self._empty and self.whole is None
+
+    # ---------------------------------------------------------------- reduce
+    def reduce_start(self) -> None:
+        """Start the reduce of what has arrived. All ranks must call, in the same order."""
+        if self.whole is None:
+            self.whole = self._fresh_whole()
+        for index, slot in enumerate(self.flat.layout.slots):
+            if not self._written[index]:
+                self.whole[slot.offset : slot.end].zero_()
+        self._written = [False] * len(self._written)
+        self._reclaim()
+        layout = self.flat.layout
+        self.num_reduces += 1
+        self._flying, self.whole = self.whole, None
+        pending: Pending | None
+        for (start, numel), mine in zip(layout.buckets(), self.shard.parts, strict=True):
+            bucket = self._flying[start : start + numel]
+            if len(self._flight) == self._max_flight:
+                self._finish_oldest()
+            if layout.world_size == self._comm.world_size:
+                in_place = self._empty and not self.on_host
+                result = mine if in_place else torch.empty_like(mine, device=bucket.device)
+                pending = self._reduction.parts(self._comm, result, bucket, layout.name, wire_dtype=self._wire)
+            elif self._stays_local:
+                result, pending = bucket, None
+            else:
+                result = bucket
+                pending = self._reduction.everything(self._comm, bucket, layout.name, wire_dtype=self._wire)
+            self._flight.append((pending, result, mine))
+
+    @property
+    def _scale(self) -> float:
+        scale = self._mean / self._loss_scale.value
+        return scale * self._comm.world_size if self._stays_local else scale
+
+    def stay_local(self, local: bool) -> None:
+        """From the next window on, let each rank keep the mean of its own micro-steps; stage 0 only."""
+        self._stays_local = local
+
+    def reduce_finish(self) -> None:
+        while self._flight:
+            self._finish_oldest()
+        if self._flying is not None:
+            self._empty = False
+            if self._flying is not self._resident:
+                self._pool.give(self._flying)
+        self._flying = None
+
+    def _finish_oldest(self) -> None:
+        pending, result, mine = self._flight.pop(0)
+        if pending is not None:
+            pending.wait()
+        if result.device != mine.device:
+            self._copy_to_host(result, mine)
+        elif result.data_ptr() != mine.data_ptr():
+            mine.add_(result, alpha=self._scale)
+        elif self._scale != 1.0:
+            mine.mul_(self._scale)
+
+    def _copy_to_host(self, result: torch.Tensor, mine: torch.Tensor) -> None:
+        """Move a reduced part from the compute device to the host, or add it to what is there."""
+        result = result.mul_(self._scale)
+        if self._empty:
+            self._on_its_way = self.flat.home.copies.copy(mine, result)
+        else:
+            self.wait_for_copies()
+            mine.add_(result.to(mine.device))
+
+    # ---------------------------------------------------------------- what a user does to it by hand
+    @property
+    def is_reduced(self) -> bool:
+        """Something of this window has been reduced, so that the other ranks have a part of it."""
+        return not self._empty
+
+    @property
+    def comm_rank(self) -> int:
+        return self._comm.rank
+
+    def whole_mean(self) -> list[torch.Tensor] | None:
+        """The mean gradient of every parameter, where this rank has all of it: views that do not count as written
+        to when the buffer itself is. None where it does not, or not yet."""
+        elsewhere = self.flat.layout.world_size > 1 or self.on_host or self.flat.home.native
+        if elsewhere or self._stays_local or self._empty or self.whole is not None:
+            return None
+        if not self._mean_views:
+            slots = self.flat.layout.slots
+            self._mean_views = [self.shard.memory[one.offset : one.end].view(one.shape).data for one in slots]
+        return self._mean_views
+
+    def put(self, index: int, grad: torch.Tensor) -> bool:
+        """Take `grad` for the mean gradient of a parameter; False where this rank does not hold it whole."""
+        if self._empty and self.whole is None:
+            self.drop_missing()
+        whole = self.whole_mean()
+        if whole is None:
+            return False
+        whole[index].copy_(grad.to_dense() if grad.layout != torch.strided else grad)
+        self.seen[index] = True
+        return True
+
+    def drop(self, index: int) -> bool:
+        """Forget the gradient of a parameter in this window; True if the mean over ranks was here already."""
+        slot = self.flat.layout.slots[index]
+        if self.whole is not None and self._written[index]:
+            self.whole[slot.offset : slot.end].zero_()
+            self._written[index] = False
+        self.seen[index] = False
+        if self._empty:
+            return False
+        self.wait_for_copies()
+        for run in self.flat.layout.runs(self.flat.rank):
+            if run.name == slot.name:
+                for tensor in self.shard.run_tensors(run):
+                    tensor.zero_()
+        return True
+
+    def end_backward(self) -> None:
+        self._arrived.clear()
+
+    def clear(self) -> None:
+        """The window is over: its gradients have been used, or are not wanted."""
+        if self.whole is not None and self.whole is not self._resident:
+            self._pool.give(self.whole)
+        self.whole = None
+        self.seen = [False] * len(self.seen)
+        self._written = [False] * len(self._written)
+        self._arrived.clear()
+        self._empty = True
+
+    def forget_reduce(self) -> None:
+        """A reduce was broken off, and its connections are closed."""
+        self._flight.clear()
+        if self._flying is not None and self._flying is not self._resident:
+            self._pool.give(self._flying)
+        self._flying = None
+
+    def drop_missing(self) -> None:
+        """No gradient reached this shard in the window: it counts as zero."""
+        if self._empty:
+            self._reclaim()
+            self.shard.zero()
+            self._empty = False
+        self.wait_for_copies()

@@ -1,0 +1,103 @@
+"""What an engine says of itself: what its units are, and what they take of every medium."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hf_zero.config import ResolvedConfig
+from hf_zero.config.announce import announce
+from hf_zero.runtime.lines import say_start
+from hf_zero.runtime.prefetch_limits import PrefetchLimits
+from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.placement import Homes
+from hf_zero.sharding.unit import ShardUnit
+
+# In the name of what is announced
+logger = logging.getLogger("hf_zero.engine.engine")
+
+
+def announce_engine(
+    config: ResolvedConfig,
+    device: torch.device,
+    world_size: int,
+    units: Sequence[ShardUnit],
+    reducer: GradReducer,
+    *,
+    trains: bool,
+) -> None:
+    """What a reader of the log needs to know, once, from rank 0."""
+    if trains:
+        say_start(zero_line(config, device, world_size, units))
+    announce(config, logger)
+    logger.info("hf_zero: %s", start_line(config, world_size, units, reducer))
+
+
+def zero_line(config: ResolvedConfig, device: torch.device, world_size: int, units: Sequence[ShardUnit]) -> str:
+    """That ZeRO is on, and how: for everybody who reads the log."""
+    numel: dict[torch.dtype, int] = collections.Counter()
+    for buffer in (buffer for unit in units for buffer in unit.buffers):
+        numel[buffer.full.dtype] += buffer.layout.numel
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    parts = [f"hf_zero: ZeRO stage {config.stage} over {ranks} on {device.type}"]
+    if numel:
+        parts.append(_short(max(numel, key=lambda dtype: numel[dtype])))
+    if config.precision.autocast is not None:
+        parts.append(f"autocast to {_short(getattr(torch, config.precision.autocast))}")
+    media = {"optimizer": config.zero.offload_optimizer.device, "parameters": config.zero.offload_param.device}
+    parts += [f"{what} on {medium}" for what, medium in media.items() if medium != "none"]
+    return ", ".join(parts)
+
+
+def _short(dtype: torch.dtype) -> str:
+    """`bf16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
+
+
+def start_line(config: ResolvedConfig, world_size: int, units: Sequence[ShardUnit], reducer: GradReducer) -> str:
+    """Stage, units and the types of gradients in one sentence, and at stage 3 DeepSpeed's line on what stays whole."""
+    kept = [unit for unit in units if unit.kind is UnitKind.PERSISTENT]
+    grads = sorted({f"{buffer.dtype}".removeprefix("torch.") for buffer in reducer.buffers})
+    numel = sum(buffer.layout.numel for unit in kept for buffer in unit.buffers)
+    count = sum(len(buffer.params) for unit in kept for buffer in unit.buffers)
+    line = (
+        f"stage {config.stage} on {world_size} rank(s), {len(units)} units; gradients accumulate in "
+        f"{'/'.join(grads) or 'nothing'} and are reduced in {config.communication_data_type or 'the same type'}"
+    )
+    if config.stage == 3:
+        line += f"; Parameter Offload: Total persistent parameters: {numel} in {count} params"
+        why_not = PrefetchLimits.of(config.zero).why_none_ahead(units)
+        line += f"; nothing is gathered ahead: {why_not}" if why_not else "; layers are gathered ahead"
+    return line
+
+
+def memory_report(units: Iterable[ShardUnit], reducer: GradReducer, homes: Homes, state_bytes: int) -> dict[str, int]:
+    """Bytes on this rank between steps, by kind and by medium; `state_bytes` are the optimizer's."""
+    report = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
+    for unit in units:
+        for buffer in unit.buffers:
+            for kind, shard in buffer.owned().items():
+                report[kind] += shard.nbytes
+    report["gradients"] = sum(grads.shard.nbytes for grads in reducer.buffers)
+    report["optimizer"] = state_bytes
+    report["total"] = sum(report.values())
+    report["disk"] = homes.disk_bytes()
+    report["host"] = sum(homes.host.usage().values())
+    report["device"] = max(report["total"] - report["disk"] - homes.host_bytes(), 0)
+    return report
+
+
+def cast_line(before: Sequence[torch.dtype], after: Sequence[torch.dtype]) -> str | None:
+    """What to say where parameters were given a type with fewer digits as they were made; None where none was."""
+    casts = [(old, new) for old, new in zip(before, after, strict=True) if old.itemsize > new.itemsize]
+    if not casts:
+        return None
+    old, new = (str(dtype).removeprefix("torch.") for dtype in casts[0])
+    return (
+        f"{len(casts)} parameters are cast from {old} to {new} as they are made (bf16.enabled or fp16.enabled), and "
+        f"fp32 masters start from the {new} values, as with DeepSpeed; dtype=torch.{old} keeps all digits"
+    )

@@ -1,0 +1,138 @@
+"""Makes parameters whole that are read outside of their layer's forward: a fused loss, a penalty, a child's weight.
+
+[Note: Reads outside of a forward]
+From the start of the model's forward to the end of its backward, reading `module.weight` of a released unit gathers
+the unit. With gradients on it stays whole until the end of backward, because autograd looks at the parameter again
+there, and it is whole in every further backward before the step. That costs the memory of that unit, and nothing where
+nobody reads. All ranks must read the same parameters in the same order, as they must call the same layers. A compiled
+graph takes what it finds, so other layers are to be read outside of it.
+
+A loop over `model.parameters()` reads without asking the module: its dtype and device are true, its values are not.
+Gathering there would gather the model for every `next(model.parameters()).device`, so such reads are only remembered;
+a gradient that turns out NaN is then an error that names them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.compiler import is_dynamo_compiling
+
+from hf_zero.errors import StateError
+from hf_zero.runtime.unshard import OnDemandParams
+from hf_zero.sharding.unit import ShardUnit, UnitState
+
+logger = logging.getLogger(__name__)
+
+
+class _OwnParameters(dict[str, Any]):
+    """`module._parameters`, saying who reads what. nn.Module takes attributes by item and iterates by items."""
+
+    def __init__(self, own: dict[str, Any], reads: OutsideReads) -> None:
+        super().__init__(own)
+        self.reads = reads
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        # A constant where torch.compile traces this: a graph of one layer serves all layers of its class.
+        if not is_dynamo_compiling() and self.reads.is_open:
+            self.reads.on_read(param)
+        return param
+
+    def items(self) -> Any:
+        return self._seen() if self.reads.is_open else super().items()
+
+    def _seen(self) -> Iterator[tuple[str, Any]]:
+        for name, param in super().items():
+            self.reads.on_iteration(param)
+            yield name, param
+
+
+class OutsideReads:
+    """Watches the modules of one model that own on-demand parameters. `remove` takes everything off."""
+
+    def __init__(self, model: nn.Module, params: OnDemandParams) -> None:
+        self._params = params
+        self._unit_of = {id(param): unit for unit in params.units for b in unit.buffers for param in b.params}
+        self._names = {
+            id(param): slot.name
+            for unit in params.units
+            for buffer in unit.buffers
+            for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
+        }
+        self._borrowed: list[ShardUnit] = []
+        self._iterated: set[int] = set()
+        self._told = False
+        self.is_open = False
+        self._modules = [
+            module
+            for module in model.modules()
+            if any(id(param) in self._unit_of for param in module.parameters(recurse=False))
+        ]
+        for module in self._modules:
+            module._parameters = _OwnParameters(module._parameters, self)
+
+    def remove(self) -> None:
+        self.is_open = False
+        for module in self._modules:
+            own = module._parameters
+            if isinstance(own, _OwnParameters) and own.reads is self:  # else a later engine watches it
+                module._parameters = dict(own)
+        self._modules.clear()
+
+    def open(self) -> None:
+        """A forward of the model begins: from here on a read means the value."""
+        # Token by token every read counts: what is whole to the end is read as in a plain model.
+        self.is_open = torch.is_grad_enabled() or not self._params.all_pinned
+        if not self._params.awaits_backward:  # else the gradients of an earlier forward are still to be checked
+            self._iterated.clear()
+
+    def close(self) -> None:
+        """Nothing of the forward is left to run, nor of its backward."""
+        self.is_open = False
+        borrowed, self._borrowed = self._borrowed, []
+        for unit in borrowed:
+            self._params.after_use(unit)
+
+    def on_read(self, param: Any) -> None:
+        """`param` was taken from its module by name. See [Note: Reads outside of a forward]."""
+        unit = self._unit_of.get(id(param))
+        if unit is None:
+            return
+        if unit.state is not UnitState.FULL:
+            with torch.no_grad(), temporarily_clear_interpreter_stack():
+                self._params.make_full(unit)
+            self._borrowed.append(unit)
+            self._tell(param, unit)
+        if torch.is_grad_enabled() and unit in self._borrowed:
+            self._params.hold_for_backward(unit)
+
+    def on_iteration(self, param: Any) -> None:
+        """`param` was met in a loop over the module's parameters."""
+        unit = self._unit_of.get(id(param))
+        if unit is not None and unit.state is not UnitState.FULL:
+            self._iterated.add(id(param))
+
+    def check_gradient(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Raise if `grad` was computed from a placeholder that a loop over parameters came across."""
+        if id(param) in self._iterated and bool(torch.isnan(grad).any()):
+            raise StateError(
+                f"the gradient of {self._names[id(param)]} is NaN, and its value was read in this step by a loop over "
+                "parameters() while it was sharded.\nMake parameters whole around the loss and its backward: "
+                "`with hf_zero.gathered_params(model): ...`; or read them from their modules (module.weight)."
+            )
+
+    def _tell(self, param: Any, unit: ShardUnit) -> None:
+        if not self._told and unit.buffers[0].rank == 0:
+            self._told = True
+            logger.warning(
+                "%s was read outside of the forward of %s: it is gathered once more, and with gradients on it stays "
+                "whole until the end of backward",
+                self._names[id(param)],
+                unit.name,
+            )

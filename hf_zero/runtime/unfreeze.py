@@ -1,0 +1,133 @@
+"""Parameters that are frozen when their units are made and require gradients later: they get masters and gradients.
+
+A frozen buffer is split into what stays frozen and what is trained from now on. Buffers that are trained already, and
+their optimizer state, stay as they are. Freezing needs nothing: a parameter without gradient is left alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from hf_zero.distributed.comm import Comm
+from hf_zero.errors import StateError
+from hf_zero.layout import UnitLayout
+from hf_zero.runtime.build import BuiltUnits, make_grads
+from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.hooks import in_backward
+from hf_zero.runtime.unshard import OnDemandParams
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.placement import Draft
+from hf_zero.sharding.unit import ShardUnit
+
+
+def frozen_parameters(units: Sequence[ShardUnit]) -> list[nn.Parameter]:
+    """Those without masters."""
+    return [p for unit in units for buffer in unit.buffers if not buffer.layout.trainable for p in buffer.params]
+
+
+class Thaw:
+    """Splits frozen buffers of one engine's units.
+
+    Args:
+        built: What the engine was built from; new gradient buffers are appended to its list.
+        on_added: Gets the new gradient buffers.
+    """
+
+    def __init__(
+        self, built: BuiltUnits, params: OnDemandParams, on_added: Callable[[list[GradBuffer]], None]
+    ) -> None:
+        self._built = built
+        self._settings = built.settings
+        self._params = params
+        self._on_added = on_added
+        self._count = 0
+        self._frozen = frozen_parameters(built.units) if built.settings.train else []
+
+    def look(self) -> None:
+        """A forward starts. All ranks must call, alike."""
+        if torch.is_grad_enabled() and not in_backward() and any(param.requires_grad for param in self._frozen):
+            added = self.split()
+            self._frozen = frozen_parameters(self._built.units)
+            self._on_added(added)
+
+    def use_scale(self, scale: float) -> None:
+        """What new gradient buffers multiply with; see GradSettings."""
+        self._settings = dataclasses.replace(
+            self._settings, grads=dataclasses.replace(self._settings.grads, scale=scale)
+        )
+
+    def split(self) -> list[GradBuffer]:
+        """Gradient buffers for every parameter that requires gradients by now. All ranks must call, alike.
+
+        Raises StateError between forward and backward, and where states are on disk: their staging memory was cut for
+        what was trained at first.
+        """
+        if self._params.awaits_backward:
+            raise StateError("parameters cannot begin to require gradients between a forward and its backward")
+        found = []
+        for unit in self._built.units:
+            for buffer in list(unit.buffers):
+                if not buffer.layout.trainable and any(param.requires_grad for param in buffer.params):
+                    found.append(self._split(unit, buffer))
+        self._built.grads.extend(found)
+        return found
+
+    def _split(self, unit: ShardUnit, old: FlatBuffer) -> GradBuffer:
+        comm = self._built.comm
+        self._count += 1
+        drafts = list(self._drafts(unit, old, comm))
+        self._built.homes.admit(drafts)
+        alone = len(drafts) == 1 and drafts[0].layout.bucket_numel == old.layout.bucket_numel
+        with torch.no_grad():
+            if alone:
+                self._params.make_sharded(unit)
+                old.check_placeholders()
+            else:
+                self._params.make_full(unit)
+            new = [self._buffer(draft, old, comm, alone) for draft in drafts]
+            unit.replace(old, new)
+            if alone and unit.on_demand:
+                new[0].release()
+            elif not alone:
+                self._params.make_sharded(unit)
+        old.discard()
+        plan = self._settings.plan(unit.kind, comm.world_size)
+        trained = next(flat for flat in new if flat.layout.trainable)
+        return make_grads(trained, self._settings, comm, self._built.pool, self._built.homes, eager=plan.eager)
+
+    def _drafts(self, unit: ShardUnit, old: FlatBuffer, comm: Comm) -> Iterator[Draft]:
+        base = old.layout.name.partition("/frozen")[0]
+        for trainable in (True, False):
+            members = {
+                slot.name: slot.shape
+                for slot, param in zip(old.layout.slots, old.params, strict=True)
+                if param.requires_grad == trainable
+            }
+            if members:
+                layout = UnitLayout.build(
+                    f"{base}{'' if trainable else '/frozen'}/{self._count}",
+                    members,
+                    dtype=old.layout.dtype,
+                    trainable=trainable,
+                    world_size=old.layout.world_size,
+                    max_bucket_numel=min(self._settings.bucket_numel, comm.max_bucket_numel or 1 << 62),
+                )
+                yield Draft(layout, old.dtype, old.on_demand)
+
+    def _buffer(self, draft: Draft, old: FlatBuffer, comm: Comm, alone: bool) -> FlatBuffer:
+        by_name = {slot.name: param for slot, param in zip(old.layout.slots, old.params, strict=True)}
+        members = [by_name[slot.name] for slot in draft.layout.slots]
+
+        def fill(buffer: FlatBuffer) -> None:
+            if alone and buffer.fits(old, members):
+                buffer.fill_from(old, share=True)
+            else:
+                buffer.fill_from_params()
+
+        home = self._built.homes.home_of(draft)
+        with comm.stop_together():
+            return FlatBuffer(draft.layout, members, comm, home, on_demand=old.on_demand, dtype=old.dtype, fill=fill)

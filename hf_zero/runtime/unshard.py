@@ -1,0 +1,393 @@
+"""When the parameters of a unit are whole."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
+
+import torch
+
+from hf_zero.runtime.prefetch_limits import PrefetchLimits
+from hf_zero.runtime.prefetch_order import UseOrder
+from hf_zero.runtime.repeated_use import RepeatedUse
+from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.unit import ShardUnit, UnitState
+
+# A shard on a slow medium is read further ahead, into staging memory; the pool says how far that goes.
+_MAX_READS_AHEAD = 4
+
+
+class Phase(enum.Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class OnDemandParams:
+    """Gathers a unit before its use, releases it after, and starts on the next one meanwhile.
+
+    Invariants:
+      - A unit is FULL from `before_use` to `after_use`, recomputation included; a held unit stays FULL until
+        `release_all`, a pinned one until the end of the block that pinned it, or a step, which changes its values.
+      - What is whole and not in use (gathered ahead, or kept) stays within `stage3_max_live_parameters`, but for the
+        next unit where the limits admit it.
+      - What is gathered, kept and released when depends on nothing but the order of uses, which is that of all ranks.
+    """
+
+    def __init__(
+        self,
+        units: list[ShardUnit],
+        limits: PrefetchLimits,
+        on_left: Callable[[ShardUnit], None] = lambda unit: None,
+        on_used: Callable[[ShardUnit, bool], None] = lambda unit, late: None,
+    ) -> None:
+        """`on_left(unit)` is called in backward, at the same point on all ranks, when `unit` has had its last use.
+
+        `on_used(unit, late)` is called while `unit` is whole: before it is released after a use, and at both ends of
+        backward. `late`: backward has begun.
+        """
+        self.units = [unit for unit in units if unit.on_demand]
+        self._on_left, self._on_used = on_left, on_used
+        self._open_uses: collections.Counter[int] = collections.Counter()  # forward uses that no backward has met
+        self._forward_trains = False
+        self._last_in_backward: ShardUnit | None = None
+        self.orders = {phase: UseOrder(self.units) for phase in Phase}
+        self._limits = limits
+        self._held: set[int] = set()
+        self._open_forwards: set[object] = set()  # those with gradients that no backward has come to since the step
+        self._keeps_graph = False  # the backward under way may be followed by another one over its graph
+        self._in_graphs: dict[int, ShardUnit] = {}  # see `hold_for_backward`
+        self._pinned: set[int] = set()
+        self._stream: RepeatedUse | None = None  # inside `streaming`
+        self.builds_graph = False  # this backward makes a graph of gradients: [Note: Double backward] in hooks.py
+        self._graph_alive = False  # an earlier one did, and its graph may still be walked
+        self._phase: Phase | None = None  # the pass of the training that is under way
+        self._kept: dict[int, ShardUnit] = {}  # KEPT units by id, the longest kept first
+        # Elements and bytes by id of what is whole, as they were at its gather: a unit may be cut anew meanwhile.
+        self._live: dict[int, tuple[int, int]] = {}
+        self.live_numel = 0
+        self.peak_live_numel = 0
+        self.live_bytes = 0
+        self.peak_live_bytes = 0
+
+    def before_use(self, unit: ShardUnit, phase: Phase) -> None:
+        """Make `unit` whole. All ranks must call, in the same order."""
+        if not unit.on_demand:
+            return
+        # Hooks of a backward run without gradients too.
+        trains = phase is Phase.BACKWARD or torch.is_grad_enabled()
+        if not trains and (self._stream is not None or self._stays_whole(unit)):
+            self._use_again(unit)
+            return
+        layer = unit.kind is UnitKind.LAYER
+        left = self._note(unit, phase) if layer else None
+        with torch.no_grad():
+            self.make_full(unit)
+            if layer:
+                self._prefetch(self.orders[phase].upcoming)
+            if left is not None:
+                self._on_left(left)
+
+    @property
+    def all_pinned(self) -> bool:
+        """Whether nothing will be gathered or released before a block ends that keeps everything whole."""
+        return all(self._stays_whole(unit) for unit in self.units)
+
+    def _stays_whole(self, unit: ShardUnit) -> bool:
+        return unit.state is UnitState.FULL and id(unit) in self._pinned
+
+    def _use_again(self, unit: ShardUnit) -> None:
+        """A use that belongs to no training pass, and is not recorded in the order of one."""
+        if unit.kind is not UnitKind.LAYER or self._stream is None:
+            self.make_full(unit)
+            return
+        expected = next(self._stream.upcoming(), None)
+        self._stream.note(unit)
+        if expected is not None and expected is not unit and expected.state is UnitState.GATHERING:
+            self._release(expected)  # another branch was taken
+        self.make_full(unit)
+        # One ahead hides its gather. What was gathered ahead of the last token was gathered for nothing.
+        self._prefetch(self._stream.upcoming, max_units=1)
+
+    def _note(self, unit: ShardUnit, phase: Phase) -> ShardUnit | None:
+        """Record the use; return the unit that backward has left for good with it, if any."""
+        if not self.orders[phase].note(unit):
+            return None
+        if phase is Phase.FORWARD:
+            self._open_uses[id(unit)] += self._forward_trains
+            return None
+        self._open_uses[id(unit)] -= 1
+        before, self._last_in_backward = self._last_in_backward, unit
+        return before if before is not None and self._open_uses[id(before)] <= 0 else None
+
+    def make_full(self, unit: ShardUnit) -> None:
+        """Make `unit` whole outside of forward and backward. All ranks must call."""
+        if unit.state is UnitState.SHARDED:
+            self._start(unit)
+        if unit.state is UnitState.GATHERING:
+            unit.gather_finish()
+        elif unit.state is UnitState.KEPT:
+            del self._kept[id(unit)]
+            unit.use_again()
+
+    def make_sharded(self, unit: ShardUnit) -> None:
+        """Release `unit` whatever its state."""
+        self._release(unit)
+
+    def gather_ahead(self, units: Iterable[ShardUnit]) -> None:
+        """Start the gathers of those of `units` that wait for nothing but the other ranks. All ranks must call."""
+        with torch.no_grad():
+            for unit in units:
+                if unit.state is UnitState.SHARDED and not unit.comes_from_afar:
+                    self._start(unit)
+
+    @contextlib.contextmanager
+    def pinned(self, units: Iterable[ShardUnit]) -> Iterator[None]:
+        """Keep `units` whole inside the block: forwards there need no communication. All ranks must call.
+
+        A step inside releases them, because it changes their values.
+        """
+        mine = [unit for unit in units if unit.state is not UnitState.FULL]
+        self._pinned.update(id(unit) for unit in mine)
+        try:
+            with torch.no_grad():
+                for unit, after in itertools.zip_longest(mine, mine[1:]):
+                    for one in (unit, after):  # one ahead, as in a forward
+                        if one is not None and one.state is UnitState.SHARDED:
+                            self._start(one)
+                    self.make_full(unit)
+            yield
+        finally:
+            self._pinned.difference_update(id(unit) for unit in mine)
+            for unit in mine:
+                self._release(unit)
+
+    @contextlib.contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Forwards without gradients, many in a row: prefetch goes on from one to the next. All ranks must call.
+
+        Units that do not belong to a layer (embeddings, head) stay whole from the first forward to the end of the
+        block. That is no more memory than one forward needs, which holds them while its layers come and go; it is left
+        where `stage3_max_live_parameters` admits nothing ahead.
+        """
+        whole = {id(unit) for unit in self.units if unit.state is UnitState.FULL}
+        roots = [unit for unit in self.units if unit.kind is not UnitKind.LAYER and id(unit) not in whole]
+        layers = [unit.numel for unit in self.units if unit.kind is UnitKind.LAYER]
+        if not self._limits.admits_next(max(layers, default=0)):
+            roots = []
+        self._pinned.update(id(unit) for unit in roots)
+        self._stream = RepeatedUse()
+        try:
+            yield
+        finally:
+            self._stream = None
+            self._pinned.difference_update(id(unit) for unit in roots)
+            for unit in self.units:
+                if id(unit) not in whole:
+                    self._release(unit)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the backward of a training forward is still to come."""
+        return bool(self._held)
+
+    def stays_for_backward(self, unit: ShardUnit) -> bool:
+        """Whether `unit` is whole until the end of backward, or of a block around it."""
+        return id(unit) in self._held or id(unit) in self._pinned
+
+    def hold(self, unit: ShardUnit) -> None:
+        """Keep `unit` whole until `release_all` (the root unit: from forward to the end of backward)."""
+        self._held.add(id(unit))
+
+    def end_of_forward(self) -> Callable[[torch.Tensor], None]:
+        """A forward has ended whose backward is to come; returns the hook of what it returned."""
+        forward = object()
+        self._open_forwards.add(forward)
+        return lambda grad: self._open_forwards.discard(forward)
+
+    def hold_for_backward(self, unit: ShardUnit) -> None:
+        """Hold a unit that autograd reads without a hook that gathers it: in every backward up to the next step.
+
+        More than one may come: a graph that is retained, or those of several forwards.
+        """
+        self.hold(unit)
+        self._in_graphs[id(unit)] = unit
+
+    def after_use(self, unit: ShardUnit) -> None:
+        if self.stays_for_backward(unit) or self.builds_graph or self._graph_alive or unit.state is UnitState.KEPT:
+            return
+        if unit.on_demand and unit.state is UnitState.FULL:
+            self._on_used(unit, self._phase is Phase.BACKWARD)
+        room = unit.state is UnitState.FULL and self._beside_use() + unit.numel <= self._limits.live
+        if room and self._is_needed_soon(unit):
+            self._kept[id(unit)] = unit
+            unit.keep()
+        else:
+            self._release(unit)
+
+    def _is_needed_soon(self, unit: ShardUnit) -> bool:
+        """Whether the next use of `unit` in this forward and backward is within `stage3_max_reuse_distance`."""
+        if not self._limits.reuse or self._stream is not None:
+            return False
+        passed = 0
+        for other in self._still_to_come():
+            if other is unit:
+                return True
+            passed += other.numel
+            if passed >= self._limits.reuse:
+                return False
+        return False
+
+    def _still_to_come(self) -> Iterator[ShardUnit]:
+        """The uses that follow, along the agreed orders, up to the end of backward."""
+        if self._phase is None:
+            return
+        last = None
+        for unit in self.orders[self._phase].upcoming():
+            yield unit
+            last = unit
+        trains = self._phase is Phase.FORWARD and self._forward_trains
+        if trains and self.orders[Phase.FORWARD].reaches_its_end(last):
+            yield from self.orders[Phase.BACKWARD].whole_pass()
+
+    def begin_forward(self) -> None:
+        if self._stream is not None and not torch.is_grad_enabled():
+            return  # a step votes on the order of the training's forwards
+        self._phase = Phase.FORWARD
+        for unit in list(self._kept.values()):  # of a forward whose backward has not come yet, and may never
+            self._release(unit)
+        self.orders[Phase.FORWARD].begin()
+        self._forward_trains = torch.is_grad_enabled()
+
+    def begin_backward(self) -> None:
+        """All ranks must call. The root unit may have been released by the end of another backward."""
+        self._all_used(late=False)
+        self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        self.orders[Phase.BACKWARD].begin()
+        self._phase = Phase.BACKWARD
+        self.builds_graph = False
+        self._last_in_backward = None
+        roots = [unit for unit in self.units if unit.kind is UnitKind.ROOT]
+        for unit in (*roots, *self._in_graphs.values()):
+            with torch.no_grad():
+                self.make_full(unit)
+            self.hold(unit)
+
+    def end_backward(self) -> None:
+        self._graph_alive = self.builds_graph
+        if not self.builds_graph:
+            self._all_used(late=True)
+            # Another backward may begin with nodes of a loss that reads a weight of these, before any hook of ours.
+            held = set(self._held) if self._open_forwards or self._keeps_graph else set[int]()
+            self._release_all_but(self._pinned | held)
+            self._held = held
+
+    def _all_used(self, *, late: bool) -> None:
+        for unit in self.units:
+            if unit.state is UnitState.FULL and id(unit) not in self._pinned:
+                self._on_used(unit, late)
+
+    def end_step(self) -> None:
+        """A forward whose backward never came is forgotten."""
+        self._open_uses.clear()
+        self._open_forwards.clear()
+        self._in_graphs.clear()
+        self.release_all()
+
+    def release_all(self) -> None:
+        """End of a step, or of all: nothing is in use any more."""
+        self._release_all_but(frozenset())
+
+    def _release_all_but(self, kept: AbstractSet[int]) -> None:
+        self._phase = None
+        self._held.clear()
+        self.builds_graph = self._graph_alive = False
+        for unit in self.units:
+            if id(unit) not in kept:
+                self._release(unit)
+
+    def forget(self) -> None:
+        """A pass was broken off on all ranks, and its connections are closed: everything is in shards again."""
+        self._held.clear()
+        self._open_forwards.clear()
+        self._in_graphs.clear()
+        self._open_uses.clear()
+        self._kept.clear()
+        self._phase = None
+        self._stream = self._last_in_backward = None
+        self.builds_graph = self._graph_alive = False
+        for order in self.orders.values():
+            order.forget()
+        for unit in self.units:
+            unit.forget()
+        self._live.clear()
+        self.live_numel = self.live_bytes = 0
+
+    def release_idle(self) -> None:
+        """End of a forward: give back what was gathered ahead and not used."""
+        if self._stream is not None and not torch.is_grad_enabled():
+            return  # it was gathered for the next forward
+        idle = {UnitState.GATHERING} if self._forward_trains else {UnitState.GATHERING, UnitState.KEPT}
+        for unit in self.units:
+            if unit.state in idle:
+                self._release(unit)
+
+    def _start(self, unit: ShardUnit) -> None:
+        unit.gather_start()
+        self._live[id(unit)] = unit.numel, unit.full_bytes
+        self.live_numel += unit.numel
+        self.live_bytes += unit.full_bytes
+        self.peak_live_numel = max(self.peak_live_numel, self.live_numel)
+        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+
+    def _release(self, unit: ShardUnit) -> None:
+        if not unit.on_demand or unit.state is UnitState.SHARDED:
+            return
+        if unit.state is UnitState.GATHERING:
+            unit.gather_finish()
+        unit.release()
+        self._kept.pop(id(unit), None)
+        numel, nbytes = self._live.pop(id(unit), (0, 0))
+        self.live_numel -= numel
+        self.live_bytes -= nbytes
+
+    def _beside_use(self) -> int:
+        """Elements that are whole, or will be, and nobody uses."""
+        return sum(unit.numel for unit in self.units if unit.state in (UnitState.GATHERING, UnitState.KEPT))
+
+    def _make_room(self, numel: int, near: AbstractSet[int]) -> bool:
+        """Release kept units, except `near` ones, until `numel` more elements may be whole; return whether they may.
+
+        The longest kept goes first: backward comes to it last.
+        """
+        room = self._limits.live - numel - self._beside_use()
+        for unit in list(self._kept.values()):
+            if room >= 0:
+                break
+            if id(unit) not in near:
+                room += unit.numel
+                self._release(unit)
+        return room >= 0
+
+    def _prefetch(self, upcoming: Callable[[], Iterator[ShardUnit]], max_units: int | None = None) -> None:
+        if not self._limits.ahead:
+            return
+        for unit in itertools.islice(upcoming(), 1, _MAX_READS_AHEAD):
+            if unit.state is UnitState.SHARDED:
+                unit.prefetch()
+        ahead = 0
+        near: set[int] = set()
+        for unit in itertools.islice(upcoming(), max_units):
+            ahead += unit.numel
+            # To start the gather of a unit that is updated or read first is to wait for that.
+            if near and (ahead > self._limits.ahead or unit.comes_from_afar):
+                return
+            near.add(id(unit))
+            if unit.state is UnitState.SHARDED:
+                may = self._make_room(unit.numel, near)
+                if not may and not (len(near) == 1 and self._limits.admits_next(unit.numel)):
+                    return
+                self._start(unit)

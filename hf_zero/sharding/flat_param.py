@@ -1,0 +1,399 @@
+"""One flat buffer: parameters of one type and one fate, whole or as this rank's shard.
+
+[Note: Views outlive a release]
+Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the full
+buffer is one tensor for the whole run whose storage is resized to 0 at a release and refilled at the next gather: a
+view saved in forward sees the data again once the unit is gathered in backward. The parameters themselves are pointed
+at placeholders before the memory goes, so that reading a released parameter gives NaN, not freed memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.work import Pending, wait_all
+from hf_zero.errors import StateError
+from hf_zero.layout import UnitLayout
+from hf_zero.native.host_memory import use_huge_pages
+from hf_zero.sharding.home import Home
+from hf_zero.sharding.shard import ShardTensor
+from hf_zero.sharding.stored_shard import StoredShard
+from hf_zero.storage import DeviceStore, MemoryStore
+from hf_zero.storage.base import Lease, ShardStore
+
+
+class FlatBuffer:
+    """Parameters of one unit with one type that are all trainable or all frozen.
+
+    Invariants:
+      - Gathered parameters are views of `full`; a gather needs no copy-out.
+      - A released parameter keeps its identity, shape, type and device; its data is one NaN element of its own,
+        expanded with stride 0, and must still be NaN at the next gather.
+      - `master` exists for trainable parameters only, and is `shard` itself where type and medium agree.
+      - While `update` is not over, it may be writing to the shard: whoever reads the shard waits for it first.
+    """
+
+    full: torch.Tensor  # 1-D [padded_numel], the parameters' type
+    shard: ShardTensor | StoredShard  # the parameters' type
+    master: ShardTensor | StoredShard | None  # fp32 (fp64 for fp64 parameters)
+    update: Pending | None
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        params: Sequence[nn.Parameter],
+        comm: Comm,
+        home: Home,
+        *,
+        on_demand: bool,
+        dtype: torch.dtype,
+        fill: Callable[[FlatBuffer], None],
+    ) -> None:
+        """`fill` gives the first values by one of the three fill_ methods. All ranks must call."""
+        self.layout = layout
+        self.params = list(params)
+        self.on_demand = on_demand
+        self.dtype = dtype
+        self.home = home
+        self.update = None
+        self._comm = comm
+        self._rank = comm.rank if layout.world_size > 1 else 0
+        self._pending: list[Pending] = []
+        self._lease: Lease | None = None
+        self._copied: torch.Event | None = None  # the shard has reached the compute device
+        self._device = comm.device
+        self._ghost = torch.full((len(self.params),), torch.nan, dtype=dtype, device=self._device)
+        self.placeholders = [self._ghost[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
+        fill(self)
+
+    # ---------------------------------------------------------------- first values
+    def fill_from_params(self) -> None:
+        """Take over whole parameters. All ranks must call; rank 0's values win."""
+        master_dtype = master_dtype_of(self.dtype) if self.layout.trainable else self.dtype
+        whole = torch.zeros(self.layout.padded_numel, dtype=master_dtype, device=self._device)
+        with torch.no_grad():
+            for param, slot in zip(self.params, self.layout.slots, strict=True):
+                whole[slot.offset : slot.end].copy_(param.detach().reshape(-1))
+        for start, numel in self.layout.buckets():
+            self._comm.broadcast(whole[start : start + numel], f"first weights of {self.layout.name}")
+        self._set_full(whole if master_dtype == self.dtype else whole.to(self.dtype))
+        self._set_shards(ShardTensor(self.layout, self._rank, whole, in_full=True))
+        self.bind_views()
+
+    def fill_later(self) -> None:
+        """Start with zeros: whoever knows the values writes this rank's runs into the shard."""
+        if self.layout.trainable:
+            raise AssertionError(f"{self.layout.name}: masters would not follow")
+        full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self._device)
+        self._set_full(full if self.on_demand else full.zero_())
+        self._set_shards(None)
+        self.bind_views()
+
+    def fill_from(self, old: FlatBuffer, *, share: bool) -> None:
+        """Take the shard of a buffer with the same parameters at the same places. No communication.
+
+        `share`: the old buffer will be discarded, so that its full buffer may be kept.
+        """
+        best = old.master if old.master is not None else old.shard
+        reuse = share and old.dtype == self.dtype and not self.on_demand
+        full = old.full if reuse else torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self._device)
+        if not self.on_demand and not reuse:
+            full.copy_(old.full)
+        self._set_full(full)
+        self._set_shards(best)
+        self.bind_views()
+
+    def fits(self, other: FlatBuffer, params: Sequence[nn.Parameter]) -> bool:
+        """Whether `other` has `params` at the places where this one has its own, and nothing else."""
+        mine, theirs = self.layout, other.layout
+        same_cut = mine.world_size == theirs.world_size and mine.bucket_numel == theirs.bucket_numel
+        shapes = [slot.shape for slot in mine.slots] == [slot.shape for slot in theirs.slots]
+        same = len(params) == len(other.params) and all(a is b for a, b in zip(params, other.params, strict=True))
+        return same_cut and shapes and same and self.on_demand == other.on_demand
+
+    def _set_full(self, full: torch.Tensor) -> None:
+        self.full = full
+        self._views = [full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+
+    def _set_shards(self, values: ShardTensor | StoredShard | None) -> None:
+        """Make shard and master, with these values or zeros."""
+        in_full = ShardTensor(self.layout, self._rank, self.full, in_full=True)
+        keep = functools.partial(self._keep, values)
+        self.shard = keep(self.home.param, "param", self.dtype) if self.on_demand else in_full
+        self.master = self._own_master(values) if self.layout.trainable and values is not None else None
+
+    def _own_master(self, values: ShardTensor | StoredShard) -> ShardTensor | StoredShard:
+        dtype = master_dtype_of(self.dtype)
+        if self.home.native:
+            tile = self.home.tile_numel
+            master = StoredShard(self.layout, self._rank, self.home.master, "master", dtype, tile)
+            master.copy_from(values)
+            return master
+        if dtype == self.dtype and isinstance(self.shard, ShardTensor):
+            master_is_on_host = self._comm.computes_on_host or not isinstance(self.home.master, DeviceStore)
+            if master_is_on_host == self.shard_is_on_host:
+                return self.shard
+        return self._keep(values, self.home.master, "master", dtype)
+
+    def _keep(
+        self, values: ShardTensor | StoredShard | None, store: ShardStore, kind: str, dtype: torch.dtype
+    ) -> ShardTensor | StoredShard:
+        """A shard of its own with these values, or zeros: a tensor for good where the store is memory."""
+        if not isinstance(store, MemoryStore):
+            numel = max(self.layout.shard_numel, 1)
+            stored = StoredShard(self.layout, self._rank, store, kind, dtype, numel)
+            if values is not None:
+                stored.copy_from(values)
+            return stored
+        store.create(f"{self.layout.name}/{kind}", self.layout.shard_numel, dtype)
+        memory = store.tensor(f"{self.layout.name}/{kind}")
+        kept = ShardTensor(self.layout, self._rank, memory, in_full=False)
+        if isinstance(values, StoredShard):
+            values.copy_into(kept)
+        elif values is not None:
+            kept.copy_from(values)
+        return kept
+
+    # ---------------------------------------------------------------- whole <-> released
+    def prefetch(self) -> None:
+        """Start bringing the shard near where it is on a slow medium. No communication; any rank may call."""
+        if self.on_demand and isinstance(self.shard, StoredShard) and self.update is None:
+            self.shard.store.prefetch([tile.key for tile in self.shard.tiles])
+
+    def gather_start(self) -> None:
+        """Start making the parameters whole. All ranks must call, in the same order."""
+        if self.on_demand:
+            self.check_placeholders()
+            self.check_views()
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            if self._device.type == "cpu":
+                use_huge_pages(self.full)
+        # Where the shard comes from the host, the copy and the all-gather behind it stay off the compute stream.
+        with self.home.copies.beside() if self.comes_from_afar else contextlib.nullcontext():
+            self.finish_update()
+            with self._comm.stop_together():
+                parts = self._parts_on_device()
+            fill = self._start_broadcasts if self.home.broadcasts and not self.on_demand else self._start_all_gather
+            for (start, numel), part in zip(self.layout.buckets(), parts, strict=True):
+                fill(self.full[start : start + numel], part)
+
+    def _start_all_gather(self, bucket: torch.Tensor, part: torch.Tensor) -> None:
+        self._pending.append(self._comm.all_gather(bucket, part, self.layout.name))
+
+    def _start_broadcasts(self, bucket: torch.Tensor, part: torch.Tensor) -> None:
+        places = bucket.chunk(self._comm.world_size)
+        if places[self._rank].data_ptr() != part.data_ptr():
+            places[self._rank].copy_(part)
+        for owner, place in enumerate(places):
+            self._pending.append(self._comm.broadcast_start(place, self.layout.name, src=owner))
+
+    @property
+    def comes_from_afar(self) -> bool:
+        """Whether the shard, or its update, is elsewhere than on the device."""
+        return self.home.master is not self.home.param or not isinstance(self.home.param, DeviceStore)
+
+    def _parts_on_device(self) -> list[torch.Tensor]:
+        """This rank's part of every bucket, on the compute device; valid until `gather_finish`."""
+        shard = self.shard
+        if isinstance(shard, StoredShard):
+            if not shard.tiles:
+                return ShardTensor(self.layout, self._rank, self.full, in_full=True).parts
+            self._lease = shard.store.lease([shard.tiles[0].key])
+            shard = ShardTensor(self.layout, self._rank, self._lease.tensors[0], in_full=False)
+        if shard.memory.device == self.full.device:
+            return shard.parts
+        # Straight into this rank's place in the full buffer: from there the all-gather takes it.
+        places = ShardTensor(self.layout, self._rank, self.full, in_full=True).parts
+        for place, part in zip(places, shard.parts, strict=True):
+            place.copy_(part, non_blocking=True)
+        self._copied = torch.Event(self.full.device.type)
+        self._copied.record(torch.accelerator.current_stream(self.full.device))
+        return places
+
+    def finish_update(self) -> None:
+        """Wait for an update of the shard that is under way."""
+        if self.update is not None:
+            pending, self.update = self.update, None
+            with self._comm.stop_together():
+                pending.wait()
+
+    def gather_finish(self) -> None:
+        wait_all(self._pending)
+        self._pending.clear()
+        if self._copied is not None:
+            # An all-gather in between has waited already.
+            self._copied.wait(torch.accelerator.current_stream(self.full.device))
+        if self._lease is not None:
+            if self._copied is not None:  # what was lent is read until here
+                self._copied.synchronize()
+            self._lease.release()
+            self._lease = None
+        self._copied = None
+        if self.on_demand:
+            self.bind_views()
+
+    def forget_gather(self) -> None:
+        """A gather was broken off, and its connections are closed: what it had of other memory goes back."""
+        self._pending.clear()
+        if self._lease is not None:
+            self._lease.release()
+        self._lease = self._copied = None
+
+    def release(self) -> None:
+        """Point the parameters at placeholders and give the memory back. See [Note: Views outlive a release]."""
+        self._bind(self.placeholders)
+        self.full.untyped_storage().resize_(0)
+
+    def bind_views(self) -> None:
+        self._bind(self._views)
+        self.mark_written()
+
+    def _bind(self, places: list[torch.Tensor]) -> None:
+        self._bound = places
+        for param, place in zip(self.params, places, strict=True):
+            param.data = place
+
+    def mark_written(self) -> None:
+        """What was written so far is known."""
+        self._versions = [param._version for param in self.params]
+
+    def written(self) -> list[int]:
+        """Which whole parameters were written to in place since `mark_written`, by what torch counts."""
+        pairs = zip(self.params, self._versions, strict=True)
+        return [index for index, (param, known) in enumerate(pairs) if param._version != known]
+
+    def check_placeholders(self) -> None:
+        """Raise if somebody wrote to a released parameter (`zero_`, `fill_` and a 1-element write do not raise)."""
+        if self._ghost.is_meta:
+            return  # sizes without values: nothing can be written
+        untouched = torch.isnan(self._ghost)
+        if not untouched.all():
+            names = [slot.name for slot, same in zip(self.layout.slots, untouched.tolist(), strict=True) if not same]
+            self._ghost.fill_(torch.nan)
+            raise StateError(
+                f"rank {self._comm.rank}: sharded parameter(s) were written to while no rank held them whole, and the "
+                f"write is lost: {', '.join(names)}.\nWrite inside `with hf_zero.gathered_params(model, "
+                "write_rank=0):`, or before the model is handed to hf_zero."
+            )
+
+    def check_views(self) -> None:
+        """Raise if a parameter has left the buffer (`.to(dtype)`, `param.data = ...`): updates would miss it."""
+        bound = zip(self.layout.slots, self.params, self._bound, strict=True)
+        strays = [
+            slot.name
+            for slot, param, place in bound
+            if param.data_ptr() != place.data_ptr() or param.dtype != self.dtype
+        ]
+        if strays:
+            if self.on_demand:
+                self._bind(self._bound)
+            raise StateError(
+                f"rank {self._comm.rank}: parameter(s) were replaced or cast after hf_zero had taken the model over, "
+                f"and updates would not reach them: {', '.join(strays[:5])} ({len(strays)} in all).\nDo not call "
+                ".to(dtype) or .half(), nor assign param.data (vector_to_parameters does), on a model in training: "
+                "set the type before, or in the configuration (bf16.enabled), and values with hf_zero.set_full_param("
+                "model, tensor, name), or in place inside `with hf_zero.gathered_params(model, write_rank=0):`."
+            )
+
+    # ---------------------------------------------------------------- around the optimizer step
+    def refresh(self) -> None:
+        """Bring the parameters' type up to date with the master weights after an update."""
+        if self.master is None or self.master is self.shard:
+            return
+        if isinstance(self.master, StoredShard) and isinstance(self.shard, ShardTensor):
+            self.master.copy_into(self.shard)
+        else:
+            self.shard.copy_from(self.master)  # type: ignore[arg-type]
+
+    def whole_master(self) -> torch.Tensor:
+        """The masters of all ranks, 1-D [padded_numel], in their own type, on the device. All ranks must call."""
+        assert self.master is not None
+        whole = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self._device)
+        mine = ShardTensor(self.layout, self._rank, whole, in_full=True)
+        self.finish_update()
+        if isinstance(self.master, StoredShard):
+            with self._comm.stop_together():
+                self.master.copy_into(mine)
+        else:
+            mine.copy_from(self.master)
+        if self.layout.world_size > 1:
+            name = f"masters of {self.layout.name}"
+            parts = zip(self.layout.buckets(), mine.parts, strict=True)
+            wait_all([self._comm.all_gather(whole[at : at + numel], part, name) for (at, numel), part in parts])
+        return whole
+
+    def accept_whole(self) -> None:
+        """Take edits of the gathered parameters over into the shard. There must be no master: it would be rounded."""
+        if self.master is not None or not self.on_demand:
+            raise AssertionError(f"{self.layout.name} has more than a shard to bring up to date")
+        self.shard.copy_from(ShardTensor(self.layout, self._rank, self.full, in_full=True))
+
+    @property
+    def shard_is_on_host(self) -> bool:
+        """Whether the parameters' shard, where it is memory, is memory of the host."""
+        return self._comm.computes_on_host or (self.on_demand and not isinstance(self.home.param, DeviceStore))
+
+    @property
+    def rank(self) -> int:
+        """The rank whose shard this process holds; 0 where every rank holds everything."""
+        return self._rank
+
+    @property
+    def full_bytes(self) -> int:
+        return self.full.numel() * self.full.element_size()
+
+    def owned(self) -> dict[str, ShardTensor | StoredShard]:
+        """What this buffer keeps between uses, by what it is for."""
+        owned = {"parameters": self.shard}
+        if self.master is not None and self.master is not self.shard:
+            owned["master"] = self.master
+        return owned
+
+    def holds(self, index: int) -> bool:
+        """Whether a parameter is still what this buffer made it: its placeholder, or its view of the full buffer."""
+        param = self.params[index]
+        known = (self.placeholders[index], self._views[index])
+        return any(param.data_ptr() == mine.data_ptr() and param.shape == mine.shape for mine in known)
+
+    def detach(self) -> None:
+        """Give the (gathered) parameters memory of their own and forget the rest."""
+        for param, view in zip(self.params, self._views, strict=True):
+            param.data = view.clone()
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the full buffer and the shards; the parameters live elsewhere by now."""
+        for kind, store in (("param", self.home.param), ("master", self.home.master)):
+            if f"{self.layout.name}/{kind}" in store.usage():
+                store.drop(f"{self.layout.name}/{kind}")
+        for shard in self.owned().values():
+            if isinstance(shard, StoredShard):
+                shard.drop()
+        # Whoever still knows this buffer (an engine that another one replaces) must not keep the memory.
+        self.full = self.full.new_empty(0)
+        self._views, self.master = [], None
+        del self.shard
+
+
+def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a parameter is updated: fp64 stays, everything else is fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gather_resident(flats: Sequence[FlatBuffer]) -> None:
+    """Bring parameters that stay whole up to date from their owners. All ranks must call."""
+    gathering = []
+    for flat in flats:
+        if not flat.on_demand:
+            flat.finish_update()
+            if flat.layout.world_size > 1:
+                flat.gather_start()
+                gathering.append(flat)
+    for flat in gathering:
+        flat.gather_finish()

@@ -1,0 +1,224 @@
+"""Decides on which store every flat buffer keeps its shards, and makes the stores.
+
+| offload_optimizer | master weights and moments | update | | offload_param | parameter shard at stage 3 |
+|---|---|---|---|---|---|
+| none | device | torch | | none | device |
+| cpu | host | native, or torch | | cpu | host |
+| nvme | disk | native | | nvme | host up to max_in_cpu elements, then disk |
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.config.resolved import OffloadOptimizer, OffloadParam, ResolvedConfig
+from hf_zero.distributed.comm import Comm
+from hf_zero.errors import OffloadError, StateError
+from hf_zero.layout import UnitLayout
+from hf_zero.native.aio import AioSettings
+from hf_zero.sharding.flat_param import master_dtype_of
+from hf_zero.sharding.home import Home
+from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
+from hf_zero.storage.copy_stream import CopyStream
+from hf_zero.storage.staging_pool import page_rounded
+
+# Elements of one tile: large enough for a disk's full rate, small enough that a few of them are little memory.
+MAX_TILE_NUMEL = 1 << 22
+# Master and two moments: what a tile of the native update has on its store.
+_STATES = 3
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """What of the configuration decides where shards live."""
+
+    param: OffloadParam
+    optimizer: OffloadOptimizer
+    aio: AioSettings
+    sub_group_numel: int  # `sub_group_size`
+    native: bool  # offloaded states are updated by native code, not by torch on the host
+    broadcasts: bool  # `allgather_partitions` is false
+
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> OffloadSettings:
+        zero, aio = config.zero, config.aio
+        return cls(
+            param=zero.offload_param,
+            optimizer=zero.offload_optimizer,
+            aio=AioSettings(
+                block_size=aio.block_size,
+                queue_depth=aio.queue_depth,
+                threads=aio.intra_op_parallelism,
+                single_submit=aio.single_submit,
+                overlap_events=aio.overlap_events,
+            ),
+            sub_group_numel=zero.sub_group_size,
+            # torch's optimizers keep their state in memory.
+            native=config.force_native_adam or zero.offload_optimizer.device == "nvme",
+            broadcasts=not zero.allgather_partitions,
+        )
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A flat buffer that is to be made."""
+
+    layout: UnitLayout
+    dtype: torch.dtype
+    on_demand: bool
+
+
+class Homes:
+    """The stores of one engine. All ranks must construct it; what goes wrong on one rank is raised on all of them."""
+
+    def __init__(self, settings: OffloadSettings, comm: Comm, drafts: Sequence[Draft]) -> None:
+        self._settings = settings
+        self._comm = comm
+        self.device = DeviceStore(comm.device)
+        self._copies = self._make_copies()
+        self.host = self._make_host(pin=settings.optimizer.pin_memory or settings.param.pin_memory)
+        self._folders: dict[str, SwapFolder] = {}
+        self.disks: dict[str, ShardStore] = {}  # "optimizer", "parameters"
+        self._offloaded = self._choose_offloaded(drafts)
+        self._on_disk = self._choose_on_disk(drafts)
+        self._states: ShardStore = self.host
+        self._params: ShardStore = self.host
+        work = functools.partial(self._make_disks, drafts)
+        comm.together("offload folders", work, catch=(OffloadError,), raise_as=OffloadError)
+        # A model that is forgotten without a teardown takes its files with it; at exit the folders do so themselves.
+        self._closing = weakref.finalize(self, _close, self.disks, self._folders)
+        self._closing.atexit = False
+
+    # ---------------------------------------------------------------- who lives where
+    def home_of(self, draft: Draft) -> Home:
+        offloaded = draft.layout.name in self._offloaded
+        if not draft.on_demand or self._settings.param.device == "none":
+            param: ShardStore = self.device
+        else:
+            param = self._params if draft.layout.name in self._on_disk else self.host
+        return Home(
+            param=param,
+            master=self._states if offloaded else self.device,
+            native=offloaded and self._settings.native,
+            copies=self._copies,
+            tile_numel=max(1, min(self._settings.sub_group_numel, MAX_TILE_NUMEL)),
+            sub_group_numel=max(1, self._settings.sub_group_numel),
+            broadcasts=self._settings.broadcasts,
+        )
+
+    def admit(self, drafts: Sequence[Draft]) -> None:
+        """Find places for buffers that are made later, in the place of frozen ones.
+
+        Raises StateError where masters are on disk: the staging memory was cut for what was trained at first.
+        """
+        if self._settings.optimizer.device == "nvme":
+            raise StateError(
+                "parameters began to require gradients while optimizer states are on disk, which have no room for "
+                "them.\nLet them require gradients before the model is handed over, or use offload_optimizer cpu."
+            )
+        if self._settings.optimizer.device != "none":
+            self._offloaded |= {draft.layout.name for draft in drafts if draft.layout.trainable}
+        if self._on_disk:
+            self._on_disk |= {draft.layout.name for draft in drafts}
+
+    def _choose_offloaded(self, drafts: Sequence[Draft]) -> frozenset[str]:
+        """Names of the layouts whose masters leave the device: a share of `ratio` of the elements, whole buffers."""
+        if self._settings.optimizer.device == "none":
+            return frozenset()
+        trainable = [draft.layout for draft in drafts if draft.layout.trainable]
+        wanted = self._settings.optimizer.ratio * sum(layout.numel for layout in trainable)
+        chosen = set()
+        so_far = 0
+        for layout in trainable:
+            if so_far < wanted:
+                chosen.add(layout.name)
+                so_far += layout.numel
+        return frozenset(chosen)
+
+    def _choose_on_disk(self, drafts: Sequence[Draft]) -> frozenset[str]:
+        """Names of the layouts whose parameter shard is on disk: what `max_in_cpu` elements of memory do not hold."""
+        if self._settings.param.device != "nvme":
+            return frozenset()
+        chosen = set()
+        in_memory = 0
+        for draft in drafts:
+            if draft.on_demand and in_memory + draft.layout.shard_numel > self._settings.param.max_in_cpu:
+                chosen.add(draft.layout.name)
+            elif draft.on_demand:
+                in_memory += draft.layout.shard_numel
+        return frozenset(chosen)
+
+    # ---------------------------------------------------------------- stores
+    def _make_disks(self, drafts: Sequence[Draft]) -> None:
+        """The stores for masters and moments, and for parameter shards, where they are not the host's memory."""
+        optimizer, param = self._settings.optimizer, self._settings.param
+        if optimizer.device == "nvme":
+            one_tile = _STATES * page_rounded(self._state_tile_bytes(drafts))
+            self._states = self.disks["optimizer"] = self._make_disk(
+                optimizer.nvme_path,
+                "optimizer",
+                optimizer.buffer_count * one_tile,
+                pin=optimizer.pin_memory,
+                preallocate=not optimizer.fast_init,
+                read_ahead=optimizer.pipeline_read,
+                write_behind=optimizer.pipeline_write,
+            )
+        if self._on_disk:
+            sizes = [d.layout.shard_numel * d.dtype.itemsize for d in drafts if d.layout.name in self._on_disk]
+            itemsize = max(d.dtype.itemsize for d in drafts if d.layout.name in self._on_disk)
+            one = page_rounded(min(max(sizes), param.buffer_size * itemsize))
+            self._params = self.disks["parameters"] = self._make_disk(
+                param.nvme_path, "parameters", param.buffer_count * one, pin=param.pin_memory, preallocate=True
+            )
+
+    def _state_tile_bytes(self, drafts: Sequence[Draft]) -> int:
+        limit = max(1, min(self._settings.sub_group_numel, MAX_TILE_NUMEL))
+        mine = [draft for draft in drafts if draft.layout.name in self._offloaded]
+        return max((min(d.layout.shard_numel, limit) * master_dtype_of(d.dtype).itemsize for d in mine), default=1)
+
+    def _make_copies(self) -> CopyStream:
+        return CopyStream(self._comm.device)
+
+    def _make_host(self, *, pin: bool) -> HostStore:
+        return HostStore(self._comm.device, pin=pin)
+
+    def _make_disk(self, path: str | None, name: str, pool_bytes: int, *, pin: bool, **options: bool) -> ShardStore:
+        pool = StagingPool(max(pool_bytes, 1), device=self._comm.device, pin=pin)
+        return DiskStore(self._folder(path), name, aio=self._settings.aio, pool=pool, **options)
+
+    def _folder(self, path: str | None) -> SwapFolder:
+        assert path is not None  # the configuration was checked
+        if path not in self._folders:
+            self._folders[path] = SwapFolder(path, self._comm.rank)
+        return self._folders[path]
+
+    def host_bytes(self) -> int:
+        """Bytes on the host store, without copies that wait to be published."""
+        return sum(size for key, size in self.host.usage().items() if not key.endswith("/staged"))
+
+    def disk_bytes(self) -> int:
+        return sum(sum(disk.usage().values()) for disk in self.disks.values())
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Counters of the stores on disk: "optimizer", "parameters"."""
+        return {name: disk.stats() for name, disk in self.disks.items()}
+
+    @property
+    def closed(self) -> bool:
+        return not self._closing.alive
+
+    def close(self) -> None:
+        """Forget what is on disk and remove the files."""
+        self._closing()
+
+
+def _close(disks: dict[str, ShardStore], folders: dict[str, SwapFolder]) -> None:
+    for disk in disks.values():
+        disk.close()
+    for folder in folders.values():
+        folder.close()

@@ -1,0 +1,99 @@
+"""Moves parameters out of the units of former engines into new ones, a flat buffer at a time.
+
+A buffer that keeps its parameters at their places (only type, medium or trainability change) hands its shard over,
+with no communication. Any other cut gathers the old unit first: one unit more than the shards is in memory then. Where
+the old engine trained, values come from its master weights, which have more digits than 16-bit parameters.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.unit import ShardUnit, UnitState
+
+
+@dataclass(frozen=True)
+class _Place:
+    unit: ShardUnit
+    buffer: FlatBuffer
+    index: int
+
+
+class Succession:
+    """Where the values of a model's parameters are while its units change.
+
+    Invariant: an old buffer lives until all its parameters are in new ones, or have been replaced by the user.
+    """
+
+    def __init__(self, old: Iterable[ShardUnit]) -> None:
+        self._places: dict[int, _Place] = {}
+        self._left: collections.Counter[FlatBuffer] = collections.Counter()
+        self._masters: dict[FlatBuffer, torch.Tensor] = {}
+        for unit in old:
+            for buffer in unit.buffers:
+                self._left[buffer] = 0
+                for index, param in enumerate(buffer.params):
+                    if buffer.holds(index):  # else it was replaced, by a resize for one
+                        self._places[id(param)] = _Place(unit, buffer, index)
+                        self._left[buffer] += 1
+
+    def fill(self, buffer: FlatBuffer) -> None:
+        """Give `buffer` its first values. All ranks must call, in the same order."""
+        places = [self._places.get(id(param)) for param in buffer.params]
+        source = places[0].buffer if places and places[0] is not None else None
+        held = source is not None and all(id(param) in self._places for param in source.params)
+        exact = source is None or source.dtype == buffer.dtype or source.master is None or buffer.on_demand
+        if source is not None and held and exact and buffer.fits(source, buffer.params):
+            source.check_placeholders()
+            buffer.fill_from(source, share=True)
+        else:
+            for place, param in zip(places, buffer.params, strict=True):
+                if place is not None:
+                    _make_full(place.unit)
+                    if _has_more_digits(place.buffer):
+                        self._show_master(place, param)
+            buffer.fill_from_params()
+        self._moved(buffer.params)
+
+    def _show_master(self, place: _Place, param: nn.Parameter) -> None:
+        """Point `param` at its whole master weights, which the buffer keeps until all its parameters have moved."""
+        if place.buffer not in self._masters:
+            self._masters[place.buffer] = place.buffer.whole_master()
+        slot = place.buffer.layout.slots[place.index]
+        param.data = self._masters[place.buffer][slot.offset : slot.end].view(slot.shape)
+
+    def finish(self) -> None:
+        """Forget what no new buffer took: parameters that have left the model."""
+        for buffer in list(self._left):
+            buffer.discard()
+        self._left.clear()
+        self._masters.clear()
+        self._places.clear()
+
+    def _moved(self, params: Iterable[nn.Parameter]) -> None:
+        for param in params:
+            place = self._places.pop(id(param), None)
+            if place is None:
+                continue
+            self._left[place.buffer] -= 1
+            if self._left[place.buffer] == 0:
+                del self._left[place.buffer]
+                self._masters.pop(place.buffer, None)
+                place.buffer.discard()
+
+
+def _has_more_digits(buffer: FlatBuffer) -> bool:
+    return buffer.master is not None and buffer.master.dtype != buffer.dtype
+
+
+def _make_full(unit: ShardUnit) -> None:
+    if unit.on_demand and unit.state is UnitState.SHARDED:
+        with torch.no_grad():
+            unit.gather_start()
+            unit.gather_finish()

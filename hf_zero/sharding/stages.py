@@ -1,0 +1,51 @@
+"""THE table: what a ZeRO stage means. Nothing else asks which stage it is.
+
+ZeRO (Rajbhandari et al., 2020) is three independent choices, and a stage is one row of them:
+
+| stage | parameters | gradients | after the step |
+|---|---|---|---|
+| 0 | resident, replicated | all-reduce at the boundary | nothing |
+| 1 | resident | whole across micro-steps, reduce-scatter at the boundary | all-gather |
+| 2 | resident | reduce-scatter in every backward, accumulate in the shard | all-gather |
+| 3 | on demand | as stage 2 | nothing: the shard is the parameter |
+
+An optimizer that exchanges something smaller than gradients (OneBitAdam, stage 0) may turn the all-reduce of stage 0
+off while it trains: GradBuffer.stay_local.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_zero.sharding.partition import UnitKind
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The policy of one unit."""
+
+    on_demand: bool  # parameters are whole around their use only
+    sharded: bool  # each rank owns a part of parameters' master, gradient and optimizer state
+    eager: bool  # gradients are reduced in every backward, not only at the boundary
+
+
+_ROWS = {
+    0: UnitPlan(on_demand=False, sharded=False, eager=False),
+    1: UnitPlan(on_demand=False, sharded=True, eager=False),
+    2: UnitPlan(on_demand=False, sharded=True, eager=True),
+    3: UnitPlan(on_demand=True, sharded=True, eager=True),
+}
+
+
+def plan_unit(stage: int, kind: UnitKind, world_size: int, *, offloaded: bool) -> UnitPlan:
+    """The row for `stage`. Persistent units stay whole as at stage 2; so does all in a world of one, where there is
+    nothing to gather, unless the shards are `offloaded` to another medium than the device's memory.
+    """
+    if stage == 3 and (kind is UnitKind.PERSISTENT or (world_size == 1 and not offloaded)):
+        return _ROWS[2]
+    return _ROWS[stage]
+
+
+def keeps_small_parameters_whole(stage: int) -> bool:
+    """Whether the persistence thresholds apply."""
+    return stage == 3

@@ -1,0 +1,20 @@
+"""Where shards live."""
+
+from hf_zero.storage.base import Lease, ShardStore, StoreStats
+from hf_zero.storage.disk import DiskStore
+from hf_zero.storage.host import HostStore
+from hf_zero.storage.memory import DeviceStore, MemoryStore
+from hf_zero.storage.staging_pool import StagingPool
+from hf_zero.storage.swap_folder import SwapFolder
+
+__all__ = [
+    "DeviceStore",
+    "DiskStore",
+    "HostStore",
+    "Lease",
+    "MemoryStore",
+    "ShardStore",
+    "StagingPool",
+    "StoreStats",
+    "SwapFolder",
+]

@@ -1,0 +1,361 @@
+"""Shards in a file, behind host memory that is read ahead of use and written behind it.
+
+[Note: Who has the memory]
+A block of the staging pool is in one of three hands: of a lease, of a write that a release started, or of a read that
+`prefetch` started. Blocks of the last two can be reclaimed by whoever needs memory, so neither a pool full of them nor
+a prefetch that nobody uses can stop a lease. A lease takes over the block of its key where there is one: its read has
+been started already, or what is being written is the content.
+
+`_lock` guards the tables and is never held while a transfer or memory is waited for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from hf_zero.native.aio import AioSettings
+from hf_zero.storage.base import Lease, ShardStore, StoreStats
+from hf_zero.storage.disk_entry import Entry, Flight
+from hf_zero.storage.staging_pool import StagingBlock, StagingPool
+from hf_zero.storage.swap_folder import Region, SwapFile, SwapFolder
+
+
+class DiskStore(ShardStore):
+    """Keeps keys in one file; leases are CPU tensors in the memory of a staging pool.
+
+    A write lease that ends with an exception is not written: the key keeps its content. Contents live as long as the
+    process. A failed transfer makes its key unusable; a file that somebody removed or cut, the whole store.
+
+    Args:
+        folder: Where the file is made, as `<name>.swap`.
+        pool: Memory of the leases; may be shared with other stores.
+        preallocate: Reserve disk space in `create`, so that a full disk shows there; else a key gets its space when
+            it is first written.
+        read_ahead: Whether `prefetch` does anything.
+        write_behind: Whether a write goes on after `release` has returned.
+    """
+
+    can_stage = True
+
+    def __init__(
+        self,
+        folder: SwapFolder,
+        name: str,
+        *,
+        aio: AioSettings,
+        pool: StagingPool,
+        preallocate: bool,
+        read_ahead: bool = True,
+        write_behind: bool = True,
+    ) -> None:
+        self.path = folder.path / f"{name}.swap"
+        self._pool = pool
+        self._read_ahead = read_ahead
+        self._write_behind = write_behind
+        self._file = SwapFile(self.path, aio=aio, preallocate=preallocate)
+        self.engine = self._file.engine
+        self._lock = threading.Lock()
+        self._entries: dict[str, Entry] = {}
+        self._ahead: dict[Flight, None] = {}  # reads without a lease, in the order they were asked for
+        self._writes: dict[Flight, None] = {}  # in the order of their start
+        self._stats = StoreStats()
+        self._closed = False
+        pool.register(self)
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            return dataclasses.replace(self._stats)
+
+    def usage(self) -> dict[str, int]:
+        with self._lock:
+            return {key: entry.nbytes for key, entry in self._entries.items()}
+
+    def create(self, key: str, numel: int, dtype: torch.dtype) -> None:
+        with self._lock:
+            if key in self._entries:
+                raise AssertionError(f"{key} exists already")
+            self._entries[key] = Entry(key, numel, dtype, self._file.reserve(numel * dtype.itemsize))
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        if not self._read_ahead:
+            return
+        with self._lock:
+            for flight in [one for one in self._writes if one.transfer.poll()]:
+                self._settle(flight)
+            for key in keys:
+                entry = self._entries[key]
+                if entry.leased or entry.flight or entry.blank or entry.failure or not entry.nbytes:
+                    continue
+                block = self._pool.take(entry.region.nbytes, wait=False)
+                if block is None:
+                    return
+                entry.flight = self._read(entry, block)
+                self._ahead[entry.flight] = None
+
+    def lease(
+        self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
+    ) -> Lease:
+        if (overwrite or staged) and not write:
+            raise AssertionError("overwrite=True and staged=True need write=True")
+        aside = staged and overwrite
+        entries = self._claim(keys, write=write, staged=staged, aside=aside)
+        blocks: dict[Entry, StagingBlock] = {}
+        try:
+            self._take_over(entries, blocks, aside=aside)
+            if not aside:
+                self._fill(entries, blocks, read=not overwrite, write=write)
+            if staged:
+                self._make_room_for_staged(entries)
+        except BaseException:
+            self._finish(entries, blocks, keep=False, staged=False, aside=aside)
+            raise
+        tensors = [entry.tensor(blocks.get(entry)) for entry in entries]
+        return Lease(
+            tensors, lambda keep: self._finish(entries, blocks, keep=write and keep, staged=staged, aside=aside)
+        )
+
+    def _claim(self, keys: Sequence[str], *, write: bool, staged: bool, aside: bool) -> list[Entry]:
+        with self._lock:
+            self._check_file()
+            entries = [self._entries[key] for key in keys]
+            for entry in entries:
+                for flight in (entry.flight, entry.staged_flight):
+                    if flight is not None and flight.transfer.poll():
+                        self._record(flight)
+                entry.check()
+                if (entry.aside if aside else entry.leased) or keys.count(entry.key) > 1:
+                    raise AssertionError(f"{entry.key} is leased already")
+                if write and not staged and entry.staged is not None:
+                    raise AssertionError(f"{entry.key} has a staged write: commit or roll back first")
+            for entry in entries:
+                if aside:
+                    entry.aside = True
+                    continue
+                entry.leased = True
+                if entry.flight is not None:
+                    self._ahead.pop(entry.flight, None)
+            return entries
+
+    def _take_over(self, entries: list[Entry], blocks: dict[Entry, StagingBlock], *, aside: bool) -> None:
+        """Memory for every key: that of its read or write under way, or new memory, which may be waited for."""
+        for entry in entries:
+            if entry.flight is not None and not aside:
+                blocks[entry] = entry.flight.block
+                self._pool.pass_on(entry.flight.block, to_thread=True)
+        missing = [entry for entry in entries if entry.nbytes and entry not in blocks]
+        started = time.perf_counter()
+        blocks.update(zip(missing, self._pool.take_all([entry.region.nbytes for entry in missing]), strict=True))
+        with self._lock:
+            self._stats.memory_wait_s += time.perf_counter() - started
+
+    def _fill(self, entries: list[Entry], blocks: dict[Entry, StagingBlock], *, read: bool, write: bool) -> None:
+        """Return when the blocks hold the contents (`read`) and nothing but the lease uses them (`write`)."""
+        with self._lock:
+            for entry in entries:
+                if read and entry.flight is None and entry in blocks and not entry.blank:
+                    entry.flight = self._read(entry, blocks[entry])
+        for entry in entries:
+            flight = entry.flight
+            if flight is None:
+                if read and entry.blank:
+                    entry.tensor(blocks.get(entry)).zero_()
+            elif write or not flight.is_write:  # what is being written may be looked at, but not changed
+                self._await(flight)
+
+    def _await(self, flight: Flight) -> None:
+        """Wait for a transfer of a leased key; after that its block is the lease's alone."""
+        self._wait(flight)
+        with self._lock:
+            self._writes.pop(flight, None)
+            flight.entry.flight = None
+            self._record(flight)
+        flight.entry.check()
+
+    def _make_room_for_staged(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            if entry.staged_flight is not None:  # the new write replaces it
+                self._end_write(entry.staged_flight)
+                entry.check()
+            with self._lock:
+                entry.staged = entry.staged or self._file.reserve(entry.nbytes)
+
+    def _finish(
+        self, entries: list[Entry], blocks: dict[Entry, StagingBlock], *, keep: bool, staged: bool, aside: bool
+    ) -> None:
+        """The end of a lease: start its writes, or hand back its memory."""
+        writes = []
+        for entry in entries:
+            # The lease failed while it was read.
+            if not aside and entry.flight is not None and not entry.flight.is_write:
+                entry.flight.transfer.wait()
+                entry.flight = None
+        with self._lock:
+            for entry in entries:
+                if aside:
+                    entry.aside = False
+                else:
+                    entry.leased = False
+                block = blocks.get(entry)
+                if block is None:
+                    continue
+                if entry.flight is not None and not aside:  # a write that this lease only looked at
+                    self._pool.pass_on(block, to_thread=False)
+                    if entry.flight.transfer.finished:
+                        self._settle(entry.flight)
+                elif keep and not self._closed:
+                    self._pool.pass_on(block, to_thread=False)
+                    writes.append(self._write(entry, block, staged=staged))
+                else:
+                    self._pool.give(block)
+        if not self._write_behind:
+            for flight in writes:
+                self._end_write(flight)
+
+    def flush(self) -> None:
+        with self._lock:
+            writes = list(self._writes)
+        for flight in writes:
+            self._end_write(flight)
+        with self._lock:
+            self._check_file()
+            for entry in self._entries.values():
+                entry.check()
+
+    def commit(self, keys: Sequence[str]) -> None:
+        with self._lock:
+            entries = [self._not_leased(key) for key in keys]
+            for entry in entries:
+                entry.check()
+                if entry.staged is None:
+                    raise AssertionError(f"nothing is staged for {entry.key}")
+            old = [(entry.flight, entry.region) for entry in entries]
+            for entry in entries:
+                assert entry.staged is not None  # or the key was given twice
+                entry.region, entry.staged = entry.staged, None
+                entry.flight, entry.staged_flight = entry.staged_flight, None
+                entry.blank = False
+        for flight, region in old:
+            self._retire(flight, region)
+
+    def rollback(self, keys: Sequence[str]) -> None:
+        with self._lock:
+            entries = [self._not_leased(key) for key in keys]
+            old = [(entry.staged_flight, entry.staged) for entry in entries]
+            for entry in entries:
+                entry.staged = entry.staged_flight = None
+        for flight, region in old:
+            self._retire(flight, region)
+
+    def drop(self, key: str) -> None:
+        with self._lock:
+            entry = self._not_leased(key)
+            del self._entries[key]
+        self._retire(entry.flight, entry.region)
+        self._retire(entry.staged_flight, entry.staged)
+
+    def close(self) -> None:
+        if self._closed or not self._file.is_ours:
+            return
+        with self._lock:
+            self._closed = True
+            flights = [*self._ahead, *self._writes]
+        for flight in flights:
+            self._retire(flight, None)
+        self._pool.unregister(self)
+        self._file.close()
+
+    # ---------------------------------------------------------------- memory for others (Reclaimer)
+    def reclaim_written(self) -> bool:
+        with self._lock:
+            usable = [flight for flight in self._writes if not flight.leased]
+            flight = next((one for one in usable if one.transfer.poll()), usable[0] if usable else None)
+        if flight is not None:
+            self._end_write(flight)
+        return flight is not None
+
+    def reclaim_prefetched(self) -> bool:
+        with self._lock:
+            if not self._ahead:
+                return False
+            flight, _ = self._ahead.popitem()  # the last one is needed latest
+            flight.leave()
+        flight.transfer.wait()
+        self._pool.give(flight.block)
+        return True
+
+    def _end_write(self, flight: Flight) -> None:
+        self._wait(flight)
+        with self._lock:
+            self._settle(flight)
+
+    def _wait(self, flight: Flight) -> None:
+        started = time.perf_counter()
+        flight.transfer.wait()
+        waited = time.perf_counter() - started
+        with self._lock:
+            if flight.is_write:
+                self._stats.write_wait_s += waited
+            else:
+                self._stats.read_wait_s += waited
+
+    def _retire(self, flight: Flight | None, region: Region | None) -> None:
+        """Give back the memory of a transfer, and the room of a content that is no longer needed."""
+        if flight is not None:
+            flight.transfer.wait()
+        with self._lock:
+            if flight is not None and flight in self._ahead:
+                del self._ahead[flight]
+                flight.leave()
+                self._pool.give(flight.block)
+            elif flight is not None:
+                self._settle(flight)
+            if region is not None:
+                self._file.release(region)
+
+    # ---------------------------------------------------------------- below: the lock is held
+    def _settle(self, flight: Flight) -> None:
+        """Note the result of a write that has ended, and give its memory back unless a lease has it."""
+        self._record(flight)
+        if flight in self._writes and not flight.leased:
+            del self._writes[flight]
+            flight.leave()
+            self._pool.give(flight.block)
+
+    def _not_leased(self, key: str) -> Entry:
+        entry = self._entries[key]
+        if entry.leased or entry.aside:
+            raise AssertionError(f"{key} is leased")
+        return entry
+
+    def _record(self, flight: Flight) -> None:
+        if flight.transfer.error is not None and flight.entry.failure is None:
+            flight.entry.failure = str(flight.transfer.error)
+
+    def _read(self, entry: Entry, block: StagingBlock) -> Flight:
+        self._stats.reads += 1
+        self._stats.bytes_read += entry.nbytes
+        return Flight(entry, block, self._file.read(block.memory, entry.region, entry.key), is_write=False)
+
+    def _write(self, entry: Entry, block: StagingBlock, *, staged: bool) -> Flight:
+        self._stats.writes += 1
+        self._stats.bytes_written += entry.nbytes
+        region = entry.staged if staged else entry.region
+        assert region is not None
+        flight = Flight(entry, block, self._file.write(block.memory, region, entry.key), is_write=True)
+        self._writes[flight] = None
+        if staged:
+            entry.staged_flight = flight
+        else:
+            entry.flight = flight
+            entry.blank = False
+        return flight
+
+    def _check_file(self) -> None:
+        if self._closed:
+            raise AssertionError(f"{self.path} is closed")
+        self._file.check()

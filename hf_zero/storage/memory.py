@@ -1,0 +1,66 @@
+"""Shards that stay in memory: of the compute device, and what a store in the host's memory has in common with it."""
+
+from __future__ import annotations
+
+import abc
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from hf_zero.storage.base import Lease, ShardStore
+
+
+class MemoryStore(ShardStore):
+    """Every shard is one tensor; a lease hands out the tensor itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device  # the one that computes
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    @abc.abstractmethod
+    def _allocate(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros."""
+
+    def create(self, key: str, numel: int, dtype: torch.dtype) -> None:
+        if key in self._tensors:
+            raise AssertionError(f"{key} exists already")
+        self._tensors[key] = self._allocate(key, numel, dtype)
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The one tensor behind `key`; it stays where it is until `drop`, so an optimizer may hold views of it."""
+        return self._tensors[key]
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        return None
+
+    def lease(
+        self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
+    ) -> Lease:
+        if staged:
+            raise AssertionError(f"{type(self).__name__} cannot stage writes (can_stage is False)")
+        if overwrite and not write:
+            raise AssertionError("overwrite=True needs write=True")
+        return Lease([self._tensors[key] for key in keys])
+
+    def flush(self) -> None:
+        return None
+
+    def drop(self, key: str) -> None:
+        del self._tensors[key]
+
+    def usage(self) -> dict[str, int]:
+        return {key: tensor.numel() * tensor.element_size() for key, tensor in self._tensors.items()}
+
+
+class DeviceStore(MemoryStore):
+    """Shards on the device that computes."""
+
+    def _allocate(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.device.type != "cpu" or not numel:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        # Pages of zeros, made in one go: torch.zeros would fault on each of them and write it once more. Small ones,
+        # unlike numpy's: where memory is fragmented, the kernel takes long to find huge ones.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+        pages = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
+        return torch.frombuffer(pages, dtype=dtype)
