@@ -4,7 +4,7 @@ Pure integer arithmetic: no torch, no processes, no devices, no IO. The runtime,
 tools all take offsets from here, so a change in this file is a change of the checkpoint format (bump FORMAT_VERSION).
 
 [Note: Flat layout]
-A unit's parameters lie one behind the other in one flat buffer of `padded_numel` elements, each starting at a
+A unit's parameters lie one behind the other in one flat parameter of `padded_numel` elements, each starting at a
 multiple of ALIGN. The buffer is cut into buckets of `bucket_numel` elements (the last one may be shorter); a bucket is
 what one collective moves. Rank r owns the r-th of `world_size` equal parts of every bucket, and its shard is those
 parts one behind the other:
@@ -13,7 +13,7 @@ parts one behind the other:
     rank 0 | r0 r0 | r0 r0 | r0 |          rank 1 | r1 r1 | r1 r1 | r1 |
 
 So a bucket of the full buffer and the part of it in a shard are both contiguous: an all-gather or a reduce-scatter
-needs no copy, whatever the bucket size. Offsets in a shard grow with offsets in the flat buffer, so the elements of
+needs no copy, whatever the bucket size. Offsets in a shard grow with offsets in the flat parameter, so the elements of
 one parameter in one shard are one contiguous run (of pieces that are apart in the parameter where buckets cut it).
 """
 
@@ -36,11 +36,11 @@ ALIGN = 8
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a unit's flat buffer."""
+    """One parameter's place in a unit's flat parameter."""
 
     name: str
     shape: tuple[int, ...]
-    offset: int  # elements from the start of the flat buffer
+    offset: int  # elements from the start of the flat parameter
 
     @property
     def numel(self) -> int:
@@ -59,7 +59,7 @@ class Piece:
     start: int  # first element, in the flattened parameter
     numel: int
     shard_offset: int  # elements from the start of the owning rank's shard
-    flat_offset: int  # elements from the start of the unit's flat buffer
+    flat_offset: int  # elements from the start of the unit's flat parameter
 
     @property
     def end(self) -> int:
@@ -83,7 +83,7 @@ class Run:
         return sum(piece.numel for piece in self.pieces)
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         return self.numel == math.prod(self.shape)
 
 
@@ -97,9 +97,9 @@ class OwnedRange:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The flat buffer of one unit: where its parameters lie, and which rank owns what. See [Note: Flat layout].
+    """The flat parameter of one unit: where its parameters lie, and which rank owns what. See [Note: Flat layout].
 
-    Invariants: the shards of all ranks tile [0, padded_numel) of the flat buffer; every element of every parameter has
+    Invariants: the shards of all ranks tile [0, padded_numel) of the flat parameter; each element of a parameter has
     exactly one owner; two ranks that built the same model compute the same `digest()`.
     """
 
@@ -162,13 +162,13 @@ class UnitLayout:
         return -(-self.padded_numel // self.bucket_numel)
 
     def buckets(self) -> Iterator[tuple[int, int]]:
-        """(start, numel) of every bucket in the flat buffer; in a shard both are divided by world_size."""
+        """(start, numel) of every bucket in the flat parameter; in a shard both are divided by world_size."""
         for start in range(0, self.padded_numel, self.bucket_numel):
             yield start, min(self.bucket_numel, self.padded_numel - start)
 
     # ---------------------------------------------------------------- ownership
     def shard_range(self, rank: int) -> list[tuple[int, int]]:
-        """(start, end) in the flat buffer of every part that `rank` owns, in shard order."""
+        """(start, end) in the flat parameter of every part that `rank` owns, in shard order."""
         ranges = []
         for start, numel in self.buckets():
             part = numel // self.world_size

@@ -1,4 +1,4 @@
-"""Ways to gather and to scatter one flat buffer over gloo, in turn: what hf_zero/distributed/comm.py chooses from.
+"""Ways to gather and to scatter one flat parameter over gloo, in turn: what hf_zero/distributed/comm.py chooses from.
 
     python scripts/bench_comm.py                     # 12.6 M fp32 elements on 2 ranks
     python scripts/bench_comm.py --ranks 4 --numel 50000000 --rounds 9

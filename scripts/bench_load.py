@@ -98,7 +98,7 @@ def run_rank(variant: str, folder: str, out: str) -> None:
     else:
         dist.init_process_group("gloo")
     if variant == "ours":
-        from hf_zero.hf.models import patches as model_seams  # noqa: F401
+        from hf_zero.hf.models import patches as model_patch_points  # noqa: F401
         from hf_zero.hf.trainer import trainer  # noqa: F401
     if variant == "fsdp2":
         from torch.distributed.fsdp import fully_shard  # noqa: F401

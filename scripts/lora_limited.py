@@ -44,7 +44,7 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import LlamaForCausalLM
 
     import hf_zero
-    from hf_zero.hf.models import patches as model_seams  # noqa: F401  (imports before the limit is set)
+    from hf_zero.hf.models import patches as model_patch_points  # noqa: F401  (imports before the limit is set)
     from hf_zero.hf.trainer import trainer  # noqa: F401  (imports before the limit is set)
 
     total, _ = sizes(args.folder)

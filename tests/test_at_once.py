@@ -50,7 +50,7 @@ def gather_and_check(comm: Comm) -> int:
             for number, (full, part) in enumerate(gathers):
                 full.fill_(99)
                 part.copy_(part_of(comm.rank, number, turn))
-            with comm.at_once("parts"):
+            with comm.coalesced("parts"):
                 pending = [comm.all_gather(full, part, "a part") for full, part in gathers]
             for one in pending:
                 one.wait()
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_before_it_was_read_is_said() -> None:
 def leave_the_block() -> list[int]:
     """An error inside leaves nothing behind: the next gathers are whole."""
     comm = Comm.join()
-    with pytest.raises(KeyError), comm.at_once("parts"):
+    with pytest.raises(KeyError), comm.coalesced("parts"):
         raise KeyError("of every rank")
     return [gather_and_check(comm)]
 

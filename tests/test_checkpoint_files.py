@@ -19,7 +19,7 @@ from hf_zero.checkpoint.manifest import (
     TensorInfo,
     encode_manifest,
     manifest_path,
-    newest_whole_checkpoint,
+    newest_complete_checkpoint,
     read_manifest,
     zero_folder,
 )
@@ -70,10 +70,10 @@ def test_weights_are_read_in_the_type_asked_for(tmp_path: Path) -> None:
         for name, param in model.params.items():
             stored = model.state[name].get("master", param)
             for dtype in (torch.float32, torch.bfloat16, torch.float64):
-                assert_same(reader.read_whole(name, dtype), stored.to(dtype))
+                assert_same(reader.read_full(name, dtype), stored.to(dtype))
             assert name in reader
             assert dict(reader.scalars(name)) == (model.scalars.get(name, {}) if param.numel() else {})
-        assert_same(reader.read_whole("head.weight", torch.float32), model.state["root.p0"]["master"])
+        assert_same(reader.read_full("head.weight", torch.float32), model.state["root.p0"]["master"])
         assert "unknown" not in reader
 
 
@@ -127,7 +127,7 @@ def test_non_contiguous_tensors_are_written(tmp_path: Path) -> None:
     info = SaveInfo(world_size=1, stage=0, layouts=(layout,), params=(TensorInfo("w", (6,), "float32"),))
     commit(tmp_path, build_manifest(info, [record]))
     with open_checkpoint(tmp_path) as reader:
-        assert_same(reader.read_whole("w", torch.float32), strided.contiguous())
+        assert_same(reader.read_full("w", torch.float32), strided.contiguous())
 
 
 def write_and_read_in_little_memory(folder: Path) -> None:
@@ -167,8 +167,8 @@ def test_missing_manifest_offers_the_newest_whole_checkpoint(tmp_path: Path) -> 
         open_checkpoint(tmp_path / "checkpoint-15")
     with pytest.raises(CheckpointError, match=r"inside it is .*checkpoint-10\.$"):
         open_checkpoint(tmp_path)
-    assert newest_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
-    assert newest_whole_checkpoint(tmp_path / "nowhere") is None
+    assert newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    assert newest_complete_checkpoint(tmp_path / "nowhere") is None
     with pytest.raises(CheckpointError, match=r"manifest.json is missing\.$"):
         open_checkpoint(tmp_path / "checkpoint-5" / "zero")
 

@@ -80,7 +80,7 @@ def expected(engine: ZeroEngine, setting: Setting) -> Counts:
 
 
 def _times(setting: Setting, kind: str, trainable: bool, a: int) -> list[tuple[str, int]]:
-    """How often each collective runs over one flat buffer."""
+    """How often each collective runs over one flat parameter."""
     on_demand = setting.stage == 3 and kind != "persistent"
     if setting.evaluate:
         return [("all_gather", 1 if on_demand else 0)]

@@ -110,7 +110,7 @@ def test_a_run_is_contiguous_in_the_shard(layout: UnitLayout) -> None:
                 assert piece.shard_offset == position
                 position += piece.numel
             assert position == run.shard_offset + run.numel
-            assert run.is_whole == (run.numel == math.prod(SHAPES[run.name]))
+            assert run.is_unsharded == (run.numel == math.prod(SHAPES[run.name]))
 
 
 def test_locate_agrees_with_pieces(layout: UnitLayout) -> None:

@@ -116,7 +116,7 @@ def read_all(folder: Path, model: WholeModel) -> None:
             assert set(reader.kinds(name)) == (set(model.state[name]) if param.numel() else set()), name
             weight = model.state[name].get("master", model.state[name].get("param"))
             assert weight is not None
-            assert_same(reader.read_whole(name, weight.dtype), weight)
+            assert_same(reader.read_full(name, weight.dtype), weight)
         assert {info.name for info in reader.manifest.buffers} == model.buffers.keys()
         for name, buffer in model.buffers.items():
             assert_same(reader.read_buffer(name), buffer)

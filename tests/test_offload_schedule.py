@@ -126,8 +126,8 @@ def test_delayed_update(stage: int, first: int, tmp_path: Path) -> None:
         losses, weights = run_ranks(train_delayed, 2, stage, offload, clip, params, timeout=60)[0]
         assert losses == pytest.approx(want_losses, rel=1e-9)
         assert_near(weights, want)
-        at_once = delayed_reference(STEPS, clip)[0]
-        assert losses[first + 2] != pytest.approx(at_once[first + 2], rel=1e-6), "nothing was delayed"
+        coalesced = delayed_reference(STEPS, clip)[0]
+        assert losses[first + 2] != pytest.approx(coalesced[first + 2], rel=1e-6), "nothing was delayed"
 
 
 # -------------------------------------------------------------------- what undoes an update that began in backward

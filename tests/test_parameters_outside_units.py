@@ -1,4 +1,4 @@
-"""What lies beside the flat buffers: integer parameters, and modules that move their weights by themselves."""
+"""What lies beside the flat parameters: integer parameters, and modules that move their weights by themselves."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def fill(store: DiskStore, num_keys: int, numel: int) -> list[str]:
 
 
 def stage(store: DiskStore, key: str, value: float) -> None:
-    with store.lease([key], write=True, staged=True) as lease:
-        lease.tensors[0].fill_(value)
+    with store.borrow([key], write=True, staged=True) as borrow:
+        borrow.tensors[0].fill_(value)
 
 
 def until(condition: Any, what: str) -> None:
@@ -83,9 +83,9 @@ def test_staging_again_starts_from_the_content_and_replaces(tmp_path: Path) -> N
     with disk_store(tmp_path) as store:
         fill(store, 1, 5000)
         stage(store, "k0", 5)
-        with store.lease(["k0"], write=True, staged=True) as lease:
-            assert torch.equal(lease.tensors[0], pattern(5000, torch.float32, 0))
-            lease.tensors[0].fill_(6)
+        with store.borrow(["k0"], write=True, staged=True) as borrow:
+            assert torch.equal(borrow.tensors[0], pattern(5000, torch.float32, 0))
+            borrow.tensors[0].fill_(6)
         store.flush()
         store.commit(["k0"])
         assert torch.equal(get(store, "k0"), torch.full((5000,), 6.0))
@@ -132,17 +132,17 @@ def test_staging_out_of_order_is_refused(tmp_path: Path) -> None:
             store.commit(["k0"])
         stage(store, "k0", 5)
         with pytest.raises(AssertionError, match="commit or roll back"):
-            store.lease(["k0"], write=True)
-        with store.lease(["k0"]), pytest.raises(AssertionError, match="leased"):
+            store.borrow(["k0"], write=True)
+        with store.borrow(["k0"]), pytest.raises(AssertionError, match="borrowed"):
             store.commit(["k0"])
 
 
-# -------------------------------------------------------------------- leases
+# -------------------------------------------------------------------- borrowed
 def test_an_exception_keeps_the_content(tmp_path: Path) -> None:
     with disk_store(tmp_path) as store:
         fill(store, 1, 5000)
-        with pytest.raises(ZeroDivisionError), store.lease(["k0"], write=True) as lease:
-            lease.tensors[0].fill_(float("nan"))
+        with pytest.raises(ZeroDivisionError), store.borrow(["k0"], write=True) as borrow:
+            borrow.tensors[0].fill_(float("nan"))
             raise ZeroDivisionError
         assert torch.equal(get(store, "k0"), pattern(5000, torch.float32, 0))
 
@@ -150,11 +150,11 @@ def test_an_exception_keeps_the_content(tmp_path: Path) -> None:
 def test_a_key_is_leased_once_at_a_time(tmp_path: Path) -> None:
     with disk_store(tmp_path) as store:
         fill(store, 2, 5000)
-        with store.lease(["k0"]):
+        with store.borrow(["k0"]):
             for keys in (["k0"], ["k1", "k0"], ["k1", "k1"]):
-                with pytest.raises(AssertionError, match="leased already"):
-                    store.lease(keys)
-            with pytest.raises(AssertionError, match="leased"):
+                with pytest.raises(AssertionError, match="borrowed already"):
+                    store.borrow(keys)
+            with pytest.raises(AssertionError, match="borrowed"):
                 store.drop("k0")
         assert torch.equal(get(store, "k1"), pattern(5000, torch.float32, 1))
 
@@ -183,7 +183,7 @@ def test_prefetch_stops_where_the_pool_ends(tmp_path: Path) -> None:
         keys = fill(store, 5, 5000)  # 20 KiB each
         store.prefetch(keys)
         assert store.stats().reads == 3
-        with store.lease(keys[3:]):  # room comes from what was read ahead last
+        with store.borrow(keys[3:]):  # room comes from what was read ahead last
             assert store.stats().reads == 5
         get(store, "k0")
         assert store.stats().reads == 5
@@ -257,8 +257,8 @@ def test_the_pool_bounds_memory(tmp_path: Path) -> None:
         for _ in range(3):
             for i, key in enumerate(keys):
                 store.prefetch(keys[i : i + 4])
-                with store.lease([key], write=True) as lease:
-                    lease.tensors[0].add_(1)
+                with store.borrow([key], write=True) as borrow:
+                    borrow.tensors[0].add_(1)
         assert 48 * KIB < pool.peak_bytes <= 64 * KIB
         assert pool.budget_bytes == 64 * KIB
     assert pool.used_bytes == 0
@@ -284,10 +284,10 @@ def test_one_thread_may_hold_more_than_the_pool(tmp_path: Path) -> None:
     started = time.monotonic()
     with disk_store(tmp_path, pool) as store:
         keys = fill(store, 4, 5000)
-        leases = [store.lease([key], write=True) for key in keys]
+        borrowed = [store.borrow([key], write=True) for key in keys]
         assert pool.budget_bytes == 80 * KIB
-        for lease in leases:
-            lease.release()
+        for borrow in borrowed:
+            borrow.release()
     assert time.monotonic() - started < 5, "it waited for itself"
 
 
@@ -300,9 +300,9 @@ def test_two_threads_that_wait_for_each_other(tmp_path: Path) -> None:
         both = threading.Barrier(2)
 
         def work(first: str, second: str) -> None:
-            with store.lease([first], write=True):
+            with store.borrow([first], write=True):
                 both.wait(10)
-                with store.lease([second], write=True):
+                with store.borrow([second], write=True):
                     time.sleep(0.01)
 
         run_threads([lambda: work(keys[0], keys[1]), lambda: work(keys[2], keys[3])])
@@ -314,7 +314,7 @@ def test_a_thread_waits_for_the_lease_of_another(tmp_path: Path) -> None:
     pool = StagingPool(40 * KIB, device=CPU, pin=False)
     with disk_store(tmp_path, pool) as store:
         keys = fill(store, 3, 5000)
-        held = store.lease(keys[:2])
+        held = store.borrow(keys[:2])
         seconds = []
 
         def work() -> None:
@@ -338,13 +338,13 @@ def test_a_lease_held_while_another_thread_is_joined(tmp_path: Path, monkeypatch
     pool = StagingPool(40 * KIB, device=CPU, pin=False)
     with disk_store(tmp_path, pool) as store:
         keys = fill(store, 3, 5000)
-        with store.lease(keys[:2]):
+        with store.borrow(keys[:2]):
             run_threads([lambda: put(store, keys[2], torch.ones(5000))])
         assert pool.budget_bytes == 60 * KIB
 
 
 def test_a_large_request_is_not_starved(tmp_path: Path) -> None:
-    """Two threads that go from lease to lease leave no moment at which nobody has memory, except to who waits."""
+    """Two threads that go from borrow to borrow leave no moment at which nobody has memory, except to who waits."""
     pool = StagingPool(40 * KIB, device=CPU, pin=False)
     with disk_store(tmp_path, pool) as store:
         keys = fill(store, 4, 5000)
@@ -352,7 +352,7 @@ def test_a_large_request_is_not_starved(tmp_path: Path) -> None:
 
         def cycle(key: str) -> None:
             while not stop.is_set():
-                with store.lease([key]):
+                with store.borrow([key]):
                     time.sleep(0.002)
 
         threads = [threading.Thread(target=cycle, args=(key,), daemon=True) for key in keys[:2]]
@@ -361,7 +361,7 @@ def test_a_large_request_is_not_starved(tmp_path: Path) -> None:
         time.sleep(0.02)
         started = time.monotonic()
         for _ in range(10):
-            with store.lease(keys[2:]):
+            with store.borrow(keys[2:]):
                 pass
         seconds = time.monotonic() - started
         stop.set()
@@ -378,6 +378,6 @@ def test_two_stores_share_a_pool(tmp_path: Path) -> None:
         fill(two, 10, 5000)
         for i in range(10):
             one.prefetch(keys[i : i + 3])
-            with two.lease([keys[i]]) as lease, one.lease([keys[i]]) as other:
-                assert torch.equal(lease.tensors[0], other.tensors[0])
+            with two.borrow([keys[i]]) as borrow, one.borrow([keys[i]]) as other:
+                assert torch.equal(borrow.tensors[0], other.tensors[0])
     assert pool.budget_bytes == 64 * KIB

@@ -68,9 +68,9 @@ def test_a_full_disk_at_a_write_poisons_the_key(tmp_path: Path) -> None:
             assert str(store.path) in str(caught.value)
             assert "offset" in str(caught.value)
             with pytest.raises(OffloadError, match="No space left"):
-                store.lease(["bad"])
+                store.borrow(["bad"])
             with pytest.raises(OffloadError, match="No space left"):
-                store.lease(["bad"], write=True, overwrite=True)
+                store.borrow(["bad"], write=True, overwrite=True)
         store.prefetch(["bad"])
         assert torch.equal(get(store, "good"), torch.ones(64 * KIB))
         store.drop("bad")
@@ -101,7 +101,7 @@ def test_somebody_touches_the_file(tmp_path: Path, damage: str) -> None:
         else:
             os.truncate(store.path, 4096)
         for _ in range(2):
-            for use in (lambda: store.lease(["k0"]), store.flush, lambda: store.lease(["k1"], write=True)):
+            for use in (lambda: store.borrow(["k0"]), store.flush, lambda: store.borrow(["k1"], write=True)):
                 with pytest.raises(OffloadError, match=damage) as caught:
                     use()
                 assert str(store.path) in str(caught.value)
@@ -118,7 +118,7 @@ def test_a_read_that_fails_poisons_its_key_only(tmp_path: Path) -> None:
         os.truncate(store.path, size)
         for _ in range(2):
             with pytest.raises(OffloadError, match="k1 could not be read") as caught:
-                store.lease(["k0", "k1"])
+                store.borrow(["k0", "k1"])
             assert str(store.path) in str(caught.value)
         assert torch.equal(get(store, "k0"), pattern(5000, torch.float32, 0))
         with pytest.raises(OffloadError, match="k1 could not be read"):
@@ -167,16 +167,16 @@ store = DiskStore(folder, "opt", aio=AioSettings(), pool=pool, preallocate=True)
 keys = [f"k{i}" for i in range(30)]
 for i, key in enumerate(keys):
     store.create(key, 30_001, torch.float32)
-    with store.lease([key], write=True) as lease:
-        lease.tensors[0].fill_(i + 100 * int(sys.argv[2]))
+    with store.borrow([key], write=True) as borrow:
+        borrow.tensors[0].fill_(i + 100 * int(sys.argv[2]))
 print(folder.path, flush=True)
 """
 _WAIT = "sys.stdin.readline()\n"
 _CHECK = """
 for i, key in enumerate(keys):
     store.prefetch(keys[i : i + 2])
-    with store.lease([key]) as lease:
-        assert (lease.tensors[0] == i + 100 * int(sys.argv[2])).all(), key
+    with store.borrow([key]) as borrow:
+        assert (borrow.tensors[0] == i + 100 * int(sys.argv[2])).all(), key
 """
 
 

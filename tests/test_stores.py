@@ -1,4 +1,4 @@
-"""What every store promises, run against each of them: values under keys, leases, space, usage."""
+"""What every store promises, run against each of them: values under keys, borrowed, space, usage."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def pattern(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def put(store: ShardStore, key: str, value: torch.Tensor, *, overwrite: bool = False) -> None:
-    with store.lease([key], write=True, overwrite=overwrite) as lease:
-        lease.tensors[0].copy_(value)
+    with store.borrow([key], write=True, overwrite=overwrite) as borrow:
+        borrow.tensors[0].copy_(value)
 
 
 def get(store: ShardStore, key: str) -> torch.Tensor:
-    with store.lease([key]) as lease:
-        return lease.tensors[0].clone()
+    with store.borrow([key]) as borrow:
+        return borrow.tensors[0].clone()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -84,8 +84,8 @@ def test_zeros_then_what_was_written(store: ShardStore, dtype: torch.dtype) -> N
     for numel in (*SIZES, LARGE):
         store.create(f"k{numel}", numel, dtype)
     for numel in (*SIZES, LARGE):
-        with store.lease([f"k{numel}"]) as lease:
-            (zeros,) = lease.tensors
+        with store.borrow([f"k{numel}"]) as borrow:
+            (zeros,) = borrow.tensors
             assert zeros.shape == (numel,)
             assert zeros.dtype == dtype
             assert not zeros.any()
@@ -101,31 +101,31 @@ def test_several_keys_at_once(store: ShardStore) -> None:
     keys = [f"k{numel}" for numel in SIZES]
     for key, numel in zip(keys, SIZES, strict=True):
         store.create(key, numel, torch.float32)
-    with store.lease(keys, write=True) as lease:
-        for tensor in lease.tensors:
+    with store.borrow(keys, write=True) as borrow:
+        for tensor in borrow.tensors:
             tensor.copy_(pattern(len(tensor), torch.float32, 5))
-    with store.lease(list(reversed(keys))) as lease:
-        for tensor, numel in zip(lease.tensors, reversed(SIZES), strict=True):
+    with store.borrow(list(reversed(keys))) as borrow:
+        for tensor, numel in zip(borrow.tensors, reversed(SIZES), strict=True):
             assert torch.equal(tensor, pattern(numel, torch.float32, 5))
 
 
 def test_tensors_of_leases_do_not_overlap(store: ShardStore) -> None:
     for i in range(4):
         store.create(f"k{i}", 511, torch.float32)
-    leases = [store.lease([f"k{i}"], write=True) for i in range(4)]
-    for i, lease in enumerate(leases):
-        lease.tensors[0].fill_(i + 1)
-    for lease in leases:
-        lease.release()
-        lease.release()  # the second one does nothing
+    borrowed = [store.borrow([f"k{i}"], write=True) for i in range(4)]
+    for i, borrow in enumerate(borrowed):
+        borrow.tensors[0].fill_(i + 1)
+    for borrow in borrowed:
+        borrow.release()
+        borrow.release()  # the second one does nothing
     assert [int(get(store, f"k{i}").sum()) for i in range(4)] == [511, 1022, 1533, 2044]
 
 
 def test_part_of_a_tensor_can_be_changed(store: ShardStore) -> None:
     store.create("k", 4097, torch.float32)
     put(store, "k", pattern(4097, torch.float32, 1), overwrite=True)
-    with store.lease(["k"], write=True) as lease:
-        lease.tensors[0][4000:] += 1000
+    with store.borrow(["k"], write=True) as borrow:
+        borrow.tensors[0][4000:] += 1000
     want = pattern(4097, torch.float32, 1)
     want[4000:] += 1000
     assert torch.equal(get(store, "k"), want)
@@ -157,10 +157,10 @@ def test_two_threads_and_many_keys(made: Made) -> None:
             for again in range(rounds):
                 for i, key in enumerate(keys):
                     store.prefetch(keys[i + 1 : i + 3])
-                    with store.lease([key], write=True) as lease:
+                    with store.borrow([key], write=True) as borrow:
                         want = pattern(numel, torch.float32, i) + (again - 1) * 1000 if again else torch.zeros(numel)
-                        assert torch.equal(lease.tensors[0], want), (key, again)
-                        lease.tensors[0].copy_(pattern(numel, torch.float32, i) + again * 1000)
+                        assert torch.equal(borrow.tensors[0], want), (key, again)
+                        borrow.tensors[0].copy_(pattern(numel, torch.float32, i) + again * 1000)
         except BaseException as error:
             errors.append(error)
 
@@ -190,7 +190,7 @@ def test_drop_frees_the_key_and_its_space_reads_as_zeros(store: ShardStore) -> N
             store.drop(f"k{i}")
     assert store.usage() == {}
     with pytest.raises(KeyError):
-        store.lease(["k0"])
+        store.borrow(["k0"])
 
 
 def test_usage_is_the_bytes_of_the_values(store: ShardStore) -> None:
@@ -205,10 +205,10 @@ def test_mistakes_of_the_caller(store: ShardStore) -> None:
     with pytest.raises(AssertionError, match="exists already"):
         store.create("k", 7, torch.float32)
     with pytest.raises(AssertionError, match="write=True"):
-        store.lease(["k"], overwrite=True)
+        store.borrow(["k"], overwrite=True)
     if not store.can_stage:
         with pytest.raises(AssertionError, match="stage"):
-            store.lease(["k"], write=True, staged=True)
+            store.borrow(["k"], write=True, staged=True)
         with pytest.raises(AssertionError, match="stage"):
             store.commit(["k"])
         with pytest.raises(AssertionError, match="stage"):
@@ -226,9 +226,9 @@ def test_memory_stores_lease_the_tensor_itself() -> None:
     for store in (DeviceStore(CPU), HostStore(CPU, pin=True)):
         store.create("k", 4097, torch.bfloat16)
         view = store.tensor("k")[5:10]
-        with store.lease(["k"], write=True) as lease:
-            assert lease.tensors[0] is store.tensor("k")
-            lease.tensors[0].fill_(3)
+        with store.borrow(["k"], write=True) as borrow:
+            assert borrow.tensors[0] is store.tensor("k")
+            borrow.tensors[0].fill_(3)
         assert view.tolist() == [3.0] * 5
 
 
@@ -256,17 +256,17 @@ keys = [f"k{i}" for i in range(40)]
 for key in keys:
     store.create(key, 1 << 20, torch.float32)
 for key in keys[:2]:  # what a first use costs anyway
-    with store.lease([key], write=True) as lease:
-        lease.tensors[0].fill_(0)
+    with store.borrow([key], write=True) as borrow:
+        borrow.tensors[0].fill_(0)
 store.flush()
 pool.close()
 before, most = resident_bytes(), 0
 for again in range(2):
     for i, key in enumerate(keys):
         store.prefetch(keys[i + 1 : i + 3])
-        with store.lease([key], write=True) as lease:
-            assert (lease.tensors[0][::999] == again).all()
-            lease.tensors[0].add_(1)
+        with store.borrow([key], write=True) as borrow:
+            assert (borrow.tensors[0][::999] == again).all()
+            borrow.tensors[0].add_(1)
             most = max(most, resident_bytes())
 print(most - before, pool.peak_bytes)
 """

@@ -13,7 +13,7 @@ from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.layout import Run, UnitLayout
 from hf_zero.runtime.full_weights import share_resident
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import clean_name, tied_names
 from hf_zero.sharding.unit import ShardUnit
 
@@ -47,8 +47,8 @@ def copy_weights(source: nn.Module, target: nn.Module, *, tau: float = 1.0) -> N
     if engine is not None:
         engine.weights.check_idle(engine.units)
         for unit in engine.units:
-            engine.params.make_sharded(unit)  # what was gathered ahead
-    changed: dict[int, FlatBuffer] = {}
+            engine.params.reshard(unit)  # what was gathered ahead
+    changed: dict[int, FlatParam] = {}
     for source_unit, mine in places.by_unit(wanted):
         with places.whole(source_unit):
             for to, value in mine:
@@ -62,11 +62,11 @@ def copy_weights(source: nn.Module, target: nn.Module, *, tau: float = 1.0) -> N
 
 @dataclass(frozen=True)
 class _Target:
-    """A parameter of the target: in a flat buffer, or plain."""
+    """A parameter of the target: in a flat parameter, or plain."""
 
     name: str
     param: nn.Parameter
-    buffer: FlatBuffer | None
+    buffer: FlatParam | None
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Value:
     """What a parameter of the source is: whole, or by runs where only this rank's part is at hand."""
 
     param: nn.Parameter
-    buffer: FlatBuffer | None  # None: `param` is whole
+    buffer: FlatParam | None  # None: `param` is whole
 
     def read(self, run: Run) -> torch.Tensor:
         """1-D [run.numel]; a run of a whole parameter may come from any layout."""
@@ -90,7 +90,7 @@ class _Source:
     def __init__(self, model: nn.Module) -> None:
         self.engine: ZeroEngine | None = engine_of(model)
         self.params = dict(_named(model))
-        self._places: dict[int, tuple[ShardUnit, FlatBuffer]] = {}
+        self._places: dict[int, tuple[ShardUnit, FlatParam]] = {}
         for unit in self.engine.units if self.engine is not None else ():
             for buffer in unit.buffers:
                 self._places.update((id(param), (unit, buffer)) for param in buffer.params)

@@ -16,7 +16,7 @@ from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.state_access import assemble
 from hf_zero.runtime.full_weights import share_resident
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import tied_names
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.stored_shard import StoredShard
@@ -55,7 +55,7 @@ class ShardedEMA:
         self._engine = engine
         self._stores: dict[str, MemoryStore] = {}  # by the keys of what we keep there
         self._optimizer = engine.optimizer
-        self._shards: dict[FlatBuffer, ShardTensor] = {}
+        self._shards: dict[FlatParam, ShardTensor] = {}
         if name in self._optimizer.attached:
             raise ConfigError(f"this model has an average called {name!r} already: pass another name=, or close() it")
         engine.finish_updates()
@@ -63,13 +63,13 @@ class ShardedEMA:
             self._shards[buffer] = self._make_shard(buffer)
         self._optimizer.attached[name] = self._shards
 
-    def _averaged(self) -> Iterator[tuple[ShardUnit, FlatBuffer]]:
+    def _averaged(self) -> Iterator[tuple[ShardUnit, FlatParam]]:
         for unit in self._engine.units:
             for buffer in unit.buffers:
                 if buffer.master is not None:
                     yield unit, buffer
 
-    def _make_shard(self, buffer: FlatBuffer) -> ShardTensor:
+    def _make_shard(self, buffer: FlatParam) -> ShardTensor:
         master, homes = buffer.master, self._engine.homes
         assert master is not None
         on_device = isinstance(buffer.home.master, DeviceStore)
@@ -146,7 +146,7 @@ class ShardedEMA:
     def _put(self, *, averages: bool) -> None:
         """Let parameters be the averages, or themselves again. Separate masters are not touched."""
         for unit, buffer in self._averaged():
-            self._engine.params.make_sharded(unit)
+            self._engine.params.reshard(unit)
             average = self._shards[buffer]
             if buffer.master is buffer.shard:
                 _exchange(average, buffer)
@@ -203,7 +203,7 @@ def _checked(decay: float) -> float:
     return decay
 
 
-def _exchange(average: ShardTensor, buffer: FlatBuffer) -> None:
+def _exchange(average: ShardTensor, buffer: FlatParam) -> None:
     assert isinstance(buffer.shard, ShardTensor)
     for mine, theirs in zip(average.parts, buffer.shard.parts, strict=True):
         kept = mine.clone()

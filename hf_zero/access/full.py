@@ -13,7 +13,7 @@ from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.engine.sharded_init import open_construction
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import clean_name
 from hf_zero.sharding.unit import ShardUnit
 
@@ -128,7 +128,7 @@ class Place:
 
     engine: ZeroEngine
     unit: ShardUnit
-    buffer: FlatBuffer
+    buffer: FlatParam
     index: int  # of the parameter in the buffer
 
     @property

@@ -1,4 +1,4 @@
-"""Saves and loads the state of a running engine. All ranks call; files are written and read by writer.py and reader.py."""
+"""Saves and loads the state of a running engine. All ranks call; writer.py and reader.py write and read the files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from hf_zero.layout import Run
 from hf_zero.optim.param_groups import OwnedRun
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.updates.elementwise import FileState
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import clean_name, tied_names
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.stored_shard import StoredShard
@@ -71,7 +71,7 @@ class Session:
     )  # while saving: optimizer state that is not where its parameter is
 
     @property
-    def buffers(self) -> list[FlatBuffer]:
+    def buffers(self) -> list[FlatParam]:
         return [buffer for unit in self.units for buffer in unit.buffers]
 
     @property
@@ -250,7 +250,7 @@ def _optimizer_state(
     return tensors, dict(scalars)
 
 
-def _attached(optimizer: ShardedOptimizer | None) -> list[tuple[str, dict[FlatBuffer, ShardTensor]]]:
+def _attached(optimizer: ShardedOptimizer | None) -> list[tuple[str, dict[FlatParam, ShardTensor]]]:
     """Kinds in the files, and shards, of what is kept beside the state that the optimizer itself has."""
     return [] if optimizer is None else [(ATTACHED + kind, shards) for kind, shards in optimizer.attached.items()]
 

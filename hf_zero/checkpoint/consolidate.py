@@ -282,10 +282,10 @@ def file_marks(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def segments(unit: Mapping[str, Any], offset: int, numel: int) -> list[tuple[int, int, int]]:
-    """Where the elements at [offset, offset + numel) of a unit's flat buffer lie: (rank, start, numel), in order.
+    """Where the elements at [offset, offset + numel) of a unit's flat parameter lie: (rank, start, numel), in order.
 
-    The flat buffer is cut into buckets, and rank r owns the r-th of `world_size` equal parts of each. What a rank owns
-    of one parameter is one contiguous run in its file, so a cursor per rank gives `start`, the place in that run.
+    The flat parameter is cut into buckets, and rank r owns the r-th of `world_size` equal slices of each. What a rank
+    owns of one parameter is contiguous in its file, so a cursor per rank gives `start`, the place in that slice.
     """
     found = []
     used = [0] * unit["world_size"]

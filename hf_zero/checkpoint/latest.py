@@ -10,7 +10,7 @@ import logging
 from pathlib import Path, PurePath
 
 from hf_zero.checkpoint.atomic_files import written_atomically
-from hf_zero.checkpoint.manifest import newest_whole_checkpoint, offer, zero_folder
+from hf_zero.checkpoint.manifest import newest_complete_checkpoint, offer, zero_folder
 from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def holds_nothing(folder: Path) -> bool:
     """Whether no save has come to `folder` yet: there is no checkpoint, whole or torn, in it or one level below."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: expected the folder of a checkpoint.")
-    return not zero_folder(folder).exists() and newest_whole_checkpoint(folder) is None
+    return not zero_folder(folder).exists() and newest_complete_checkpoint(folder) is None
 
 
 def set_latest(folder: Path, tag: str) -> None:

@@ -104,7 +104,7 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
 
     def _read(self, stored: str) -> torch.Tensor:
         info = self._params.get(stored)
-        return self._reader.read_buffer(stored) if info is None else self._reader.read_whole(stored, self._dtype(info))
+        return self._reader.read_buffer(stored) if info is None else self._reader.read_full(stored, self._dtype(info))
 
     def _dtype(self, info: TensorInfo) -> torch.dtype:
         kinds = self._reader.kinds(info.name)

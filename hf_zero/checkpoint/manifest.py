@@ -268,7 +268,7 @@ def check_checksums(
         raise CheckpointError(f"wrong checksum, the content has changed: {', '.join(damaged)}.{offer(folder)}")
 
 
-def newest_whole_checkpoint(parent: str | Path, exclude: str | Path | None = None) -> Path | None:
+def newest_complete_checkpoint(parent: str | Path, exclude: str | Path | None = None) -> Path | None:
     """The folder in `parent` whose checkpoint was committed last, among those with all files at their size."""
     excluded = None if exclude is None else Path(exclude).resolve()
     newest: tuple[float, Path] | None = None
@@ -291,10 +291,10 @@ def newest_whole_checkpoint(parent: str | Path, exclude: str | Path | None = Non
 def offer(folder: str | Path) -> str:
     """A sentence that names the newest whole checkpoint in `folder` or beside it; empty where there is none."""
     folder = Path(folder)
-    inside = newest_whole_checkpoint(folder)
+    inside = newest_complete_checkpoint(folder)
     if inside is not None:
         return f" The newest whole checkpoint inside it is {inside}."
-    beside = newest_whole_checkpoint(folder.resolve().parent, exclude=folder)
+    beside = newest_complete_checkpoint(folder.resolve().parent, exclude=folder)
     return "" if beside is None else f" The newest whole checkpoint beside it is {beside}."
 
 

@@ -186,7 +186,7 @@ class CheckpointReader:
             return torch.empty(0, dtype=dtype)
         return self.read(name, kind, pieces).to(dtype)
 
-    def read_whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def read_full(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The whole parameter in its own shape, converted to `dtype`."""
         slot = self._slot(name)
         return self.read_weights(name, [Piece(slot.name, 0, slot.numel, 0, 0)], dtype).view(slot.shape)

@@ -139,7 +139,7 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("pipeline", _given, "Remove the block: ranks share data only."),
 )
 
-_BY_LAYOUT = "the flat buffers give this by their layout"
+_BY_LAYOUT = "the flat parameters give this by their layout"
 _NO_TRACE = "the order of gathers is fixed, there is no trace"
 _OFFLOAD_ONLY = "it matters under offload only"
 

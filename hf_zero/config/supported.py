@@ -1,6 +1,6 @@
 """What becomes of each key of the schema in this release: the one answer to "is it obeyed, taken, or refused?".
 
-The rows of `refusals.py` decide. The table for readers, SUPPORTED.md, is written from here by scripts/config_tables.py.
+The rows of `refusals.py` decide. scripts/config_tables.py writes the table for readers, SUPPORTED.md, from here.
 """
 
 from __future__ import annotations

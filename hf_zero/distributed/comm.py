@@ -54,7 +54,7 @@ class Comm:
         self.counts: dict[str, CommCount] = collections.defaultdict(CommCount)
         self._presence = Presence()
         self._scratch = Scratch()
-        self._at_once: list[Gather] | None = None  # what `at_once` has collected
+        self._coalesced: list[Gather] | None = None  # what `coalesced` has collected
         self._processes: EngineGroup | None = None  # None where this rank is the only one
         self._join(group)
 
@@ -105,8 +105,8 @@ class Comm:
             return Done()
         title = f"all-gather of {what}"
         with record_function(f"hf_zero::gather ({what})"):
-            if self._at_once is not None:
-                self._at_once.append((full, part))
+            if self._coalesced is not None:
+                self._coalesced.append((full, part))
                 return Done()
             if self.backend == "gloo":
                 return self._send(gather_messages(full, part, self.rank, self.world_size), title)
@@ -114,7 +114,7 @@ class Comm:
             return self._begin([call], title)
 
     @contextlib.contextmanager
-    def at_once(self, what: str) -> Iterator[None]:
+    def coalesced(self, what: str) -> Iterator[None]:
         """All-gathers that are started inside the block may be over only at its end, and are faster for that.
 
         Ranks on the CPU of one host read each other's parts from memory, in half the time that messages take. No part
@@ -124,14 +124,14 @@ class Comm:
         if peers is None:
             yield
             return
-        self._at_once = []
+        self._coalesced = []
         try:
             yield
-            gathers, self._at_once = self._at_once, None
+            gathers, self._coalesced = self._coalesced, None
             if gathers:
                 self._read_parts(peers, gathers, f"all-gather of {what}")
         finally:
-            self._at_once = None
+            self._coalesced = None
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None

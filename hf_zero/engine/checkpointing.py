@@ -18,8 +18,8 @@ from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.runtime.attach import ModelFittings
-from hf_zero.runtime.full_weights import WholeWeights
+from hf_zero.runtime.attach import ModelAttachment
+from hf_zero.runtime.full_weights import FullWeights
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.unit import ShardUnit
 
@@ -34,10 +34,10 @@ class EngineState(abc.ABC):
     comm: Comm
     units: list[ShardUnit]
     params: OnDemandParams
-    weights: WholeWeights
+    weights: FullWeights
     optimizer: ShardedOptimizer | None
     lr_scheduler: Any
-    _fittings: ModelFittings
+    _attachment: ModelAttachment
     accumulation_steps: int
     micro_steps: int
     global_steps: int
@@ -103,7 +103,7 @@ class EngineState(abc.ABC):
         """Raise StateError on every rank if one has a model that does not hold what would be saved."""
 
         def check() -> None:
-            self._fittings.check_model()
+            self._attachment.check_model()
             for buffer in (buffer for unit in self.units for buffer in unit.buffers):
                 buffer.check_views()
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.runtime.build import BuildSettings, build_units
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
 
@@ -30,7 +30,7 @@ def _copy_model(engine: ZeroEngine, memo: dict[int, Any]) -> nn.Module:
     with engine.suspended():
         for unit in engine.units:
             for param in (param for buffer in unit.buffers for param in buffer.params):
-                memo[id(param)] = nn.Parameter(_ghost_of(param), requires_grad=param.requires_grad)
+                memo[id(param)] = nn.Parameter(_placeholder_of(param), requires_grad=param.requires_grad)
         copied: nn.Module = copy.deepcopy(engine.module, memo)
     settings = BuildSettings.of(engine.config, 1.0, train=False)
     built = build_units(copied, settings, engine.comm, _Twins(engine.units, memo).fill)
@@ -49,7 +49,7 @@ def _copy_part(engine: ZeroEngine, module: nn.Module, memo: dict[int, Any]) -> n
         return copy.deepcopy(module, memo)
 
 
-def _ghost_of(param: nn.Parameter) -> torch.Tensor:
+def _placeholder_of(param: nn.Parameter) -> torch.Tensor:
     return torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)
 
 
@@ -57,13 +57,13 @@ class _Twins:
     """Gives a copied model's buffers the values of the original's."""
 
     def __init__(self, units: list[ShardUnit], memo: dict[int, Any]) -> None:
-        self._of: dict[int, tuple[ShardUnit, FlatBuffer, nn.Parameter]] = {}
+        self._of: dict[int, tuple[ShardUnit, FlatParam, nn.Parameter]] = {}
         for unit in units:
             for buffer in unit.buffers:
                 for param in buffer.params:
                     self._of[id(memo[id(param)])] = (unit, buffer, param)
 
-    def fill(self, buffer: FlatBuffer) -> None:
+    def fill(self, buffer: FlatParam) -> None:
         """All ranks must call, in the same order."""
         twins = [self._of[id(param)] for param in buffer.params]
         source = twins[0][1] if twins else None

@@ -24,15 +24,15 @@ from hf_zero.estimate.account import log_account
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.runtime.attach import Callbacks, Computes, Fitted, ModelFittings
+from hf_zero.runtime.attach import Callbacks, Computes, Fitted, ModelAttachment
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_the_rest, torch_dtype
-from hf_zero.runtime.full_weights import WholeWeights
-from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.full_weights import FullWeights
+from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.hooks import in_backward
 from hf_zero.runtime.memory_report import announce_engine, memory_report
 from hf_zero.runtime.prefetch_limits import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.runtime.unfreeze import Thaw
+from hf_zero.runtime.unfreeze import Unfreeze
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.runtime.weight_edits import WeightEdits
 from hf_zero.sharding.partition import check_parameters
@@ -99,17 +99,17 @@ class ZeroEngine(ModuleCalls):
         edits = WeightEdits(self.units, self.reducer.shown, refuse_delayed=self._check_current)
         limits = PrefetchLimits.of(config.zero)
         self.params = OnDemandParams(self.units, limits, on_left=self._unit_left, on_used=edits.used)
-        self._thaw = Thaw(built, self.params, self._take_in)
-        self.weights = WholeWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
+        self._thaw = Unfreeze(built, self.params, self._take_in)
+        self.weights = FullWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
         self._no_sync, self._teardowns = False, list[Callable[[], None]]()
         self.dressings: list[Dressing] = []
         reports = train and self.rank == 0
         self.reports = Reports.of(self, config, self.device, self.train_batch_size) if reports else Reports()
-        self._fittings = self._fit()
+        self._attachment = self._fit()
         if self.rank == 0:
             announce_engine(config, self.device, self.world_size, self.units, self.reducer, trains=train)
 
-    def _fit(self) -> ModelFittings:
+    def _fit(self) -> ModelAttachment:
         """Put the engine on its model."""
         computes = Computes(
             torch_dtype(self.config.dtype), torch_dtype(self.config.precision.autocast), self.loss_scale
@@ -126,11 +126,11 @@ class ZeroEngine(ModuleCalls):
         )
         _LIVE.add(self)
         attributes = {_KEY: self, "no_sync": lambda: self.no_sync()}
-        fittings = ModelFittings(fitted, self.reports.around(callbacks), attributes)
+        attachment = ModelAttachment(fitted, self.reports.around(callbacks), attributes)
         self.on_teardown(self.reports.watch_forward(self.module))
         for dressing in self.dressings:
             dressing(self)
-        return fittings
+        return attachment
 
     @property
     def is_sharded(self) -> bool:
@@ -223,12 +223,12 @@ class ZeroEngine(ModuleCalls):
         )
         return self.optimizer
 
-    def _take_in(self, added: list[GradBuffer]) -> None:
-        self._fittings.on_gradients(added)
+    def _take_in(self, added: list[GradAccumulator]) -> None:
+        self._attachment.on_gradients(added)
         if self.optimizer is not None:
             self.optimizer.take_in(added)
 
-    def _gradient_is_final(self, buffer: GradBuffer) -> None:
+    def _gradient_is_final(self, buffer: GradAccumulator) -> None:
         if self.optimizer is not None:
             self.optimizer.gradient_is_final(buffer)
 
@@ -321,7 +321,7 @@ class ZeroEngine(ModuleCalls):
         log_account(self)
         self.retire()
         for unit in self.units:
-            self.params.make_full(unit)
+            self.params.unshard(unit)
             for buffer in unit.buffers:
                 buffer.detach()
         self.homes.close()
@@ -332,14 +332,14 @@ class ZeroEngine(ModuleCalls):
         self.finish_updates()
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
-                self.params.make_full(unit)
+                self.params.unshard(unit)
         self._take_off()
         if self.optimizer is not None:
             self.optimizer.close()
         _LIVE.discard(self)
 
     def _take_off(self) -> None:
-        self._fittings.take_off()
+        self._attachment.uninstall()
         while self._teardowns:
             self._teardowns.pop()()
 
@@ -350,10 +350,10 @@ class ZeroEngine(ModuleCalls):
         try:
             yield
         finally:
-            self._fittings = self._fit()
+            self._attachment = self._fit()
 
     def naming_shards(self) -> contextlib.AbstractContextManager[None]:
-        return self._fittings.naming_shards()
+        return self._attachment.naming_shards()
 
     def _deepcopy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         from hf_zero.engine.deepcopy import deepcopy_of  # which makes engines

@@ -15,7 +15,7 @@ from hf_zero.config import ResolvedConfig
 from hf_zero.engine.engine import ZeroEngine, end_unless_shared, engine_of
 from hf_zero.errors import StateError
 from hf_zero.runtime.build import BuildSettings, build_units
-from hf_zero.sharding.reshard import Succession
+from hf_zero.sharding.reshard import LayoutChange
 
 
 def engines_inside(model: nn.Module) -> list[ZeroEngine]:
@@ -88,11 +88,11 @@ def renew(
     comm = engines[0].comm
     for engine in engines:
         engine.retire()
-    succession = Succession(unit for engine in engines for unit in engine.units)
+    layout_change = LayoutChange(unit for engine in engines for unit in engine.units)
     accumulation = 1 if managed else config.gradient_accumulation_steps
     settings = BuildSettings.of(config, 1.0 / (comm.world_size * accumulation), train=train)
-    built = build_units(model, settings, comm, succession.fill)
-    succession.finish()
+    built = build_units(model, settings, comm, layout_change.fill)
+    layout_change.finish()
     for engine in engines:
         engine.homes.close()
     renewed = ZeroEngine(model, config, managed=managed, built=built, train=train)

@@ -24,8 +24,8 @@ from hf_zero.engine.checkpointing import EngineState
 from hf_zero.engine.reports import Reports
 from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.runtime.unfreeze import Thaw
-from hf_zero.sharding.placement import Homes
+from hf_zero.runtime.unfreeze import Unfreeze
+from hf_zero.sharding.placement import Placements
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +52,11 @@ def reported(
 class ScriptCalls(EngineState):
     """The base of ZeroEngine. A method that says nothing of ranks may be called on any one."""
 
-    homes: Homes
+    homes: Placements
     reducer: GradReducer
     reports: Reports
     managed: bool
-    _thaw: Thaw
+    _thaw: Unfreeze
     _step_applied = False
     _boundary: bool | None = None  # what set_gradient_accumulation_boundary said
 

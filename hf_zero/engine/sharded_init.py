@@ -25,10 +25,10 @@ from hf_zero.layout import UnitLayout
 from hf_zero.runtime.build import BuildSettings, build_units
 from hf_zero.runtime.edit_watch import EditWatch
 from hf_zero.runtime.memory_report import cast_line
-from hf_zero.sharding.flat_param import FlatBuffer
-from hf_zero.sharding.home import Home
+from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.home import Placement
 from hf_zero.sharding.partition import UnitKind
-from hf_zero.sharding.reshard import Succession
+from hf_zero.sharding.reshard import LayoutChange
 from hf_zero.sharding.unit import ShardUnit, UnitState
 from hf_zero.storage import DeviceStore
 from hf_zero.storage.copy_stream import CopyStream
@@ -51,7 +51,7 @@ class ShardedConstruction:
         self._comm = comm
         self._resolve = resolve
         home = DeviceStore(comm.device)
-        self._home = Home(param=home, master=home, copies=CopyStream(comm.device), native=False, tile_numel=1)
+        self._home = Placement(param=home, master=home, copies=CopyStream(comm.device), native=False, tile_numel=1)
         self._units: dict[int, ShardUnit] = {}  # by id of the parameter
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -113,7 +113,7 @@ class ShardedConstruction:
         for params in groups.values():
             self._units.update({id(param): unit for param in params.values()})
 
-    def _buffer(self, name: str, dtype: torch.dtype, params: dict[str, nn.Parameter]) -> FlatBuffer:
+    def _buffer(self, name: str, dtype: torch.dtype, params: dict[str, nn.Parameter]) -> FlatParam:
         kind = str(dtype).removeprefix("torch.")
         layout = UnitLayout.build(
             f"{name}/{kind}",
@@ -123,10 +123,8 @@ class ShardedConstruction:
             world_size=self._comm.world_size,
             max_bucket_numel=self._comm.max_bucket_numel,
         )
-        fill = FlatBuffer.fill_from_params
-        return FlatBuffer(
-            layout, list(params.values()), self._comm, self._home, on_demand=True, dtype=dtype, fill=fill
-        )
+        fill = FlatParam.fill_from_params
+        return FlatParam(layout, list(params.values()), self._comm, self._home, on_demand=True, dtype=dtype, fill=fill)
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[nn.Parameter], write_rank: int | None) -> Iterator[None]:
@@ -192,17 +190,17 @@ class ShardedConstruction:
         self._settled.update(model.modules())
 
     def _engines(self, roots: Iterable[nn.Module], units: Iterable[ShardUnit]) -> list[ZeroEngine]:
-        succession = Succession({id(unit): unit for unit in units}.values())
+        layout_change = LayoutChange({id(unit): unit for unit in units}.values())
         engines = []
         for root in roots:
             config, params = self._resolve(root), list(root.parameters())
             types = [param.dtype for param in params]
-            built = build_units(root, BuildSettings.of(config, 1.0, train=False), self._comm, succession.fill)
+            built = build_units(root, BuildSettings.of(config, 1.0, train=False), self._comm, layout_change.fill)
             engines.append(ZeroEngine(root, config, built=built, train=False))
             line = cast_line(types, [param.dtype for param in params])
             if line is not None and self._comm.rank == 0:
                 logger.warning("%s: %s", type(root).__name__, line)
-        succession.finish()
+        layout_change.finish()
         return engines
 
     def _first_number(self, root: nn.Module) -> int:

@@ -18,19 +18,19 @@ from torch import nn
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
-from hf_zero.estimate.pretend import META, PretendedComm, PretendedHomes
+from hf_zero.estimate.pretend import META, PretendedComm, PretendedPlacements
 from hf_zero.estimate.profile import Profile
 from hf_zero.estimate.replay import Moment, replay
 from hf_zero.estimate.states import PlannedStates
 from hf_zero.estimate.tracker import StorageTracker
-from hf_zero.runtime.build import BuildSettings, BuiltUnits, Drafted, draft_units, make_units
+from hf_zero.runtime.build import BuildSettings, BuiltUnits, Drafted, flat_param_specs, make_units
 from hf_zero.runtime.memory_report import memory_report
 from hf_zero.runtime.prefetch_limits import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unshard import OnDemandParams
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitSpec
-from hf_zero.sharding.placement import Draft
+from hf_zero.sharding.placement import FlatParamSpec
 from hf_zero.sharding.unit import ShardUnit
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -97,7 +97,7 @@ def plan_model(
     comm = PretendedComm(rank, config.world_size, on_host=on_host)
     settings = BuildSettings.of(config, 1.0)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    drafted = draft_units(model, settings, comm)
+    drafted = flat_param_specs(model, settings, comm)
     return _Planner(config, settings, comm, profile, optimizer).plan(drafted, buffers)
 
 
@@ -118,7 +118,7 @@ def plan_units(
     drafted = [
         (
             UnitSpec(unit.name, unit.kind, unit.module, tuple(_parameters_of(unit))),
-            [Draft(buffer.layout, buffer.dtype, buffer.on_demand) for buffer in unit.buffers],
+            [FlatParamSpec(buffer.layout, buffer.dtype, buffer.on_demand) for buffer in unit.buffers],
         )
         for unit in units
     ]
@@ -155,7 +155,7 @@ class _Planner:
         tracker = self._tracker
         with torch.no_grad():
             built, stand_ins, start = self._build(drafted)
-            assert isinstance(built.homes, PretendedHomes)
+            assert isinstance(built.homes, PretendedPlacements)
             reducer = GradReducer(
                 built.grads,
                 overlap=self._config.zero.overlap_comm,
@@ -197,20 +197,20 @@ class _Planner:
         tracker = self._tracker
         stand_ins: dict[int, nn.Parameter] = {}
         specs = []
-        for spec, drafts in drafted:
+        for spec, flat_specs in drafted:
             for _, param in spec.params:
                 shell = torch.empty(param.shape, dtype=param.dtype, device=META)
                 stand_ins[id(param)] = nn.Parameter(shell, requires_grad=param.requires_grad)
             mine = tuple((name, stand_ins[id(param)]) for name, param in spec.params)
-            specs.append((dataclasses.replace(spec, params=mine), drafts))
+            specs.append((dataclasses.replace(spec, params=mine), flat_specs))
         tracker.hold(param.data for param in stand_ins.values())
 
-        def fill(flat: FlatBuffer) -> None:
+        def fill(flat: FlatParam) -> None:
             tracker.refresh()  # those before may have been released
             flat.fill_from_params()
 
         with tracker:
-            built = make_units(specs, self._settings, self._comm, fill, PretendedHomes)
+            built = make_units(specs, self._settings, self._comm, fill, PretendedPlacements)
         tracker.refresh()
         return built, stand_ins, tracker.restart_peak()
 
@@ -226,7 +226,7 @@ class _Planner:
         between: int,
     ) -> Plan:
         homes = built.homes
-        assert isinstance(homes, PretendedHomes)
+        assert isinstance(homes, PretendedPlacements)
         host = _by_kind(homes.host.usage())
         disk = _by_kind({key: size for store in homes.disks.values() for key, size in store.usage().items()})
         device = {kind: report[kind] - host.get(kind, 0) - disk.get(kind, 0) for kind in _ORDER}

@@ -13,9 +13,9 @@ import torch
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.gloo_messages import Message
 from hf_zero.distributed.work import Finish, Pending
-from hf_zero.sharding.placement import Homes
+from hf_zero.sharding.placement import Placements
 from hf_zero.storage import HostStore, ShardStore
-from hf_zero.storage.base import Lease
+from hf_zero.storage.base import BorrowedTensors
 from hf_zero.storage.copy_stream import CopyStream
 from hf_zero.storage.staging_pool import page_rounded
 
@@ -94,11 +94,11 @@ class PretendedDisk(ShardStore):
     def prefetch(self, keys: Sequence[str]) -> None:
         return None
 
-    def lease(
+    def borrow(
         self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
-    ) -> Lease:
+    ) -> BorrowedTensors:
         sizes = [self._sizes[key] for key in keys]
-        return Lease([torch.empty(numel, dtype=dtype, device=META) for numel, dtype in sizes])
+        return BorrowedTensors([torch.empty(numel, dtype=dtype, device=META) for numel, dtype in sizes])
 
     def flush(self) -> None:
         return None
@@ -115,8 +115,8 @@ class _NoCopies(CopyStream):
         super().__init__(torch.device("cpu"))  # without a stream
 
 
-class PretendedHomes(Homes):
-    """Homes whose stores have sizes only: no memory, no folder, no file."""
+class PretendedPlacements(Placements):
+    """Placements whose stores have sizes only: no memory, no folder, no file."""
 
     def _make_copies(self) -> CopyStream:
         return _NoCopies()

@@ -18,14 +18,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_zero.config import ResolvedConfig
-from hf_zero.estimate.pretend import PretendedComm, PretendedHomes
+from hf_zero.estimate.pretend import PretendedComm, PretendedPlacements
 from hf_zero.estimate.tracker import StorageTracker
-from hf_zero.runtime.build import BuildSettings, draft_units, make_units, torch_dtype
+from hf_zero.runtime.build import BuildSettings, flat_param_specs, make_units, torch_dtype
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.prefetch_limits import PrefetchLimits
 from hf_zero.runtime.unshard import OnDemandParams, Phase
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.unit import ShardUnit
 
@@ -76,8 +76,8 @@ class _Recorder(OnDemandParams):
     def after_use(self, unit: ShardUnit) -> None:
         self.record("after_use", unit)
 
-    def make_full(self, unit: ShardUnit) -> None:
-        self.record("make_full", unit)
+    def unshard(self, unit: ShardUnit) -> None:
+        self.record("unshard", unit)
 
     def hold(self, unit: ShardUnit) -> None:
         self.record("hold", unit)
@@ -170,7 +170,7 @@ def measure(model: nn.Module, config: ResolvedConfig, batch: Mapping[str, torch.
     comm = PretendedComm(0, 2, on_host=on_host)
     with _untouched(model):
         built = make_units(
-            draft_units(model, settings, comm), settings, comm, FlatBuffer.fill_from_params, PretendedHomes
+            flat_param_specs(model, settings, comm), settings, comm, FlatParam.fill_from_params, PretendedPlacements
         )
         for unit in built.units:
             if unit.on_demand:

@@ -1,7 +1,7 @@
-"""Owns what is in force in this process: the active configuration and the seams in transformers and accelerate.
+"""Owns what is in force in this process: the active configuration and the patch points in transformers and accelerate.
 
-A seam is a method of theirs that acts through one of our functions. `enable` puts functions into all of them, so that
-unmodified scripts use ZeRO; `disable` puts the originals back. Seams are checked by name and signature first: an
+A patch point is a method of theirs that acts through one of our functions. `enable` puts functions into all, so that
+unmodified scripts use ZeRO; `disable` puts the originals back. They are checked by name and signature first: an
 upgrade that renamed one is an error that says so, never a run without ZeRO.
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Seam:
+class PatchPoint:
     """A method of a foreign class that ours wraps: `wrap(original)` is put in its place.
 
     For static and class methods `wrap` gets and gives the plain function.
@@ -38,7 +38,7 @@ class Seam:
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 
     def problem(self) -> str | None:
-        """Why the seam cannot be used, or None."""
+        """Why the patch point cannot be used, or None."""
         where = f"{self.owner.__name__}.{self.name}"
         method = self.owner.__dict__.get(self.name)
         if method is None:
@@ -51,7 +51,7 @@ class Seam:
 
 @dataclass(frozen=True)
 class _Patch:
-    seam: Seam
+    point: PatchPoint
     original: Callable[..., Any]
     ours: Callable[..., Any]
 
@@ -62,7 +62,7 @@ def _plain(method: Any) -> Callable[..., Any]:
 
 
 class Activation:
-    """What is in force: at most one configuration, held strongly, and the seams that were opened for it."""
+    """What is in force: at most one configuration, held strongly, and the patch points that were opened for it."""
 
     def __init__(self) -> None:
         self.config: ZeroConfig | None = None
@@ -72,7 +72,7 @@ class Activation:
         self._held_back = 0
 
     def activate(self, config: ZeroConfig, *, for_everyone: bool) -> None:
-        """Make `config` the active one, and open the seams if they are not open yet."""
+        """Make `config` the active one, and open the patch points if they are not open yet."""
         self._open()
         self.config = config
         if for_everyone:
@@ -81,7 +81,7 @@ class Activation:
     def deactivate(self) -> None:
         """Forget the configuration and put every original back."""
         for patch in reversed(self._patches):
-            owner, name = patch.seam.owner, patch.seam.name
+            owner, name = patch.point.owner, patch.point.name
             if owner.__dict__.get(name) is patch.ours:
                 setattr(owner, name, patch.original)
             else:
@@ -108,15 +108,15 @@ class Activation:
     def _open(self) -> None:
         if self._patches:
             return
-        seams = all_seams()
-        check_seams(seams)
-        for seam in seams:
-            original = seam.owner.__dict__[seam.name]
-            ours = functools.wraps(_plain(original))(seam.wrap(_plain(original)))
+        patch_points = all_patch_points()
+        check_patch_points(patch_points)
+        for point in patch_points:
+            original = point.owner.__dict__[point.name]
+            ours = functools.wraps(_plain(original))(point.wrap(_plain(original)))
             if isinstance(original, staticmethod | classmethod):
                 ours = type(original)(ours)  # type: ignore[assignment]
-            setattr(seam.owner, seam.name, ours)
-            self._patches.append(_Patch(seam, original, ours))
+            setattr(point.owner, point.name, ours)
+            self._patches.append(_Patch(point, original, ours))
 
 
 # One per process, because what it patches is one per process.
@@ -133,7 +133,7 @@ def enable(config: ZeroConfig | str | Path | Mapping[str, Any]) -> None:
         config: Path of a JSON file, a dict, a JSON string, or a ZeroConfig.
     Raises:
         ConfigError: The configuration is wrong, accelerate was told to use DeepSpeed, or this version of
-            transformers or accelerate lacks a seam.
+            transformers or accelerate lacks a patch point.
     """
     check_environment()
     adopt_cluster_variables()  # before accelerate looks at the environment
@@ -172,13 +172,13 @@ def active_config() -> ZeroConfig | None:
     return ACTIVATION.config
 
 
-def check_seams(seams: list[Seam]) -> None:
+def check_patch_points(patch_points: list[PatchPoint]) -> None:
     """Raise if a method that we act through is not there or takes other arguments.
 
     Raises:
         ConfigError: Names every such method and the installed versions.
     """
-    problems = [problem for seam in seams if (problem := seam.problem()) is not None]
+    problems = [problem for point in patch_points if (problem := point.problem()) is not None]
     if problems:
         installed = ", ".join(f"{name} {version(name)}" for name in ("transformers", "accelerate"))
         listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, start=1))
@@ -189,11 +189,11 @@ def check_seams(seams: list[Seam]) -> None:
         )
 
 
-def all_seams() -> list[Seam]:
+def all_patch_points() -> list[PatchPoint]:
     """Every method of transformers and accelerate that ours wraps."""
     # Here, because these modules import this one for the active configuration.
-    from hf_zero.hf.accelerator.plugin import accelerator_seams
-    from hf_zero.hf.models.patches import model_seams
-    from hf_zero.hf.trainer.trainer import trainer_seams
+    from hf_zero.hf.accelerator.plugin import accelerator_patch_points
+    from hf_zero.hf.models.patches import model_patch_points
+    from hf_zero.hf.trainer.trainer import trainer_patch_points
 
-    return [*trainer_seams(), *accelerator_seams(), *model_seams()]
+    return [*trainer_patch_points(), *accelerator_patch_points(), *model_patch_points()]

@@ -208,7 +208,7 @@ class AioQueue:
         if handle < 0:
             raise _creation_error(_ENGINES[wanted], threads, -handle)
         if ring_error.value:
-            _say_no_io_uring(describe_errno(ring_error.value))
+            _log_no_io_uring(describe_errno(ring_error.value))
         self.engine = _ENGINES[used.value]
         self._handle = handle
         self._pid = os.getpid()
@@ -362,7 +362,7 @@ def _creation_error(engine: str, threads: int, code: int) -> OffloadError:
 
 
 @functools.cache
-def _say_no_io_uring(reason: str) -> None:
+def _log_no_io_uring(reason: str) -> None:
     logger.info("files are accessed with threads: io_uring cannot be used here: %s", reason)
 
 

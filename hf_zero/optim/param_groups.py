@@ -11,7 +11,7 @@ import torch
 from hf_zero.errors import ConfigError
 from hf_zero.layout import Run
 from hf_zero.optim.updates.owners import Owners, WholeParam
-from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.stored_shard import StoredShard
 
@@ -23,7 +23,7 @@ class OwnedRun:
     Where the native rule updates them, `masters` is one placeholder and `grads` is empty.
     """
 
-    buffer: GradBuffer
+    buffer: GradAccumulator
     index: int  # of the parameter in the buffer
     run: Run
     masters: list[torch.Tensor]  # views of the master shard: what the user's optimizer holds in its param groups
@@ -34,12 +34,12 @@ class OwnedRun:
         return self.buffer.flat.home.native
 
 
-def own_run(buffer: GradBuffer, index: int, run: Run) -> OwnedRun:
+def own_run(buffer: GradAccumulator, index: int, run: Run) -> OwnedRun:
     """What the optimizer is to hold for `run` of the buffer's parameter `index`."""
     master = buffer.flat.master
     if isinstance(master, StoredShard):
         # One element of its own, expanded, as a sharded parameter is: shape, type and numel are true, values are not.
-        shape = run.shape if run.is_whole else (run.numel,)
+        shape = run.shape if run.is_unsharded else (run.numel,)
         return OwnedRun(buffer, index, run, [torch.full((), torch.nan, dtype=master.dtype).expand(shape)], [])
     assert isinstance(master, ShardTensor)
     masters, grads = _same_cut(master.run_tensors(run), buffer.shard.run_tensors(run))
@@ -99,7 +99,7 @@ class CutGroups:
     def wait_for(self, group: dict[str, Any], params: Iterable[torch.Tensor]) -> None:
         self._waiting.extend((group, param) for param in params)
 
-    def take(self, buffers: Sequence[GradBuffer]) -> list[OwnedRun]:
+    def take(self, buffers: Sequence[GradAccumulator]) -> list[OwnedRun]:
         """What this rank updates of the waiting parameters that are in `buffers`."""
         places = {id(p): (buffer, i) for buffer in buffers for i, p in enumerate(buffer.flat.params)}
         runs = {id(b): {run.name: run for run in b.flat.layout.runs(b.flat.rank)} for b in buffers}
@@ -116,7 +116,7 @@ class CutGroups:
             owned = own_run(buffer, index, run) if run is not None else None
             taken += [owned] if owned is not None else []
             if id(param) in wholes:
-                self._hold_whole(group, param, wholes[id(param)])
+                self._hold_unsharded(group, param, wholes[id(param)])
                 continue
             if owned is None:
                 continue  # other ranks own all of it
@@ -125,14 +125,14 @@ class CutGroups:
         self._waiting = left
         return taken
 
-    def _adopt(self, places: Mapping[int, tuple[GradBuffer, int]]) -> dict[int, WholeParam]:
+    def _adopt(self, places: Mapping[int, tuple[GradAccumulator, int]]) -> dict[int, WholeParam]:
         """Owners of those of the waiting parameters that are needed whole, by the parameter's id."""
         if self._owners is None:
             return {}
         wanted = [id(param) for group, param in self._waiting if id(param) in places and self._owners.wants(group)]
         return dict(zip(wanted, self._owners.adopt([places[one] for one in wanted]), strict=True))
 
-    def _hold_whole(self, group: dict[str, Any], param: torch.Tensor, adopted: WholeParam) -> None:
+    def _hold_unsharded(self, group: dict[str, Any], param: torch.Tensor, adopted: WholeParam) -> None:
         state = self._state.pop(param, None)
         if adopted.whole is not None:
             group["params"].append(adopted.whole)

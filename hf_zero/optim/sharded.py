@@ -27,10 +27,10 @@ from hf_zero.optim.state_access import (
 )
 from hf_zero.optim.step_ballot import WindowFacts, clip_coefficient, settle_window
 from hf_zero.optim.updates.choose import make_owners, make_update
-from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.prefetch_order import UseOrder
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.sharding.flat_param import FlatBuffer, gather_resident
+from hf_zero.sharding.flat_param import FlatParam, gather_resident
 from hf_zero.sharding.shard import ShardTensor
 
 
@@ -79,10 +79,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._after_step = after_step
         self._facts: WindowFacts | None = None
         self._factor = 1.0  # what clipping multiplies natively updated gradients with, in the update itself
-        self.attached: dict[str, dict[FlatBuffer, ShardTensor]] = {}  # kind -> shards that checkpoints hold too
+        self.attached: dict[str, dict[FlatParam, ShardTensor]] = {}  # kind -> shards that checkpoints hold too
         self.suspended = ""  # why there can be neither a step nor a checkpoint now
         self.last_norm: float | None = None
-        self._native_flats: list[FlatBuffer] = []  # in the order of their updates; the same on all ranks
+        self._native_flats: list[FlatParam] = []  # in the order of their updates; the same on all ranks
         self._offload = offload.for_groups(optimizer.param_groups)
         owners = make_owners(optimizer, comm, sharded=sharded)
         self._cut = CutGroups(optimizer, owners)
@@ -189,7 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reducer.clear()
         self._facts, self._factor = None, 1.0
 
-    def gradient_is_final(self, buffer: GradBuffer) -> None:
+    def gradient_is_final(self, buffer: GradAccumulator) -> None:
         """In the last backward before the step: the gradient of `buffer` is complete."""
         if self._native is not None and self._clip <= 0:
             self._native.gradient_is_final(buffer)
@@ -240,7 +240,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- gradients and state of one parameter
     @torch.no_grad()
-    def full_grad(self, flat: FlatBuffer, index: int) -> torch.Tensor | None:
+    def full_grad(self, flat: FlatParam, index: int) -> torch.Tensor | None:
         """See access.full_grad. The window stays open: more may be accumulated after it."""
         grads, factor = self._settled(flat, index) or (None, 1.0)
         if grads is None:
@@ -248,13 +248,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return assemble(flat, index, self._comm, lambda run: grads.shard.read_run(run) * factor, grads.dtype)
 
     @torch.no_grad()
-    def local_grad(self, flat: FlatBuffer, index: int) -> torch.Tensor | None:
+    def local_grad(self, flat: FlatParam, index: int) -> torch.Tensor | None:
         """What this rank owns of a gradient as the step will use it, 1-D; see fragments.local_grad."""
         found, run = self._settled(flat, index), run_of(flat, index)
         return None if found is None or run is None else found[0].shard.read_run(run) * found[1]
 
     @torch.no_grad()
-    def set_grad(self, flat: FlatBuffer, index: int, values: torch.Tensor | None) -> None:
+    def set_grad(self, flat: FlatParam, index: int, values: torch.Tensor | None) -> None:
         """Let the step use these values, 1-D, for the elements that this rank owns. All ranks must call.
 
         Raises StateError for a parameter without gradient memory.
@@ -274,7 +274,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._facts = None  # the norm has changed: the step votes again
 
     @torch.no_grad()
-    def full_state(self, flat: FlatBuffer, index: int, kind: str) -> torch.Tensor | None:
+    def full_state(self, flat: FlatParam, index: int, kind: str) -> torch.Tensor | None:
         """See access.full_optimizer_state."""
         if kind == "master" and flat.master is not None:
             return assemble(flat, index, self._comm, flat.master.read_run, flat.master.dtype)
@@ -282,7 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return read(kind) if read else whole_state(flat, index, kind, self._comm, self._state_of(flat, index))
 
     @torch.no_grad()
-    def local_state(self, flat: FlatBuffer, index: int, kind: str) -> torch.Tensor | None:
+    def local_state(self, flat: FlatParam, index: int, kind: str) -> torch.Tensor | None:
         """What this rank owns of a state, 1-D, or 0-dim where it is a number; None if it owns nothing."""
         run = run_of(flat, index)
         if run is not None and kind == "master" and flat.master is not None:
@@ -291,7 +291,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None if run is None or not mine else read_state(flat, index, kind, mine, run)
 
     @torch.no_grad()
-    def set_state(self, flat: FlatBuffer, index: int, kind: str, values: torch.Tensor | None, *, number: bool) -> None:
+    def set_state(self, flat: FlatParam, index: int, kind: str, values: torch.Tensor | None, *, number: bool) -> None:
         """Set what this rank owns of a state: 1-D, or 0-dim where it is a `number`. All ranks must call.
 
         Raises StateError on all ranks; see check_kind.
@@ -305,7 +305,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             write_state([self.state[master] for master in owned.masters], kind, values)
 
-    def _state_of(self, flat: FlatBuffer, index: int) -> dict[str, Any] | None:
+    def _state_of(self, flat: FlatParam, index: int) -> dict[str, Any] | None:
         """This rank's state of a parameter by kind; {} before the first update, None if it owns nothing of it."""
         self.strategy.check_cut(flat, index)
         if (owned := self._owned_of(flat, index)) is None:
@@ -313,10 +313,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mine = self.native_state(owned)
         return mine if mine is not None else joined_state([self.state.get(master, {}) for master in owned.masters])
 
-    def _owned_of(self, flat: FlatBuffer, index: int) -> OwnedRun | None:
+    def _owned_of(self, flat: FlatParam, index: int) -> OwnedRun | None:
         return next((one for one in self._owned if one.buffer.flat is flat and one.index == index), None)
 
-    def _settled(self, flat: FlatBuffer, index: int) -> tuple[GradBuffer, float] | None:
+    def _settled(self, flat: FlatParam, index: int) -> tuple[GradAccumulator, float] | None:
         """(where the gradient of this window is, what clipping multiplies it with); None if no rank has one."""
         window = (self._reducer, self._comm, self._orders, self.param_groups)
         facts = self._facts or settle_window(*window, closes=False)
@@ -342,13 +342,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not buffer.flat.home.native:
                 buffer.flat.refresh()
                 changed.append(buffer.flat)
-        with self._comm.at_once("updated parameters"):
+        with self._comm.coalesced("updated parameters"):
             gather_resident(changed)
         if native_too:
             # In the order of the updates: the gather of one runs beside the update of the next.
             gather_resident(self._native_flats)
 
-    def take_in(self, added: Sequence[GradBuffer]) -> None:
+    def take_in(self, added: Sequence[GradAccumulator]) -> None:
         """Update the parameters of buffers that the reducer has got since, as far as a group holds them.
 
         All ranks must call.
@@ -362,7 +362,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._native = self._native or HostAdam([], [], self._offload, self._comm.device)
             self._update_natively(runs, native)
 
-    def _update_natively(self, runs: Sequence[OwnedRun], buffers: Sequence[GradBuffer]) -> None:
+    def _update_natively(self, runs: Sequence[OwnedRun], buffers: Sequence[GradAccumulator]) -> None:
         assert self._native is not None
         groups = {id(master): group for group in self.optimizer.param_groups for master in group["params"]}
         owned = [(run, groups[id(run.masters[0])]) for run in runs if run.native]

@@ -10,19 +10,19 @@ import torch
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.layout import Run
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.stored_shard import StoredShard
 
 
-def run_of(flat: FlatBuffer, index: int) -> Run | None:
+def run_of(flat: FlatParam, index: int) -> Run | None:
     """What this rank owns of the buffer's parameter `index`; None if that is nothing."""
     name = flat.layout.slots[index].name
     return next((run for run in flat.layout.runs(flat.rank) if run.name == name), None)
 
 
 def assemble(
-    flat: FlatBuffer, index: int, comm: Comm, read: Callable[[Run], torch.Tensor], dtype: torch.dtype
+    flat: FlatParam, index: int, comm: Comm, read: Callable[[Run], torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
     """A tensor of the shape of the buffer's parameter `index`, on the compute device. All ranks must call.
 
@@ -46,7 +46,7 @@ def assemble(
 
 # -------------------------------------------------------------------- optimizer state
 def whole_state(
-    flat: FlatBuffer, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None
+    flat: FlatParam, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None
 ) -> torch.Tensor | None:
     """One kind of state of a parameter; None before the first update. All ranks must call.
 
@@ -69,7 +69,7 @@ def whole_state(
 
 
 def check_kind(
-    flat: FlatBuffer, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None, *, number: bool
+    flat: FlatParam, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None, *, number: bool
 ) -> None:
     """Raise StateError on all ranks unless the parameter has this kind of state, as one number or not.
 
@@ -84,7 +84,7 @@ def check_kind(
         raise StateError(f"optimizer state {kind!r} of {slot.name} is {wanted}")
 
 
-def _agree_on_kind(flat: FlatBuffer, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None) -> Any:
+def _agree_on_kind(flat: FlatParam, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None) -> Any:
     """The type of a state on whichever rank has it, or its number; None before the first update."""
     name = flat.layout.slots[index].name
     facts = None if mine is None else {key: _describe(value) for key, value in mine.items()}
@@ -126,7 +126,7 @@ def joined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def read_state(flat: FlatBuffer, index: int, kind: str, mine: Mapping[str, Any], run: Run) -> torch.Tensor:
+def read_state(flat: FlatParam, index: int, kind: str, mine: Mapping[str, Any], run: Run) -> torch.Tensor:
     """One kind of what this rank owns of a state, 1-D; 0-dim for a number. Raises StateError for an unknown kind."""
     if kind not in mine:
         raise _unknown_kind(flat.layout.slots[index].name, kind, set(mine))

@@ -18,7 +18,7 @@ import torch
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.optim.hyperparameters import groups_digest, refuse_different
-from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.prefetch_order import UseOrder
 from hf_zero.runtime.reduce_schedule import GradReducer
 
@@ -69,7 +69,7 @@ def settle_window(
     return WindowFacts(math.sqrt(facts.norm_sq), tuple(facts.has_grad))
 
 
-def _refuse_unused(buffers: Sequence[GradBuffer], has_grad: Sequence[Sequence[bool]]) -> None:
+def _refuse_unused(buffers: Sequence[GradAccumulator], has_grad: Sequence[Sequence[bool]]) -> None:
     unused = [
         slot.name
         for buffer, present in zip(buffers, has_grad, strict=True)
@@ -122,7 +122,7 @@ def _vote(
     )
 
 
-def local_norm_sq(buffers: Sequence[GradBuffer], comm: Comm) -> torch.Tensor:
+def local_norm_sq(buffers: Sequence[GradAccumulator], comm: Comm) -> torch.Tensor:
     """Squared L2 norm of this rank's gradient shards (padding is zero), so that the sum over ranks is the whole's.
 
     fp64 0-dim. Norms are taken per part in the gradient's type (16-bit types in fp32) and summed in fp64.

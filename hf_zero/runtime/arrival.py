@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.reduce_schedule import GradReducer
 
 
@@ -22,7 +22,11 @@ class Arrival:
     """
 
     def __init__(
-        self, reducer: GradReducer, buffer: GradBuffer, index: int, boundary: weakref.WeakMethod[Callable[[], bool]]
+        self,
+        reducer: GradReducer,
+        buffer: GradAccumulator,
+        index: int,
+        boundary: weakref.WeakMethod[Callable[[], bool]],
     ) -> None:
         self._reducer = weakref.ref(reducer)
         self._buffer = weakref.ref(buffer)

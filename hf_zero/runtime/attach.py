@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_zero.runtime.arrival import Arrival
-from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.guards import DeepCopy, ModelGuards
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks, in_backward
 from hf_zero.runtime.loss_scale import LossScale
@@ -68,8 +68,8 @@ class Fitted:
     computes: Computes
 
 
-class ModelFittings:
-    """Put on at construction; `take_off` removes all of it.
+class ModelAttachment:
+    """Put on at construction; `uninstall` removes all of it.
 
     Args:
         attributes: Of the model itself, by name.
@@ -123,7 +123,7 @@ class ModelFittings:
         if self._tree is not None:
             self._tree.check(self._rank)
 
-    def on_gradients(self, buffers: Iterable[GradBuffer]) -> None:
+    def on_gradients(self, buffers: Iterable[GradAccumulator]) -> None:
         """Hand the gradients of their parameters to the reducer."""
         for buffer in buffers:
             for index, param in enumerate(buffer.flat.params):
@@ -134,7 +134,7 @@ class ModelFittings:
     def naming_shards(self) -> contextlib.AbstractContextManager[None]:
         return self._guards.naming_shards()
 
-    def take_off(self) -> None:
+    def uninstall(self) -> None:
         self._hooks.remove()
         self._guards.remove()
         for module in self._model.modules():

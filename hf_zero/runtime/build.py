@@ -14,14 +14,14 @@ from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import DivergenceError
 from hf_zero.layout import UnitLayout
-from hf_zero.runtime.grad_accumulator import GradBuffer, GradSettings
+from hf_zero.runtime.grad_accumulator import GradAccumulator, GradSettings
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.pool import MemoryPool
 from hf_zero.runtime.reduce_op import Reduction
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitKind, UnitSpec, partition
-from hf_zero.sharding.placement import Draft, Homes, OffloadSettings
-from hf_zero.sharding.stages import UnitPlan, keeps_small_parameters_whole, plan_unit
+from hf_zero.sharding.placement import FlatParamSpec, OffloadSettings, Placements
+from hf_zero.sharding.stages import UnitPlan, keeps_small_parameters_unsharded, plan_unit
 from hf_zero.sharding.unit import ShardUnit
 
 logger = logging.getLogger(__name__)
@@ -80,36 +80,38 @@ class BuildSettings:
 class BuiltUnits:
     settings: BuildSettings
     comm: Comm
-    homes: Homes
+    homes: Placements
     units: list[ShardUnit]
-    grads: list[GradBuffer]  # in the order of reduces: the last layer first, root and persistent units last
+    grads: list[GradAccumulator]  # in the order of reduces: the last layer first, root and persistent units last
     pool: MemoryPool
 
 
-Fill = Callable[[FlatBuffer], None]
+Fill = Callable[[FlatParam], None]
 
 
-Drafted = list[tuple[UnitSpec, list[Draft]]]  # a unit before memory exists, with the flat buffers that it will have
+Drafted = list[
+    tuple[UnitSpec, list[FlatParamSpec]]
+]  # a unit before memory exists, with the flat parameters that it will have
 
 
 def build_units(
-    model: nn.Module, settings: BuildSettings, comm: Comm, fill: Fill = FlatBuffer.fill_from_params
+    model: nn.Module, settings: BuildSettings, comm: Comm, fill: Fill = FlatParam.fill_from_params
 ) -> BuiltUnits:
     """Take the model's parameters over. All ranks must call; rank 0's values win.
 
-    `fill` gives a flat buffer its first values: from whole parameters, unless they are elsewhere.
+    `fill` gives a flat parameter its first values: from whole parameters, unless they are elsewhere.
     Raises ConfigError for parameters that cannot be cut, DivergenceError if the ranks built different models,
     OffloadError where a folder to offload to cannot be used.
     """
-    drafted = draft_units(model, settings, comm)
+    drafted = flat_param_specs(model, settings, comm)
     _tell_lost_strides([spec for spec, _ in drafted], comm)
-    _check_equal(comm, [draft.layout for _, mine in drafted for draft in mine])
+    _check_equal(comm, [flat_spec.layout for _, mine in drafted for flat_spec in mine])
     return make_units(drafted, settings, comm, fill)
 
 
-def draft_units(model: nn.Module, settings: BuildSettings, comm: Comm) -> Drafted:
+def flat_param_specs(model: nn.Module, settings: BuildSettings, comm: Comm) -> Drafted:
     """What the units of `model` will be. No memory, no communication; the model may be on the meta device."""
-    if keeps_small_parameters_whole(settings.stage) and settings.plan(UnitKind.LAYER, comm.world_size).on_demand:
+    if keeps_small_parameters_unsharded(settings.stage) and settings.plan(UnitKind.LAYER, comm.world_size).on_demand:
         threshold = settings.persistence_threshold
     else:
         threshold = 0
@@ -117,25 +119,31 @@ def draft_units(model: nn.Module, settings: BuildSettings, comm: Comm) -> Drafte
         model, persistence_threshold=threshold, model_persistence_threshold=settings.model_persistence_threshold
     )
     dtype_of = _dtype_rule(model, settings)
-    return [(spec, _drafts(spec, settings, comm, dtype_of)) for spec in specs]
+    return [(spec, _flat_specs(spec, settings, comm, dtype_of)) for spec in specs]
 
 
 def make_units(
-    drafted: Drafted, settings: BuildSettings, comm: Comm, fill: Fill, homes_class: type[Homes] = Homes
+    drafted: Drafted, settings: BuildSettings, comm: Comm, fill: Fill, homes_class: type[Placements] = Placements
 ) -> BuiltUnits:
     """The second half of `build_units`: memory, and the parameters in it."""
-    homes = homes_class(settings.offload, comm, [draft for _, mine in drafted for draft in mine])
+    homes = homes_class(settings.offload, comm, [flat_spec for _, mine in drafted for flat_spec in mine])
     units: list[ShardUnit] = []
     eager: dict[int, bool] = {}
     for spec, mine in drafted:
         params = dict(spec.params)
         buffers = []
-        for draft in mine:
-            members = [params[slot.name] for slot in draft.layout.slots]
-            home = homes.home_of(draft)
+        for flat_spec in mine:
+            members = [params[slot.name] for slot in flat_spec.layout.slots]
+            home = homes.placement_of(flat_spec)
             with comm.stop_together():  # the disk may be full on one rank
-                flat = FlatBuffer(
-                    draft.layout, members, comm, home, on_demand=draft.on_demand, dtype=draft.dtype, fill=fill
+                flat = FlatParam(
+                    flat_spec.layout,
+                    members,
+                    comm,
+                    home,
+                    on_demand=flat_spec.on_demand,
+                    dtype=flat_spec.dtype,
+                    fill=fill,
                 )
             buffers.append(flat)
             eager[id(flat)] = settings.plan(spec.kind, comm.world_size).eager
@@ -153,10 +161,10 @@ def make_units(
 
 
 def make_grads(
-    flat: FlatBuffer, settings: BuildSettings, comm: Comm, pool: MemoryPool, homes: Homes, *, eager: bool
-) -> GradBuffer:
-    """The gradient memory of a trainable flat buffer."""
-    return GradBuffer(
+    flat: FlatParam, settings: BuildSettings, comm: Comm, pool: MemoryPool, homes: Placements, *, eager: bool
+) -> GradAccumulator:
+    """The gradient memory of a trainable flat parameter."""
+    return GradAccumulator(
         flat,
         comm,
         pool,
@@ -175,17 +183,17 @@ def _reduce_order(units: list[ShardUnit]) -> Iterable[ShardUnit]:
     return [*reversed(layers), *others]
 
 
-def _drafts(
+def _flat_specs(
     spec: UnitSpec, settings: BuildSettings, comm: Comm, dtype_of: Callable[[str, nn.Parameter], torch.dtype]
-) -> list[Draft]:
-    """One flat buffer per type and trainability."""
+) -> list[FlatParamSpec]:
+    """One flat parameter per type and trainability."""
     plan = settings.plan(spec.kind, comm.world_size)
     groups: dict[tuple[torch.dtype, bool], dict[str, tuple[int, ...]]] = {}
     for name, param in spec.params:
         trainable = param.requires_grad and settings.train
         groups.setdefault((dtype_of(name, param), trainable), {})[name] = tuple(param.shape)
     limit = min(settings.bucket_numel, comm.max_bucket_numel or settings.bucket_numel)
-    drafts = []
+    flat_specs = []
     for (dtype, trainable), shapes in groups.items():
         kind = str(dtype).removeprefix("torch.")
         layout = UnitLayout.build(
@@ -196,8 +204,8 @@ def _drafts(
             world_size=comm.world_size if plan.sharded else 1,
             max_bucket_numel=limit,
         )
-        drafts.append(Draft(layout, dtype, plan.on_demand))
-    return drafts
+        flat_specs.append(FlatParamSpec(layout, dtype, plan.on_demand))
+    return flat_specs
 
 
 def _dtype_rule(model: nn.Module, settings: BuildSettings) -> Callable[[str, nn.Parameter], torch.dtype]:
@@ -224,7 +232,7 @@ def _dtype_rule(model: nn.Module, settings: BuildSettings) -> Callable[[str, nn.
 
 
 def _tell_lost_strides(specs: list[UnitSpec], comm: Comm) -> None:
-    """Flat buffers hold elements in logical order; a channels_last weight becomes contiguous, which is only slower."""
+    """Flat parameters hold elements in logical order: a channels_last weight becomes contiguous, and slower."""
     names = [name for spec in specs for name, param in spec.params if _has_other_strides(param)]
     if names and comm.rank == 0:
         logger.warning("%d parameters lose their memory format (channels_last), first: %s", len(names), names[0])

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from hf_zero.errors import StateError
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 
 # Words of 8 bytes whose products with their weights are in memory at once.
 _CHUNK = 1 << 17
@@ -21,7 +21,7 @@ class EditWatch:
             nothing. Otherwise compare torch's counts of writes in place, which cost nothing and miss `param.data`.
     """
 
-    def __init__(self, buffers: Iterable[FlatBuffer], *, by_value: bool) -> None:
+    def __init__(self, buffers: Iterable[FlatParam], *, by_value: bool) -> None:
         self._buffers = list(buffers)
         self._marks_of = _fingerprints if by_value else _versions
         self._marks = [self._marks_of(buffer) for buffer in self._buffers]
@@ -54,17 +54,17 @@ class EditWatch:
             buffer.bind_views()
 
 
-def _is_replaced(buffer: FlatBuffer, index: int) -> bool:
+def _is_replaced(buffer: FlatParam, index: int) -> bool:
     slot, param = buffer.layout.slots[index], buffer.params[index]
     place = buffer.full[slot.offset : slot.end]
     return param.data_ptr() != place.data_ptr() or param.shape != slot.shape
 
 
-def _versions(buffer: FlatBuffer) -> list[int]:
+def _versions(buffer: FlatParam) -> list[int]:
     return [param._version for param in buffer.params]
 
 
-def _fingerprints(buffer: FlatBuffer) -> list[int]:
+def _fingerprints(buffer: FlatParam) -> list[int]:
     sums = [fingerprint(buffer.full[slot.offset : slot.end]) for slot in buffer.layout.slots]
     return [int(value) for value in torch.stack(sums).tolist()] if sums else []
 
@@ -72,7 +72,7 @@ def _fingerprints(buffer: FlatBuffer) -> list[int]:
 def fingerprint(flat: torch.Tensor) -> torch.Tensor:
     """A number, int64 0-dim, that another value anywhere in `flat` changes.
 
-    1-D, contiguous, starting at a multiple of 8 bytes, as parameters in a flat buffer do.
+    1-D, contiguous, starting at a multiple of 8 bytes, as parameters in a flat parameter do.
     """
     raw = flat.detach().view(torch.uint8)
     end = raw.numel() // 8 * 8

@@ -13,7 +13,7 @@ from hf_zero.errors import CheckpointError, DivergenceError, OffloadError, State
 from hf_zero.layout import Run
 from hf_zero.runtime.edit_watch import EditWatch
 from hf_zero.runtime.unshard import OnDemandParams
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import clean_name, tied_names
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.unit import ShardUnit, UnitState
@@ -31,7 +31,7 @@ def own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield prefix + name, buffer
 
 
-class WholeWeights:
+class FullWeights:
     """Reads and writes the weights of one engine's model as whole tensors."""
 
     def __init__(
@@ -53,7 +53,7 @@ class WholeWeights:
         """Make `units` whole inside the block, for reading. All ranks must call."""
         wanted = [unit for unit in units if unit.state is not UnitState.FULL]
         if wanted:
-            with self._comm.at_once("weights"):
+            with self._comm.coalesced("weights"):
                 self._params.gather_ahead(wanted)
         with self._params.pinned(wanted):
             yield
@@ -157,7 +157,7 @@ class WholeWeights:
             )
         return set(kept)
 
-    def _broadcast(self, buffers: Iterable[FlatBuffer], src: int) -> None:
+    def _broadcast(self, buffers: Iterable[FlatParam], src: int) -> None:
         for buffer in buffers:
             for start, numel in buffer.layout.buckets():
                 bucket = buffer.full[start : start + numel]
@@ -219,7 +219,7 @@ class WholeWeights:
 
         `state` must be the same on every rank, with the shapes of the parameters.
         """
-        self._params.make_sharded(unit)  # it may have been gathered ahead
+        self._params.reshard(unit)  # it may have been gathered ahead
         for buffer in unit.buffers:
             targets = list(buffer.owned().values())
             for run in buffer.layout.runs(buffer.rank):
@@ -232,19 +232,19 @@ class WholeWeights:
                     if slot.name in state:
                         param.copy_(state[slot.name])
 
-    def set_piece(self, unit: ShardUnit, buffer: FlatBuffer, run: Run | None, values: torch.Tensor | None) -> None:
+    def set_piece(self, unit: ShardUnit, buffer: FlatParam, run: Run | None, values: torch.Tensor | None) -> None:
         """Set what this rank owns of a parameter of a unit that is not in use, masters too. All ranks must call.
 
         `values` is 1-D [run.numel]; None where this rank owns nothing.
         """
-        self._params.make_sharded(unit)
+        self._params.reshard(unit)
         if run is not None and values is not None:
             for target in buffer.owned().values():
                 target.write_run(run, values)
         share_resident(buffer)
 
 
-def share_resident(buffer: FlatBuffer) -> None:
+def share_resident(buffer: FlatParam) -> None:
     """Where parameters are whole for ever: make them so again from what each rank owns. All ranks must call."""
     if buffer.on_demand:
         return
@@ -254,7 +254,7 @@ def share_resident(buffer: FlatBuffer) -> None:
     torch.autograd.graph.increment_version(buffer.params)  # a backward that saved the old values must say so
 
 
-def take_over(buffer: FlatBuffer, names: set[str]) -> None:
+def take_over(buffer: FlatParam, names: set[str]) -> None:
     """Bring shard and master of these parameters up to date with what `full` holds.
 
     A master keeps its digits where the parameter is still what it rounds to.

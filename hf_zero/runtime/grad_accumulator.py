@@ -1,4 +1,4 @@
-"""Where the gradients of one flat buffer accumulate until the step. See reduce_schedule.py for when they are reduced."""
+"""Where the gradients of one flat parameter accumulate until the step. reduce_schedule.py: when they are reduced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_zero.distributed.work import Pending
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.pool import MemoryPool
 from hf_zero.runtime.reduce_op import Reduction
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.storage import DeviceStore, HostStore
 
@@ -26,8 +26,8 @@ class GradSettings:
     loss_scale: LossScale  # what losses were multiplied with; shards are free of it
 
 
-class GradBuffer:
-    """The gradient of one flat buffer: `whole` while it arrives, `shard` once it is reduced.
+class GradAccumulator:
+    """The gradient of one flat parameter: `whole` while it arrives, `shard` once it is reduced.
 
     Invariants: after the reduces of a window `shard` is the plain mean over ranks of the sum over micro-steps, each
     scaled (with `gradient_allreduce_op` "sum" their sum); padding is zero.
@@ -38,7 +38,7 @@ class GradBuffer:
 
     def __init__(
         self,
-        flat: FlatBuffer,
+        flat: FlatParam,
         comm: Comm,
         pool: MemoryPool,
         settings: GradSettings,
@@ -80,7 +80,7 @@ class GradBuffer:
         self._flight: list[tuple[Pending | None, torch.Tensor, torch.Tensor]] = []  # pending, its result, our part
         self._flying: torch.Tensor | None = None  # the whole that the reduce under way reads
         self._empty = True  # `shard` holds nothing of this window yet
-        self._mean_views: list[torch.Tensor] = []  # see whole_mean
+        self._mean_views: list[torch.Tensor] = []  # see unsharded_mean
 
     def _make_memory(self, eager: bool) -> tuple[torch.Tensor | None, ShardTensor]:
         """(the whole gradient that stays between micro-steps or None, the shard)"""
@@ -135,7 +135,7 @@ class GradBuffer:
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """Add the gradient of the buffer's parameter `index`."""
         if self.whole is None:
-            self.whole = self._fresh_whole()
+            self.whole = self._fresh_unsharded()
         slot = self.flat.layout.slots[index]
         place = self.whole[slot.offset : slot.end]
         grad = grad.detach()
@@ -150,7 +150,7 @@ class GradBuffer:
         self.seen[index] = True
         self._arrived.add(index)
 
-    def _fresh_whole(self) -> torch.Tensor:
+    def _fresh_unsharded(self) -> torch.Tensor:
         if self._resident is not None and self._empty and not self._flight:
             self._reclaim()
             return self._resident
@@ -186,7 +186,7 @@ class GradBuffer:
     def reduce_start(self) -> None:
         """Start the reduce of what has arrived. All ranks must call, in the same order."""
         if self.whole is None:
-            self.whole = self._fresh_whole()
+            self.whole = self._fresh_unsharded()
         for index, slot in enumerate(self.flat.layout.slots):
             if not self._written[index]:
                 self.whole[slot.offset : slot.end].zero_()
@@ -259,7 +259,7 @@ class GradBuffer:
     def comm_rank(self) -> int:
         return self._comm.rank
 
-    def whole_mean(self) -> list[torch.Tensor] | None:
+    def unsharded_mean(self) -> list[torch.Tensor] | None:
         """The mean gradient of every parameter, where this rank has all of it: views that do not count as written
         to when the buffer itself is. None where it does not, or not yet."""
         elsewhere = self.flat.layout.world_size > 1 or self.on_host or self.flat.home.native
@@ -274,7 +274,7 @@ class GradBuffer:
         """Take `grad` for the mean gradient of a parameter; False where this rank does not hold it whole."""
         if self._empty and self.whole is None:
             self.drop_missing()
-        whole = self.whole_mean()
+        whole = self.unsharded_mean()
         if whole is None:
             return False
         whole[index].copy_(grad.to_dense() if grad.layout != torch.strided else grad)

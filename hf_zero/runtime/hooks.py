@@ -255,8 +255,8 @@ class ModelHooks:
     def on_state_dict(self, model: nn.Module, check: Callable[[], None]) -> None:
         """Call `check` before `model.state_dict()`, and give its tensors a storage each, over the same memory.
 
-        Whole parameters lie one behind the other in flat buffers, and safetensors and accelerate take tensors of one
-        storage for tied: they would save the first of them only.
+        Unsharded parameters lie one behind the other in one storage, and safetensors and accelerate take tensors of
+        one storage for tied: they would save the first of them only.
         """
 
         def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -51,6 +51,6 @@ def say(line: str) -> None:
     _asked_for.info("%s", line)
 
 
-def say_start(line: str) -> None:
+def log_start(line: str) -> None:
     """Show what everybody has to know of a run that starts. The caller sees to it that one rank says it."""
     _start.info("%s", line)

@@ -10,11 +10,11 @@ import torch
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.config.announce import announce
-from hf_zero.runtime.lines import say_start
+from hf_zero.runtime.lines import log_start
 from hf_zero.runtime.prefetch_limits import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.sharding.partition import UnitKind
-from hf_zero.sharding.placement import Homes
+from hf_zero.sharding.placement import Placements
 from hf_zero.sharding.unit import ShardUnit
 
 # In the name of what is announced
@@ -32,7 +32,7 @@ def announce_engine(
 ) -> None:
     """What a reader of the log needs to know, once, from rank 0."""
     if trains:
-        say_start(zero_line(config, device, world_size, units))
+        log_start(zero_line(config, device, world_size, units))
     announce(config, logger)
     logger.info("hf_zero: %s", start_line(config, world_size, units, reducer))
 
@@ -75,7 +75,9 @@ def start_line(config: ResolvedConfig, world_size: int, units: Sequence[ShardUni
     return line
 
 
-def memory_report(units: Iterable[ShardUnit], reducer: GradReducer, homes: Homes, state_bytes: int) -> dict[str, int]:
+def memory_report(
+    units: Iterable[ShardUnit], reducer: GradReducer, homes: Placements, state_bytes: int
+) -> dict[str, int]:
     """Bytes on this rank between steps, by kind and by medium; `state_bytes` are the optimizer's."""
     report = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
     for unit in units:

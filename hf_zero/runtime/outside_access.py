@@ -106,7 +106,7 @@ class OutsideReads:
             return
         if unit.state is not UnitState.FULL:
             with torch.no_grad(), temporarily_clear_interpreter_stack():
-                self._params.make_full(unit)
+                self._params.unshard(unit)
             self._borrowed.append(unit)
             self._tell(param, unit)
         if torch.is_grad_enabled() and unit in self._borrowed:

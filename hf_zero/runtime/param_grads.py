@@ -1,7 +1,7 @@
 """What `parameter.grad` shows between a backward and the step, and what the user has done to it.
 
 [Note: parameter.grad]
-Gradients live in flat buffers. Where a rank holds the whole mean of a parameter's gradient (stage 0 after the last
+Gradients live in flat parameters. Where a rank holds the whole mean of a parameter's gradient (stage 0 after the last
 backward of a window), `.grad` is a view of it: torch's clipping works, and edits count. Everywhere else `.grad` is a
 stand-in with the sizes of the gradient and no values: whoever touches it gets an error that names the right call.
 `.grad = None` drops the gradient, as in torch. What is shown goes before the next forward or backward, so that
@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_zero.distributed.digests import digest_of
 from hf_zero.errors import StateError
-from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.grad_accumulator import GradAccumulator
 
 _INSTEAD = (
     "To clip, call engine.clip_grad_norm_(max_norm), under Accelerate and Trainer accelerator.clip_grad_norm_, or set "
@@ -79,7 +79,7 @@ def take_arrived(param: torch.Tensor) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class _Shown:
-    buffer: GradBuffer
+    buffer: GradAccumulator
     index: int
     param: nn.Parameter
     grad: torch.Tensor
@@ -96,13 +96,13 @@ class ParamGrads:
     """
 
     def __init__(
-        self, buffers: Sequence[GradBuffer], *, drop_all: Callable[[], None], on_change: Callable[[], None]
+        self, buffers: Sequence[GradAccumulator], *, drop_all: Callable[[], None], on_change: Callable[[], None]
     ) -> None:
         self._buffers = buffers
         self._drop_all = drop_all
         self._on_change = on_change
         self._shown: list[_Shown] = []
-        self._stand_ins: weakref.WeakKeyDictionary[GradBuffer, list[GradStandIn]] = weakref.WeakKeyDictionary()
+        self._stand_ins: weakref.WeakKeyDictionary[GradAccumulator, list[GradStandIn]] = weakref.WeakKeyDictionary()
         self._changes: list[str] = []  # of what all ranks must change alike, in this window
         self._edited = False  # values were, not only dropped
         self._weights: dict[str, int] = {}  # weights that were written to in this window -> what they are known by
@@ -112,7 +112,7 @@ class ParamGrads:
         """A backward is over."""
         self.hide()
         for buffer in self._buffers:
-            whole = buffer.whole_mean()
+            whole = buffer.unsharded_mean()
             for index, param in enumerate(buffer.flat.params):
                 if whole is not None and param.requires_grad:
                     grad = whole[index]
@@ -125,7 +125,7 @@ class ParamGrads:
                 param.grad = grad
                 self._shown.append(_Shown(buffer, index, param, grad, grad._version))
 
-    def _stand_in(self, buffer: GradBuffer, index: int) -> GradStandIn:
+    def _stand_in(self, buffer: GradAccumulator, index: int) -> GradStandIn:
         if buffer not in self._stand_ins:
             flat = buffer.flat
             places = zip(flat.placeholders, flat.layout.slots, strict=True)
@@ -241,7 +241,7 @@ class ParamGrads:
         return self._changes + [f"wrote to {name} ({bits & 0xFFFFFF:06x})" for name, bits in self._weights.items()]
 
 
-def _lost(buffer: GradBuffer, index: int) -> StateError:
+def _lost(buffer: GradAccumulator, index: int) -> StateError:
     return StateError(
         f"rank {buffer.comm_rank}: the .grad of {buffer.flat.layout.slots[index].name} was set by hand, and the step "
         f"would not use it: gradients are in shards.\n{_INSTEAD}"

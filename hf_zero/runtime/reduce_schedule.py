@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.param_grads import ParamGrads
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 
 _MAX_IN_FLIGHT = 2
 
@@ -29,11 +29,11 @@ class GradReducer:
 
     def __init__(
         self,
-        buffers: list[GradBuffer],
+        buffers: list[GradAccumulator],
         *,
         overlap: bool,
         on_arrival: bool,
-        on_final: Callable[[GradBuffer], None] = lambda buffer: None,
+        on_final: Callable[[GradAccumulator], None] = lambda buffer: None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`buffers` in the order of reduces, the same on all ranks.
@@ -53,11 +53,11 @@ class GradReducer:
         self._on_arrival = on_arrival
         self._started: set[int] = set()  # ids of buffers whose reduce has started in this backward
         self._next = 0  # on arrival: the first buffer in the order whose reduce has not
-        self._flying: collections.deque[GradBuffer] = collections.deque()
+        self._flying: collections.deque[GradAccumulator] = collections.deque()
         self._reduced = False  # stages 0-1: the boundary's reduce of this window has been started everywhere
         self._any_arrival = False
 
-    def arrived(self, buffer: GradBuffer, index: int, grad: torch.Tensor, *, boundary: bool) -> None:
+    def arrived(self, buffer: GradAccumulator, index: int, grad: torch.Tensor, *, boundary: bool) -> None:
         """A parameter's gradient is there. `boundary`: this backward is the last one before the step."""
         buffer.accumulate(index, grad)
         self._any_arrival = True
@@ -68,14 +68,14 @@ class GradReducer:
                 self._start(self.buffers[self._next], final=boundary)
                 self._next += 1
 
-    def unit_left(self, flats: Sequence[FlatBuffer], *, boundary: bool) -> None:
+    def unit_left(self, flats: Sequence[FlatParam], *, boundary: bool) -> None:
         """Backward has left a unit for good. All ranks must call, in the same order."""
         mine = {id(flat) for flat in flats}
         for buffer in self.buffers:
             if id(buffer.flat) in mine and id(buffer) not in self._started and self._due(buffer, boundary):
                 self._start(buffer, final=boundary)
 
-    def _due(self, buffer: GradBuffer, boundary: bool) -> bool:
+    def _due(self, buffer: GradAccumulator, boundary: bool) -> bool:
         return buffer.eager or (boundary and not self._reduced)
 
     def end_backward(self, *, boundary: bool) -> None:
@@ -122,7 +122,7 @@ class GradReducer:
             buffer.forget_reduce()
         self.clear()
 
-    def _start(self, buffer: GradBuffer, *, final: bool = False) -> None:
+    def _start(self, buffer: GradAccumulator, *, final: bool = False) -> None:
         if buffer in self._flying:
             self._flying.remove(buffer)
             self._over(buffer)
@@ -136,7 +136,7 @@ class GradReducer:
         if not self._overlap:
             self._over(self._flying.popleft())
 
-    def _over(self, buffer: GradBuffer) -> None:
+    def _over(self, buffer: GradAccumulator) -> None:
         buffer.reduce_finish()
         if id(buffer) in self._final:
             self._final.discard(id(buffer))

@@ -16,11 +16,11 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.runtime.build import BuiltUnits, make_grads
-from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.hooks import in_backward
 from hf_zero.runtime.unshard import OnDemandParams
-from hf_zero.sharding.flat_param import FlatBuffer
-from hf_zero.sharding.placement import Draft
+from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.placement import FlatParamSpec
 from hf_zero.sharding.unit import ShardUnit
 
 
@@ -29,7 +29,7 @@ def frozen_parameters(units: Sequence[ShardUnit]) -> list[nn.Parameter]:
     return [p for unit in units for buffer in unit.buffers if not buffer.layout.trainable for p in buffer.params]
 
 
-class Thaw:
+class Unfreeze:
     """Splits frozen buffers of one engine's units.
 
     Args:
@@ -38,7 +38,7 @@ class Thaw:
     """
 
     def __init__(
-        self, built: BuiltUnits, params: OnDemandParams, on_added: Callable[[list[GradBuffer]], None]
+        self, built: BuiltUnits, params: OnDemandParams, on_added: Callable[[list[GradAccumulator]], None]
     ) -> None:
         self._built = built
         self._settings = built.settings
@@ -60,7 +60,7 @@ class Thaw:
             self._settings, grads=dataclasses.replace(self._settings.grads, scale=scale)
         )
 
-    def split(self) -> list[GradBuffer]:
+    def split(self) -> list[GradAccumulator]:
         """Gradient buffers for every parameter that requires gradients by now. All ranks must call, alike.
 
         Raises StateError between forward and backward, and where states are on disk: their staging memory was cut for
@@ -76,30 +76,30 @@ class Thaw:
         self._built.grads.extend(found)
         return found
 
-    def _split(self, unit: ShardUnit, old: FlatBuffer) -> GradBuffer:
+    def _split(self, unit: ShardUnit, old: FlatParam) -> GradAccumulator:
         comm = self._built.comm
         self._count += 1
-        drafts = list(self._drafts(unit, old, comm))
-        self._built.homes.admit(drafts)
-        alone = len(drafts) == 1 and drafts[0].layout.bucket_numel == old.layout.bucket_numel
+        flat_specs = list(self._flat_specs(unit, old, comm))
+        self._built.homes.admit(flat_specs)
+        alone = len(flat_specs) == 1 and flat_specs[0].layout.bucket_numel == old.layout.bucket_numel
         with torch.no_grad():
             if alone:
-                self._params.make_sharded(unit)
+                self._params.reshard(unit)
                 old.check_placeholders()
             else:
-                self._params.make_full(unit)
-            new = [self._buffer(draft, old, comm, alone) for draft in drafts]
+                self._params.unshard(unit)
+            new = [self._buffer(flat_spec, old, comm, alone) for flat_spec in flat_specs]
             unit.replace(old, new)
             if alone and unit.on_demand:
                 new[0].release()
             elif not alone:
-                self._params.make_sharded(unit)
+                self._params.reshard(unit)
         old.discard()
         plan = self._settings.plan(unit.kind, comm.world_size)
         trained = next(flat for flat in new if flat.layout.trainable)
         return make_grads(trained, self._settings, comm, self._built.pool, self._built.homes, eager=plan.eager)
 
-    def _drafts(self, unit: ShardUnit, old: FlatBuffer, comm: Comm) -> Iterator[Draft]:
+    def _flat_specs(self, unit: ShardUnit, old: FlatParam, comm: Comm) -> Iterator[FlatParamSpec]:
         base = old.layout.name.partition("/frozen")[0]
         for trainable in (True, False):
             members = {
@@ -116,18 +116,20 @@ class Thaw:
                     world_size=old.layout.world_size,
                     max_bucket_numel=min(self._settings.bucket_numel, comm.max_bucket_numel or 1 << 62),
                 )
-                yield Draft(layout, old.dtype, old.on_demand)
+                yield FlatParamSpec(layout, old.dtype, old.on_demand)
 
-    def _buffer(self, draft: Draft, old: FlatBuffer, comm: Comm, alone: bool) -> FlatBuffer:
+    def _buffer(self, flat_spec: FlatParamSpec, old: FlatParam, comm: Comm, alone: bool) -> FlatParam:
         by_name = {slot.name: param for slot, param in zip(old.layout.slots, old.params, strict=True)}
-        members = [by_name[slot.name] for slot in draft.layout.slots]
+        members = [by_name[slot.name] for slot in flat_spec.layout.slots]
 
-        def fill(buffer: FlatBuffer) -> None:
+        def fill(buffer: FlatParam) -> None:
             if alone and buffer.fits(old, members):
                 buffer.fill_from(old, share=True)
             else:
                 buffer.fill_from_params()
 
-        home = self._built.homes.home_of(draft)
+        home = self._built.homes.placement_of(flat_spec)
         with comm.stop_together():
-            return FlatBuffer(draft.layout, members, comm, home, on_demand=old.on_demand, dtype=old.dtype, fill=fill)
+            return FlatParam(
+                flat_spec.layout, members, comm, home, on_demand=old.on_demand, dtype=old.dtype, fill=fill
+            )

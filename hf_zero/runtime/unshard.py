@@ -79,13 +79,13 @@ class OnDemandParams:
             return
         # Hooks of a backward run without gradients too.
         trains = phase is Phase.BACKWARD or torch.is_grad_enabled()
-        if not trains and (self._stream is not None or self._stays_whole(unit)):
+        if not trains and (self._stream is not None or self._stays_unsharded(unit)):
             self._use_again(unit)
             return
         layer = unit.kind is UnitKind.LAYER
         left = self._note(unit, phase) if layer else None
         with torch.no_grad():
-            self.make_full(unit)
+            self.unshard(unit)
             if layer:
                 self._prefetch(self.orders[phase].upcoming)
             if left is not None:
@@ -94,21 +94,21 @@ class OnDemandParams:
     @property
     def all_pinned(self) -> bool:
         """Whether nothing will be gathered or released before a block ends that keeps everything whole."""
-        return all(self._stays_whole(unit) for unit in self.units)
+        return all(self._stays_unsharded(unit) for unit in self.units)
 
-    def _stays_whole(self, unit: ShardUnit) -> bool:
+    def _stays_unsharded(self, unit: ShardUnit) -> bool:
         return unit.state is UnitState.FULL and id(unit) in self._pinned
 
     def _use_again(self, unit: ShardUnit) -> None:
         """A use that belongs to no training pass, and is not recorded in the order of one."""
         if unit.kind is not UnitKind.LAYER or self._stream is None:
-            self.make_full(unit)
+            self.unshard(unit)
             return
         expected = next(self._stream.upcoming(), None)
         self._stream.note(unit)
         if expected is not None and expected is not unit and expected.state is UnitState.GATHERING:
             self._release(expected)  # another branch was taken
-        self.make_full(unit)
+        self.unshard(unit)
         # One ahead hides its gather. What was gathered ahead of the last token was gathered for nothing.
         self._prefetch(self._stream.upcoming, max_units=1)
 
@@ -123,7 +123,7 @@ class OnDemandParams:
         before, self._last_in_backward = self._last_in_backward, unit
         return before if before is not None and self._open_uses[id(before)] <= 0 else None
 
-    def make_full(self, unit: ShardUnit) -> None:
+    def unshard(self, unit: ShardUnit) -> None:
         """Make `unit` whole outside of forward and backward. All ranks must call."""
         if unit.state is UnitState.SHARDED:
             self._start(unit)
@@ -133,7 +133,7 @@ class OnDemandParams:
             del self._kept[id(unit)]
             unit.use_again()
 
-    def make_sharded(self, unit: ShardUnit) -> None:
+    def reshard(self, unit: ShardUnit) -> None:
         """Release `unit` whatever its state."""
         self._release(unit)
 
@@ -141,7 +141,7 @@ class OnDemandParams:
         """Start the gathers of those of `units` that wait for nothing but the other ranks. All ranks must call."""
         with torch.no_grad():
             for unit in units:
-                if unit.state is UnitState.SHARDED and not unit.comes_from_afar:
+                if unit.state is UnitState.SHARDED and not unit.is_offloaded:
                     self._start(unit)
 
     @contextlib.contextmanager
@@ -158,7 +158,7 @@ class OnDemandParams:
                     for one in (unit, after):  # one ahead, as in a forward
                         if one is not None and one.state is UnitState.SHARDED:
                             self._start(one)
-                    self.make_full(unit)
+                    self.unshard(unit)
             yield
         finally:
             self._pinned.difference_update(id(unit) for unit in mine)
@@ -273,7 +273,7 @@ class OnDemandParams:
         roots = [unit for unit in self.units if unit.kind is UnitKind.ROOT]
         for unit in (*roots, *self._in_graphs.values()):
             with torch.no_grad():
-                self.make_full(unit)
+                self.unshard(unit)
             self.hold(unit)
 
     def end_backward(self) -> None:
@@ -383,7 +383,7 @@ class OnDemandParams:
         for unit in itertools.islice(upcoming(), max_units):
             ahead += unit.numel
             # To start the gather of a unit that is updated or read first is to wait for that.
-            if near and (ahead > self._limits.ahead or unit.comes_from_afar):
+            if near and (ahead > self._limits.ahead or unit.is_offloaded):
                 return
             near.add(id(unit))
             if unit.state is UnitState.SHARDED:

@@ -18,7 +18,7 @@ from hf_zero.errors import StateError
 from hf_zero.runtime.edit_watch import fingerprint
 from hf_zero.runtime.full_weights import take_over
 from hf_zero.runtime.param_grads import ParamGrads
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.unit import ShardUnit
 
 
@@ -62,7 +62,7 @@ class WeightEdits:
                 found = True
         return found
 
-    def _take(self, buffer: FlatBuffer, written: list[int]) -> None:
+    def _take(self, buffer: FlatParam, written: list[int]) -> None:
         self._refuse_delayed()
         slots = [buffer.layout.slots[index] for index in written]
         marks = {slot.name: int(fingerprint(buffer.full[slot.offset : slot.end])) for slot in slots}
@@ -71,7 +71,7 @@ class WeightEdits:
         buffer.mark_written()
 
 
-def _refuse_new_values(buffer: FlatBuffer, written: list[int]) -> None:
+def _refuse_new_values(buffer: FlatParam, written: list[int]) -> None:
     """In backward an update may have begun. A recomputed forward writes what the forward wrote: nothing is new."""
     for index in written:
         slot = buffer.layout.slots[index]

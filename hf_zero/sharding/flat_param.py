@@ -1,4 +1,4 @@
-"""One flat buffer: parameters of one type and one fate, whole or as this rank's shard.
+"""One flat parameter: parameters of one type and one fate, whole or as this rank's shard.
 
 [Note: Views outlive a release]
 Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the full
@@ -21,14 +21,14 @@ from hf_zero.distributed.work import Pending, wait_all
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
-from hf_zero.sharding.home import Home
+from hf_zero.sharding.home import Placement
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.stored_shard import StoredShard
 from hf_zero.storage import DeviceStore, MemoryStore
-from hf_zero.storage.base import Lease, ShardStore
+from hf_zero.storage.base import BorrowedTensors, ShardStore
 
 
-class FlatBuffer:
+class FlatParam:
     """Parameters of one unit with one type that are all trainable or all frozen.
 
     Invariants:
@@ -49,11 +49,11 @@ class FlatBuffer:
         layout: UnitLayout,
         params: Sequence[nn.Parameter],
         comm: Comm,
-        home: Home,
+        home: Placement,
         *,
         on_demand: bool,
         dtype: torch.dtype,
-        fill: Callable[[FlatBuffer], None],
+        fill: Callable[[FlatParam], None],
     ) -> None:
         """`fill` gives the first values by one of the three fill_ methods. All ranks must call."""
         self.layout = layout
@@ -65,7 +65,7 @@ class FlatBuffer:
         self._comm = comm
         self._rank = comm.rank if layout.world_size > 1 else 0
         self._pending: list[Pending] = []
-        self._lease: Lease | None = None
+        self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
         self._ghost = torch.full((len(self.params),), torch.nan, dtype=dtype, device=self._device)
@@ -95,7 +95,7 @@ class FlatBuffer:
         self._set_shards(None)
         self.bind_views()
 
-    def fill_from(self, old: FlatBuffer, *, share: bool) -> None:
+    def fill_from(self, old: FlatParam, *, share: bool) -> None:
         """Take the shard of a buffer with the same parameters at the same places. No communication.
 
         `share`: the old buffer will be discarded, so that its full buffer may be kept.
@@ -109,7 +109,7 @@ class FlatBuffer:
         self._set_shards(best)
         self.bind_views()
 
-    def fits(self, other: FlatBuffer, params: Sequence[nn.Parameter]) -> bool:
+    def fits(self, other: FlatParam, params: Sequence[nn.Parameter]) -> bool:
         """Whether `other` has `params` at the places where this one has its own, and nothing else."""
         mine, theirs = self.layout, other.layout
         same_cut = mine.world_size == theirs.world_size and mine.bucket_numel == theirs.bucket_numel
@@ -175,7 +175,7 @@ class FlatBuffer:
             if self._device.type == "cpu":
                 use_huge_pages(self.full)
         # Where the shard comes from the host, the copy and the all-gather behind it stay off the compute stream.
-        with self.home.copies.beside() if self.comes_from_afar else contextlib.nullcontext():
+        with self.home.copies.beside() if self.is_offloaded else contextlib.nullcontext():
             self.finish_update()
             with self._comm.stop_together():
                 parts = self._parts_on_device()
@@ -194,7 +194,7 @@ class FlatBuffer:
             self._pending.append(self._comm.broadcast_start(place, self.layout.name, src=owner))
 
     @property
-    def comes_from_afar(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the shard, or its update, is elsewhere than on the device."""
         return self.home.master is not self.home.param or not isinstance(self.home.param, DeviceStore)
 
@@ -204,8 +204,8 @@ class FlatBuffer:
         if isinstance(shard, StoredShard):
             if not shard.tiles:
                 return ShardTensor(self.layout, self._rank, self.full, in_full=True).parts
-            self._lease = shard.store.lease([shard.tiles[0].key])
-            shard = ShardTensor(self.layout, self._rank, self._lease.tensors[0], in_full=False)
+            self._borrowed = shard.store.borrow([shard.tiles[0].key])
+            shard = ShardTensor(self.layout, self._rank, self._borrowed.tensors[0], in_full=False)
         if shard.memory.device == self.full.device:
             return shard.parts
         # Straight into this rank's place in the full buffer: from there the all-gather takes it.
@@ -229,11 +229,11 @@ class FlatBuffer:
         if self._copied is not None:
             # An all-gather in between has waited already.
             self._copied.wait(torch.accelerator.current_stream(self.full.device))
-        if self._lease is not None:
+        if self._borrowed is not None:
             if self._copied is not None:  # what was lent is read until here
                 self._copied.synchronize()
-            self._lease.release()
-            self._lease = None
+            self._borrowed.release()
+            self._borrowed = None
         self._copied = None
         if self.on_demand:
             self.bind_views()
@@ -241,9 +241,9 @@ class FlatBuffer:
     def forget_gather(self) -> None:
         """A gather was broken off, and its connections are closed: what it had of other memory goes back."""
         self._pending.clear()
-        if self._lease is not None:
-            self._lease.release()
-        self._lease = self._copied = None
+        if self._borrowed is not None:
+            self._borrowed.release()
+        self._borrowed = self._copied = None
 
     def release(self) -> None:
         """Point the parameters at placeholders and give the memory back. See [Note: Views outlive a release]."""
@@ -311,7 +311,7 @@ class FlatBuffer:
         else:
             self.shard.copy_from(self.master)  # type: ignore[arg-type]
 
-    def whole_master(self) -> torch.Tensor:
+    def full_master(self) -> torch.Tensor:
         """The masters of all ranks, 1-D [padded_numel], in their own type, on the device. All ranks must call."""
         assert self.master is not None
         whole = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self._device)
@@ -386,7 +386,7 @@ def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def gather_resident(flats: Sequence[FlatBuffer]) -> None:
+def gather_resident(flats: Sequence[FlatParam]) -> None:
     """Bring parameters that stay whole up to date from their owners. All ranks must call."""
     gathering = []
     for flat in flats:

@@ -1,4 +1,4 @@
-"""Where the data of a flat buffer lives."""
+"""Where the data of a flat parameter lives."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hf_zero.storage.copy_stream import CopyStream
 
 
 @dataclass(frozen=True)
-class Home:
-    """Where the data of one flat buffer lives between uses, and how ranks share it after an update."""
+class Placement:
+    """Where the data of one flat parameter lives between uses, and how ranks share it after an update."""
 
     param: ShardStore  # its shard, where parameters are whole around their use only
     master: ShardStore  # master weights, and the moments of a native update

@@ -1,4 +1,4 @@
-"""Decides on which store every flat buffer keeps its shards, and makes the stores.
+"""Decides on which store every flat parameter keeps its shards, and makes the stores.
 
 | offload_optimizer | master weights and moments | update | | offload_param | parameter shard at stage 3 |
 |---|---|---|---|---|---|
@@ -22,7 +22,7 @@ from hf_zero.errors import OffloadError, StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.aio import AioSettings
 from hf_zero.sharding.flat_param import master_dtype_of
-from hf_zero.sharding.home import Home
+from hf_zero.sharding.home import Placement
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
 from hf_zero.storage.copy_stream import CopyStream
 from hf_zero.storage.staging_pool import page_rounded
@@ -65,18 +65,18 @@ class OffloadSettings:
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A flat buffer that is to be made."""
+class FlatParamSpec:
+    """A flat parameter that is to be made."""
 
     layout: UnitLayout
     dtype: torch.dtype
     on_demand: bool
 
 
-class Homes:
+class Placements:
     """The stores of one engine. All ranks must construct it; what goes wrong on one rank is raised on all of them."""
 
-    def __init__(self, settings: OffloadSettings, comm: Comm, drafts: Sequence[Draft]) -> None:
+    def __init__(self, settings: OffloadSettings, comm: Comm, flat_specs: Sequence[FlatParamSpec]) -> None:
         self._settings = settings
         self._comm = comm
         self.device = DeviceStore(comm.device)
@@ -84,24 +84,24 @@ class Homes:
         self.host = self._make_host(pin=settings.optimizer.pin_memory or settings.param.pin_memory)
         self._folders: dict[str, SwapFolder] = {}
         self.disks: dict[str, ShardStore] = {}  # "optimizer", "parameters"
-        self._offloaded = self._choose_offloaded(drafts)
-        self._on_disk = self._choose_on_disk(drafts)
+        self._offloaded = self._choose_offloaded(flat_specs)
+        self._on_disk = self._choose_on_disk(flat_specs)
         self._states: ShardStore = self.host
         self._params: ShardStore = self.host
-        work = functools.partial(self._make_disks, drafts)
+        work = functools.partial(self._make_disks, flat_specs)
         comm.together("offload folders", work, catch=(OffloadError,), raise_as=OffloadError)
         # A model that is forgotten without a teardown takes its files with it; at exit the folders do so themselves.
         self._closing = weakref.finalize(self, _close, self.disks, self._folders)
         self._closing.atexit = False
 
     # ---------------------------------------------------------------- who lives where
-    def home_of(self, draft: Draft) -> Home:
-        offloaded = draft.layout.name in self._offloaded
-        if not draft.on_demand or self._settings.param.device == "none":
+    def placement_of(self, flat_spec: FlatParamSpec) -> Placement:
+        offloaded = flat_spec.layout.name in self._offloaded
+        if not flat_spec.on_demand or self._settings.param.device == "none":
             param: ShardStore = self.device
         else:
-            param = self._params if draft.layout.name in self._on_disk else self.host
-        return Home(
+            param = self._params if flat_spec.layout.name in self._on_disk else self.host
+        return Placement(
             param=param,
             master=self._states if offloaded else self.device,
             native=offloaded and self._settings.native,
@@ -111,7 +111,7 @@ class Homes:
             broadcasts=self._settings.broadcasts,
         )
 
-    def admit(self, drafts: Sequence[Draft]) -> None:
+    def admit(self, flat_specs: Sequence[FlatParamSpec]) -> None:
         """Find places for buffers that are made later, in the place of frozen ones.
 
         Raises StateError where masters are on disk: the staging memory was cut for what was trained at first.
@@ -122,15 +122,15 @@ class Homes:
                 "them.\nLet them require gradients before the model is handed over, or use offload_optimizer cpu."
             )
         if self._settings.optimizer.device != "none":
-            self._offloaded |= {draft.layout.name for draft in drafts if draft.layout.trainable}
+            self._offloaded |= {flat_spec.layout.name for flat_spec in flat_specs if flat_spec.layout.trainable}
         if self._on_disk:
-            self._on_disk |= {draft.layout.name for draft in drafts}
+            self._on_disk |= {flat_spec.layout.name for flat_spec in flat_specs}
 
-    def _choose_offloaded(self, drafts: Sequence[Draft]) -> frozenset[str]:
+    def _choose_offloaded(self, flat_specs: Sequence[FlatParamSpec]) -> frozenset[str]:
         """Names of the layouts whose masters leave the device: a share of `ratio` of the elements, whole buffers."""
         if self._settings.optimizer.device == "none":
             return frozenset()
-        trainable = [draft.layout for draft in drafts if draft.layout.trainable]
+        trainable = [flat_spec.layout for flat_spec in flat_specs if flat_spec.layout.trainable]
         wanted = self._settings.optimizer.ratio * sum(layout.numel for layout in trainable)
         chosen = set()
         so_far = 0
@@ -140,25 +140,25 @@ class Homes:
                 so_far += layout.numel
         return frozenset(chosen)
 
-    def _choose_on_disk(self, drafts: Sequence[Draft]) -> frozenset[str]:
+    def _choose_on_disk(self, flat_specs: Sequence[FlatParamSpec]) -> frozenset[str]:
         """Names of the layouts whose parameter shard is on disk: what `max_in_cpu` elements of memory do not hold."""
         if self._settings.param.device != "nvme":
             return frozenset()
         chosen = set()
         in_memory = 0
-        for draft in drafts:
-            if draft.on_demand and in_memory + draft.layout.shard_numel > self._settings.param.max_in_cpu:
-                chosen.add(draft.layout.name)
-            elif draft.on_demand:
-                in_memory += draft.layout.shard_numel
+        for flat_spec in flat_specs:
+            if flat_spec.on_demand and in_memory + flat_spec.layout.shard_numel > self._settings.param.max_in_cpu:
+                chosen.add(flat_spec.layout.name)
+            elif flat_spec.on_demand:
+                in_memory += flat_spec.layout.shard_numel
         return frozenset(chosen)
 
     # ---------------------------------------------------------------- stores
-    def _make_disks(self, drafts: Sequence[Draft]) -> None:
+    def _make_disks(self, flat_specs: Sequence[FlatParamSpec]) -> None:
         """The stores for masters and moments, and for parameter shards, where they are not the host's memory."""
         optimizer, param = self._settings.optimizer, self._settings.param
         if optimizer.device == "nvme":
-            one_tile = _STATES * page_rounded(self._state_tile_bytes(drafts))
+            one_tile = _STATES * page_rounded(self._state_tile_bytes(flat_specs))
             self._states = self.disks["optimizer"] = self._make_disk(
                 optimizer.nvme_path,
                 "optimizer",
@@ -169,16 +169,16 @@ class Homes:
                 write_behind=optimizer.pipeline_write,
             )
         if self._on_disk:
-            sizes = [d.layout.shard_numel * d.dtype.itemsize for d in drafts if d.layout.name in self._on_disk]
-            itemsize = max(d.dtype.itemsize for d in drafts if d.layout.name in self._on_disk)
+            sizes = [d.layout.shard_numel * d.dtype.itemsize for d in flat_specs if d.layout.name in self._on_disk]
+            itemsize = max(d.dtype.itemsize for d in flat_specs if d.layout.name in self._on_disk)
             one = page_rounded(min(max(sizes), param.buffer_size * itemsize))
             self._params = self.disks["parameters"] = self._make_disk(
                 param.nvme_path, "parameters", param.buffer_count * one, pin=param.pin_memory, preallocate=True
             )
 
-    def _state_tile_bytes(self, drafts: Sequence[Draft]) -> int:
+    def _state_tile_bytes(self, flat_specs: Sequence[FlatParamSpec]) -> int:
         limit = max(1, min(self._settings.sub_group_numel, MAX_TILE_NUMEL))
-        mine = [draft for draft in drafts if draft.layout.name in self._offloaded]
+        mine = [flat_spec for flat_spec in flat_specs if flat_spec.layout.name in self._offloaded]
         return max((min(d.layout.shard_numel, limit) * master_dtype_of(d.dtype).itemsize for d in mine), default=1)
 
     def _make_copies(self) -> CopyStream:

@@ -1,4 +1,4 @@
-"""Moves parameters out of the units of former engines into new ones, a flat buffer at a time.
+"""Moves parameters out of the units of former engines into new ones, a flat parameter at a time.
 
 A buffer that keeps its parameters at their places (only type, medium or trainability change) hands its shard over,
 with no communication. Any other cut gathers the old unit first: one unit more than the shards is in memory then. Where
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
 
 @dataclass(frozen=True)
 class _Place:
     unit: ShardUnit
-    buffer: FlatBuffer
+    buffer: FlatParam
     index: int
 
 
-class Succession:
+class LayoutChange:
     """Where the values of a model's parameters are while its units change.
 
     Invariant: an old buffer lives until all its parameters are in new ones, or have been replaced by the user.
@@ -33,8 +33,8 @@ class Succession:
 
     def __init__(self, old: Iterable[ShardUnit]) -> None:
         self._places: dict[int, _Place] = {}
-        self._left: collections.Counter[FlatBuffer] = collections.Counter()
-        self._masters: dict[FlatBuffer, torch.Tensor] = {}
+        self._left: collections.Counter[FlatParam] = collections.Counter()
+        self._masters: dict[FlatParam, torch.Tensor] = {}
         for unit in old:
             for buffer in unit.buffers:
                 self._left[buffer] = 0
@@ -43,7 +43,7 @@ class Succession:
                         self._places[id(param)] = _Place(unit, buffer, index)
                         self._left[buffer] += 1
 
-    def fill(self, buffer: FlatBuffer) -> None:
+    def fill(self, buffer: FlatParam) -> None:
         """Give `buffer` its first values. All ranks must call, in the same order."""
         places = [self._places.get(id(param)) for param in buffer.params]
         source = places[0].buffer if places and places[0] is not None else None
@@ -55,7 +55,7 @@ class Succession:
         else:
             for place, param in zip(places, buffer.params, strict=True):
                 if place is not None:
-                    _make_full(place.unit)
+                    _unshard(place.unit)
                     if _has_more_digits(place.buffer):
                         self._show_master(place, param)
             buffer.fill_from_params()
@@ -64,7 +64,7 @@ class Succession:
     def _show_master(self, place: _Place, param: nn.Parameter) -> None:
         """Point `param` at its whole master weights, which the buffer keeps until all its parameters have moved."""
         if place.buffer not in self._masters:
-            self._masters[place.buffer] = place.buffer.whole_master()
+            self._masters[place.buffer] = place.buffer.full_master()
         slot = place.buffer.layout.slots[place.index]
         param.data = self._masters[place.buffer][slot.offset : slot.end].view(slot.shape)
 
@@ -88,11 +88,11 @@ class Succession:
                 place.buffer.discard()
 
 
-def _has_more_digits(buffer: FlatBuffer) -> bool:
+def _has_more_digits(buffer: FlatParam) -> bool:
     return buffer.master is not None and buffer.master.dtype != buffer.dtype
 
 
-def _make_full(unit: ShardUnit) -> None:
+def _unshard(unit: ShardUnit) -> None:
     if unit.on_demand and unit.state is UnitState.SHARDED:
         with torch.no_grad():
             unit.gather_start()

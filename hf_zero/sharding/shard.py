@@ -1,4 +1,4 @@
-"""This rank's shard of a flat buffer as tensors: one part per bucket, one or more pieces per parameter."""
+"""This rank's shard of a flat parameter as tensors: one part per bucket, one or more pieces per parameter."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ShardTensor:
                 else:
                     spans.append((piece.flat_offset, piece.numel))
         tensors = [self.memory[start : start + numel] for start, numel in spans]
-        return [tensors[0].view(run.shape)] if len(tensors) == 1 and run.is_whole else tensors
+        return [tensors[0].view(run.shape)] if len(tensors) == 1 and run.is_unsharded else tensors
 
     def read_run(self, run: Run) -> torch.Tensor:
         """The elements of `run`, 1-D [run.numel]; a view where they are contiguous in memory."""

@@ -10,7 +10,7 @@ ZeRO (Rajbhandari et al., 2020) is three independent choices, and a stage is one
 | 3 | on demand | as stage 2 | nothing: the shard is the parameter |
 
 An optimizer that exchanges something smaller than gradients (OneBitAdam, stage 0) may turn the all-reduce of stage 0
-off while it trains: GradBuffer.stay_local.
+off while it trains: GradAccumulator.stay_local.
 """
 
 from __future__ import annotations
@@ -46,6 +46,6 @@ def plan_unit(stage: int, kind: UnitKind, world_size: int, *, offloaded: bool) -
     return _ROWS[stage]
 
 
-def keeps_small_parameters_whole(stage: int) -> bool:
+def keeps_small_parameters_unsharded(stage: int) -> bool:
     """Whether the persistence thresholds apply."""
     return stage == 3

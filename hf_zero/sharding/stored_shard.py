@@ -1,4 +1,4 @@
-"""This rank's shard of a flat buffer on a store that hands memory out on loan: a disk, or the host under an update."""
+"""This rank's shard of a flat parameter on a store that lends memory: a disk, or the host under an update."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class StoredShard:
     def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
         """Elements [start, start + numel) of the shard, a tile at a time; each is valid until the next."""
         for tile, low, high in self._cut(start, numel):
-            with self.store.lease([tile.key]) as lease:
-                yield lease.tensors[0][low - tile.start : high - tile.start]
+            with self.store.borrow([tile.key]) as borrow:
+                yield borrow.tensors[0][low - tile.start : high - tile.start]
 
     def read_run(self, run: Run) -> torch.Tensor:
         """A copy of the elements of `run`, 1-D [run.numel]."""
@@ -74,12 +74,12 @@ class StoredShard:
                     self._write(tile.start, chunk)
             return
         for tile in self.tiles:
-            with self.store.lease([tile.key], write=True, overwrite=True) as lease:
+            with self.store.borrow([tile.key], write=True, overwrite=True) as borrow:
                 start = 0
                 for part in other.parts:
                     low, high = max(start, tile.start), min(start + part.numel(), tile.end)
                     if low < high:
-                        lease.tensors[0][low - tile.start : high - tile.start].copy_(part[low - start : high - start])
+                        borrow.tensors[0][low - tile.start : high - tile.start].copy_(part[low - start : high - start])
                     start += part.numel()
 
     def copy_into(self, other: ShardTensor) -> None:
@@ -100,8 +100,8 @@ class StoredShard:
     def _write(self, start: int, values: torch.Tensor) -> None:
         for tile, low, high in self._cut(start, values.numel()):
             whole = high - low == tile.numel
-            with self.store.lease([tile.key], write=True, overwrite=whole) as lease:
-                lease.tensors[0][low - tile.start : high - tile.start].copy_(values[low - start : high - start])
+            with self.store.borrow([tile.key], write=True, overwrite=whole) as borrow:
+                borrow.tensors[0][low - tile.start : high - tile.start].copy_(values[low - start : high - start])
 
     def _cut(self, start: int, numel: int) -> Iterator[tuple[Tile, int, int]]:
         """The tiles that [start, start + numel) meets, each with the range that it has of it."""

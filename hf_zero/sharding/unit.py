@@ -6,7 +6,7 @@ import enum
 
 from torch import nn
 
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitKind
 
 
@@ -30,7 +30,7 @@ class ShardUnit:
       - All ranks call gather_start in the same order: collectives match by order.
     """
 
-    def __init__(self, name: str, kind: UnitKind, module: nn.Module, buffers: list[FlatBuffer]) -> None:
+    def __init__(self, name: str, kind: UnitKind, module: nn.Module, buffers: list[FlatParam]) -> None:
         self.name = name
         self.kind = kind
         self.module = module
@@ -43,19 +43,19 @@ class ShardUnit:
         self.numel = sum(buffer.layout.padded_numel for buffer in self.buffers)
         self.full_bytes = sum(buffer.full_bytes for buffer in self.buffers)
 
-    def replace(self, old: FlatBuffer, new: list[FlatBuffer]) -> None:
+    def replace(self, old: FlatParam, new: list[FlatParam]) -> None:
         """Put buffers with the same parameters in the place of `old`, in the state of the unit."""
         place = self.buffers.index(old)
         self.buffers[place : place + 1] = new
         self._measure()
 
     @property
-    def comes_from_afar(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether a gather waits for more than the other ranks: a copy from the host, a read, an update there.
 
         The same on all ranks.
         """
-        return any(buffer.comes_from_afar for buffer in self.buffers)
+        return any(buffer.is_offloaded for buffer in self.buffers)
 
     def prefetch(self) -> None:
         """Start bringing the shards near where they are on a slow medium. No communication."""

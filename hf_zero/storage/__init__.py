@@ -1,6 +1,6 @@
 """Where shards live."""
 
-from hf_zero.storage.base import Lease, ShardStore, StoreStats
+from hf_zero.storage.base import BorrowedTensors, ShardStore, StoreStats
 from hf_zero.storage.disk import DiskStore
 from hf_zero.storage.host import HostStore
 from hf_zero.storage.memory import DeviceStore, MemoryStore
@@ -8,10 +8,10 @@ from hf_zero.storage.staging_pool import StagingPool
 from hf_zero.storage.swap_folder import SwapFolder
 
 __all__ = [
+    "BorrowedTensors",
     "DeviceStore",
     "DiskStore",
     "HostStore",
-    "Lease",
     "MemoryStore",
     "ShardStore",
     "StagingPool",

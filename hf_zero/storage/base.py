@@ -23,10 +23,10 @@ class StoreStats:
     memory_wait_s: float = 0.0  # for staging memory; waits for writes that have it count here too
 
 
-class Lease:
+class BorrowedTensors:
     """Tensors of a store that may be used until `release` (or the end of the `with` block).
 
-    Invariant: the tensors of a lease stay valid and at their place until it is released. What is kept of them after
+    Invariant: the tensors of a borrow stay valid and at their place until it is released. What is kept of them after
     that may be the content of another key, so a copy to or from a device has to be over. Releasing twice does nothing.
     """
 
@@ -47,7 +47,7 @@ class Lease:
         if finish is not None:
             finish(keep)
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> BorrowedTensors:
         return self
 
     def __exit__(
@@ -62,12 +62,12 @@ class Lease:
 class ShardStore(abc.ABC):
     """Keeps 1-D tensors under string keys on one medium.
 
-    Order of calls: `create` once per key, then any number of (`prefetch`, `lease`, release), `flush` before the
+    Order of calls: `create` once per key, then any number of (`prefetch`, `borrow`, release), `flush` before the
     contents are read by somebody else (a checkpoint), `drop` of single keys, `close` at the end. Several threads may
-    use one store, but a key is leased by one of them at a time. An I/O error surfaces at the next `lease` or `flush`
+    use one store, but one of them at a time borrows a key. An I/O error surfaces at the next `borrow` or `flush`
     of the key, and the key stays unusable.
 
-    Staged writes exist where `can_stage` is True: what a lease with `staged=True` changed is kept beside the content,
+    Staged writes exist where `can_stage` is True: what a borrow with `staged=True` changed is kept beside the content,
     which reads go on seeing, until `commit` makes it the content or `rollback` forgets it.
     """
 
@@ -79,19 +79,19 @@ class ShardStore(abc.ABC):
 
     @abc.abstractmethod
     def prefetch(self, keys: Sequence[str]) -> None:
-        """Start bringing `keys` to where `lease` hands them out. A hint: it never waits, and may do nothing."""
+        """Start bringing `keys` to where `borrow` hands them out. A hint: it never waits, and may do nothing."""
 
     @abc.abstractmethod
-    def lease(
+    def borrow(
         self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
-    ) -> Lease:
+    ) -> BorrowedTensors:
         """The tensors of `keys` in memory: of the compute device in DeviceStore, of the host in the others.
 
         Args:
             write: They will be changed; the changes are kept at release.
             overwrite: With `write`: every element will be set, so the content need not be read and is undefined.
             staged: With `write`: keep the changes aside until `commit` or `rollback`; needs `can_stage`. With
-                `overwrite` too, another lease may read the content meanwhile.
+                `overwrite` too, another borrow may read the content meanwhile.
         """
 
     @abc.abstractmethod
@@ -107,7 +107,7 @@ class ShardStore(abc.ABC):
         """Bytes under each key."""
 
     def stats(self) -> StoreStats:
-        """Zeros where a lease is the content itself."""
+        """Zeros where a borrow is the content itself."""
         return StoreStats()
 
     def commit(self, keys: Sequence[str]) -> None:

@@ -1,10 +1,10 @@
 """Shards in a file, behind host memory that is read ahead of use and written behind it.
 
 [Note: Who has the memory]
-A block of the staging pool is in one of three hands: of a lease, of a write that a release started, or of a read that
+A block of the staging pool is in one of three hands: of a borrow, of a write that a release started, or of a read that
 `prefetch` started. Blocks of the last two can be reclaimed by whoever needs memory, so neither a pool full of them nor
-a prefetch that nobody uses can stop a lease. A lease takes over the block of its key where there is one: its read has
-been started already, or what is being written is the content.
+a prefetch that nobody uses can stop a borrow. A borrow takes over the block of its key where there is one: its read is
+under way already, or what is being written is the content.
 
 `_lock` guards the tables and is never held while a transfer or memory is waited for.
 """
@@ -19,21 +19,21 @@ from collections.abc import Sequence
 import torch
 
 from hf_zero.native.aio import AioSettings
-from hf_zero.storage.base import Lease, ShardStore, StoreStats
+from hf_zero.storage.base import BorrowedTensors, ShardStore, StoreStats
 from hf_zero.storage.disk_entry import Entry, Flight
 from hf_zero.storage.staging_pool import StagingBlock, StagingPool
 from hf_zero.storage.swap_folder import Region, SwapFile, SwapFolder
 
 
 class DiskStore(ShardStore):
-    """Keeps keys in one file; leases are CPU tensors in the memory of a staging pool.
+    """Keeps keys in one file; borrowed are CPU tensors in the memory of a staging pool.
 
-    A write lease that ends with an exception is not written: the key keeps its content. Contents live as long as the
+    A write borrow that ends with an exception is not written: the key keeps its content. Contents live as long as the
     process. A failed transfer makes its key unusable; a file that somebody removed or cut, the whole store.
 
     Args:
         folder: Where the file is made, as `<name>.swap`.
-        pool: Memory of the leases; may be shared with other stores.
+        pool: Memory of the borrowed; may be shared with other stores.
         preallocate: Reserve disk space in `create`, so that a full disk shows there; else a key gets its space when
             it is first written.
         read_ahead: Whether `prefetch` does anything.
@@ -61,7 +61,7 @@ class DiskStore(ShardStore):
         self.engine = self._file.engine
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
-        self._ahead: dict[Flight, None] = {}  # reads without a lease, in the order they were asked for
+        self._ahead: dict[Flight, None] = {}  # reads without a borrow, in the order they were asked for
         self._writes: dict[Flight, None] = {}  # in the order of their start
         self._stats = StoreStats()
         self._closed = False
@@ -89,7 +89,7 @@ class DiskStore(ShardStore):
                 self._settle(flight)
             for key in keys:
                 entry = self._entries[key]
-                if entry.leased or entry.flight or entry.blank or entry.failure or not entry.nbytes:
+                if entry.borrowed or entry.flight or entry.blank or entry.failure or not entry.nbytes:
                     continue
                 block = self._pool.take(entry.region.nbytes, wait=False)
                 if block is None:
@@ -97,9 +97,9 @@ class DiskStore(ShardStore):
                 entry.flight = self._read(entry, block)
                 self._ahead[entry.flight] = None
 
-    def lease(
+    def borrow(
         self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
-    ) -> Lease:
+    ) -> BorrowedTensors:
         if (overwrite or staged) and not write:
             raise AssertionError("overwrite=True and staged=True need write=True")
         aside = staged and overwrite
@@ -115,7 +115,7 @@ class DiskStore(ShardStore):
             self._finish(entries, blocks, keep=False, staged=False, aside=aside)
             raise
         tensors = [entry.tensor(blocks.get(entry)) for entry in entries]
-        return Lease(
+        return BorrowedTensors(
             tensors, lambda keep: self._finish(entries, blocks, keep=write and keep, staged=staged, aside=aside)
         )
 
@@ -128,15 +128,15 @@ class DiskStore(ShardStore):
                     if flight is not None and flight.transfer.poll():
                         self._record(flight)
                 entry.check()
-                if (entry.aside if aside else entry.leased) or keys.count(entry.key) > 1:
-                    raise AssertionError(f"{entry.key} is leased already")
+                if (entry.aside if aside else entry.borrowed) or keys.count(entry.key) > 1:
+                    raise AssertionError(f"{entry.key} is borrowed already")
                 if write and not staged and entry.staged is not None:
                     raise AssertionError(f"{entry.key} has a staged write: commit or roll back first")
             for entry in entries:
                 if aside:
                     entry.aside = True
                     continue
-                entry.leased = True
+                entry.borrowed = True
                 if entry.flight is not None:
                     self._ahead.pop(entry.flight, None)
             return entries
@@ -154,7 +154,7 @@ class DiskStore(ShardStore):
             self._stats.memory_wait_s += time.perf_counter() - started
 
     def _fill(self, entries: list[Entry], blocks: dict[Entry, StagingBlock], *, read: bool, write: bool) -> None:
-        """Return when the blocks hold the contents (`read`) and nothing but the lease uses them (`write`)."""
+        """Return when the blocks hold the contents (`read`) and nothing but the borrow uses them (`write`)."""
         with self._lock:
             for entry in entries:
                 if read and entry.flight is None and entry in blocks and not entry.blank:
@@ -168,7 +168,7 @@ class DiskStore(ShardStore):
                 self._await(flight)
 
     def _await(self, flight: Flight) -> None:
-        """Wait for a transfer of a leased key; after that its block is the lease's alone."""
+        """Wait for a transfer of a borrowed key; after that its block is the borrow's alone."""
         self._wait(flight)
         with self._lock:
             self._writes.pop(flight, None)
@@ -187,10 +187,10 @@ class DiskStore(ShardStore):
     def _finish(
         self, entries: list[Entry], blocks: dict[Entry, StagingBlock], *, keep: bool, staged: bool, aside: bool
     ) -> None:
-        """The end of a lease: start its writes, or hand back its memory."""
+        """The end of a borrow: start its writes, or hand back its memory."""
         writes = []
         for entry in entries:
-            # The lease failed while it was read.
+            # The borrow failed while it was read.
             if not aside and entry.flight is not None and not entry.flight.is_write:
                 entry.flight.transfer.wait()
                 entry.flight = None
@@ -199,11 +199,11 @@ class DiskStore(ShardStore):
                 if aside:
                     entry.aside = False
                 else:
-                    entry.leased = False
+                    entry.borrowed = False
                 block = blocks.get(entry)
                 if block is None:
                     continue
-                if entry.flight is not None and not aside:  # a write that this lease only looked at
+                if entry.flight is not None and not aside:  # a write that this borrow only looked at
                     self._pool.pass_on(block, to_thread=False)
                     if entry.flight.transfer.finished:
                         self._settle(entry.flight)
@@ -228,7 +228,7 @@ class DiskStore(ShardStore):
 
     def commit(self, keys: Sequence[str]) -> None:
         with self._lock:
-            entries = [self._not_leased(key) for key in keys]
+            entries = [self._not_borrowed(key) for key in keys]
             for entry in entries:
                 entry.check()
                 if entry.staged is None:
@@ -244,7 +244,7 @@ class DiskStore(ShardStore):
 
     def rollback(self, keys: Sequence[str]) -> None:
         with self._lock:
-            entries = [self._not_leased(key) for key in keys]
+            entries = [self._not_borrowed(key) for key in keys]
             old = [(entry.staged_flight, entry.staged) for entry in entries]
             for entry in entries:
                 entry.staged = entry.staged_flight = None
@@ -253,7 +253,7 @@ class DiskStore(ShardStore):
 
     def drop(self, key: str) -> None:
         with self._lock:
-            entry = self._not_leased(key)
+            entry = self._not_borrowed(key)
             del self._entries[key]
         self._retire(entry.flight, entry.region)
         self._retire(entry.staged_flight, entry.staged)
@@ -272,7 +272,7 @@ class DiskStore(ShardStore):
     # ---------------------------------------------------------------- memory for others (Reclaimer)
     def reclaim_written(self) -> bool:
         with self._lock:
-            usable = [flight for flight in self._writes if not flight.leased]
+            usable = [flight for flight in self._writes if not flight.borrowed]
             flight = next((one for one in usable if one.transfer.poll()), usable[0] if usable else None)
         if flight is not None:
             self._end_write(flight)
@@ -319,17 +319,17 @@ class DiskStore(ShardStore):
 
     # ---------------------------------------------------------------- below: the lock is held
     def _settle(self, flight: Flight) -> None:
-        """Note the result of a write that has ended, and give its memory back unless a lease has it."""
+        """Note the result of a write that has ended, and give its memory back unless a borrow has it."""
         self._record(flight)
-        if flight in self._writes and not flight.leased:
+        if flight in self._writes and not flight.borrowed:
             del self._writes[flight]
             flight.leave()
             self._pool.give(flight.block)
 
-    def _not_leased(self, key: str) -> Entry:
+    def _not_borrowed(self, key: str) -> Entry:
         entry = self._entries[key]
-        if entry.leased or entry.aside:
-            raise AssertionError(f"{key} is leased")
+        if entry.borrowed or entry.aside:
+            raise AssertionError(f"{key} is borrowed")
         return entry
 
     def _record(self, flight: Flight) -> None:

@@ -20,8 +20,8 @@ class Entry:
     dtype: torch.dtype
     region: Region
     blank: bool = True  # never written: zeros, whatever the region holds
-    leased: bool = False
-    aside: bool = False  # a lease writes the staged content without looking at this one
+    borrowed: bool = False
+    aside: bool = False  # a borrow writes the staged content without looking at this one
     flight: Flight | None = None  # of the content: read ahead, or being written
     staged: Region | None = None
     staged_flight: Flight | None = None
@@ -51,9 +51,9 @@ class Flight:
     is_write: bool
 
     @property
-    def leased(self) -> bool:
-        """A lease has taken the block over, so it is not to be given back."""
-        return self.entry.leased and self.entry.flight is self
+    def borrowed(self) -> bool:
+        """A borrow has taken the block over, so it is not to be given back."""
+        return self.entry.borrowed and self.entry.flight is self
 
     def leave(self) -> None:
         """The entry must not find it any more; it may have another one by now."""

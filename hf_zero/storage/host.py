@@ -9,7 +9,7 @@ from hf_zero.storage.staging_pool import HostMemory
 
 
 class HostStore(MemoryStore):
-    """Every shard is a page-aligned CPU tensor; a lease hands out the tensor itself.
+    """Every shard is a page-aligned CPU tensor; a borrow hands out the tensor itself.
 
     Copies between it and the device, and waiting for them, are the caller's: the store knows no streams.
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_zero.storage.base import Lease, ShardStore
+from hf_zero.storage.base import BorrowedTensors, ShardStore
 
 
 class MemoryStore(ShardStore):
-    """Every shard is one tensor; a lease hands out the tensor itself."""
+    """Every shard is one tensor; a borrow hands out the tensor itself."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device  # the one that computes
@@ -34,14 +34,14 @@ class MemoryStore(ShardStore):
     def prefetch(self, keys: Sequence[str]) -> None:
         return None
 
-    def lease(
+    def borrow(
         self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
-    ) -> Lease:
+    ) -> BorrowedTensors:
         if staged:
             raise AssertionError(f"{type(self).__name__} cannot stage writes (can_stage is False)")
         if overwrite and not write:
             raise AssertionError("overwrite=True needs write=True")
-        return Lease([self._tensors[key] for key in keys])
+        return BorrowedTensors([self._tensors[key] for key in keys])
 
     def flush(self) -> None:
         return None

@@ -23,7 +23,7 @@ from hf_zero.native.aio_memory import transfer_memory
 
 PAGE = mmap.PAGESIZE
 
-# Seconds a request waits for memory that others lease before it is served beyond the budget: they may be waiting for
+# Seconds a request waits for memory that others borrow before it is served beyond the budget: they may be waiting for
 # the very thread that asks.
 PATIENCE_S = 10.0
 
@@ -95,7 +95,7 @@ class StagingBlock:
     """Memory taken from a pool: uint8, whole pages."""
 
     memory: torch.Tensor
-    owner: int | None  # thread that leases it; None while a transfer without a lease uses it
+    owner: int | None  # thread that borrowed it; None while a transfer without a borrow uses it
 
     @property
     def nbytes(self) -> int:
@@ -103,10 +103,10 @@ class StagingBlock:
 
 
 class Reclaimer(Protocol):
-    """A user of the pool that can give memory back before anybody releases a lease."""
+    """A user of the pool that can give memory back before anybody releases a borrow."""
 
     def reclaim_written(self) -> bool:
-        """Give back the memory of a write that no lease uses, waiting for its end; False if there is none.
+        """Give back the memory of a write that no borrow uses, waiting for its end; False if there is none.
 
         Both methods may wait for the disk, and are called without any lock of the pool held.
         """
@@ -116,11 +116,11 @@ class Reclaimer(Protocol):
 
 
 class StagingPool:
-    """At most `nbytes` of page-aligned host memory, shared by the leases of one or more stores.
+    """At most `nbytes` of page-aligned host memory, shared by the borrowed of one or more stores.
 
     Blocks that are given back stay for the next request of exactly their size, and are unmapped when another size
     needs the room. A request that cannot be met waits: for memory that the stores can reclaim, then for other threads
-    to release their leases. Who came first is served first. Where waiting cannot help, because the request alone is
+    to release their borrowed. Who came first is served first. Where waiting cannot help, because the request alone is
     too large or because everybody with memory waits for more, the budget grows to what is needed, with one warning.
     """
 
@@ -140,7 +140,7 @@ class StagingPool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of leases and transfers, without what is kept for reuse."""
+        """Bytes of borrowed and transfers, without what is kept for reuse."""
         with self._changed:
             return self._held.total()
 
@@ -198,7 +198,7 @@ class StagingPool:
             self._notify()
 
     def pass_on(self, block: StagingBlock, *, to_thread: bool) -> None:
-        """The block belongs to the lease of this thread from now on, or to a transfer."""
+        """The block belongs to the borrow of this thread from now on, or to a transfer."""
         with self._changed:
             self._held[block.owner] -= block.nbytes
             block.owner = threading.get_ident() if to_thread else None
@@ -236,7 +236,7 @@ class StagingPool:
     # ---------------------------------------------------------------- below: the condition is held
     def _may_take(self, sizes: Sequence[int], owner: int | None) -> bool:
         """There is room, and nobody has waited for longer. A hint (None) never goes before those who wait; a thread
-        with leases does, or they would wait for each other."""
+        with borrowed does, or they would wait for each other."""
         first = next(iter(self._line), owner)
         return self._fits(sizes) and (owner == first or (owner is not None and self._held[owner] > 0))
 

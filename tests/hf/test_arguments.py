@@ -21,7 +21,15 @@ from hf_zero.errors import ConfigError, StateError
 from hf_zero.hf import enable as enabling
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin, ZeroPlugin
-from hf_zero.hf.enable import ACTIVATION, Seam, active_config, all_seams, check_seams, disable, enable
+from hf_zero.hf.enable import (
+    ACTIVATION,
+    PatchPoint,
+    active_config,
+    all_patch_points,
+    check_patch_points,
+    disable,
+    enable,
+)
 from hf_zero.hf.trainer.arguments import Seq2SeqTrainingArguments, TrainingArguments, zero_arguments
 from hf_zero.hf.trainer.trainer import Trainer, ZeroTrainerMixin
 
@@ -31,8 +39,8 @@ ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": 
 
 
 def _methods() -> dict[tuple[type, str], Any]:
-    """What stands in place of every seam now."""
-    return {(seam.owner, seam.name): seam.owner.__dict__[seam.name] for seam in all_seams()}
+    """What stands in place of every patch point now."""
+    return {(point.owner, point.name): point.owner.__dict__[point.name] for point in all_patch_points()}
 
 
 STOCK = _methods()
@@ -186,7 +194,7 @@ def test_copies_keep_class_and_values(tmp_path: Path) -> None:
         assert twin.learning_rate == 7e-4 and twin.zero_config.stage == 2
 
 
-# -------------------------------------------------------------------- enable, disable, seams
+# -------------------------------------------------------------------- enable, disable, patch_points
 def test_enable_is_idempotent_and_disable_restores_exactly() -> None:
     enable(ZERO2)
     once = _methods()
@@ -218,10 +226,10 @@ def test_a_later_patch_by_others_survives() -> None:
 
 
 def test_a_renamed_seam_is_named_with_the_version() -> None:
-    gone = Seam(transformers.Trainer, "_save_everything", ("output_dir",), lambda original: original)
-    changed = Seam(transformers.Trainer, "_save", ("folder",), lambda original: original)
+    gone = PatchPoint(transformers.Trainer, "_save_everything", ("output_dir",), lambda original: original)
+    changed = PatchPoint(transformers.Trainer, "_save", ("folder",), lambda original: original)
     with pytest.raises(ConfigError) as caught:
-        check_seams([gone, changed])
+        check_patch_points([gone, changed])
     text = str(caught.value)
     assert "Trainer._save_everything is missing" in text
     assert "Trainer._save takes (output_dir" in text
@@ -229,12 +237,12 @@ def test_a_renamed_seam_is_named_with_the_version() -> None:
 
 
 def test_seams_of_the_installed_versions_fit() -> None:
-    check_seams(all_seams())
+    check_patch_points(all_patch_points())
 
 
 def test_a_seam_that_does_not_fit_leaves_nothing_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = [*all_seams(), Seam(transformers.Trainer, "_gone", (), lambda original: original)]
-    monkeypatch.setattr(enabling, "all_seams", lambda: broken)
+    broken = [*all_patch_points(), PatchPoint(transformers.Trainer, "_gone", (), lambda original: original)]
+    monkeypatch.setattr(enabling, "all_patch_points", lambda: broken)
     with pytest.raises(ConfigError, match="_gone"):
         enable(ZERO2)
     assert _methods() == STOCK and active_config() is None

@@ -31,7 +31,7 @@ from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.accelerator.plain_loop import arguments_of, batch_of_loaders, scaling_of, take_accumulation
 from hf_zero.hf.accelerator.save_state import AcceleratorState
 from hf_zero.hf.conflicts import accelerator_conflicts, check_world_size, model_conflicts, tell_missed_sharding
-from hf_zero.hf.enable import ACTIVATION, Seam
+from hf_zero.hf.enable import ACTIVATION, PatchPoint
 from hf_zero.hf.models.install import install_on_model
 
 logger = logging.getLogger(__name__)
@@ -336,9 +336,9 @@ def _zero_class(base: type) -> type:
     return _ZERO_CLASSES[base]
 
 
-def accelerator_seams() -> list[Seam]:
+def accelerator_patch_points() -> list[PatchPoint]:
     """The one method of accelerate that `enable` acts through."""
-    return [Seam(Accelerator, "__init__", ("device_placement", "split_batches", "mixed_precision"), _wrap_init)]
+    return [PatchPoint(Accelerator, "__init__", ("device_placement", "split_batches", "mixed_precision"), _wrap_init)]
 
 
 def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:

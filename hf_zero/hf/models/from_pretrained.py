@@ -32,7 +32,7 @@ from hf_zero.hf.models.shard_placer import ShardPlacer
 from hf_zero.hf.models.stored import LazyTensor, StoredFile, StoredTensor, open_files
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units
 from hf_zero.runtime.memory_report import cast_line
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class ShardedLoad:
         settings = BuildSettings.of(self._config, 1.0, train=False)
         params = {id(param): param for param in self._params.values()}.values()
         types = [param.dtype for param in params]
-        self._built = build_units(model, settings, self._comm, FlatBuffer.fill_later)
+        self._built = build_units(model, settings, self._comm, FlatParam.fill_later)
         line = cast_line(types, [param.dtype for param in params])
         if line is not None and self._comm.rank == 0:
             logger.warning("%s: %s", type(model).__name__, line)
@@ -165,8 +165,8 @@ class ShardedLoad:
                 continue
             if id(param) not in made:
                 dtype = dtype_of(live, param.dtype) if live in present else param.dtype
-                ghost = torch.full((), torch.nan, dtype=dtype, device=self._comm.device)
-                made[id(param)] = nn.Parameter(ghost.expand(param.shape))
+                placeholder = torch.full((), torch.nan, dtype=dtype, device=self._comm.device)
+                made[id(param)] = nn.Parameter(placeholder.expand(param.shape))
                 made[id(made[id(param)])] = made[id(param)]
             self._params[live] = module._parameters[name] = made[id(param)]
 

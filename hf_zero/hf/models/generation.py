@@ -140,11 +140,11 @@ class _Calls:
         engine = self._engine
         longest = _ROW.get() or stack
         assistant = engine_of(given.get("assistant_model"))
-        if assistant is not None and not _is_whole(assistant):
+        if assistant is not None and not _is_unsharded(assistant):
             # Each rank asks it for candidates as often as its own text needs.
             _need_all_ranks(assistant)
             longest.enter_context(assistant.weights.gathered(assistant.units))
-        if _is_whole(engine):
+        if _is_unsharded(engine):
             return False
         _need_all_ranks(engine)
         engine.finish_updates()
@@ -185,7 +185,7 @@ def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
     return given
 
 
-def _is_whole(engine: ZeroEngine) -> bool:
+def _is_unsharded(engine: ZeroEngine) -> bool:
     return all(unit.state is UnitState.FULL for unit in engine.units)
 
 

@@ -18,7 +18,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.processes import join_processes
 from hf_zero.engine.sharded_init import ShardedConstruction
 from hf_zero.errors import ConfigError
-from hf_zero.hf.enable import ACTIVATION, Seam
+from hf_zero.hf.enable import ACTIVATION, PatchPoint
 from hf_zero.hf.models.building import constructing
 from hf_zero.hf.models.from_pretrained import finalize_model_loading, load_pretrained_model
 
@@ -141,12 +141,12 @@ def _wrap_from_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return _from_config
 
 
-def model_seams() -> list[Seam]:
+def model_patch_points() -> list[PatchPoint]:
     """What `from_pretrained` and `from_config` go through."""
     files = ("state_dict", "checkpoint_files", "load_config")
     return [
-        Seam(PreTrainedModel, "_load_pretrained_model", files, _wrap_load),
-        Seam(PreTrainedModel, "_finalize_model_loading", ("load_config", "loading_info"), _wrap_finalize),
-        Seam(PreTrainedModel, "from_pretrained", ("pretrained_model_name_or_path",), _wrap_from_pretrained),
-        Seam(PreTrainedModel, "_from_config", ("config",), _wrap_from_config),
+        PatchPoint(PreTrainedModel, "_load_pretrained_model", files, _wrap_load),
+        PatchPoint(PreTrainedModel, "_finalize_model_loading", ("load_config", "loading_info"), _wrap_finalize),
+        PatchPoint(PreTrainedModel, "from_pretrained", ("pretrained_model_name_or_path",), _wrap_from_pretrained),
+        PatchPoint(PreTrainedModel, "_from_config", ("config",), _wrap_from_config),
     ]

@@ -48,12 +48,12 @@ def _resize(module: PreTrainedModel, engine: ZeroEngine, original: Callable[[], 
         )
     units = _embedding_units(module, engine)
     for unit in units:
-        engine.params.make_full(unit)
+        engine.params.unshard(unit)
     try:
         resized = original()
     except BaseException:
         for unit in units:
-            engine.params.make_sharded(unit)
+            engine.params.reshard(unit)
         raise
     model = engine.module
     # Rank 0's values win: new rows may have been drawn with other seeds elsewhere.

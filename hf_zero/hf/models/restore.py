@@ -189,7 +189,7 @@ def restore_weights(model: nn.Module, folder: Path, engine: ZeroEngine | None) -
     with torch.no_grad():
         for name, target in live.items():
             if name in restored:
-                target.copy_(_fitting(name, restored[name], target, folder))
+                target.copy_(_attachment(name, restored[name], target, folder))
 
 
 def _adapters(model: Any, folder: Path, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -202,7 +202,7 @@ def _adapters(model: Any, folder: Path, live: Mapping[str, torch.Tensor]) -> dic
     return restored
 
 
-def _fitting(name: str, tensor: torch.Tensor, target: torch.Tensor, folder: Path) -> torch.Tensor:
+def _attachment(name: str, tensor: torch.Tensor, target: torch.Tensor, folder: Path) -> torch.Tensor:
     if tensor.shape != target.shape:
         raise CheckpointError(
             f"{name} has shape {tuple(tensor.shape)} in {folder}, but {tuple(target.shape)} in the model."

@@ -49,7 +49,7 @@ def full_weights(
 def apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same memory, as tensors with a storage each; names of one tensor still share theirs.
 
-    Whole parameters lie one behind the other in flat buffers, and accelerate takes all tensors of one storage for
+    Whole parameters lie one behind the other in flat parameters, and accelerate takes all tensors of one storage for
     tied: it would save the first of them only.
     """
     return {name: torch.utils.dlpack.from_dlpack(tensor.detach()) for name, tensor in state.items()}

@@ -14,7 +14,7 @@ from transformers.utils import logging as bars
 
 from hf_zero.hf.models.stored import LazyTensor, StoredTensor
 from hf_zero.layout import Piece, Run
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.unit import ShardUnit
 
@@ -27,7 +27,7 @@ _MAX_THREADS = 8
 class _Target:
     """This rank's part of one parameter."""
 
-    buffer: FlatBuffer
+    buffer: FlatParam
     run: Run | None  # None: this rank owns nothing of it
 
 
@@ -41,7 +41,7 @@ class ShardPlacer:
         self._targets: dict[int, _Target] = {}
         self._noted: list[tuple[_Target, StoredTensor]] = []
         self._shards: dict[int, ShardTensor] = {}  # id(buffer) -> its shard in memory
-        self._buffers: list[FlatBuffer] = []
+        self._buffers: list[FlatParam] = []
         for unit in units:
             for buffer in unit.buffers:
                 runs = {run.name: run for run in buffer.layout.runs(buffer.rank)}
@@ -86,7 +86,7 @@ class ShardPlacer:
         self._keep()
         return time.monotonic() - start
 
-    def _shard(self, buffer: FlatBuffer) -> ShardTensor:
+    def _shard(self, buffer: FlatParam) -> ShardTensor:
         if id(buffer) not in self._shards:
             shard = buffer.shard
             if not isinstance(shard, ShardTensor):  # on disk: written in one go, by `_keep`

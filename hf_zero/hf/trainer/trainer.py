@@ -28,7 +28,7 @@ from hf_zero.estimate.account import log_account
 from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin, ZeroPlugin
 from hf_zero.hf.accelerator.save_state import writes_weights
 from hf_zero.hf.conflicts import check_run
-from hf_zero.hf.enable import ACTIVATION, Seam
+from hf_zero.hf.enable import ACTIVATION, PatchPoint
 from hf_zero.hf.local_files import read_on_all, write_on_all, writing
 from hf_zero.hf.models.generation import calls_in_a_row
 from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_base, whole_prompt_encoders
@@ -365,10 +365,10 @@ class Seq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):
     """transformers.Seq2SeqTrainer that runs under ZeRO when its arguments have `zero` (or `enable` was called)."""
 
 
-def trainer_seams() -> list[Seam]:
+def trainer_patch_points() -> list[PatchPoint]:
     """The methods of transformers.Trainer that `enable` and the mixin act through."""
     return [
-        Seam(transformers.Trainer, name, parameters, functools.partial(_wrap, function))
+        PatchPoint(transformers.Trainer, name, parameters, functools.partial(_wrap, function))
         for name, (function, parameters) in _SEAMS.items()
     ]
 

@@ -27,7 +27,7 @@ from hf_zero.optim.offload.host_state import MOMENTS, HostState, Hyper, UpdateJo
 from hf_zero.optim.offload.param_writer import ParamSink, make_sink, must_stage
 from hf_zero.optim.offload.update_worker import UpdateWorker
 from hf_zero.optim.param_groups import OwnedRun
-from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.storage import HostStore
 
 
@@ -67,7 +67,7 @@ class HostAdam:
     def __init__(
         self,
         owned: Sequence[tuple[OwnedRun, Mapping[str, Any]]],
-        order: Sequence[GradBuffer],
+        order: Sequence[GradAccumulator],
         settings: HostAdamSettings,
         device: torch.device,
     ) -> None:
@@ -86,7 +86,7 @@ class HostAdam:
         self._step = 0
         self.take_in(owned, order)
 
-    def take_in(self, owned: Sequence[tuple[OwnedRun, Mapping[str, Any]]], order: Sequence[GradBuffer]) -> None:
+    def take_in(self, owned: Sequence[tuple[OwnedRun, Mapping[str, Any]]], order: Sequence[GradAccumulator]) -> None:
         """Update the buffers of `order` too; `owned` as for the constructor."""
         by_buffer: dict[int, list[OwnedRun]] = {}
         for run, group in owned:
@@ -101,7 +101,7 @@ class HostAdam:
         self._step = step
 
     # ---------------------------------------------------------------- in backward
-    def gradient_is_final(self, buffer: GradBuffer) -> None:
+    def gradient_is_final(self, buffer: GradAccumulator) -> None:
         """The gradient of `buffer` is complete: start its update now if it can be undone. See [Note]."""
         state = self.states.get(id(buffer))
         if state is None or not self._may_start_early(state) or id(buffer) in self._early:
@@ -162,7 +162,7 @@ class HostAdam:
         job = self._early.pop(key, None)
         if job is None:
             return None
-        if factor == 1.0 and job.has_whole_gradient and job.hypers == self._hypers(job.state, present):
+        if factor == 1.0 and job.has_unsharded_gradient and job.hypers == self._hypers(job.state, present):
             return job
         job.rollback()
         return None

@@ -1,4 +1,4 @@
-"""Master weights and moments of one flat buffer on a store, and one native Adam update of them."""
+"""Master weights and moments of one flat parameter on a store, and one native Adam update of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hf_zero.native.adam import AdamSpan, adam_step
 from hf_zero.optim.offload.param_writer import ParamSink
 from hf_zero.optim.param_groups import OwnedRun
-from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.stored_shard import StoredShard
 
@@ -65,7 +65,7 @@ class HostState:
     Invariant: `steps` counts the updates of each run that have been committed.
     """
 
-    def __init__(self, grads: GradBuffer, owned: list[OwnedRun], moments_dtype: torch.dtype | None) -> None:
+    def __init__(self, grads: GradAccumulator, owned: list[OwnedRun], moments_dtype: torch.dtype | None) -> None:
         self.grads = grads
         self.flat = grads.flat
         self.owned = owned
@@ -125,12 +125,12 @@ class UpdateJob:
         self._committed = False
 
     def borrow(self, *, swap: bool) -> None:
-        """Take the gradient; see GradBuffer.lend."""
+        """Take the gradient; see GradAccumulator.lend."""
         self._grads, self._arriving = self.state.grads.lend(self, swap=swap)
         self._reduces = self.state.grads.num_reduces
 
     @property
-    def has_whole_gradient(self) -> bool:
+    def has_unsharded_gradient(self) -> bool:
         """Nothing has been added to the gradient since it was borrowed."""
         return self.state.grads.num_reduces == self._reduces
 
@@ -147,12 +147,12 @@ class UpdateJob:
             self._arriving.synchronize()
         out = self._sink.open() if state.cuts else None
         for tile in range(len(state.cuts)):
-            with store.lease(state.keys(tile), write=True, staged=self.staged) as lease:
+            with store.borrow(state.keys(tile), write=True, staged=self.staged) as borrow:
                 if tile + 1 < len(state.cuts):
                     store.prefetch(state.keys(tile + 1))
                 else:
                     look_ahead()
-                master, exp_avg, exp_avg_sq = lease.tensors
+                master, exp_avg, exp_avg_sq = borrow.tensors
                 self._keep_rest(tile, master, out)
                 for maximize in {hyper.maximize for hyper in self.hypers if hyper is not None}:
                     spans = list(self._spans(tile, grads.in_full, maximize))

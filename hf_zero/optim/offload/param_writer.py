@@ -10,17 +10,17 @@ import abc
 
 import torch
 
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.stored_shard import StoredShard
-from hf_zero.storage.base import Lease
+from hf_zero.storage.base import BorrowedTensors
 from hf_zero.storage.host import HostStore
 
 
 class ParamSink(abc.ABC):
-    """Takes the updated parameters of one flat buffer."""
+    """Takes the updated parameters of one flat parameter."""
 
-    in_full = False  # whether what `open` gives is indexed by places in the flat buffer, not in the shard
+    in_full = False  # whether what `open` gives is indexed by places in the flat parameter, not in the shard
 
     @abc.abstractmethod
     def open(self) -> torch.Tensor:
@@ -109,18 +109,18 @@ class StoredSink(ParamSink):
     def __init__(self, shard: StoredShard, *, staged: bool) -> None:
         self._shard = shard
         self._is_staged = staged
-        self._lease: Lease | None = None
+        self._borrowed: BorrowedTensors | None = None
 
     def open(self) -> torch.Tensor:
         keys = [tile.key for tile in self._shard.tiles]
-        self._lease = self._shard.store.lease(keys, write=True, staged=self._is_staged, overwrite=True)
-        self._lease.tensors[0].zero_()  # padding is zero
-        return self._lease.tensors[0]
+        self._borrowed = self._shard.store.borrow(keys, write=True, staged=self._is_staged, overwrite=True)
+        self._borrowed.tensors[0].zero_()  # padding is zero
+        return self._borrowed.tensors[0]
 
     def close(self) -> None:
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+        if self._borrowed is not None:
+            self._borrowed.release()
+            self._borrowed = None
 
     def publish(self) -> None:
         if self._is_staged:
@@ -130,12 +130,12 @@ class StoredSink(ParamSink):
         self._shard.store.rollback([tile.key for tile in self._shard.tiles])
 
 
-def must_stage(flat: FlatBuffer) -> bool:
+def must_stage(flat: FlatParam) -> bool:
     """Whether the host cannot write into the shard of `flat` directly."""
     return isinstance(flat.shard, ShardTensor) and not flat.shard_is_on_host
 
 
-def make_sink(flat: FlatBuffer, host: HostStore, *, staged: bool) -> ParamSink:
+def make_sink(flat: FlatParam, host: HostStore, *, staged: bool) -> ParamSink:
     """The sink for the parameters of `flat`.
 
     Args:

@@ -22,7 +22,7 @@ from hf_zero.optim.rules import needs_whole
 from hf_zero.optim.updates.compressed_mean import SignMean
 from hf_zero.optim.updates.sub_groups import sub_groups
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 
 # A parameter's name, elements of it, and tensors that hold these
 StatePlace = tuple[str, Run | Sequence[Piece], Sequence[torch.Tensor]]
@@ -94,11 +94,11 @@ class TorchUpdate:
         """The tensors that the optimizer holds on this rank, and of which elements of which parameter."""
         yield from ((one.run.name, one.run, one.masters) for one in owned if not one.native)
 
-    def reader_of(self, flat: FlatBuffer, index: int) -> StateReader | None:
+    def reader_of(self, flat: FlatParam, index: int) -> StateReader | None:
         """What reads the state of a parameter that is not where its master is; None for others."""
         return None
 
-    def check_cut(self, flat: FlatBuffer, index: int) -> None:
+    def check_cut(self, flat: FlatParam, index: int) -> None:
         """Raise StateError if the state of a parameter cannot be read and set in part."""
         if self.reader_of(flat, index) is not None:
             raise StateError(

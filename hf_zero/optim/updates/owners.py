@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_zero.layout import Run, Slot, UnitLayout
-from hf_zero.runtime.grad_accumulator import GradBuffer
+from hf_zero.runtime.grad_accumulator import GradAccumulator
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class WholeParam:
     NaN, expanded.
     """
 
-    buffer: GradBuffer
+    buffer: GradAccumulator
     index: int  # of the parameter in the buffer
     owner: int
     runs: tuple[Run | None, ...]  # by rank: what it keeps of the master and the gradient
@@ -58,7 +58,7 @@ class Owners:
         self._device = device
         self._loads = [0] * world_size  # elements
 
-    def adopt(self, places: Sequence[tuple[GradBuffer, int]]) -> list[WholeParam]:
+    def adopt(self, places: Sequence[tuple[GradAccumulator, int]]) -> list[WholeParam]:
         """Find an owner for each parameter (buffer, index), in their order; the largest are dealt out first."""
         sizes = [buffer.flat.layout.slots[index].numel for buffer, index in places]
         owners = [0] * len(places)
@@ -75,7 +75,7 @@ class Owners:
         self.params += adopted
         return adopted
 
-    def _tensor(self, buffer: GradBuffer, index: int, owner: int) -> torch.Tensor | None:
+    def _tensor(self, buffer: GradAccumulator, index: int, owner: int) -> torch.Tensor | None:
         if owner != self._rank:
             return None
         assert buffer.flat.master is not None

@@ -24,7 +24,7 @@ from hf_zero.optim.param_groups import OwnedRun
 from hf_zero.optim.updates.elementwise import FileState, HasGrad, StatePlace, StateReader, TorchUpdate, give_gradients
 from hf_zero.optim.updates.owners import Owners, WholeParam
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.sharding.flat_param import FlatBuffer
+from hf_zero.sharding.flat_param import FlatParam
 
 # Elements that one exchange moves over all ranks together: what bounds the messages' memory.
 _BATCH_NUMEL = 1 << 26
@@ -141,7 +141,7 @@ class WholeUpdate(TorchUpdate):
             if param.whole is not None:
                 yield param.slot.name, [Piece(param.slot.name, 0, param.slot.numel, 0, 0)], [param.whole]
 
-    def reader_of(self, flat: FlatBuffer, index: int) -> StateReader | None:
+    def reader_of(self, flat: FlatParam, index: int) -> StateReader | None:
         found = (one for one in self._owners.params if one.buffer.flat is flat and one.index == index)
         param = next(found, None)
         return None if param is None else functools.partial(self._read, param)

@@ -1,4 +1,4 @@
-"""What scripts import from deepspeed.runtime.zero.stage3: memory estimators. See estimate/deepspeed_formulas.py."""
+"""What scripts import from deepspeed.runtime.zero.stage3: see estimate/deepspeed_formulas.py."""
 
 from hf_zero.estimate.deepspeed_formulas import (
     estimate_zero3_model_states_mem_needs,

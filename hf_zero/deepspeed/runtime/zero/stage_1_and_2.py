@@ -1,4 +1,4 @@
-"""What scripts import from deepspeed.runtime.zero.stage_1_and_2: memory estimators. See estimate/deepspeed_formulas.py."""
+"""What scripts import from deepspeed.runtime.zero.stage_1_and_2: see estimate/deepspeed_formulas.py."""
 
 from hf_zero.estimate.deepspeed_formulas import (
     estimate_zero2_model_states_mem_needs,
