@@ -21,6 +21,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.replace import new_engine
 from hf_zero.engine.sharded_init import open_construction
 from hf_zero.errors import ConfigError
+from hf_zero.estimate.account import log_account
 from hf_zero.optim.blocks import optimizer_of
 from hf_zero.optim.schedules.deepspeed import choose_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -126,6 +127,7 @@ def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool, rep
     if construction is not None:
         construction.settle(model)
     engine = new_engine(model, resolved, train=train, replace=replace)
+    engine.before_teardown(log_account)
     if engine.is_sharded and hasattr(model, "save_pretrained"):  # a model of transformers or PEFT
         from hf_zero.hf.models.install import install_on_model
 

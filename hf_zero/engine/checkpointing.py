@@ -16,6 +16,7 @@ from hf_zero.checkpoint.agreement import agree_on_source, agree_on_target, mark_
 from hf_zero.checkpoint.collective import ALL_PARTS, Parts
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
+from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.attach import ModelAttachment
@@ -35,12 +36,32 @@ class EngineState(abc.ABC):
     units: list[ShardUnit]
     params: OnDemandParams
     weights: FullWeights
-    optimizer: ShardedOptimizer | None
+    schedule: StepSchedule
     lr_scheduler: Any
     _attachment: ModelAttachment
-    accumulation_steps: int
-    micro_steps: int
-    global_steps: int
+
+    @property
+    def optimizer(self) -> ShardedOptimizer | None:
+        return self.schedule.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: ShardedOptimizer | None) -> None:
+        self.schedule.optimizer = optimizer
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of an update."""
+        return self.schedule.accumulation_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches whose `step()` was called."""
+        return self.schedule.micro_steps
+
+    @property
+    def global_steps(self) -> int:
+        """Updates, and those left out (fp16)."""
+        return self.schedule.global_steps
 
     @abc.abstractmethod
     def finish_updates(self) -> None: ...
@@ -161,8 +182,7 @@ class EngineState(abc.ABC):
         self.zero_grad()
         loaded = collective.load(self._session(), Path(folder), parts)
         if parts.counters:
-            self.global_steps = loaded.global_step
-            self.micro_steps = loaded.global_step * self.accumulation_steps
+            self.schedule.restart_at(loaded.global_step)
             if self.optimizer is not None:
                 self.optimizer.restart_at(loaded.global_step)
         return {} if loaded.client_state is None else loaded.client_state

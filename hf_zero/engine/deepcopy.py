@@ -7,25 +7,47 @@ of a module below it is a plain module with whole parameters: what PEFT keeps be
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from hf_zero.engine.engine import ZeroEngine
+from hf_zero.config import ResolvedConfig
+from hf_zero.distributed.comm import Comm
 from hf_zero.runtime.build import BuildSettings, build_units
+from hf_zero.runtime.full_weights import FullWeights
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
 
-def deepcopy_of(engine: ZeroEngine, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of `module`, the model of `engine` or a part of it. All ranks must call."""
+class Engine(Protocol):
+    """What is used of an engine."""
+
+    module: nn.Module
+    config: ResolvedConfig
+    comm: Comm
+    units: list[ShardUnit]
+    weights: FullWeights
+    installs: list[Any]
+
+    def require_all_ranks(self, name: str) -> None: ...
+    def finish_updates(self) -> None: ...
+    def suspended(self) -> AbstractContextManager[None]: ...
+
+
+def deepcopy_of(engine: Engine, module: nn.Module, memo: dict[int, Any], new_engine: Callable[..., Any]) -> nn.Module:
+    """A deep copy of `module`, the model of `engine` or a part of it. All ranks must call.
+
+    `new_engine` has ZeroEngine's arguments.
+    """
     engine.require_all_ranks(f"copy.deepcopy of a {type(module).__name__}")
     engine.finish_updates()
-    return _copy_model(engine, memo) if module is engine.module else _copy_part(engine, module, memo)
+    return _copy_model(engine, memo, new_engine) if module is engine.module else _copy_part(engine, module, memo)
 
 
-def _copy_model(engine: ZeroEngine, memo: dict[int, Any]) -> nn.Module:
+def _copy_model(engine: Engine, memo: dict[int, Any], new_engine: Callable[..., Any]) -> nn.Module:
     """Shards are copied as they are; masters, gradients and optimizer state are not."""
     with engine.suspended():
         for unit in engine.units:
@@ -34,13 +56,13 @@ def _copy_model(engine: ZeroEngine, memo: dict[int, Any]) -> nn.Module:
         copied: nn.Module = copy.deepcopy(engine.module, memo)
     settings = BuildSettings.of(engine.config, 1.0, train=False)
     built = build_units(copied, settings, engine.comm, _Twins(engine.units, memo).fill)
-    twin = ZeroEngine(copied, engine.config, built=built, train=False)
-    for dress in engine.dressings:
-        twin.dress(dress)
+    twin = new_engine(copied, engine.config, built=built, train=False)
+    for install in engine.installs:
+        twin.install(install)
     return copied
 
 
-def _copy_part(engine: ZeroEngine, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copy_part(engine: Engine, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     mine = {id(param) for param in module.parameters()}
     units = [unit for unit in engine.units if any(id(p) in mine for buffer in unit.buffers for p in buffer.params)]
     with engine.weights.gathered(units), engine.suspended():

@@ -16,11 +16,12 @@ from torch import nn
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
+from hf_zero.engine.deepcopy import deepcopy_of
 from hf_zero.engine.module_calls import ModuleCalls
 from hf_zero.engine.reports import Reports
 from hf_zero.engine.script_calls import reported
+from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import StateError
-from hf_zero.estimate.account import log_account
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -28,17 +29,11 @@ from hf_zero.runtime.attach import Callbacks, Computes, Fitted, ModelAttachment
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_the_rest, torch_dtype
 from hf_zero.runtime.full_weights import FullWeights
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.runtime.hooks import in_backward
 from hf_zero.runtime.memory_report import announce_engine, memory_report
-from hf_zero.runtime.prefetch_limits import PrefetchLimits
-from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.runtime.unfreeze import Unfreeze
-from hf_zero.runtime.unshard import OnDemandParams
-from hf_zero.runtime.weight_edits import WeightEdits
 from hf_zero.sharding.partition import check_parameters
-from hf_zero.sharding.unit import ShardUnit, UnitState
+from hf_zero.sharding.unit import UnitState
 
-Dressing = Callable[["ZeroEngine"], None]
+Install = Callable[["ZeroEngine"], None]
 _KEY = "_hf_zero_engine"
 _LIVE: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()  # engines whose model is still there
 
@@ -75,34 +70,25 @@ class ZeroEngine(ModuleCalls):
         self.module = model
         self.config = config
         self.managed = managed
-        self.accumulation_steps = 1 if managed else config.gradient_accumulation_steps
-        self.optimizer: ShardedOptimizer | None = None
         self.lr_scheduler: Any = None
-        self.micro_steps = 0
-        self.global_steps = 0
         self.trains = train
+        accumulation_steps = 1 if managed else config.gradient_accumulation_steps
         if built is None:
             comm = Comm.join(device, group=group, timeout_s=config.desync_timeout)
-            scale = 1 / (comm.world_size * self.accumulation_steps)
+            scale = 1 / (comm.world_size * accumulation_steps)
             built = build_units(model, BuildSettings.of(config, scale, train=train), comm)
         self.comm = built.comm
         share_the_rest(model, built.units, self.comm)
         self.homes, self.units, self.pool = built.homes, built.units, built.pool
         self.loss_scale = built.settings.grads.loss_scale
-        self.reducer = GradReducer(
-            built.grads,
-            overlap=config.zero.overlap_comm,
-            on_arrival=not self.is_sharded,
-            on_final=self._gradient_is_final,
-            on_change=self._gradients_change,
+        self.schedule = StepSchedule(
+            built, config, accumulation_steps, trains=train, on_new_gradients=self._on_new_gradients
         )
-        edits = WeightEdits(self.units, self.reducer.shown, refuse_delayed=self._check_current)
-        limits = PrefetchLimits.of(config.zero)
-        self.params = OnDemandParams(self.units, limits, on_left=self._unit_left, on_used=edits.used)
-        self._thaw = Unfreeze(built, self.params, self._take_in)
+        self.params, self.reducer = self.schedule.params, self.schedule.reducer
         self.weights = FullWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
-        self._no_sync, self._teardowns = False, list[Callable[[], None]]()
-        self.dressings: list[Dressing] = []
+        self._uninstalls: list[Callable[[], None]] = []
+        self._before_teardown: list[Callable[[ZeroEngine], None]] = []
+        self.installs: list[Install] = []
         reports = train and self.rank == 0
         self.reports = Reports.of(self, config, self.device, self.train_batch_size) if reports else Reports()
         self._attachment = self._fit()
@@ -116,20 +102,20 @@ class ZeroEngine(ModuleCalls):
         )
         fitted = Fitted(self.module, self.units, self.params, self.reducer, self.device, self.rank, computes)
         callbacks = Callbacks(
-            forward_starts=self._begin_forward,
-            forward_ends=self._confirm_forward,
-            backward_starts=self._begin_backward if self.trains else self._refuse_backward,
-            backward_ends=self._end_backward,
-            state_dict=self._check_current,
-            boundary=weakref.WeakMethod(self.is_gradient_accumulation_boundary),
-            deepcopy=self._deepcopy,
+            forward_starts=self.schedule.begin_forward,
+            forward_ends=self.schedule.end_forward,
+            backward_starts=self.schedule.begin_backward,
+            backward_ends=self.schedule.end_backward,
+            state_dict=self.schedule.check_current,
+            boundary=weakref.WeakMethod(self.schedule.is_boundary),
+            deepcopy=lambda module, memo: deepcopy_of(self, module, memo, ZeroEngine),
         )
         _LIVE.add(self)
         attributes = {_KEY: self, "no_sync": lambda: self.no_sync()}
         attachment = ModelAttachment(fitted, self.reports.around(callbacks), attributes)
-        self.on_teardown(self.reports.watch_forward(self.module))
-        for dressing in self.dressings:
-            dressing(self)
+        self.on_uninstall(self.reports.watch_forward(self.module))
+        for install in self.installs:
+            install(self)
         return attachment
 
     @property
@@ -161,15 +147,12 @@ class ZeroEngine(ModuleCalls):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside are not the last before the step: stages 0-1 wait with their reduce, 2-3 take no notice."""
-        before, self._no_sync = self._no_sync, True
-        try:
+        with self.schedule.no_sync():
             yield
-        finally:
-            self._no_sync = before
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last one before the update."""
-        return not self._no_sync and self.at_boundary()
+        return self.schedule.is_boundary()
 
     @reported
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -180,8 +163,8 @@ class ZeroEngine(ModuleCalls):
         if self not in _LIVE:
             why = "this engine was torn down, or another engine has taken over its model"
             raise StateError(f"rank {self.rank}: engine.step: {why}; use what the last hf_zero.initialize returned")
-        boundary = self.at_boundary()
-        self.micro_steps += 1
+        boundary = self.schedule.ends_window()
+        self.schedule.micro_steps += 1
         if not boundary:
             return
         if self.optimizer is None:
@@ -219,29 +202,12 @@ class ZeroEngine(ModuleCalls):
             allow_untested=self.config.zero_allow_untested_optimizer,
             offload=HostAdamSettings.of(self.config, self.homes.host, clips=clip > 0),
             guard=StepGuard(self.config.precision, self.config.stage, self.loss_scale),
-            after_step=self._after_step,
+            after_step=self.schedule.end_step,
         )
         return self.optimizer
 
-    def _take_in(self, added: list[GradAccumulator]) -> None:
+    def _on_new_gradients(self, added: list[GradAccumulator]) -> None:
         self._attachment.on_gradients(added)
-        if self.optimizer is not None:
-            self.optimizer.take_in(added)
-
-    def _gradient_is_final(self, buffer: GradAccumulator) -> None:
-        if self.optimizer is not None:
-            self.optimizer.gradient_is_final(buffer)
-
-    def _gradients_change(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.rollback_early()
-
-    def _check_current(self) -> None:
-        if self.optimizer is not None and self.optimizer.has_delayed_update:
-            raise StateError(
-                f"rank {self.rank}: the update of the last step is delayed, so the parameters do not have it yet.\n"
-                "Call engine.finish_updates() on every rank first (checkpoints and engine.full_state_dict do so)."
-            )
 
     def finish_updates(self) -> None:
         """Wait for offloaded updates that run beside the training, delayed ones too. All ranks must call."""
@@ -260,41 +226,6 @@ class ZeroEngine(ModuleCalls):
         As in DeepSpeed, a step that overflows keeps the norm before it.
         """
         return None if self.optimizer is None else self.optimizer.last_norm
-
-    def _unit_left(self, unit: ShardUnit) -> None:
-        self.reducer.unit_left(unit.buffers, boundary=self.is_gradient_accumulation_boundary())
-
-    def _confirm_forward(self) -> None:
-        if self.is_sharded and not self.params.all_pinned:
-            self.comm.confirm("a forward")
-
-    def _refuse_backward(self) -> None:
-        raise StateError(
-            f"rank {self.rank}: backward through a model that hf_zero holds for inference only: it has neither "
-            "gradients nor master weights.\nTo train it, hand it to a Trainer, to accelerator.prepare or, with an "
-            "optimizer, to hf_zero.initialize."
-        )
-
-    def _begin_forward(self) -> None:
-        if torch.is_grad_enabled() and not in_backward():
-            self.reducer.shown.hide()
-        self._thaw.look()
-
-    def _begin_backward(self) -> None:
-        self.reducer.shown.hide()
-        self.params.begin_backward()
-
-    def _end_backward(self) -> None:
-        with torch.no_grad():
-            self.reducer.end_backward(boundary=self.is_gradient_accumulation_boundary())
-            self.reducer.shown.show()
-        self.params.end_backward()
-        self.loss_scale.end_backward()
-
-    def _after_step(self) -> None:
-        self.params.end_step()
-        self.global_steps += 1
-        self._step_applied = self.optimizer is not None and not self.optimizer.overflow
 
     # ---------------------------------------------------------------- memory and end
     def memory_report(self) -> dict[str, int]:
@@ -318,7 +249,8 @@ class ZeroEngine(ModuleCalls):
         if self.comm.is_connected:  # after an error there is nobody to wait for
             # As long as for a collective: another rank may still be writing what it has learned.
             self.comm.require_all_ranks("engine.teardown", self.comm.timeout_s)
-        log_account(self)
+        for call in self._before_teardown:
+            call(self)
         self.retire()
         for unit in self.units:
             self.params.unshard(unit)
@@ -333,20 +265,20 @@ class ZeroEngine(ModuleCalls):
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 self.params.unshard(unit)
-        self._take_off()
+        self._uninstall()
         if self.optimizer is not None:
             self.optimizer.close()
         _LIVE.discard(self)
 
-    def _take_off(self) -> None:
+    def _uninstall(self) -> None:
         self._attachment.uninstall()
-        while self._teardowns:
-            self._teardowns.pop()()
+        while self._uninstalls:
+            self._uninstalls.pop()()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside, the model is a plain module with placeholders: nothing of the engine is on it."""
-        self._take_off()
+        self._uninstall()
         try:
             yield
         finally:
@@ -355,19 +287,18 @@ class ZeroEngine(ModuleCalls):
     def naming_shards(self) -> contextlib.AbstractContextManager[None]:
         return self._attachment.naming_shards()
 
-    def _deepcopy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        from hf_zero.engine.deepcopy import deepcopy_of  # which makes engines
+    def install(self, install: Install) -> None:
+        """Call `install(engine)` now and whenever the engine comes back to its model: it puts something on it."""
+        self.installs.append(install)
+        install(self)
 
-        return deepcopy_of(self, module, memo)
-
-    def dress(self, dressing: Dressing) -> None:
-        """Call `dressing(engine)` now and whenever the engine comes back to its model: it puts something on it."""
-        self.dressings.append(dressing)
-        dressing(self)
-
-    def on_teardown(self, undo: Callable[[], None]) -> None:
+    def on_uninstall(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the engine leaves the model."""
-        self._teardowns.append(undo)
+        self._uninstalls.append(undo)
+
+    def before_teardown(self, call: Callable[[ZeroEngine], None]) -> None:
+        """Call `call(engine)` when `teardown` begins."""
+        self._before_teardown.append(call)
 
 
 def end_unless_shared(comm: Comm) -> None:

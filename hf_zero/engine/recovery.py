@@ -100,7 +100,7 @@ def _forget_pass(engine: ZeroEngine) -> None:
         engine.loss_scale.forget()
         engine.reports.forget()
     engine.zero_grad()
-    engine.micro_steps = engine.global_steps * engine.accumulation_steps
+    engine.schedule.restart_at(engine.global_steps)
 
 
 @contextlib.contextmanager

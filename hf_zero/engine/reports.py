@@ -30,7 +30,8 @@ _GIB = 1024**3
 class Run(Protocol):
     """What the lines say of an engine."""
 
-    global_steps: int
+    @property
+    def global_steps(self) -> int: ...
 
     @property
     def skipped_steps(self) -> int: ...

@@ -24,7 +24,6 @@ from hf_zero.engine.checkpointing import EngineState
 from hf_zero.engine.reports import Reports
 from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.runtime.unfreeze import Unfreeze
 from hf_zero.sharding.placement import Placements
 
 logger = logging.getLogger(__name__)
@@ -40,8 +39,8 @@ def reported(
 
     @functools.wraps(step)
     def reporting_step(self: _EngineT, /, *args: _Params.args, **kwargs: _Params.kwargs) -> None:
-        boundary = self.at_boundary()
-        self._step_applied = False  # until the optimizer says otherwise
+        boundary = self.schedule.ends_window()
+        self.schedule.step_applied = False  # until the optimizer says otherwise
         self.reports.step_starts()
         step(self, *args, **kwargs)
         self.reports.step_ends(boundary=boundary)
@@ -56,9 +55,6 @@ class ScriptCalls(EngineState):
     reducer: GradReducer
     reports: Reports
     managed: bool
-    _thaw: Unfreeze
-    _step_applied = False
-    _boundary: bool | None = None  # what set_gradient_accumulation_boundary said
 
     @abc.abstractmethod
     def retire(self) -> None: ...
@@ -139,29 +135,18 @@ class ScriptCalls(EngineState):
         self.config = dataclasses.replace(
             self.config, train_batch_size=train_batch_size, gradient_accumulation_steps=steps
         )
-        self.accumulation_steps = steps
-        self.micro_steps = self.global_steps * steps
-        scale = 1 / (self.world_size * steps)
-        for buffer in self.reducer.buffers:
-            buffer.use_scale(scale)
-        self._thaw.use_scale(scale)
-
-    def at_boundary(self) -> bool:
-        """Whether the next `step()` updates: by the count, or as set_gradient_accumulation_boundary said."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self.accumulation_steps == 0
+        self.schedule.accumulate_over(steps)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next backward is the last before the update, from now on. All ranks must call, alike.
 
         For loops that call `step()` once per window. Gradients are still divided by the accumulation steps.
         """
-        self._boundary = is_boundary
+        self.schedule.forced_boundary = is_boundary
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated the parameters: not within a window, and not on an overflow."""
-        return self._step_applied
+        return self.schedule.step_applied
 
     @property
     def skipped_steps(self) -> int:

@@ -40,8 +40,12 @@ class Engine(Protocol):
     units: list[ShardUnit]
     config: ResolvedConfig
     comm: Comm
-    optimizer: ShardedOptimizer | None
-    accumulation_steps: int
+
+    @property
+    def optimizer(self) -> ShardedOptimizer | None: ...
+
+    @property
+    def accumulation_steps(self) -> int: ...
 
     def memory_report(self) -> dict[str, int]: ...
 

@@ -85,7 +85,7 @@ def _wrap(module: nn.Module, name: str, around: _Around, engine: ZeroEngine) -> 
             module.__dict__[name] = own
 
     module.__dict__[name] = wrapped
-    engine.on_teardown(undo)
+    engine.on_uninstall(undo)
 
 
 # ---------------------------------------------------------------- calls

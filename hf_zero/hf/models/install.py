@@ -11,7 +11,7 @@ from hf_zero.hf.models.saving import install_save_pretrained
 def install_on_model(engine: ZeroEngine) -> None:
     """Let saving, generating and resizing work on shards; until the engine leaves the model."""
     if engine.is_sharded:
-        engine.dress(_install)
+        engine.install(_install)
 
 
 def _install(engine: ZeroEngine) -> None:

@@ -34,7 +34,7 @@ def _install(module: PreTrainedModel, engine: ZeroEngine) -> None:
         return _resize(module, engine, functools.partial(original, *args, **kwargs))
 
     module.__dict__[_NAME] = resize_token_embeddings
-    engine.on_teardown(lambda: module.__dict__.pop(_NAME, None))
+    engine.on_uninstall(lambda: module.__dict__.pop(_NAME, None))
 
 
 def _resize(module: PreTrainedModel, engine: ZeroEngine, original: Callable[[], nn.Module]) -> nn.Module:

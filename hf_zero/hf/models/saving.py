@@ -65,7 +65,7 @@ def install_save_pretrained(model: nn.Module, engine: ZeroEngine) -> None:
         replaced["push_to_hub"] = saving.push_to_hub
     for name, method in replaced.items():
         model.__dict__[name] = functools.wraps(getattr(model, name))(functools.partial(method))
-        engine.on_teardown(functools.partial(model.__dict__.pop, name, None))
+        engine.on_uninstall(functools.partial(model.__dict__.pop, name, None))
 
 
 class _Saving:

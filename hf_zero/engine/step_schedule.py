@@ -1,0 +1,164 @@
+"""What happens as a step of training goes on, from the first forward to the update, and the counts of both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from hf_zero.config import ResolvedConfig
+from hf_zero.distributed.comm import Comm
+from hf_zero.errors import StateError
+from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.runtime.build import BuiltUnits
+from hf_zero.runtime.grad_accumulator import GradAccumulator
+from hf_zero.runtime.hooks import in_backward
+from hf_zero.runtime.prefetch_limits import PrefetchLimits
+from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.runtime.unfreeze import Unfreeze
+from hf_zero.runtime.unshard import OnDemandParams
+from hf_zero.runtime.weight_edits import WeightEdits
+from hf_zero.sharding.unit import ShardUnit
+
+
+class StepSchedule:
+    """Parameters, gradients and optimizer of one engine, and when each of them is told of what.
+
+    Its methods are called by the hooks on the model, by the reducer and by the optimizer, in the order in which they
+    stand here. A method that starts a collective is called on all ranks.
+
+    Args:
+        accumulation_steps: Micro-batches of an update.
+        trains: There are gradients and masters.
+        on_new_gradients: Called with the accumulators of parameters that were unfrozen, before they are used.
+    """
+
+    def __init__(
+        self,
+        built: BuiltUnits,
+        config: ResolvedConfig,
+        accumulation_steps: int,
+        *,
+        trains: bool,
+        on_new_gradients: Callable[[list[GradAccumulator]], None],
+    ) -> None:
+        self.accumulation_steps = accumulation_steps
+        self.micro_steps = 0
+        self.global_steps = 0
+        self.step_applied = False  # the last `step` updated the parameters
+        self.forced_boundary: bool | None = None  # what set_gradient_accumulation_boundary said
+        self.optimizer: ShardedOptimizer | None = None
+        self._no_sync = False
+        self._trains = trains
+        self._comm: Comm = built.comm
+        self._loss_scale = built.settings.grads.loss_scale
+        self._is_sharded = any(unit.on_demand for unit in built.units)
+        self._on_new_gradients = on_new_gradients
+        self.reducer = GradReducer(
+            built.grads,
+            overlap=config.zero.overlap_comm,
+            on_arrival=not self._is_sharded,
+            on_final=self.gradient_is_final,
+            on_change=self.gradients_change,
+        )
+        edits = WeightEdits(built.units, self.reducer.shown, refuse_delayed=self.check_current)
+        limits = PrefetchLimits.of(config.zero)
+        self.params = OnDemandParams(built.units, limits, on_left=self.unit_left, on_used=edits.used)
+        self._unfreeze = Unfreeze(built, self.params, self._take_in)
+
+    # ---------------------------------------------------------------- micro-batches
+    def ends_window(self) -> bool:
+        """Whether the next `step()` updates: by the count, or as set_gradient_accumulation_boundary said."""
+        if self.forced_boundary is not None:
+            return self.forced_boundary
+        return (self.micro_steps + 1) % self.accumulation_steps == 0
+
+    def is_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last one before the update."""
+        return not self._no_sync and self.ends_window()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside are not the last before the update."""
+        before, self._no_sync = self._no_sync, True
+        try:
+            yield
+        finally:
+            self._no_sync = before
+
+    def restart_at(self, global_steps: int) -> None:
+        """So many updates have been made, and the next micro-batch is the first of its window."""
+        self.global_steps = global_steps
+        self.micro_steps = global_steps * self.accumulation_steps
+
+    def accumulate_over(self, steps: int) -> None:
+        """Change the number of micro-batches of an update, between two of them."""
+        self.accumulation_steps = steps
+        self.restart_at(self.global_steps)
+        scale = 1 / (self._comm.world_size * steps)
+        for buffer in self.reducer.buffers:
+            buffer.use_scale(scale)
+        self._unfreeze.use_scale(scale)
+
+    # ---------------------------------------------------------------- forward
+    def begin_forward(self) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            self.reducer.shown.hide()
+        self._unfreeze.look()
+
+    def end_forward(self) -> None:
+        """Before the loss counts. See [Note: Matching] in operation_log.py."""
+        if self._is_sharded and not self.params.all_pinned:
+            self._comm.confirm("a forward")
+
+    # ---------------------------------------------------------------- backward
+    def begin_backward(self) -> None:
+        if not self._trains:
+            raise StateError(
+                f"rank {self._comm.rank}: backward through a model that hf_zero holds for inference only: it has "
+                "neither gradients nor master weights.\nTo train it, hand it to a Trainer, to accelerator.prepare or, "
+                "with an optimizer, to hf_zero.initialize."
+            )
+        self.reducer.shown.hide()
+        self.params.begin_backward()
+
+    def unit_left(self, unit: ShardUnit) -> None:
+        self.reducer.unit_left(unit.buffers, boundary=self.is_boundary())
+
+    def gradient_is_final(self, buffer: GradAccumulator) -> None:
+        """Reduced, and no other one follows before the update: an offloaded optimizer may begin with it."""
+        if self.optimizer is not None:
+            self.optimizer.gradient_is_final(buffer)
+
+    def end_backward(self) -> None:
+        with torch.no_grad():
+            self.reducer.end_backward(boundary=self.is_boundary())
+            self.reducer.shown.show()
+        self.params.end_backward()
+        self._loss_scale.end_backward()
+
+    # ---------------------------------------------------------------- update
+    def gradients_change(self) -> None:
+        """By hand, after an offloaded optimizer may have begun with them."""
+        if self.optimizer is not None:
+            self.optimizer.rollback_early()
+
+    def end_step(self) -> None:
+        """The optimizer has updated the shards, or left the step out (fp16)."""
+        self.params.end_step()
+        self.global_steps += 1
+        self.step_applied = self.optimizer is not None and not self.optimizer.overflow
+
+    def check_current(self) -> None:
+        """Raise StateError where parameters are to be read that do not have the last update yet."""
+        if self.optimizer is not None and self.optimizer.has_delayed_update:
+            raise StateError(
+                f"rank {self._comm.rank}: the update of the last step is delayed, so the parameters do not have it "
+                "yet.\nCall engine.finish_updates() on every rank first (checkpoints, engine.full_state_dict do so)."
+            )
+
+    def _take_in(self, added: list[GradAccumulator]) -> None:
+        self._on_new_gradients(added)
+        if self.optimizer is not None:
+            self.optimizer.take_in(added)
