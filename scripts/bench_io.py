@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from hf_zero.cli.bench_io import Setting, fio_speed, our_speed
-from hf_zero.native.aio_memory import transfer_memory
+from hf_zero.native.host_memory import transfer_memory
 
 # (block size, queue depth, "read" or "write") -> bytes per second
 Run = Callable[[int, int, str], float]

@@ -135,7 +135,7 @@ def _settings(quick: bool) -> list[Setting]:
 def _sweep(path: Path, size: int, args: argparse.Namespace) -> tuple[list[Result], bool]:
     """Results, and whether O_DIRECT was used."""
     from hf_zero.native.aio import AioQueue
-    from hf_zero.native.aio_memory import transfer_memory
+    from hf_zero.native.host_memory import transfer_memory
 
     buffer = transfer_memory(size).fill_(3)
     with contextlib.closing(AioQueue()) as queue, contextlib.closing(queue.open(path, create=True)) as file:

@@ -13,7 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hf_zero.runtime.lines import say
+from hf_zero.runtime.log_lines import log_line
 
 _GIB = 1024**3
 
@@ -51,12 +51,12 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         return
     gc.collect()
     memory, host = device_memory(), psutil.virtual_memory()
-    say(message)
-    say(
+    log_line(message)
+    log_line(
         f"MA {_gib(memory.allocated)} GB         Max_MA {_gib(memory.max_allocated)} GB         "
         f"CA {_gib(memory.cached)} GB         Max_CA {_gib(memory.max_cached)} GB"
     )
-    say(f"CPU Virtual Memory:  used = {_gib(host.total - host.available)} GB, percent = {host.percent}%")
+    log_line(f"CPU Virtual Memory:  used = {_gib(host.total - host.available)} GB, percent = {host.percent}%")
     if torch.accelerator.is_available():
         torch.accelerator.reset_peak_memory_stats()
 

@@ -19,7 +19,7 @@ from hf_zero.engine.clocks import Clock, Stopwatch, clock_of
 from hf_zero.engine.memory_usage import device_memory, see_memory_usage
 from hf_zero.runtime.attach import Callbacks
 from hf_zero.runtime.hooks import in_backward
-from hf_zero.runtime.lines import say
+from hf_zero.runtime.log_lines import log_line
 
 # Steps that throughput leaves out: the first ones allocate, record orders and compile. DeepSpeed's ThroughputTimer.
 _WARM_UP_STEPS = 2
@@ -74,15 +74,17 @@ class ProgressLines(Watcher):
     def forward_starts(self) -> None:
         if not self._began:
             self._began = True
-            self._say()
+            self._log()
 
     def micro_ends(self, boundary: bool) -> None:
         if boundary and self._run.global_steps % self._every == 0:
-            self._say()
+            self._log()
 
-    def _say(self) -> None:
+    def _log(self) -> None:
         run = self._run
-        say(f"[Rank 0] step={run.global_steps}, skipped={run.skipped_steps}, lr={run.get_lr()}, mom={run.get_mom()}")
+        log_line(
+            f"[Rank 0] step={run.global_steps}, skipped={run.skipped_steps}, lr={run.get_lr()}, mom={run.get_mom()}"
+        )
 
 
 class ThroughputLines(Watcher):
@@ -124,14 +126,14 @@ class ThroughputLines(Watcher):
         batch_size = self._batch_size()
         self._samples += batch_size
         if self._steps % self._every == 0:
-            self._say(batch_size)
+            self._log(batch_size)
         self._step = Stopwatch(self._clock)
 
-    def _say(self, batch_size: int) -> None:
+    def _log(self, batch_size: int) -> None:
         memory = device_memory()
         running = self._samples / (self._all.read_ms() / 1000.0 + _EPSILON_S)
         current = batch_size / (self._step.read_ms() / 1000.0 + _EPSILON_S)
-        say(
+        log_line(
             f"epoch=0/micro_step={self._micro_steps}/global_step={self._steps}, RunningAvgSamplesPerSec={running}, "
             f"CurrSamplesPerSec={current}, MemAllocated={round(memory.allocated / _GIB, 2)}GB, "
             f"MaxMemAllocated={round(memory.max_allocated / _GIB, 2)}GB"
@@ -179,14 +181,14 @@ class WallClockLines(Watcher):
             "bwd_allreduce": reduce,
             "step": self._step.take_ms(),
         }
-        self._say({f"{name}_microstep": ms for name, ms in micro.items()})
+        self._log({f"{name}_microstep": ms for name, ms in micro.items()})
         self._sums = {name: self._sums.get(name, 0.0) + ms for name, ms in micro.items()}
         if boundary:
-            self._say(self._sums)
+            self._log(self._sums)
             self._sums = {}
 
-    def _say(self, times: dict[str, float]) -> None:
-        say("[Rank 0] time (ms)" + "".join(f" | {name}: {ms:.2f}" for name, ms in times.items()))
+    def _log(self, times: dict[str, float]) -> None:
+        log_line("[Rank 0] time (ms)" + "".join(f" | {name}: {ms:.2f}" for name, ms in times.items()))
 
 
 class MemoryLines(Watcher):
@@ -229,7 +231,7 @@ class Reports:
         """What `config` asks for. Call on the rank that speaks; shows the configuration for `dump_state`."""
         settings = config.settings
         if settings["dump_state"]:
-            say(start_text(config))
+            log_line(start_text(config))
         clock = clock_of(device)
         watchers: list[Watcher] = []
         if config.steps_per_print > 0:

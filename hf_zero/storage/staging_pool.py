@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from hf_zero.errors import OffloadError
-from hf_zero.native.aio_memory import transfer_memory
+from hf_zero.native.host_memory import transfer_memory
 
 PAGE = mmap.PAGESIZE
 

@@ -46,7 +46,7 @@ _asked_for = _make_logger("lines", "stdout")
 _start = _make_logger("start", "stderr")
 
 
-def say(line: str) -> None:
+def log_line(line: str) -> None:
     """Show a line that the user asked for. The caller sees to it that one rank says it."""
     _asked_for.info("%s", line)
 
