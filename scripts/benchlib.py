@@ -16,7 +16,6 @@ import os
 import platform
 import resource
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from hf_zero.launcher.node import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _RESULT = "HF_ZERO_BENCH_RESULT"
@@ -51,7 +52,7 @@ def launch(arguments: Sequence[str], world_size: int, *, timeout_s: float, threa
             WORLD_SIZE=str(world_size),
             LOCAL_WORLD_SIZE=str(world_size),
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(_free_port()),
+            MASTER_PORT=str(free_port()),
             OMP_NUM_THREADS=str(threads),
             MKL_NUM_THREADS=str(threads),
             GLOO_SOCKET_IFNAME="lo",
@@ -90,13 +91,6 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> str:
         if time.monotonic() > deadline:
             return "the time limit (--timeout) is over"
         time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def run_rank(work: Callable[[], Any]) -> None:

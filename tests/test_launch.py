@@ -20,6 +20,7 @@ from hf_zero.cli.main import main
 from hf_zero.distributed.environment import slurm_port
 from hf_zero.launcher import hosts
 from hf_zero.launcher.launch_plan import JobPlan
+from hf_zero.launcher.node import free_port
 from tests.harness.launches import (
     Launched,
     bare_environment,
@@ -141,11 +142,6 @@ def two_hosts(folder: Path, names: str = "host-a host-b") -> Path:
     path = folder / "hosts"
     path.write_text(f"{first} slots=1\n{second} slots=2\n")
     return path
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -40,8 +41,11 @@ def port_is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
+    """Below the ports that systems give to outgoing connections: none of these takes it before rank 0 listens."""
+    chance = random.SystemRandom()  # the seeds of two jobs may be equal
+    while not port_is_free(port := chance.randrange(10_000, 32_768)):
+        pass
+    return port
 
 
 def run_node(plan: JobPlan, node_rank: int) -> None:

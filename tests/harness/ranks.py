@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from hf_zero.launcher.node import free_port
 from tests.harness.forkserver import Job, Report
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -159,7 +160,7 @@ def try_ranks(
             pickle.dump(job, file)
         env = dict(env or {})
         if not init_group:
-            env.setdefault("MASTER_PORT", str(_free_port()))
+            env.setdefault("MASTER_PORT", str(free_port()))
         report = _server.run(Job(folder, world_size, timeout, job[0].__module__, init_group, wait_for_all, env))
         outcomes = [_outcome(Path(folder), rank, code, report.hung) for rank, code in enumerate(report.exit_codes)]
         hang = _hang_text(Path(folder), report.hung, timeout, outcomes) if report.hung else ""
@@ -210,12 +211,6 @@ def _logs(folder: Path, world_size: int) -> str:
         if text:
             parts.append(f"\n---- rank {rank}: output\n{text[-4000:]}")
     return "".join(parts)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _python_path() -> str:
