@@ -524,5 +524,16 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
                 assert wanted in done.stdout, f"{wanted!r} was not printed:\n{done.stdout}"
 
 
+@pytest.mark.slow
+def test_the_picture_is_current(tmp_path: Path) -> None:
+    """Its numbers are those that hf-zero estimate gives now; README says the command that draws it again."""
+    drawn, kept = tmp_path / "memory.svg", ROOT / "docs" / "images" / "memory_by_stage.svg"
+    script, model = ROOT / "scripts" / "draw_memory.py", kept.with_name("llama-7b.json")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, script, model, "--gpus", "8", "--out", drawn], env=env, check=True, timeout=300)
+    words, expected = (re.findall(r"<text[^>]*>([^<]*)<", file.read_text()) for file in (kept, drawn))
+    assert words == expected and len([word for word in words if word.endswith(" GB")]) == 6
+
+
 def test_every_guide_runs_its_example() -> None:
     assert set(GUIDES) <= set(RUNNABLE)
