@@ -60,7 +60,7 @@ OURS = _BODY.format(
 
 def readme_lines() -> list[str]:
     """The launch lines that README gives for a machine without a GPU."""
-    block = re.search(r"## Launch.*?```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    block = re.search(r"## Launch.*?```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert block is not None
     return [line.split("  #")[0].strip() for line in block[1].splitlines() if line.strip()]
 
