@@ -18,7 +18,9 @@ MAX_FUNCTION_LINES = 60
 
 # From the lowest row up. A file imports from lower rows only, or from its own package.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset("""accelerator cluster config digests distributed_calls errors layout model_states processes""".split()),
+    frozenset(
+        """accelerator cluster config digests distributed_calls errors host layout model_states processes""".split()
+    ),
     frozenset(
         """native comm connections engine_group failure_reason gloo_messages link operation_log pending presence
         scratch waiting""".split()
@@ -39,6 +41,7 @@ HF_LAYER = 8
 # Same-row imports between different files that the design asks for: (importer, imported).
 SIDEWAYS = frozenset(
     [
+        ("accelerator", "host"),
         ("config", "errors"),
         ("native", "errors"),
         ("distributed_calls", "processes"),

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.utils import logging as bars
 
 from hf_zero.hf.stored import LazyTensor, StoredTensor
+from hf_zero.host import usable_cores
 from hf_zero.layout import Piece, Run
 from hf_zero.shards.buffer import FlatBuffer
 from hf_zero.shards.tensors import ShardTensor
@@ -125,4 +126,4 @@ def _read_piece(stored: StoredTensor, start: int, view: torch.Tensor) -> int:
 
 def _num_threads() -> int:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // ranks_here))
+    return max(1, min(_MAX_THREADS, usable_cores() // ranks_here))

@@ -6,7 +6,7 @@ import mmap
 
 import torch
 
-from hf_zero.native.pages import HUGE_PAGE
+from hf_zero.native.pages import HUGE_PAGE, private_pages
 
 
 def transfer_memory(nbytes: int, *, fork: bool = True) -> torch.Tensor:
@@ -23,7 +23,7 @@ def transfer_memory(nbytes: int, *, fork: bool = True) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     # Less than one huge page is not worth the space that its alignment costs.
     slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
-    memory = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = private_pages(nbytes + slack)
     if not fork and hasattr(mmap, "MADV_DONTFORK"):
         memory.madvise(mmap.MADV_DONTFORK)
     if slack and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -16,6 +16,14 @@ import torch
 HUGE_PAGE = 2 << 20
 
 
+def private_pages(nbytes: int, *, populate: bool = False) -> mmap.mmap:
+    """`nbytes` > 0 zero bytes of this process from a page's start on; with `populate` in memory at once (Linux)."""
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return mmap.mmap(-1, nbytes)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return mmap.mmap(-1, nbytes, flags=flags | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0))
+
+
 def use_huge_pages(tensor: torch.Tensor) -> None:
     """Ask for huge pages under a CPU tensor's memory, where it covers them whole; before it is first written.
 
