@@ -1,7 +1,7 @@
 """Writes hf_zero/config/SUPPORTED.md: key by key what hf_zero does with it, and what becomes of public configurations.
 
-    python scripts/config_tables.py                          # after a change of hf_zero/config/refusals.py or the keys
-    python scripts/config_tables.py --corpus FOLDER          # with the verdicts on the *.json files of a folder
+    python scripts/config_tables.py                   # after a change of hf_zero/config/refusals.py or the keys
+    python scripts/config_tables.py --corpus FOLDER   # tests/data/ds_configs: with the verdicts on its *.json files
 
 Without --corpus the verdicts on public configurations stay as they are. A test checks that the keys are up to date.
 """

@@ -5,16 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hf_zero import load_fp32_state_dict
 from hf_zero.checkpoint.manifest import manifest_path, read_manifest, zero_folder
+from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.checkpoint.writer import build_manifest, discard, prepare_folder, write_manifest, write_rank_file
 from hf_zero.errors import CheckpointError
 from tests.harness.checkpoints import assert_holds, in_child, make_model, only_frozen, save, save_info
+from tests.harness.ranks import RankFailure, run_ranks, try_ranks
+from tests.test_resume import start, steps
 
 
 def test_overwriting_keeps_one_whole_checkpoint_and_no_leftovers(tmp_path: Path) -> None:
@@ -59,7 +65,8 @@ def die_at_call(number: int) -> None:
 
 
 @pytest.mark.parametrize("overwrites", [False, True])
-def test_death_at_any_system_call_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, overwrites: bool) -> None:
+def test_death_of_one_process_that_writes_all_files(tmp_path: Path, overwrites: bool) -> None:
+    """At any system call: the folder holds the old checkpoint or the new one. Ranks of their own are killed below."""
     old, new = only_frozen(make_model(1)), only_frozen(make_model(2))
     outcomes = []
     for number in range(1, 200):
@@ -89,6 +96,47 @@ def test_death_at_any_system_call_leaves_the_old_checkpoint_or_the_new_one(tmp_p
     assert len(outcomes) > 15
     assert sorted(set(outcomes)) == ["new", "old" if overwrites else "none"]
     assert outcomes == sorted(outcomes, key="none old new".split().index), "it went back to the old one"
+
+
+def save_and_die(folder: str, until: int, victim: int, number: int) -> dict[str, torch.Tensor]:
+    """Train, and save; rank `victim` dies at its n-th call that changes a file (0: it does not)."""
+    engine = start(2, seed=0)
+    steps(engine, 0, until)
+    weights: dict[str, torch.Tensor] = engine.full_state_dict(keep=True)
+    if engine.rank == victim and number:
+        die_at_call(number)
+    engine.save_checkpoint(folder, "tag", client_state=until)
+    return weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "every"), [(0, 4), (1, 1)])  # rank 0 makes many calls, and all are tried above
+def test_death_of_a_rank_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, victim: int, every: int) -> None:
+    """Two ranks, each with its file; the other one goes on, is told, and cleans up what it may."""
+    wanted = {until: run_ranks(save_and_die, 2, str(tmp_path / "clean"), until, 0, 0)[0] for until in (1, 2)}
+    run_ranks(save_and_die, 2, str(tmp_path / "old"), 1, 0, 0)
+    held = []
+    for number in range(1, 100, every):
+        folder = str(tmp_path / f"run-{number}")
+        shutil.copytree(tmp_path / "old", folder)
+        job = (save_and_die, (folder, 2, victim, number), {})
+        ended = try_ranks(job, 2, timeout=40)
+        assert not ended.hang
+        died = isinstance(ended.outcomes[victim], RankFailure)
+        if died:
+            assert ended.outcomes[victim].kind == "Died"
+        with open_checkpoint(Path(folder, "tag")) as reader:
+            reader.verify()
+            held.append(reader.manifest.global_step)
+            assert reader.manifest.client_state == held[-1]
+        weights = load_fp32_state_dict(folder)
+        for name, tensor in wanted[held[-1]].items():
+            assert torch.equal(weights[name].reshape(tensor.shape), tensor.float()), (number, name)
+        if not died:
+            break
+    assert not died, "the save never came to its end"
+    assert held == sorted(held) and held[0] == 1 and held[-1] == 2
+    assert len(held) > 5
 
 
 def test_full_disk_is_named_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_advice(capsys: Capture, folder: Path) -> None:
     squeezed = ask(capsys, folder, "--gpus", 32, "--batch-size", 2, "--gpu-memory", f"{tight}B")["recommended"]
     assert squeezed["choice"]["stage"] == 2
     assert squeezed["micro_batch_size"] == 2
-    assert "stage 1, no offload needs" in squeezed["reason"]
+    assert f"stage 1, no offload needs {format_bytes(one)} at micro-batch 2 of the " in squeezed["reason"]
     nothing = ask(capsys, folder, "--gpus", 2, "--gpu-memory", "1GB", "--cpu-memory", "1MB")["recommended"]
     assert nothing["choice"] is None
     assert nothing["reason"].startswith("nothing fits")

@@ -19,7 +19,6 @@ from hf_zero.config.schema import Alias, Block, Key, find, walk
 from hf_zero.config.supported import NOTHING_TO_DO, OBEYED, OTHER_NAME, REFUSED, fate, keys
 
 HERE = Path(__file__).parent
-PACKAGE = HERE.parent / "hf_zero"
 DEEPSPEED: dict[str, dict[str, Any]] = json.loads((HERE / "golden" / "deepspeed_keys.json").read_text())["keys"]
 
 # Fields of DeepSpeed's models that hold objects of the running program: no file can give them.
@@ -163,22 +162,6 @@ def test_the_fate_of_each_key() -> None:
     for path in DEEPSPEED:
         if path not in OBJECTS and find(ROOT, path) is not None:
             assert fate(path).verdict in counts
-
-
-def test_what_is_obeyed_is_read_outside_the_configuration() -> None:
-    """A key that no row of refusals.py explains must be used by the code that trains."""
-    readers = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "config"]
-    # What is asked for in 16 bits is one decision, which precision.py makes of many keys.
-    code = "".join(path.read_text() for path in [*readers, PACKAGE / "config" / "precision.py"])
-    silent = set()
-    for path, decided in keys():
-        # The parameters of optimizers and schedulers are passed on as they are.
-        is_passed_on = path.startswith(("optimizer.", "scheduler."))
-        name = path.rpartition(".")[2]
-        if decided.verdict == OBEYED and not is_passed_on and not re.search(rf"\b{name}\b", code):
-            silent.add(path)
-    # The whole batch is the product of what is read; how often to print concerns the log alone.
-    assert silent <= {"train_batch_size", "steps_per_print"}
 
 
 def test_no_key_is_written_twice() -> None:

@@ -14,7 +14,7 @@ from hf_zero.config.keys import ROOT
 from hf_zero.config.schema import find
 
 HERE = Path(__file__).resolve()
-CORPUS = HERE.parents[2] / "shared" / "data" / "ds_configs"
+CORPUS = HERE.parent / "data" / "ds_configs"
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,7 @@ def test_the_table_of_keys_is_current(tables: ModuleType) -> None:
     assert len([name for name in named if find(ROOT, name) is not None]) > 150
 
 
-@pytest.mark.skipif(not CORPUS.is_dir(), reason="the public configurations are not beside this repository")
 def test_the_table_of_public_configurations_is_current(tables: ModuleType) -> None:
     _, public = tables.current()
     fresh = tables.corpus_table(CORPUS)
-    assert public.rstrip() == fresh.rstrip(), f"run python scripts/config_tables.py --corpus {CORPUS}"
+    assert public.rstrip() == fresh.rstrip(), "run python scripts/config_tables.py --corpus tests/data/ds_configs"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration, set_seed
 
 from tests.harness.launches import fake_transports, finish, launch, processes_naming, start, write_script
 
@@ -163,12 +164,12 @@ def test_a_rank_that_raises_ends_the_job(hosts: int, tmp_path: Path) -> None:
 INFERENCE = """
     import os
     import torch
-    from transformers import T5Config, AutoModelForSeq2SeqLM, set_seed
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
     import hf_zero
 
     world_size = int(os.getenv("WORLD_SIZE", "1"))
     hf_zero.init_distributed()
-    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    config = AutoConfig.from_pretrained("t0")
     ds_config = {
         "fp16": {"enabled": False},
         "bf16": {"enabled": False},
@@ -187,28 +188,36 @@ INFERENCE = """
         "wall_clock_breakdown": False,
     }
     dschf = hf_zero.HfZeroConfig(ds_config)
-    set_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(config)
+    model = AutoModelForSeq2SeqLM.from_pretrained("t0")
     engine = hf_zero.initialize(model=model, config_params=ds_config)[0]
     engine.module.eval()
     rank = torch.distributed.get_rank()
-    inputs = torch.tensor([[3, 4, 5, 6]] if rank == 0 else [[9, 8, 7, 1]], device=engine.device)
+    inputs = torch.tensor(INPUTS[rank], device=engine.device)
     with torch.no_grad():
         outputs = engine.module.generate(inputs, synced_gpus=True, max_new_tokens=5)
     os.write(1, f"rank{rank}: {outputs[0].tolist()}\\n".encode())
 """
 
 
+INPUTS = [[[3, 4, 5, 6]], [[9, 8, 7, 1]]]
+
+
 @pytest.mark.slow
 def test_inference_with_an_input_per_rank(tmp_path: Path) -> None:
-    write_script(tmp_path, INFERENCE, "t0.py")
-    lines = []
+    """Every rank has the text that plain transformers writes for its input."""
+    set_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    config = T5Config(**sizes, decoder_start_token_id=0, tie_word_embeddings=False, initializer_factor=3.0)
+    plain = T5ForConditionalGeneration(config).eval()
+    plain.save_pretrained(tmp_path / "t0")
+    texts = [plain.generate(torch.tensor(ids), max_new_tokens=5)[0].tolist() for ids in INPUTS]
+    assert texts[0] != texts[1], "vacuous: the input does not matter"
+    write_script(tmp_path, f"INPUTS = {INPUTS!r}\n" + textwrap.dedent(INFERENCE), "t0.py")
     for processes in (1, 2):
         job = launch(tmp_path, "--num_gpus", processes, "t0.py")
         assert job.status == 0, job.err
-        lines.append(sorted(line for line in job.out.splitlines() if line.startswith("rank")))
-    assert [len(line) for line in lines] == [1, 2]
-    assert lines[0][0] == lines[1][0]  # in shards or alone
+        lines = sorted(line for line in job.out.splitlines() if line.startswith("rank"))
+        assert lines == [f"rank{rank}: {texts[rank]}" for rank in range(processes)]
 
 
 FP16 = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}

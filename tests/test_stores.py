@@ -215,11 +215,30 @@ def test_mistakes_of_the_caller(store: ShardStore) -> None:
             store.rollback(["k"])
 
 
-def test_close_twice(store: ShardStore) -> None:
+def test_close_gives_files_and_threads_back_and_twice_is_once(made: Made) -> None:
+    store = made.store
     store.create("k", 7, torch.float32)
     put(store, "k", torch.ones(7))
+    before = open_files(), len(os.listdir("/proc/self/task"))
     store.close()
+    given_back = before[0] - open_files()
+    if isinstance(store, DiskStore):
+        assert given_back and not store.path.exists()
+        assert store.engine != "threads" or len(os.listdir("/proc/self/task")) < before[1]
+        with pytest.raises(AssertionError, match="is closed"):
+            get(store, "k")
+    if isinstance(store, HostStore):
+        assert store.usage() == {}
+    # The system gives the lowest free numbers: these files have those of the store's now, and a second close must not
+    # close them.
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in given_back]
     store.close()
+    for other in others:
+        os.close(other)  # OSError if it is closed already
+
+
+def open_files() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
 
 
 def test_memory_stores_lease_the_tensor_itself() -> None:

@@ -6,6 +6,7 @@ Owns no knowledge of what is in the files. An OSError becomes a CheckpointError 
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,8 @@ Progress = Callable[[int], None]  # called with the number of bytes done since t
 
 TEMPORARY_SUFFIX = ".partial"
 CHUNK_BYTES = 4 << 20
+_BINARY = getattr(os, "O_BINARY", 0)  # without it Windows changes ends of lines
+_place = threading.Lock()
 
 
 class ChecksumWriter:
@@ -45,7 +48,7 @@ def written_atomically(path: Path) -> Iterator[ChecksumWriter]:
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     done = False
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _BINARY, 0o666)
         try:
             yield ChecksumWriter(descriptor)
             os.fsync(descriptor)
@@ -64,12 +67,30 @@ def written_atomically(path: Path) -> Iterator[ChecksumWriter]:
 
 def sync_folder(folder: Path) -> None:
     """Make renames in `folder` survive a power cut. Without effect on file systems that cannot do it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    if not hasattr(os, "O_DIRECTORY"):  # Windows: a folder cannot be opened
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # some network file systems refuse; they order renames themselves
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_to_read(path: Path) -> int:
+    """A descriptor for `read_at`. Raises OSError."""
+    return os.open(path, os.O_RDONLY | _BINARY)
+
+
+def read_at(descriptor: int, view: memoryview, offset: int) -> int:
+    """Fill `view`, or its beginning, from `offset` on; returns how many bytes there were. Any thread may call."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [view], offset)
+    with _place:  # Windows has no read that leaves the file's place alone
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        found = os.read(descriptor, min(len(view), CHUNK_BYTES))
+    view[: len(found)] = found
+    return len(found)
 
 
 def file_crc32(path: Path, progress: Progress | None = None) -> int:

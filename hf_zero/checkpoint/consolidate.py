@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -334,7 +335,7 @@ class RankFiles:
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         self._paths = [folder / "zero" / file["name"] for file in manifest["files"]]
         self._files: list[dict[str, Any]] = manifest["files"]
-        self._open: dict[int, int] = {}  # rank -> descriptor
+        self._open: dict[int, FileIO] = {}  # by rank
         self._headers: dict[int, dict[str, Any]] = {}  # rank -> key -> entry
         self._starts: dict[int, int] = {}  # rank -> where the data begins
         self._marks = file_marks(manifest)
@@ -349,7 +350,7 @@ class RankFiles:
 
     def close(self) -> None:
         while self._open:
-            os.close(self._open.popitem()[1])
+            self._open.popitem()[1].close()
 
     def verify(self, advance: Advance) -> None:
         damaged = []
@@ -388,12 +389,13 @@ class RankFiles:
             if rank not in self._open:
                 if len(self._open) >= MAX_OPEN_FILES:
                     self.close()
-                self._open[rank] = os.open(self._paths[rank], os.O_RDONLY)
+                self._open[rank] = FileIO(self._paths[rank])
+            self._open[rank].seek(offset)
             while view:
-                count = os.preadv(self._open[rank], [view], offset)
+                count = self._open[rank].readinto(view)
                 if count == 0:
                     raise ConsolidateError(f"{self._paths[rank]} is damaged: it ends too early")
-                view, offset = view[count:], offset + count
+                view = view[count:]
         except OSError as error:
             raise ConsolidateError(f"cannot read {self._paths[rank]}: {error.strerror}") from error
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.atomic_files import Progress
+from hf_zero.checkpoint.atomic_files import Progress, open_to_read, read_at
 from hf_zero.checkpoint.manifest import (
     BUFFER_KIND,
     DTYPE_CODES,
@@ -258,9 +258,9 @@ class CheckpointReader:
             if rank not in self._descriptors:
                 if len(self._descriptors) >= _MAX_OPEN_FILES:
                     os.close(self._descriptors.pop(next(iter(self._descriptors))))
-                self._descriptors[rank] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptors[rank] = open_to_read(path)
             while view:
-                count = os.preadv(self._descriptors[rank], [view], offset)
+                count = read_at(self._descriptors[rank], view, offset)
                 if count == 0:
                     raise CheckpointError(f"{path} is damaged: it ends too early.{offer(self.folder)}")
                 view, offset = view[count:], offset + count

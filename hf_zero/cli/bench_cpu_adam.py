@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hf_zero.cli.text import format_bytes
 from hf_zero.errors import StateError
+from hf_zero.native.machine import available_bytes
 
 SUMMARY = "time the CPU Adam update, with torch's and the memory bound beside it"
 
@@ -78,10 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_memory(numel: int) -> None:
     needed = numel * _BYTES_OF_TENSORS
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
-        if line.startswith("MemAvailable:"):
-            free = 1024 * int(line.split()[1])
+    free = available_bytes()
     if needed > free:
         raise StateError(
             f"{numel:,} elements need {format_bytes(needed)} of memory, and {format_bytes(free)} are free: "

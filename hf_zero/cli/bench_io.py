@@ -193,10 +193,9 @@ def _unusable(folder: Path, size: int) -> str | None:
     try:
         probe.touch()
         probe.unlink()
-        facts = os.statvfs(folder)
+        free = shutil.disk_usage(folder).free
     except OSError as error:
         return f"{folder} cannot be written: {error.strerror}"
-    free = facts.f_bavail * facts.f_frsize
     if free < size:
         return f"{folder} has {free >> 20} MiB free, the test file needs {size >> 20} MiB (see --size)"
     return None

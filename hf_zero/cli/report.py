@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import platform
 from typing import Any
 
 from hf_zero.checkpoint.manifest import package_version
 from hf_zero.cli.text import format_bytes, print_table
 from hf_zero.errors import NativeError, ZeroError
+from hf_zero.native.machine import memory_bytes, usable_cores
 
 NAME = "report"
 SUMMARY = "show versions, devices and the native library"
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
-        "cpu": {"cores": len(os.sched_getaffinity(0)), "memory_bytes": _memory_bytes()},
+        "cpu": {"cores": usable_cores(), "memory_bytes": memory_bytes()},
         "torch": _torch_facts(),
         "native_library": _native_library(),
         "io_engine": _io_engine(),
@@ -49,10 +49,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _torch_facts() -> dict[str, Any]:

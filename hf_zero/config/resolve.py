@@ -42,6 +42,7 @@ from hf_zero.config.resolved import (
     INFERRED,
     Aio,
     ResolvedConfig,
+    section_of,
     zero_section,
 )
 from hf_zero.config.schedules import check_block
@@ -247,7 +248,7 @@ class _Resolver:
             steps_per_print=values["steps_per_print"],
             dataloader_drop_last=values["dataloader_drop_last"],
             gather_for_generation=values["gather_for_generation"],
-            aio=Aio(**values["aio"]),
+            aio=section_of(Aio, values["aio"]),
             force_native_adam=values["zero_force_ds_cpu_optimizer"] and not runs_in_torch(values),
             moments_16bit=look_up(values, MOMENTS) is False,
             optimizer=torch_form(optimizer) if optimizer else None,

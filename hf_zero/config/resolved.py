@@ -6,12 +6,14 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from hf_zero.config import batch as batch_sizes
 from hf_zero.config.precision import Precision
 from hf_zero.config.problems import show
 from hf_zero.config.schema import AUTO
+
+_Section = TypeVar("_Section")
 
 # Origins of values. AUTO_* were "auto" in the file.
 FILE = "file"
@@ -49,8 +51,6 @@ class OffloadOptimizer:
     pipeline_write: bool = True
     fast_init: bool = False
     ratio: float = 1.0
-    super_offload: bool = False
-    cpuadam_cores_perc: float = 0.8
     delayed_update: bool = False
     delayed_update_start: int = 0
 
@@ -64,33 +64,18 @@ class Aio:
     intra_op_parallelism: int = 1
     single_submit: bool = False
     overlap_events: bool = True
-    use_gds: bool = False
-
-
-@dataclass(frozen=True)
-class LeafModule:
-    """zero_optimization.leaf_module."""
-
-    classes: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    name_suffixes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ZeroSection:
-    """zero_optimization, every key under DeepSpeed's name. Sizes are in elements."""
+    """What the engine reads of zero_optimization, under DeepSpeed's names. Sizes are in elements."""
 
     stage: int
-    contiguous_gradients: bool
     reduce_scatter: bool
     reduce_bucket_size: int
-    use_multi_rank_bucket_allreduce: bool
     allgather_partitions: bool
     allgather_bucket_size: int
     overlap_comm: bool
-    compute_grad_norm: bool
-    load_from_fp32_weights: bool
-    elastic_checkpoint: bool
     sub_group_size: int
     stage3_prefetch_bucket_size: int
     stage3_param_persistence_threshold: int
@@ -98,31 +83,9 @@ class ZeroSection:
     stage3_max_live_parameters: int
     stage3_max_reuse_distance: int
     stage3_gather_16bit_weights_on_model_save: bool | None  # None: not set, so weights are written
-    stage3_module_granularity_threshold: int
-    stage3_use_all_reduce_for_fetch_params: bool
-    stage3_allgather_sequential: bool
     ignore_unused_parameters: bool
-    legacy_stage1: bool
-    grad_hooks: bool
-    round_robin_gradients: bool
-    parameter_alignment: bool
-    zero_hpz_partition_size: int
-    zero_quantized_weights: bool
-    zero_quantized_nontrainable_weights: bool
-    zero_quantized_gradients: bool
-    mics_shard_size: int
-    mics_hierarchical_params_gather: bool
-    memory_efficient_linear: bool
-    pipeline_loading_checkpoint: bool
-    override_module_apply: bool
-    log_trace_cache_warnings: bool
-    enable_sanity_checks: bool
-    save_muon_momentum_buffer_in_memory: bool
     offload_param: OffloadParam
     offload_optimizer: OffloadOptimizer
-    leaf_module: LeafModule
-    zeropp_loco_param: dict[str, Any] | None = None
-    zenflow: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -218,11 +181,13 @@ def _without_auto(given: Mapping[str, Any], settings: Mapping[str, Any], prefix:
 
 def zero_section(block: Mapping[str, Any]) -> ZeroSection:
     """The section for a resolved zero_optimization block, nested as in the file."""
-    values = {one.name: block[one.name] for one in fields(ZeroSection) if one.name in block}
-    for name, section in (
-        ("offload_param", OffloadParam),
-        ("offload_optimizer", OffloadOptimizer),
-        ("leaf_module", LeafModule),
-    ):
-        values[name] = section(**block[name])
-    return ZeroSection(**values)
+    sections = {
+        "offload_param": section_of(OffloadParam, block["offload_param"]),
+        "offload_optimizer": section_of(OffloadOptimizer, block["offload_optimizer"]),
+    }
+    return section_of(ZeroSection, {**block, **sections})
+
+
+def section_of(kind: type[_Section], block: Mapping[str, Any]) -> _Section:
+    """The keys of a resolved block that are fields of `kind`; the others are refused, or there is nothing to do."""
+    return kind(**{one.name: block[one.name] for one in fields(cast(Any, kind)) if one.name in block})

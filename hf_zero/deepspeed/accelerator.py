@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from hf_zero.native.machine import memory_bytes
+
 
 class Accelerator:
     """The accelerator of this process, or the CPU where there is none. Thin: every answer is torch's."""
@@ -83,7 +85,7 @@ class Accelerator:
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device, or of the host without an accelerator."""
         if self._name == "cpu":
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            return memory_bytes()
         return int(self._module.get_device_properties(device_index).total_memory)
 
     def _bytes(self, name: str, device_index: int | None) -> int:

@@ -111,7 +111,11 @@ def _read(pid: int, address: int, into: int, nbytes: int) -> None:
 @cache
 def _reader() -> ctypes._NamedFuncPointer | None:
     """The C library's process_vm_readv (Linux)."""
-    function: ctypes._NamedFuncPointer | None = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    try:
+        process = ctypes.CDLL(None, use_errno=True)
+    except TypeError:  # Windows: a process has no functions by name
+        return None
+    function: ctypes._NamedFuncPointer | None = getattr(process, "process_vm_readv", None)
     if function is not None:
         pieces = ctypes.POINTER(_Piece)
         count = ctypes.c_ulong

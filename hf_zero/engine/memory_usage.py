@@ -6,13 +6,13 @@ Sizes are in GiB, which the lines call GB as DeepSpeed's do.
 from __future__ import annotations
 
 import gc
-import resource
 from dataclasses import dataclass
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from hf_zero.native.machine import peak_resident_bytes
 from hf_zero.runtime.log_lines import log_line
 
 _GIB = 1024**3
@@ -31,7 +31,7 @@ class DeviceMemory:
 def device_memory() -> DeviceMemory:
     if not torch.accelerator.is_available():
         resident = psutil.Process().memory_info().rss
-        peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        peak = max(resident, peak_resident_bytes())
         return DeviceMemory(resident, peak, resident, peak)
     return DeviceMemory(
         torch.accelerator.memory_allocated(),

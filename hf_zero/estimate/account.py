@@ -6,9 +6,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +15,7 @@ from torch import nn
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.estimate.plan import Plan, plan_units
+from hf_zero.native.machine import peak_resident_bytes
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sharding.unit import ShardUnit
 
@@ -105,8 +104,7 @@ def _alike(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> torch.opt
 def _measured_peak(comm: Comm) -> tuple[int, str]:
     if comm.device.type == "cuda":
         return torch.cuda.max_memory_allocated(comm.device), "torch.cuda.max_memory_allocated"
-    found = re.search(r"^VmHWM:\s+(\d+)", Path("/proc/self/status").read_text(), re.M)
-    return (int(found.group(1)) << 10 if found else 0), "resident memory of the process, libraries included"
+    return peak_resident_bytes(), "resident memory of the process, libraries included"
 
 
 def _mb(nbytes: int) -> str:

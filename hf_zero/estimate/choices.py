@@ -178,7 +178,9 @@ def advise(
         short = hardware.misfit(plans[choice])
         if short is not None:
             usable = f"{show(short.usable)} that can be used of the {short.what}"
-            passed.append(f"{choice} needs {show(short.nbytes)} of the {usable}")
+            # Another one than the micro-batch that the answer names: it has been planned for the first one only.
+            batch = f" at micro-batch {batch_size}" if plan_of is not None else ""
+            passed.append(f"{choice} needs {show(short.nbytes)}{batch} of the {usable}")
             continue
         largest, plan = None, plans[choice]
         if plan_of is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,7 +86,7 @@ def _room(path: Any) -> str:
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     try:
-        status = os.statvfs(folder)
+        free = shutil.disk_usage(folder).free
     except OSError:
         return ""
-    return f" ({status.f_bavail * status.f_frsize:,} bytes are free there)"
+    return f" ({free:,} bytes are free there)"

@@ -237,7 +237,8 @@ def _signals_raise() -> Iterator[None]:
             told = True
             raise LaunchFailed(f"stopped by {signal.Signals(number).name}; all processes were ended")
 
-    before = {name: signal.signal(name, handler) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

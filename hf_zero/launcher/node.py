@@ -21,10 +21,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from hf_zero.distributed.environment import expand_hosts
 from hf_zero.launcher.launch_errors import LaunchFailed, LaunchUsageError
 from hf_zero.launcher.launch_plan import JobPlan, visible_devices_variable
-from hf_zero.launcher.worker import parse_cores
+from hf_zero.launcher.worker import cores_here, parse_cores
+from hf_zero.native.machine import usable_cores
 
 
 def port_is_free(port: int) -> bool:
@@ -71,9 +74,13 @@ def _command(plan: JobPlan, processes: int) -> list[str]:
     command = [*head, *(["--local_rank=${local_rank}"] if plan.pass_local_rank else []), *tail]
     if plan.log_folder is None and plan.bind_cores is None:
         return command
+    if os.name == "nt":
+        raise LaunchUsageError(
+            "--enable_each_rank_log, --bind_cores_to_rank and --bind_core_list do not work on Windows: leave them out"
+        )
     options: dict[str, object] = {"cores": [], "log": ""}
     if plan.bind_cores is not None:
-        cores = parse_cores(plan.bind_cores) if plan.bind_cores else sorted(os.sched_getaffinity(0))
+        cores = parse_cores(plan.bind_cores) if plan.bind_cores else cores_here()
         if len(cores) < processes:
             raise LaunchUsageError(f"--bind_cores_to_rank: {len(cores)} cores for {processes} processes; start fewer")
         options["cores"] = cores
@@ -103,7 +110,7 @@ def _set_environment(plan: JobPlan, node_rank: int) -> None:
     os.environ["CROSS_RANK"], os.environ["CROSS_SIZE"] = str(node_rank), str(plan.num_nodes)
     os.environ["LOCAL_SIZE"] = str(len(devices))
     # As many threads as there are cores, in each of several processes, would be in each other's way.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(devices))))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // len(devices))))
 
 
 def _run_agent(plan: JobPlan, node_rank: int, command: list[str]) -> None:
@@ -156,11 +163,11 @@ def _found_by(job: str, node_rank: int) -> Iterator[None]:
 def stop(job: str) -> None:
     """End the agents of `job` on this host, and with them their processes."""
     for path in Path(tempfile.gettempdir()).glob(f"hf_zero-{job}-*.pid"):
-        with contextlib.suppress(OSError, ValueError):  # it ended, or begins, at this moment
-            pid = int(path.read_text())
+        with contextlib.suppress(OSError, ValueError, psutil.Error):  # it ended, or begins, at this moment
+            agent = psutil.Process(int(path.read_text()))
             # The number may belong to somebody else by now.
-            if b"hf_zero.launcher.node" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGTERM)
+            if "hf_zero.launcher.node" in agent.cmdline():
+                agent.terminate()
 
 
 def _end_with_stdin() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 from collections.abc import Sequence
 
@@ -25,10 +26,23 @@ def parse_cores(text: str) -> list[int]:
         if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
             raise LaunchUsageError(f"--bind_core_list {text}: {part!r} is not of the form 3 or 3-5")
         cores += range(int(first), int(last or first) + 1)
-    missing = sorted(set(cores) - os.sched_getaffinity(0))
+    missing = sorted(set(cores) - set(cores_here()))
     if missing:
         raise LaunchUsageError(f"--bind_core_list {text}: there is no core {missing[0]} to use on this host")
     return sorted(set(cores))
+
+
+def cores_here() -> list[int]:
+    """The cores that this process may use.
+
+    Raises:
+        LaunchUsageError: The system does not bind processes to cores.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise LaunchUsageError(
+            f"--bind_cores_to_rank and --bind_core_list need Linux, and this is {platform.system()}: leave them out"
+        )
+    return sorted(os.sched_getaffinity(0))
 
 
 def share(cores: Sequence[int], rank: int, count: int) -> list[int]:

@@ -21,6 +21,7 @@ import torch
 from hf_zero.errors import ConfigError, OffloadError, StateError
 from hf_zero.native.aio_errors import AioError, describe_errno, open_error, short_error, transfer_error
 from hf_zero.native.library import library
+from hf_zero.native.machine import usable_cores
 
 __all__ = ["AioError", "AioFile", "AioQueue", "AioSettings", "AioStats"]
 
@@ -368,7 +369,7 @@ def _log_no_io_uring(reason: str) -> None:
 
 @functools.cache
 def _warn_of_many_threads(threads: int) -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if threads > 4 * cores:
         logger.warning(
             "aio.intra_op_parallelism=%d is a lot for %d cores: each keeps aio.queue_depth operations under way.",

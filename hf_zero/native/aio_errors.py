@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno as codes
 import os
+import shutil
 from pathlib import Path
 
 from hf_zero.errors import OffloadError
@@ -86,8 +87,7 @@ _REMEDIES = {
 
 def _free_space(path: Path) -> str:
     try:
-        facts = os.statvfs(path.parent)
+        free = shutil.disk_usage(path.parent).free
     except OSError:
         return "The file system is full."
-    free = facts.f_bavail * facts.f_frsize
     return f"The file system is full ({free} bytes are free)."

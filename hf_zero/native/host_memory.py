@@ -16,6 +16,14 @@ import torch
 HUGE_PAGE = 2 << 20
 
 
+def private_pages(nbytes: int, *, populate: bool = False) -> mmap.mmap:
+    """`nbytes` > 0 zero bytes of this process from a page's start on; with `populate` in memory at once (Linux)."""
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return mmap.mmap(-1, nbytes)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return mmap.mmap(-1, nbytes, flags=flags | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0))
+
+
 def use_huge_pages(tensor: torch.Tensor) -> None:
     """Ask for huge pages under a CPU tensor's memory, where it covers them whole; before it is first written.
 
@@ -43,7 +51,7 @@ def transfer_memory(nbytes: int, *, fork: bool = True) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     # Less than one huge page is not worth the space that its alignment costs.
     slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
-    memory = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = private_pages(nbytes + slack)
     if not fork and hasattr(mmap, "MADV_DONTFORK"):
         memory.madvise(mmap.MADV_DONTFORK)
     if slack and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.resources
 import os
+import platform
 from functools import cache
 from pathlib import Path
 
@@ -63,6 +64,11 @@ def library_path() -> Path:
         return Path(named)
     found = importlib.resources.files("hf_zero.native").joinpath(_FILE)
     if not isinstance(found, Path) or not found.is_file():
+        if platform.system() != "Linux":
+            raise NativeError(
+                "offload_optimizer and offload to disk need hf_zero's native library, which is built for Linux, and "
+                f'this is {platform.system()}: set the device of both offload blocks to "none".'
+            )
         raise NativeError(
             f"hf_zero's native library ({_FILE}) is missing: hf_zero was not installed, or without it.\n{_REMEDY}"
         )

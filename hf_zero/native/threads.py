@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from hf_zero.errors import ConfigError
+from hf_zero.native.machine import usable_cores
 
 THREADS_VARIABLE = "HF_ZERO_CPU_THREADS"
 
@@ -25,13 +26,7 @@ def default_threads() -> int:
                 f"{THREADS_VARIABLE}={named!r} is not a number of threads: set it to 1 or more, or unset it"
             )
         return int(named)
-    return max(1, _cores() // _local_ranks())
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return max(1, usable_cores() // _local_ranks())
 
 
 def _local_ranks() -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import abc
-import mmap
 from collections.abc import Sequence
 
 import torch
 
+from hf_zero.native.host_memory import private_pages
 from hf_zero.storage.base import BorrowedTensors, ShardStore
 
 
@@ -61,6 +61,4 @@ class DeviceStore(MemoryStore):
             return torch.zeros(numel, dtype=dtype, device=self.device)
         # Pages of zeros, made in one go: torch.zeros would fault on each of them and write it once more. Small ones,
         # unlike numpy's: where memory is fragmented, the kernel takes long to find huge ones.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-        pages = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
-        return torch.frombuffer(pages, dtype=dtype)
+        return torch.frombuffer(private_pages(numel * dtype.itemsize, populate=True), dtype=dtype)

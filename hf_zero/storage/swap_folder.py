@@ -15,9 +15,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import fcntl
 import logging
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -32,6 +32,11 @@ import torch
 
 from hf_zero.errors import OffloadError
 from hf_zero.native.aio import AioQueue, AioSettings
+
+try:
+    import fcntl
+except ImportError:  # Windows; SwapFolder says so
+    fcntl = None  # type: ignore[assignment]
 
 PARENT = "hf_zero_swap"
 LOCK = "lock"
@@ -69,6 +74,7 @@ class SwapFolder:
     """
 
     def __init__(self, nvme_path: str | Path, rank: int) -> None:
+        _check_system()
         self._pid = os.getpid()
         self._lock = -1
         parent = _parent_of(nvme_path)
@@ -92,6 +98,15 @@ class SwapFolder:
             logger.warning("%s could not be removed; the next start will try again", self._process_folder)
         with contextlib.suppress(OSError):  # others use it
             self._process_folder.parent.rmdir()
+
+
+def _check_system() -> None:
+    missing = "fcntl.flock" if fcntl is None else "" if hasattr(os, "posix_fallocate") else "os.posix_fallocate"
+    if missing:
+        raise OffloadError(
+            f'offload to disk (device "nvme") needs Linux, and this is {platform.system()} (it has no {missing}): set '
+            'the device to "cpu" or "none".'
+        )
 
 
 def sweep(parent: Path) -> list[Path]:

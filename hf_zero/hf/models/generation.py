@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import nn
 
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import StateError
+from hf_zero.native.machine import available_bytes
 from hf_zero.sharding.unit import UnitState
 
 logger = logging.getLogger(__name__)
@@ -220,7 +220,4 @@ def free_bytes(device: torch.device, world_size: int) -> int:
         free: int = torch.accelerator.get_memory_info(device)[0]
         cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
         return free + cached
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return 0
+    return available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -14,6 +14,7 @@ from transformers.utils import logging as bars
 
 from hf_zero.hf.models.stored import LazyTensor, StoredTensor
 from hf_zero.layout import Piece, Run
+from hf_zero.native.machine import usable_cores
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.unit import ShardUnit
@@ -125,4 +126,4 @@ def _read_piece(stored: StoredTensor, start: int, view: torch.Tensor) -> int:
 
 def _num_threads() -> int:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // ranks_here))
+    return max(1, min(_MAX_THREADS, usable_cores() // ranks_here))

@@ -1,4 +1,4 @@
-"""Reads ranges of tensors out of safetensors files, with pread into the caller's memory.
+"""Reads ranges of tensors out of safetensors files, by offset into the caller's memory.
 
 Mapped pages of a file count as memory of the process that touches them, and a mapping cannot be read past its rank's
 share without them; so files are parsed here and read by offset.
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.checkpoint.atomic_files import open_to_read, read_at
 from hf_zero.errors import CheckpointError
 
 # The names that the format gives to types.
@@ -53,7 +54,7 @@ class StoredFile:
         self.bytes_read = 0
         self._lock = threading.Lock()
         try:
-            self._fd = os.open(self.path, os.O_RDONLY)
+            self._fd = open_to_read(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be opened: {error.strerror}") from error
         try:
@@ -64,11 +65,11 @@ class StoredFile:
 
     def _parse(self) -> Iterator[tuple[str, StoredTensor]]:
         size = os.fstat(self._fd).st_size
-        length = int.from_bytes(os.pread(self._fd, 8, 0), "little") if size >= 8 else -1
+        length = int.from_bytes(self._head(8, 0), "little") if size >= 8 else -1
         if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
             raise CheckpointError(f"{self.path} is no safetensors file, or its header was cut off ({size} bytes)")
         try:
-            header: dict[str, Any] = json.loads(os.pread(self._fd, length, 8))
+            header: dict[str, Any] = json.loads(self._head(length, 8))
         except ValueError as error:
             raise CheckpointError(f"{self.path} has a damaged header: {error}") from error
         header.pop("__metadata__", None)
@@ -85,12 +86,19 @@ class StoredFile:
                 "Download or save it again."
             )
 
+    def _head(self, nbytes: int, offset: int) -> bytes:
+        text = bytearray(nbytes)
+        view, done = memoryview(text), 0
+        while done < nbytes and (got := read_at(self._fd, view[done:], offset + done)):
+            done += got
+        return bytes(text[:done])
+
     def read_into(self, offset: int, out: torch.Tensor) -> None:
         """Fill `out`, a contiguous CPU tensor, with the bytes from `offset` on. Any thread may call."""
         view = memoryview(out.view(torch.uint8).numpy().data)
         done = 0
         while done < len(view):
-            got = os.preadv(self._fd, [view[done:]], offset + done)
+            got = read_at(self._fd, view[done:], offset + done)
             if got == 0:
                 raise CheckpointError(f"{self.path} ended at byte {offset + done} while it was read: it was cut off")
             done += got

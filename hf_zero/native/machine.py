@@ -1,0 +1,41 @@
+"""What this machine gives this process, on every operating system: cores, memory, and how much of it was used."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+
+_STATUS = Path("/proc/self/status")  # Linux
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, at least 1; all there are where the system has no such limit."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Of the machine."""
+    return int(psutil.virtual_memory().total)
+
+
+def available_bytes() -> int:
+    """What processes may still take before the system swaps or kills."""
+    return int(psutil.virtual_memory().available)
+
+
+def peak_resident_bytes() -> int:
+    """The most that this process has had in memory at once, libraries included."""
+    if _STATUS.exists():
+        # Not ru_maxrss, which a process takes over from the one that started it.
+        lines = (line.split() for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines())
+        return next((int(words[1]) << 10 for words in lines if words and words[0] == "VmHWM:"), 0)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return int(psutil.Process().memory_info().peak_wset)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,147 @@
+"""A key that is said to be obeyed is read by the code that trains: looked at while it runs, field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_zero
+from hf_zero.config import ResolvedConfig
+from hf_zero.config.precision import LossScaling, Precision
+from hf_zero.config.resolved import Aio, OffloadOptimizer, OffloadParam, ZeroSection
+from hf_zero.config.supported import OBEYED, keys
+from tests.harness.ranks import run_ranks
+
+SECTIONS = (ResolvedConfig, ZeroSection, OffloadParam, OffloadOptimizer, Aio, Precision, LossScaling)
+BLOCKS = {
+    "zero_optimization": "ZeroSection",
+    "zero_optimization.offload_param": "OffloadParam",
+    "zero_optimization.offload_optimizer": "OffloadOptimizer",
+    "aio": "Aio",
+}
+# Keys whose value is in a field of another name. What is asked for in 16 bits is one decision, made of many keys.
+FIELDS = {
+    "zero_optimization.stage": "ResolvedConfig.stage",
+    "zero_force_ds_cpu_optimizer": "ResolvedConfig.force_native_adam",
+    "data_types.grad_accum_dtype": "ResolvedConfig.grad_accum_dtype",
+    "fp16.enabled": "ResolvedConfig.dtype",
+    "bf16.enabled": "ResolvedConfig.dtype",
+    "amp.enabled": "ResolvedConfig.dtype",
+    "amp.opt_level": "ResolvedConfig.dtype",
+    "bf16.check_grad_overflow": "Precision.skip_nonfinite",
+    "torch_autocast.enabled": "Precision.autocast",
+    "torch_autocast.dtype": "Precision.autocast",
+    "fp16.loss_scale": "LossScaling.static",
+    "amp.loss_scale": "LossScaling.static",
+    "fp16.initial_scale_power": "LossScaling.initial_power",
+    "fp16.loss_scale_window": "LossScaling.window",
+    "fp16.hysteresis": "LossScaling.hysteresis",
+    "fp16.consecutive_hysteresis": "LossScaling.consecutive_hysteresis",
+    "fp16.min_loss_scale": "LossScaling.min_scale",
+}
+
+
+def configurations(folder: str) -> list[dict[str, Any]]:
+    disk = {"device": "nvme", "nvme_path": folder}
+    cpu = {"device": "cpu", "delayed_update": True}
+    scales = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 2}
+    return [
+        {"fp16": scales, "zero_optimization": {"stage": 1}, "steps_per_print": 2},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": cpu}},
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_param_persistence_threshold": 0,
+                "offload_optimizer": disk,
+                "offload_param": {**disk, "max_in_cpu": 0},
+            },
+        },
+    ]
+
+
+class Reads:
+    """Which fields of the resolved configuration are read, and which of its `settings`, outside hf_zero/config."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+        for section in SECTIONS:
+            section.__getattribute__ = self._watch(section.__name__)  # type: ignore[method-assign]
+
+    def _watch(self, section: str) -> Any:
+        def read(instance: Any, name: str) -> Any:
+            if _reads_for_training(sys._getframe(1)):
+                self.found.add(f"{section}.{name}")
+            value = object.__getattribute__(instance, name)
+            return Watched(value, self) if name == "settings" else value
+
+        return read
+
+
+class Watched(dict[str, Any]):
+    def __init__(self, settings: dict[str, Any], reads: Reads) -> None:
+        super().__init__(settings)
+        self._reads = reads
+
+    def __getitem__(self, path: str) -> Any:
+        self._note(path)
+        return super().__getitem__(path)
+
+    def get(self, path: str, default: Any = None) -> Any:
+        self._note(path)
+        return super().get(path, default)
+
+    def _note(self, path: str) -> None:
+        if _reads_for_training(sys._getframe(2)):
+            self._reads.found.add(path)
+
+
+def _reads_for_training(frame: Any) -> bool:
+    module = frame.f_globals["__name__"]
+    return module.startswith("hf_zero.") and not module.startswith(("hf_zero.config", "hf_zero.cli"))
+
+
+def train_and_look(folder: str) -> set[str]:
+    """What a script does with its configuration: training with a loader, a model file, a text, numbers asked for."""
+    reads = Reads()
+    samples = [{"input_ids": torch.arange(4) + 3, "labels": torch.arange(4) + 3} for _ in range(4)]
+    for config in configurations(folder):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32, num_key_value_heads=1))
+        adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": adam, **config}
+        engine, _, loader, _ = hf_zero.initialize(model=model, config=config, training_data=samples)
+        for factor in (1.0, 1.0, float("inf") if "fp16" in config else 1.0):
+            for batch in loader:
+                engine.backward(engine(**batch)["loss"] * factor)
+                engine.step()
+        assert engine.train_batch_size() == 2
+        engine.save_16bit_model(folder)
+        model.eval().generate(torch.tensor([[3, 4]]), max_new_tokens=2, pad_token_id=0)
+        engine.teardown()
+    return reads.found
+
+
+def field_of(path: str) -> str:
+    block, _, name = path.rpartition(".")
+    return FIELDS.get(path) or f"{BLOCKS.get(block, 'ResolvedConfig')}.{name}"
+
+
+def test_what_is_obeyed_is_read_outside_the_configuration(tmp_path: Path) -> None:
+    found = set.union(*run_ranks(train_and_look, 2, str(tmp_path)))
+    obeyed = [path for path, decided in keys() if decided.verdict == OBEYED]
+    # The parameters of optimizers and schedulers are passed on as they are.
+    obeyed = [path for path in obeyed if not path.startswith(("optimizer.", "scheduler."))]
+    assert len(obeyed) > 60
+    silent = {path for path in obeyed if path not in found and field_of(path) not in found}
+    assert not silent, f"nothing looks at {sorted(silent)}"
+    sections = (ZeroSection, OffloadParam, OffloadOptimizer, Aio)
+    kept = {f"{section.__name__}.{one.name}" for section in sections for one in dataclasses.fields(section)}
+    # The stage is read from the configuration itself; the estimate replaces it in the section.
+    assert kept - found == {"ZeroSection.stage"}, "fields that nobody reads"
