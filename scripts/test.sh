@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh                 all of them
 #   scripts/test.sh --fast          without those marked slow
-#   scripts/test.sh [--fast] ARGS   ARGS go to pytest: scripts/test.sh tests/test_layout.py -k pieces
+#   scripts/test.sh [--fast] ARGS   ARGS go to pytest: scripts/test.sh tests/sharding/test_layout.py -k pieces
 #
 # Two files of tests at a time, because ranks wait for each other half of theirs; `-n 0` for one after the other, and
 # for a debugger.

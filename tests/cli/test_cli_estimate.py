@@ -1,0 +1,157 @@
+"""`hf-zero estimate`: its answers, and one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from hf_zero.cli.main import main
+from hf_zero.cli.text import format_bytes
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=500, max_position_embeddings=64)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(made)
+    return made
+
+
+def ask(capsys: Capture, *arguments: object) -> Any:
+    assert main(["estimate", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def fails(capsys: Capture, *arguments: object) -> str:
+    try:
+        status = main(["estimate", *map(str, arguments)])
+    except SystemExit as left:
+        assert isinstance(left.code, int)
+        status = left.code
+    captured = capsys.readouterr()
+    assert (status, captured.out, captured.err.count("\n")) == (2, "", 1), captured
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--gpus 0", "argument --gpus: '0' is not a whole number from 1"),
+        ("--nodes -1", "argument --nodes"),
+        ("--gpu-memory 80GX", "'80GX' is not a size such as 80GB, 512MB or 24GiB"),
+        ("--gpu-memory 80", "'80' is not a size"),
+        ("--cpu-memory 0GB", "'0GB' is not a size"),
+        ("--cpu-memory lots", "'lots' is not a size"),
+        ("--batch-size two", "'two' is not a whole number"),
+        ("--config nowhere.json", "nowhere.json"),
+    ],
+)
+def test_bad_options_are_status_2(capsys: Capture, folder: Path, options: str, text: str) -> None:
+    assert text in fails(capsys, folder, *options.split())
+
+
+def test_bad_models_are_status_2(capsys: Capture, tmp_path: Path) -> None:
+    assert "nowhere: no such file or folder" in fails(capsys, tmp_path / "nowhere")
+    assert "config.json is missing" in fails(capsys, tmp_path)
+    file = tmp_path / "config.json"
+    for text, reason in (
+        ("{", "is no model configuration"),
+        ("[1]", "it has no model_type"),
+        ("{}", "it has no model_type"),
+        ('{"model_type": "abacus"}', "does not know model_type 'abacus'"),
+    ):
+        file.write_text(text)
+        assert reason in fails(capsys, file)
+        assert reason in fails(capsys, tmp_path)
+
+
+def test_a_wrong_configuration_is_status_2(capsys: Capture, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "zero.json"
+    file.write_text('{"zero_optimisation": {"stage": 3}}')
+    assert "zero_optimisation" in fails(capsys, folder, "--config", file)
+
+
+def test_every_legal_choice_is_planned(capsys: Capture, folder: Path) -> None:
+    answer = ask(capsys, folder, "--gpus", 4, "--sequence-length", 16)
+    rows = {(row["stage"], row["optimizer"], row["param"]): row for row in answer["choices"]}
+    media = ("none", "cpu", "nvme")
+    assert set(rows) == {
+        (0, "none", "none"),
+        *((stage, medium, "none") for stage in (1, 2) for medium in media),
+        *((3, medium, other) for medium in media for other in media),
+    }
+    assert answer["recommended"] is None
+    assert answer["activations"]["saved_bytes"] > 0
+    for key, row in rows.items():
+        assert row["device_bytes"] == sum(row["device"].values()), key
+        assert (row["disk_bytes_per_node"] > 0) == (key[1] == "nvme"), key  # max_in_cpu holds all parameters
+        assert (row["host_bytes_per_node"] > 0) == (key[1:] != ("none", "none")), key
+    numel = answer["parameters"]
+    for stage, per_param in ((0, 18), (1, 6 + 12 / 4), (2, 2 + 16 / 4)):  # tests/runtime/test_memory_law.py
+        assert rows[stage, "none", "none"]["report"]["total"] == pytest.approx(per_param * numel, rel=0.02)
+
+
+@pytest.mark.slow
+def test_advice(capsys: Capture, folder: Path) -> None:
+    plain = ask(capsys, folder / "config.json", "--gpus", 2, "--gpu-memory", "80GB")["recommended"]
+    assert plain["choice"] == {"stage": 1, "optimizer": "none", "param": "none"}
+    assert "fastest" in plain["reason"]
+    alone = ask(capsys, folder, "--gpu-memory", "80GB")["recommended"]
+    assert alone["choice"]["stage"] == 0
+    rows = ask(capsys, folder, "--gpus", 32, "--batch-size", 2)["choices"]
+    one, two = (next(row["device_bytes"] for row in rows if row["stage"] == stage) for stage in (1, 2))
+    assert one > two
+    # Beside what a process needs for itself, room for stage 2 but not for stage 1.
+    tight = int(((one + two) / 2 + 1e9) / 0.95)
+    squeezed = ask(capsys, folder, "--gpus", 32, "--batch-size", 2, "--gpu-memory", f"{tight}B")["recommended"]
+    assert squeezed["choice"]["stage"] == 2
+    assert squeezed["micro_batch_size"] == 2
+    assert f"stage 1, no offload needs {format_bytes(one)} at micro-batch 2 of the " in squeezed["reason"]
+    nothing = ask(capsys, folder, "--gpus", 2, "--gpu-memory", "1GB", "--cpu-memory", "1MB")["recommended"]
+    assert nothing["choice"] is None
+    assert nothing["reason"].startswith("nothing fits")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["1.2GB", "2GB"])  # little above and far above what is kept for the process
+def test_the_memory_is_that_of_the_micro_batch_that_is_named(memory: str, capsys: Capture, folder: Path) -> None:
+    line = [folder, "--gpus", 2, "--sequence-length", 32]
+    advice = ask(capsys, *line, "--gpu-memory", memory)["recommended"]
+    size = advice["micro_batch_size"]
+    assert size > 1, "vacuous: it is the one that was planned first"
+    usable = int(float(memory.removesuffix("GB")) * 1e9 * 0.95) - 1_000_000_000
+    needed = []
+    for batch in (size, 2 * size):
+        rows = ask(capsys, *line, "--batch-size", batch)["choices"]
+        needed.append(next(row["device_bytes"] for row in rows if row.items() >= advice["choice"].items()))
+    assert f"it needs {format_bytes(needed[0])} per rank" in advice["reason"]
+    assert needed[0] <= usable and (needed[1] > usable or size == 1024)
+
+
+def test_the_configuration_counts(capsys: Capture, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "zero.json"
+    auto = {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}, "train_micro_batch_size_per_gpu": "auto"}
+    file.write_text(json.dumps({**auto, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}))
+    rows = ask(capsys, folder, "--gpus", 2, "--config", file, "--batch-size", 3)
+    assert rows["batch_size"] == 3
+    assert all(row["report"]["optimizer"] == 0 for row in rows["choices"])  # SGD without momentum keeps nothing
+    # The native rule, which disks need, is Adam's; a block's SGD runs in torch on the host.
+    assert {row["optimizer"] for row in rows["choices"]} == {"none", "cpu"}
+
+
+@pytest.mark.slow
+def test_text(capsys: Capture, folder: Path) -> None:
+    assert main(["estimate", str(folder), "--gpus", "2", "--gpu-memory", "24GB", "--gradient-checkpointing"]) == 0
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM" in out
+    assert out.splitlines()[-1].startswith("Take stage 1, no offload, micro-batch ")
+    assert main(["estimate", str(folder)]) == 0
+    assert "Name the hardware" in capsys.readouterr().out
