@@ -22,7 +22,7 @@ from hf_zero.engine.replace import new_engine
 from hf_zero.engine.sharded_init import open_construction
 from hf_zero.errors import ConfigError
 from hf_zero.estimate.account import log_account
-from hf_zero.optim.blocks import optimizer_of
+from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.deepspeed import choose_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sharding.partition import check_parameters

@@ -11,12 +11,11 @@ from torch import nn
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.errors import ConfigError
-from hf_zero.optim.blocks import optimizer_of
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.offload.host_state import HostState
 from hf_zero.optim.offload.param_writer import make_sink, must_stage
 from hf_zero.optim.param_groups import CutGroups
-from hf_zero.optim.rules import check_native, check_optimizer, needs_whole
+from hf_zero.optim.registry import check_native, check_optimizer, needs_whole, optimizer_of
 from hf_zero.optim.updates.sub_groups import sub_groups
 from hf_zero.runtime.build import BuiltUnits
 

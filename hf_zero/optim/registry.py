@@ -1,125 +1,167 @@
-"""Which optimizers give on shards the update that they give on whole parameters.
+"""What of each optimizer matters here: whether its update is right on shards, who can make it, and its fused form.
 
 A shard is a range of elements. An optimizer is right on it if it treats every element by itself; one that looks at the
-whole matrix, at its shape, or at all parameters together is not, and is refused by name.
+whole matrix, at its shape, or at all parameters together needs more, or is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from hf_zero.config.optimizers import OWN_OPTIMIZERS
 from hf_zero.errors import ConfigError
 from hf_zero.optim.optimizers.base import CheckedOptimizer
 from hf_zero.optim.optimizers.lamb import Lamb
 from hf_zero.optim.optimizers.lion import Lion
 from hf_zero.optim.optimizers.muon import Muon
 from hf_zero.optim.optimizers.onebit import OneBitAdam
+from hf_zero.optim.optimizers.uncorrected_adam import UncorrectedAdam
 
-_ELEMENTWISE = frozenset(
-    f"torch.optim.{name}"
-    for name in (
-        "SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop ASGD Rprop".split()  # what torch 2.13 has
-    )
+
+class Updates(enum.Enum):
+    """What an optimizer updates, given the gradient of that."""
+
+    ELEMENTS = enum.auto()  # each by itself: subclasses are taken for the same
+    SHARDS = enum.auto()  # as the class is written for shards
+    PARAMETERS = enum.auto()  # unsharded, on the rank that owns one
+    REPLICAS = enum.auto()  # all parameters on every rank: stage 0 only
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """
+    Args:
+        is_native: The native Adam does the same on offloaded states; not for subclasses, which may do more.
+        groups: With PARAMETERS, which param groups need them; all where it is None.
+        fused: Where torch has a kernel without temporaries: its other ways need two or three times the memory of what
+            they update.
+    """
+
+    updates: Updates
+    is_native: bool = False
+    groups: Callable[[Mapping[str, Any]], bool] | None = None
+    fused: frozenset[str] = frozenset()
+
+
+_ELEMENTS = OptimizerSpec(Updates.ELEMENTS)
+_NATIVE = OptimizerSpec(Updates.ELEMENTS, is_native=True)
+_EVERYWHERE = frozenset(["cpu", "accelerator"])
+# torch's, by name. SGD's kernel fails where one parameter has its momentum and another one, whose first gradient comes
+# later, has none yet: it is fused without momentum only.
+_TORCH: dict[str, OptimizerSpec] = {
+    **dict.fromkeys("Adamax NAdam RAdam Adadelta RMSprop ASGD Rprop".split(), _ELEMENTS),
+    "SGD": OptimizerSpec(Updates.ELEMENTS, fused=_EVERYWHERE),
+    "Adagrad": OptimizerSpec(Updates.ELEMENTS, fused=frozenset(["cpu"])),
+    **dict.fromkeys(("Adam", "AdamW"), OptimizerSpec(Updates.ELEMENTS, is_native=True, fused=_EVERYWHERE)),
+    **dict.fromkeys(("Adafactor", "Muon"), OptimizerSpec(Updates.PARAMETERS)),
+}
+# Others, by module and name.
+_OTHERS: dict[str, OptimizerSpec] = {
+    "transformers.optimization.Adafactor": OptimizerSpec(Updates.PARAMETERS),
+    "hf_zero.deepspeed.ops.adam.DeepSpeedCPUAdam": _NATIVE,
+    "hf_zero.deepspeed.ops.adam.FusedAdam": _NATIVE,
+    "hf_zero.optim.optimizers.cpu_adam.CPUAdam": _NATIVE,
+    "hf_zero.optim.optimizers.uncorrected_adam.UncorrectedAdam": _NATIVE,
+}
+# Classes of hf_zero.optim that are no Adam, and their subclasses.
+_OWN: tuple[tuple[type[torch.optim.Optimizer], OptimizerSpec], ...] = (
+    (Lamb, OptimizerSpec(Updates.SHARDS)),
+    (Lion, OptimizerSpec(Updates.SHARDS)),
+    (Muon, OptimizerSpec(Updates.PARAMETERS, groups=lambda group: bool(group["use_muon"]))),
+    (OneBitAdam, OptimizerSpec(Updates.REPLICAS)),
 )
-# Optimizers that users bring, and what of a whole parameter each of them needs.
-_NEEDS_WHOLE = {
+_OWN_BY_NAME = {kind.__name__: kind for kind in (Lamb, Lion, Muon, OneBitAdam, UncorrectedAdam)}
+assert _OWN_BY_NAME.keys() >= OWN_OPTIMIZERS.keys()
+
+# Classes that users bring: what each needs that a shard has not, and what to use instead.
+_MATRIX, _BLOCKS = "the whole matrix", "quantisation blocks that a shard cuts"
+_NORM, _ALL = "the norm of the whole parameter", "inner products over all parameters"
+_REFUSED = {
     "Adafactor": "row and column means of the whole matrix",
-    "Muon": "the whole momentum matrix",
-    "MuonWithAuxAdam": "the whole momentum matrix",
-    "LBFGS": "inner products over all parameters",
+    **dict.fromkeys(("Muon", "MuonWithAuxAdam"), "the whole momentum matrix"),
+    **dict.fromkeys(("LBFGS", "Prodigy", "DAdaptAdam"), _ALL),
     "SparseAdam": "sparse gradients",
-    "Lamb": "the norm of the whole parameter",
-    "LAMB": "the norm of the whole parameter",
-    "FusedLamb": "the norm of the whole parameter",
-    "Lion8bit": "quantisation blocks that a shard cuts",
-    "LARS": "the norm of the whole parameter",
-    "Shampoo": "the whole matrix",
-    "DistributedShampoo": "the whole matrix",
-    "SOAP": "the whole matrix",
-    "GaLoreAdamW": "the whole matrix",
-    "GaLoreAdafactor": "the whole matrix",
-    "APOLLOAdamW": "the whole matrix",
+    **dict.fromkeys(("Lamb", "LAMB", "FusedLamb", "LARS"), _NORM),
+    **dict.fromkeys(("Lion8bit", "Adam8bit", "AdamW8bit"), _BLOCKS),
+    **dict.fromkeys("Shampoo DistributedShampoo SOAP GaLoreAdamW GaLoreAdafactor APOLLOAdamW".split(), _MATRIX),
     "LOMO": "gradients inside backward",
     "AdaLomo": "row and column means of the whole matrix",
-    "Adam8bit": "quantisation blocks that a shard cuts",
-    "AdamW8bit": "quantisation blocks that a shard cuts",
-    "Prodigy": "inner products over all parameters",
-    "DAdaptAdam": "inner products over all parameters",
     "ScheduleFreeWrapper": "a second copy of the parameters that it swaps itself",
 }
-# Those of them that get whole parameters, on the rank that owns one: module and name, since others may do more.
-_GETS_WHOLE = frozenset(["torch.optim.Adafactor", "torch.optim.Muon", "transformers.optimization.Adafactor"])
-_ELEMENTWISE_INSTEAD = "an elementwise optimizer (torch.optim.AdamW, Adam, SGD, ...)"
 _INSTEAD = {
     **dict.fromkeys(("Lamb", "LAMB", "FusedLamb"), "hf_zero.optim.Lamb, which asks the other ranks for it"),
     "Adafactor": "the Adafactor of torch.optim or transformers, which gets whole matrices",
     **dict.fromkeys(("Muon", "MuonWithAuxAdam"), "torch.optim.Muon or hf_zero.optim.Muon, which get whole matrices"),
 }
+_ELEMENTWISE_INSTEAD = "an elementwise optimizer (torch.optim.AdamW, Adam, SGD, ...)"
 
 
+def _spec_of(kind: type) -> OptimizerSpec | None:
+    """Of exactly this class, or of one of hf_zero's own above it."""
+    for own, spec in _OWN:
+        if issubclass(kind, own):
+            return spec
+    if kind.__module__.startswith("torch.optim"):
+        return _TORCH.get(kind.__name__)
+    return _OTHERS.get(f"{kind.__module__}.{kind.__name__}")
+
+
+# ---------------------------------------------------------------- what a user brings
 def needs_whole(optimizer: torch.optim.Optimizer) -> Callable[[Mapping[str, Any]], bool] | None:
-    """Which param groups of `optimizer` need whole parameters and can have them; None if none does."""
-    if isinstance(optimizer, Muon):
-        return lambda group: bool(group["use_muon"])
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-    return (lambda group: True) if kind in _GETS_WHOLE else None
+    """Which param groups of `optimizer` need unsharded parameters and can have them; None if none does."""
+    spec = _spec_of(type(optimizer))
+    if spec is None or spec.updates is not Updates.PARAMETERS:
+        return None
+    return spec.groups or (lambda group: True)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_untested: bool) -> None:
     """Raise ConfigError if `optimizer` cannot be right, or is not known to be, on shards.
 
     Args:
-        sharded: False at stage 0, where every rank updates whole parameters and any optimizer is right.
+        sharded: False at stage 0, where every rank updates unsharded parameters and any optimizer is right.
         allow_untested: `zero_allow_untested_optimizer`: take a class that hf_zero does not know as elementwise.
     """
-    if not sharded or isinstance(optimizer, Lion | Lamb) or needs_whole(optimizer) is not None:
+    spec = _spec_of(type(optimizer))
+    if not sharded or (spec is not None and spec.updates in (Updates.SHARDS, Updates.PARAMETERS)):
         return
-    if isinstance(optimizer, OneBitAdam):
+    if spec is not None and spec.updates is Updates.REPLICAS:
         raise ConfigError(
             "optimizer OneBitAdam needs stage 0: each rank compresses the momentum of whole parameters, made of its "
             "own gradient.\nSet zero_optimization.stage to 0, or use torch.optim.AdamW."
         )
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in _NEEDS_WHOLE:
+    kinds = type(optimizer).__mro__
+    for kind in kinds:
+        if kind.__name__ in _REFUSED:
             raise ConfigError(
                 f"optimizer {type(optimizer).__name__} cannot be right on shards: it needs "
-                f"{_NEEDS_WHOLE[kind.__name__]}, and at stages 1-3 a rank holds only a range of elements.\n"
+                f"{_REFUSED[kind.__name__]}, and at stages 1-3 a rank holds only a range of elements.\n"
                 f"Use {_INSTEAD.get(kind.__name__, _ELEMENTWISE_INSTEAD)}, or stage 0."
             )
-    known = any(_is_elementwise(kind) for kind in type(optimizer).__mro__)
+    known = any(found.updates is Updates.ELEMENTS for kind in kinds if (found := _spec_of(kind)) is not None)
     if not known and not allow_untested:
         raise ConfigError(
-            f"optimizer {type(optimizer).__module__}.{type(optimizer).__name__} is not known to treat every element "
-            "by itself, and at stages 1-3 it would see ranges of elements instead of whole parameters.\n"
+            f"optimizer {_name(optimizer)} is not known to treat every element by itself, and at stages 1-3 it would "
+            "see ranges of elements instead of whole parameters.\n"
             "If it does, set zero_allow_untested_optimizer: true; else use torch.optim.AdamW or stage 0."
         )
 
 
-# What the native Adam stands in for when states are offloaded: exactly these classes, for a subclass may do more.
-_NATIVE = frozenset(
-    [
-        "torch.optim.adam.Adam",
-        "torch.optim.adamw.AdamW",
-        "hf_zero.deepspeed.ops.adam.DeepSpeedCPUAdam",
-        "hf_zero.deepspeed.ops.adam.FusedAdam",
-        "hf_zero.optim.optimizers.cpu_adam.CPUAdam",
-        "hf_zero.optim.optimizers.uncorrected_adam.UncorrectedAdam",
-    ]
-)
-
-
 def check_native(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError if the native Adam cannot do what `optimizer` would."""
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     by_torch = (
         'run it in torch, on the host, with "zero_force_ds_cpu_optimizer": false (offload_optimizer.device "cpu" only)'
     )
-    if kind not in _NATIVE:
+    spec = _spec_of(type(optimizer))
+    if spec is None or not spec.is_native:
         raise ConfigError(
-            f"optimizer {kind} cannot update offloaded states: the native update serves torch.optim.Adam, "
+            f"optimizer {_name(optimizer)} cannot update offloaded states: the native update serves torch.optim.Adam, "
             f"torch.optim.AdamW and hf_zero.optim.CPUAdam.\nUse one of these, or {by_torch}."
         )
     for group in optimizer.param_groups:
@@ -134,13 +176,41 @@ def check_native(optimizer: torch.optim.Optimizer) -> None:
 def check_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], params: Sequence[torch.Tensor]) -> None:
     """Raise ConfigError if one of hf_zero's own optimizers cannot train `params` with the settings of `group`.
 
-    On shards the optimizer itself gets pieces, and does not see the parameters' shapes.
+    On shards the optimizer itself gets slices, and does not see the parameters' shapes.
     """
     if isinstance(optimizer, CheckedOptimizer):
         optimizer.check_group({**optimizer.defaults, **group, "params": params})
 
 
-def _is_elementwise(kind: type) -> bool:
-    if f"{kind.__module__}.{kind.__name__}" in _NATIVE:
-        return True
-    return kind.__module__.startswith("torch.optim") and f"torch.optim.{kind.__name__}" in _ELEMENTWISE
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+
+
+# ---------------------------------------------------------------- what an `optimizer` block names
+# Parts of names of matrices that are Adam's under Muon: DeepSpeed's set_optimizer_flags.
+_NOT_MUON = ("embed", "lm_head")
+_WAYS = ("fused", "foreach", "capturable", "differentiable")  # chosen by the block itself
+
+
+def optimizer_of(block: Mapping[str, Any], model: nn.Module) -> tuple[Any, dict[str, Any]]:
+    """(class, keyword arguments) of a resolved `optimizer` block, for parameters of `model` or groups of them."""
+    name = block["type"]
+    kind = _OWN_BY_NAME.get(name) or getattr(torch.optim, name)
+    arguments = dict(block.get("params", {}))
+    if kind is Muon:
+        named = model.named_parameters()
+        arguments["others"] = [param for name, param in named if any(part in name.lower() for part in _NOT_MUON)]
+    place = "accelerator" if torch.accelerator.is_available() else "cpu"
+    has_kernel = name not in _OWN_BY_NAME and name in _TORCH and place in _TORCH[name].fused
+    chosen = arguments.keys() & set(_WAYS) or arguments.get("momentum")
+    if has_kernel and not chosen and can_be_fused(model.parameters()):
+        arguments["fused"] = True
+    return kind, arguments
+
+
+def can_be_fused(params: Iterable[Any]) -> bool:
+    """Whether torch's fused kernels take these parameters, or param groups of them."""
+    groups = [one if isinstance(one, Mapping) else {"params": [one]} for one in params]
+    members = [group["params"] for group in groups]
+    flat = [p for one in members for p in ([one] if isinstance(one, torch.Tensor) else one)]
+    return all(param.is_floating_point() for param in flat if param.requires_grad)

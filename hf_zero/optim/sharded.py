@@ -14,7 +14,7 @@ from hf_zero.optim.direct_steps import DirectSteps
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.param_groups import CutGroups, OwnedRun
-from hf_zero.optim.rules import check_group, check_native, check_optimizer
+from hf_zero.optim.registry import check_group, check_native, check_optimizer
 from hf_zero.optim.state_access import (
     assemble,
     changed_state,

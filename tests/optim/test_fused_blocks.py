@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.optim.blocks import can_be_fused, optimizer_of
+from hf_zero.optim.registry import can_be_fused, optimizer_of
 from tests.harness.ranks import run_ranks
 
 WIDTH = 37

@@ -19,8 +19,8 @@ import hf_zero
 from hf_zero import optim
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.optim.blocks import optimizer_of
 from hf_zero.optim.optimizers.orthogonal import orthogonalized
+from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.updates import whole_params as whole_update
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case, _mean_loss

@@ -8,8 +8,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
-from hf_zero.optim.blocks import can_be_fused
 from hf_zero.optim.optimizers.cpu_adam import CPUAdam
+from hf_zero.optim.registry import can_be_fused
 
 
 class DeepSpeedCPUAdam(CPUAdam):

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
-from hf_zero.optim.blocks import optimizer_of
+from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.base import Schedule
 from hf_zero.optim.schedules.deepspeed import choose_scheduler
 

@@ -37,7 +37,7 @@ from hf_zero.hf.models.saving import full_weights
 from hf_zero.hf.trainer.out_of_memory import run_attempt
 from hf_zero.hf.trainer.resume import agree_on_checkpoint, has_sharded_state, lacks_frozen_weights
 from hf_zero.hf.trainer.trainer_files import read_scheduler, rng_state_file, write_scheduler
-from hf_zero.optim.blocks import optimizer_of
+from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.deepspeed import choose_scheduler
 
 logger = logging.getLogger(__name__)

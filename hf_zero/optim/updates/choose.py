@@ -7,7 +7,7 @@ import torch
 from hf_zero.distributed.comm import Comm
 from hf_zero.optim.optimizers.lamb import Lamb
 from hf_zero.optim.optimizers.onebit import OneBitAdam
-from hf_zero.optim.rules import needs_whole
+from hf_zero.optim.registry import needs_whole
 from hf_zero.optim.updates.elementwise import LambUpdate, OneBitUpdate, TorchUpdate
 from hf_zero.optim.updates.owners import Owners
 from hf_zero.optim.updates.whole_params import WholeUpdate

@@ -18,7 +18,7 @@ from hf_zero.layout import Piece, Run
 from hf_zero.optim.optimizers.lamb import Lamb
 from hf_zero.optim.optimizers.onebit import OneBitAdam
 from hf_zero.optim.param_groups import OwnedRun
-from hf_zero.optim.rules import needs_whole
+from hf_zero.optim.registry import needs_whole
 from hf_zero.optim.updates.compressed_mean import SignMean
 from hf_zero.optim.updates.sub_groups import sub_groups
 from hf_zero.runtime.reduce_schedule import GradReducer
