@@ -11,6 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
 from tests.harness.launches import fake_transports, finish, launch, processes_naming, start, write_script
+from tests.harness.scripts import run_script
 
 STEPS = 6
 MODEL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 256, "n_positions": 64}
@@ -118,10 +119,12 @@ def test_configuration_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_configuration_in_the_script(tmp_path: Path) -> None:
     write_script(tmp_path, f"CONFIG = {config(3)!r}\n" + COMMON + LOCAL_RANK + BY_DICT + LOOP.replace("FAIL", "pass"))
-    for processes in (1, 2):
-        job = launch(tmp_path, f"--num_gpus={processes}", "train.py")
-        assert job.status == 0, job.err
-        assert losses_of(job.out) == pytest.approx(plain_losses(), abs=2e-5)
+    job = launch(tmp_path, "--num_gpus=2", "train.py")
+    assert job.status == 0, job.err
+    assert losses_of(job.out) == pytest.approx(plain_losses(), abs=2e-5)
+    alone = run_script(tmp_path / "train.py", "--local_rank=0", folder=tmp_path, processes=1)
+    assert alone.status == [0], alone.err
+    assert losses_of(alone.out) == pytest.approx(plain_losses(), abs=2e-5)
 
 
 LOCAL_RANK = """
@@ -201,11 +204,11 @@ INFERENCE = """
 
 @pytest.mark.slow
 def test_inference_with_an_input_per_rank(tmp_path: Path) -> None:
-    write_script(tmp_path, INFERENCE, "t0.py")
+    script = write_script(tmp_path, INFERENCE, "t0.py")
     lines = []
     for processes in (1, 2):
-        job = launch(tmp_path, "--num_gpus", processes, "t0.py")
-        assert job.status == 0, job.err
+        job = run_script(script, folder=tmp_path, processes=processes)
+        assert job.status == [0] * processes, job.err
         lines.append(sorted(line for line in job.out.splitlines() if line.startswith("rank")))
     assert [len(line) for line in lines] == [1, 2]
     assert lines[0][0] == lines[1][0]  # in shards or alone
@@ -220,11 +223,11 @@ def test_fp16_and_a_schedule_in_the_configuration(tmp_path: Path) -> None:
     """The optimizer is the script's, the schedule the configuration's; the first loss scales are too high."""
     facts = "scale:{optimizer.cur_scale:g}, skipped:{engine.skipped_steps}, lr:{engine.get_lr()[0]:.8f}"
     show = f'dist.get_rank() or print(f"{facts}")'
-    write_script(tmp_path, COMMON + BY_FILE + LOOP.replace("FAIL", show), "zero_args.py")
+    script = write_script(tmp_path, COMMON + BY_FILE + LOOP.replace("FAIL", show), "zero_args.py")
     mixed = {"fp16": FP16, "scheduler": {"type": "WarmupDecayLR", "params": SCHEDULE}}
     (tmp_path / "zero.json").write_text(json.dumps({**config(1), **mixed}))
-    job = launch(tmp_path, "--num_gpus=2", "zero_args.py")
-    assert job.status == 0, job.err
+    job = run_script(script, folder=tmp_path)
+    assert job.status == [0, 0], job.err
     start = "OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 262144, "
     assert (
         start + "but hysteresis is 2. Reducing hysteresis to 1" in job.err and start + "reducing to 131072" in job.err
