@@ -30,6 +30,7 @@ from tests.harness.launches import (
     start,
     write_script,
 )
+from tests.harness.ranks import free_port
 
 TELL = """
     import argparse, json, os, sys, time
@@ -141,11 +142,6 @@ def two_hosts(folder: Path, names: str = "host-a host-b") -> Path:
     path = folder / "hosts"
     path.write_text(f"{first} slots=1\n{second} slots=2\n")
     return path
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -7,9 +7,11 @@ job over its time limit fails the test with the stacks of the ranks that did not
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import os
 import pickle
+import random
 import shutil
 import socket
 import subprocess
@@ -160,7 +162,7 @@ def try_ranks(
             pickle.dump(job, file)
         env = dict(env or {})
         if not init_group:
-            env.setdefault("MASTER_PORT", str(_free_port()))
+            env.setdefault("MASTER_PORT", str(free_port()))
         report = _server.run(Job(folder, world_size, timeout, job[0].__module__, init_group, wait_for_all, env))
         outcomes = [_outcome(Path(folder), rank, code, report.hung) for rank, code in enumerate(report.exit_codes)]
         hang = _hang_text(Path(folder), report.hung, timeout, outcomes) if report.hung else ""
@@ -213,10 +215,13 @@ def _logs(folder: Path, world_size: int) -> str:
     return "".join(parts)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A port to listen on a little later: below those that the system gives to connections, which would take it."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _python_path() -> str:
