@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 import transformers  # noqa: F401  (so that the fork server imports what goes with it)
@@ -25,31 +26,45 @@ class Ran:
     """What a script left: per rank its exit status, and what it wrote."""
 
     status: list[int]
-    out: str  # of all ranks, one after the other
-    err: str
+    outs: list[str]
+    errs: list[str]
+
+    @property
+    def out(self) -> str:
+        return "".join(self.outs)
+
+    @property
+    def err(self) -> str:
+        return "".join(self.errs)
 
 
 def run_script(
-    script: Path, *arguments: object, folder: Path, processes: int = 2, timeout: float = 120, **environment: str
+    script: Path,
+    *arguments: object,
+    folder: Path,
+    processes: int = 2,
+    timeout: float = 120,
+    instead: Mapping[str, str] | None = None,
+    **environment: str,
 ) -> Ran:
-    """Run `script ARGUMENTS` in `folder` on ranks that see what torchrun sets, and `environment`."""
+    """Run `script ARGUMENTS` in `folder` on ranks that see what torchrun sets, and `environment`.
+
+    Args:
+        instead: The whole environment, in the place of that; `{rank}` in a value is the number of the process.
+    """
     argv = [str(script), *map(str, arguments)]
-    results = run_ranks(
-        become,
-        processes,
-        argv,
-        str(folder),
-        init_group=False,
-        timeout=timeout,
-        env={"HF_HUB_OFFLINE": "1", **environment},
-    )
-    return Ran(*([result[0] for result in results], *("".join(result[part] for result in results) for part in (1, 2))))
+    env = {"HF_HUB_OFFLINE": "1", **environment}
+    results = run_ranks(become, processes, argv, str(folder), instead, init_group=False, timeout=timeout, env=env)
+    return Ran(*([result[number] for result in results] for number in range(3)))
 
 
-def become(argv: list[str], folder: str) -> tuple[int, str, str]:
+def become(argv: list[str], folder: str, instead: Mapping[str, str] | None) -> tuple[int, str, str]:
     """In the process of a rank: its status, standard output and standard error."""
     os.chdir(folder)
     rank = os.environ["RANK"]
+    if instead is not None:
+        os.environ.clear()
+        os.environ.update({name: value.replace("{rank}", rank) for name, value in instead.items()})
     paths = [Path(folder) / f".out-{rank}", Path(folder) / f".err-{rank}"]
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
