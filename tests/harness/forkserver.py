@@ -106,7 +106,7 @@ def _warm_up() -> None:
             _WITH.setdefault("transformers", []).extend(name for name in names if name.startswith(_ON_TRANSFORMERS))
             names = [name for name in names if not name.startswith(_ON_TRANSFORMERS)]
         for name in names:
-            with contextlib.suppress(ImportError):  # of a package that is not installed
+            with contextlib.suppress(Exception):  # not installed, or broken: a rank that needs it reports it
                 importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"an import has started {threads - 1} thread(s): a fork would lose them"
