@@ -22,4 +22,4 @@ fi
 scripts/setup.sh
 # One thread per process: the tests start several processes on one machine.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
-exec "${HF_ZERO_VENV:-.venv}/bin/python" -m pytest -n 2 --dist loadfile "${selection[@]}" "$@"
+exec "${HF_ZERO_VENV:-.venv}/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"

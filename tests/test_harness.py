@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import RankFailure, run_ranks
+from tests.harness.scripts import run_script
 
 
 def _sum_over_ranks(value: torch.Tensor, *, scale: float = 1.0) -> dict[str, Any]:
@@ -93,3 +95,33 @@ def test_environment_of_a_launcher() -> None:
     got = run_ranks(_environment, 2, init_group=False, env={"EXTRA": "x"})
     port = got[0][4]
     assert got == [(str(r), str(r), "2", "127.0.0.1", port, "1", "x") for r in range(2)]
+
+
+SCRIPT = """
+import atexit, os, sys
+import beside
+atexit.register(lambda: print("at exit"))
+print(__name__, sys.argv[1:], os.getcwd(), os.environ.get("RANK"), os.environ.get("OTHER"), beside.NAME)
+print("to the other file", file=sys.stderr)
+if sys.argv[1] == "raise":
+    1 / 0
+sys.exit({"text": "a text", "3": 3}.get(sys.argv[1]))
+"""
+
+
+def test_scripts_are_run_as_a_process_would(tmp_path: Path) -> None:
+    script, folder = tmp_path / "scripts" / "script.py", tmp_path / "folder"
+    for path in (script.parent, folder):
+        path.mkdir()
+    script.write_text(SCRIPT)
+    (script.parent / "beside.py").write_text("NAME = 'beside the script'")
+    ran = run_script(script, "x", folder=folder, OTHER="set")
+    assert ran.status == [0, 0] and ran.errs == ["to the other file\n"] * 2
+    line = "__main__ ['x'] {} {} {} beside the script\nat exit\n"
+    assert ran.outs == [line.format(folder, rank, "set") for rank in range(2)]
+    ran = run_script(script, "x", folder=folder, processes=1, instead={"OTHER": "{rank}"}, timeout=30)
+    assert ran.out == line.format(folder, None, "0")
+    for argument, status, text in (("text", 1, "a text"), ("3", 3, ""), ("raise", 1, "ZeroDivisionError")):
+        ran = run_script(script, argument, folder=folder, processes=1)
+        assert ran.status == [status] and text in ran.err
+    assert os.listdir(folder) == []

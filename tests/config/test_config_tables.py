@@ -14,7 +14,7 @@ from hf_zero.config.keys import ROOT
 from hf_zero.config.schema import find
 
 HERE = Path(__file__).resolve()
-CORPUS = HERE.parent / "data" / "ds_configs"
+CORPUS = HERE.parents[1] / "data" / "ds_configs"
 
 
 @pytest.fixture(scope="module")

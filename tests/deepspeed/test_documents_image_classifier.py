@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.launches import launch, write_script
+from tests.harness.launches import write_script
+from tests.harness.scripts import run_script
 
 SCRIPT = """
     import argparse, os
@@ -96,11 +97,11 @@ CONFIG = {
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_convnet(processes: int, tmp_path: Path) -> None:
-    write_script(tmp_path, SCRIPT, "train_cifar.py")
+    script = write_script(tmp_path, SCRIPT, "train_cifar.py")
     (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
-    line = [f"--num_gpus={processes}", "train_cifar.py", "--deepspeed_config", "ds_config.json", "--epochs", 5]
-    job = launch(tmp_path, *line, OMP_NUM_THREADS="1")
-    assert job.status == 0, job.err
+    line = ["--deepspeed_config", "ds_config.json", "--epochs", 5]
+    job = run_script(script, *line, folder=tmp_path, processes=processes)
+    assert job.status == [0] * processes, job.err
     rows = sorted([float(part) for part in text.split()] for text in job.out.splitlines())
     assert [row[:4] for row in rows] == [
         [epoch, rank, 20.0, 640 / processes] for epoch in range(5) for rank in range(processes)

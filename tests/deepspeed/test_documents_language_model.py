@@ -12,6 +12,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration, set_seed
 
 from tests.harness.launches import fake_transports, finish, launch, processes_naming, start, write_script
+from tests.harness.scripts import run_script
 
 STEPS = 6
 MODEL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 256, "n_positions": 64}
@@ -109,20 +110,22 @@ def plain_losses() -> list[float]:
 
 @pytest.mark.slow
 def test_configuration_in_a_file(tmp_path: Path) -> None:
-    write_script(tmp_path, COMMON + BY_FILE + LOOP.replace("FAIL", "pass"), "zero_args.py")
+    script = write_script(tmp_path, COMMON + BY_FILE + LOOP.replace("FAIL", "pass"), "zero_args.py")
     (tmp_path / "dp_config.json").write_text(json.dumps(config(1)))
-    job = launch(tmp_path, "--num_gpus=2", "zero_args.py", "--deepspeed_config=dp_config.json")
-    assert job.status == 0, job.err
+    job = run_script(script, "--deepspeed_config=dp_config.json", folder=tmp_path)
+    assert job.status == [0, 0], job.err
     assert losses_of(job.out) == pytest.approx(plain_losses(), abs=2e-5)
 
 
 @pytest.mark.slow
 def test_configuration_in_the_script(tmp_path: Path) -> None:
     write_script(tmp_path, f"CONFIG = {config(3)!r}\n" + COMMON + LOCAL_RANK + BY_DICT + LOOP.replace("FAIL", "pass"))
-    for processes in (1, 2):
-        job = launch(tmp_path, f"--num_gpus={processes}", "train.py")
-        assert job.status == 0, job.err
-        assert losses_of(job.out) == pytest.approx(plain_losses(), abs=2e-5)
+    job = launch(tmp_path, "--num_gpus=2", "train.py")
+    assert job.status == 0, job.err
+    assert losses_of(job.out) == pytest.approx(plain_losses(), abs=2e-5)
+    alone = run_script(tmp_path / "train.py", "--local_rank=0", folder=tmp_path, processes=1)
+    assert alone.status == [0], alone.err
+    assert losses_of(alone.out) == pytest.approx(plain_losses(), abs=2e-5)
 
 
 LOCAL_RANK = """
@@ -212,10 +215,10 @@ def test_inference_with_an_input_per_rank(tmp_path: Path) -> None:
     plain.save_pretrained(tmp_path / "t0")
     texts = [plain.generate(torch.tensor(ids), max_new_tokens=5)[0].tolist() for ids in INPUTS]
     assert texts[0] != texts[1], "vacuous: the input does not matter"
-    write_script(tmp_path, f"INPUTS = {INPUTS!r}\n" + textwrap.dedent(INFERENCE), "t0.py")
+    script = write_script(tmp_path, f"INPUTS = {INPUTS!r}\n" + textwrap.dedent(INFERENCE), "t0.py")
     for processes in (1, 2):
-        job = launch(tmp_path, "--num_gpus", processes, "t0.py")
-        assert job.status == 0, job.err
+        job = run_script(script, folder=tmp_path, processes=processes)
+        assert job.status == [0] * processes, job.err
         lines = sorted(line for line in job.out.splitlines() if line.startswith("rank"))
         assert lines == [f"rank{rank}: {texts[rank]}" for rank in range(processes)]
 
@@ -229,11 +232,11 @@ def test_fp16_and_a_schedule_in_the_configuration(tmp_path: Path) -> None:
     """The optimizer is the script's, the schedule the configuration's; the first loss scales are too high."""
     facts = "scale:{optimizer.cur_scale:g}, skipped:{engine.skipped_steps}, lr:{engine.get_lr()[0]:.8f}"
     show = f'dist.get_rank() or print(f"{facts}")'
-    write_script(tmp_path, COMMON + BY_FILE + LOOP.replace("FAIL", show), "zero_args.py")
+    script = write_script(tmp_path, COMMON + BY_FILE + LOOP.replace("FAIL", show), "zero_args.py")
     mixed = {"fp16": FP16, "scheduler": {"type": "WarmupDecayLR", "params": SCHEDULE}}
     (tmp_path / "zero.json").write_text(json.dumps({**config(1), **mixed}))
-    job = launch(tmp_path, "--num_gpus=2", "zero_args.py")
-    assert job.status == 0, job.err
+    job = run_script(script, folder=tmp_path)
+    assert job.status == [0, 0], job.err
     start = "OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 262144, "
     assert (
         start + "but hysteresis is 2. Reducing hysteresis to 1" in job.err and start + "reducing to 131072" in job.err
@@ -245,13 +248,13 @@ def test_fp16_and_a_schedule_in_the_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_scale_that_cannot_go_lower_ends_the_job(tmp_path: Path) -> None:
+def test_a_loss_scale_that_cannot_go_lower_ends_all_ranks(tmp_path: Path) -> None:
     broken = LOOP.replace("engine.backward(loss)", 'engine.backward(loss * float("inf"))').replace("FAIL", "pass")
     script = write_script(tmp_path, COMMON + BY_FILE + broken, "zero_args.py")
     block = {**FP16, "initial_scale_power": 2, "hysteresis": 1}
     (tmp_path / "zero.json").write_text(json.dumps({**config(2), "fp16": block}))
-    job = launch(tmp_path, "--num_gpus=2", "zero_args.py")
-    assert job.status == 1
+    job = run_script(script, folder=tmp_path)
+    assert job.status == [1, 1]
     text = "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
     assert text in job.err and "on rank 0:" in job.err and "on rank 1:" in job.err
-    assert len(losses_of(job.out)) == 2 and processes_naming(str(script)) == []
+    assert len(losses_of(job.out)) == 2

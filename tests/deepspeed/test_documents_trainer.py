@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.launches import fake_transports, launch, write_script
+from tests.harness.scripts import run_script
 
 SCRIPT = """
     import os
@@ -42,12 +43,11 @@ CONFIG = {
 
 @pytest.mark.slow
 def test_one_host_and_two(tmp_path: Path) -> None:
-    """`--num_gpus=2`, and a hostfile of two hosts: the same processes, the same loss."""
-    write_script(tmp_path, SCRIPT, "run_lm.py")
+    """Two processes, and the launch line of a hostfile of two hosts: the same ranks, the same loss."""
+    path = write_script(tmp_path, SCRIPT, "run_lm.py")
     (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "hostfile").write_text("hostname1 slots=8\nhostname2 slots=8\n")
-    script = [
-        "run_lm.py",
+    script: list[object] = [
         "--zero",
         "ds_config.json",
         "--output_dir",
@@ -58,14 +58,16 @@ def test_one_host_and_two(tmp_path: Path) -> None:
         "no",
     ]
     script += ["--per_device_train_batch_size", 4, "--use_cpu", "True", "--report_to", "none", "--width", 24]
-    here = ["--num_gpus=2"]
-    two = "--num_gpus 1 --num_nodes 2 --hostfile hostfile --master_addr 127.0.0.1 --master_port=19921".split()
-    results = []
-    for line in (here, two):
-        more = fake_transports(tmp_path / "bin") | {"OMP_NUM_THREADS": "1"}
-        job = launch(tmp_path, *line, *script, timeout=200, **more)
-        assert job.status == 0, job.err
-        results.append(sorted(text.split()[1:] for text in job.out.splitlines() if text.startswith("RESULT")))
+    here = run_script(path, *script, folder=tmp_path)
+    assert here.status == [0, 0], here.err
+    line = "--num_gpus 1 --num_nodes 2 --hostfile hostfile --master_addr 127.0.0.1 --master_port=19921".split()
+    more = fake_transports(tmp_path / "bin") | {"OMP_NUM_THREADS": "1"}
+    two = launch(tmp_path, *line, path.name, *script, timeout=200, **more)
+    assert two.status == 0, two.err
+    results = [
+        sorted(text.split()[1:] for text in out.splitlines() if text.startswith("RESULT"))
+        for out in (here.out, two.out)
+    ]
     assert [row[:3] for row in results[0]] == [["0", "2", "4"], ["1", "2", "4"]]
     assert 2 < float(results[0][0][3]) < 4
     assert results[0] == results[1]

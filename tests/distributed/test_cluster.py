@@ -13,6 +13,7 @@ import torch
 import hf_zero
 from hf_zero.distributed.environment import described_processes, expand_hosts, slurm_port
 from tests.harness.launches import bare_environment, write_script
+from tests.harness.scripts import run_script
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -164,8 +165,11 @@ def run_as_tasks(script: Path, names: dict[str, str]) -> list[list[object]]:
 @pytest.mark.parametrize("text", [TRAIN, TRAINER], ids=["initialize", "Trainer"])
 def test_two_tasks_of_srun(text: str, tmp_path: Path) -> None:
     names = {"SLURM_JOB_ID": "4712", "SLURM_STEP_ID": "3", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
-    names |= {"SLURM_PROCID": "K", "SLURM_LOCALID": "K", "SLURM_NODELIST": "localhost"}
-    facts = run_as_tasks(write_script(tmp_path, text), names)
+    names |= {"SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}", "SLURM_NODELIST": "localhost"}
+    script = write_script(tmp_path, text)
+    tasks = run_script(script, tmp_path / "out", folder=tmp_path, instead=bare_environment(**names))
+    assert tasks.status == [0, 0], tasks.err
+    facts = [json.loads(out[out.index("[") : out.rindex("]") + 1]) for out in tasks.outs]
     assert [entry[:3] for entry in facts] == [[0, 2, "0"], [1, 2, "1"]]
     assert facts[0][3] == facts[1][3]
 

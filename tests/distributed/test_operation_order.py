@@ -283,7 +283,7 @@ def test_without_tags_no_loss_leaves_a_forward_with_other_weights() -> None:
     for failure in run_ranks(on_another_backend, 2, True, expect_error=True):
         assert failure.kind == "DivergenceError", failure
         assert "blocks.1" in failure.message and "blocks.2" in failure.message
-        assert "_confirm_forward" in failure.traceback
+        assert "end_forward" in failure.traceback
 
 
 # ---------------------------------------------------------------- numbers of the optimizer

@@ -20,6 +20,7 @@ from tests.fuzz.judge import EQUAL, FAILED, REFUSED
 from tests.fuzz.reference import train_reference
 from tests.fuzz.registry import MODELS
 from tests.harness.ranks import Ended, RankFailure
+from tests.harness.scripts import run_script
 
 SEED = 2026
 PARTS = 6  # of the models, so that each of these tests ends within its time
@@ -139,7 +140,11 @@ def test_a_model_that_is_never_compared_is_reported() -> None:
         (["--help"], 0, "--replay 7:123 --shrink"),
     ],
 )
-def test_the_command(arguments: list[str], status: int, said: str) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "fuzz.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def test_the_command(arguments: list[str], status: int, said: str, tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "fuzz.py"
+    if arguments != ["--list"]:
+        ran = run_script(script, *arguments, folder=tmp_path, processes=1)
+        assert ran.status == [status] and said in ran.out + ran.err
+        return
+    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == status and said in done.stdout + done.stderr

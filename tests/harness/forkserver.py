@@ -2,6 +2,8 @@
 
 It imports torch once and never uses it, so it has no threads and a fork of it is a clean process that is ready in
 milliseconds: every job gets fresh ranks, nothing leaks from one test into the next, and a hung job is simply killed.
+What a job would import as it goes (`_WITH`) is imported before the fork as well: a Trainer brings a thousand modules,
+and a second of every rank.
 It exits, and takes its ranks with it, when the test process closes the control connection.
 """
 
@@ -16,6 +18,7 @@ import gc
 import importlib
 import os
 import pickle
+import pkgutil
 import select
 import signal
 import sys
@@ -31,6 +34,20 @@ DUMP_SECONDS = 1.0
 # A rank that is waiting for one that failed gets this long to say so itself.
 GRACE_SECONDS = 6.0
 _PR_SET_PDEATHSIG = 1
+# What is imported sooner or later where the module of a job has imported the key.
+_WITH = {
+    "hf_zero": ["torch.utils.serialization.config", "torch.profiler._cupti_monitor"],
+    "transformers": [
+        "transformers.trainer",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.auto.processing_auto",
+        "torch.distributed.algorithms.ddp_comm_hooks",
+        "datasets",
+        "peft.tuners.lora",
+    ],
+    "trl": ["trl.trainer.sft_trainer"],
+}
+_ON_TRANSFORMERS = ("hf_zero.hf.", "hf_zero.run", "hf_zero.deepspeed.zero", "hf_zero.cli.meta_model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +85,7 @@ def serve(connection: Connection) -> None:
             return
         with contextlib.suppress(Exception):  # the rank fails in the same import and reports it
             importlib.import_module(job.module)
+        _warm_up()
         gc.freeze()  # the collector of a rank need not walk, and so copy, what all of them share
         store = _fork(lambda job=job: _serve_store(job), connection)
         pids = [_fork(lambda job=job, rank=rank: _run_rank(job, rank), connection) for rank in range(job.world_size)]
@@ -76,6 +94,29 @@ def serve(connection: Connection) -> None:
         finally:
             _kill([store])
         connection.send(report)
+
+
+def _warm_up() -> None:
+    """Import what the ranks would, now that the module of the job has chosen the packages."""
+    for package in [name for name in _WITH if name in sys.modules]:
+        names = _WITH.pop(package)
+        if package == "hf_zero":
+            names = [*names, *_modules_of_hf_zero()]
+            # These import transformers, for which other tests need not wait.
+            _WITH.setdefault("transformers", []).extend(name for name in names if name.startswith(_ON_TRANSFORMERS))
+            names = [name for name in names if not name.startswith(_ON_TRANSFORMERS)]
+        for name in names:
+            with contextlib.suppress(Exception):  # not installed, or broken: a rank that needs it reports it
+                importlib.import_module(name)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"an import has started {threads - 1} thread(s): a fork would lose them"
+
+
+def _modules_of_hf_zero() -> list[str]:
+    import hf_zero
+
+    names = [module.name for module in pkgutil.walk_packages(hf_zero.__path__, "hf_zero.")]
+    return [name for name in names if not name.endswith("__main__")]
 
 
 def _fork(run: Callable[[], int], connection: Connection) -> int:

@@ -64,6 +64,7 @@ class _ForkServer:
         ours, theirs = socket.socketpair()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
         env.setdefault("TOKENIZERS_PARALLELISM", "false")
+        env["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # a fork server has no threads, not even Arrow's
         env.setdefault("CUDA_VISIBLE_DEVICES", "")  # the ranks of these tests are CPU processes
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.harness.forkserver", str(theirs.fileno())],

@@ -32,6 +32,8 @@ from hf_zero.hf.enable import (
 )
 from hf_zero.hf.trainer.arguments import Seq2SeqTrainingArguments, TrainingArguments, zero_arguments
 from hf_zero.hf.trainer.trainer import Trainer, ZeroTrainerMixin
+from tests.harness.launches import bare_environment
+from tests.harness.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
@@ -392,9 +394,11 @@ def test_run_becomes_the_script(tmp_path: Path) -> None:
 )
 def test_run_says_what_is_wrong_in_one_go(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
     (tmp_path / "train.py").write_text("print('ran')\n")
-    done = run(tmp_path, *arguments)
-    assert done.returncode == 2
-    assert says in done.stderr and "Traceback" not in done.stderr and "ran" not in done.stdout
+    done = run_script(
+        ROOT / "hf_zero" / "run.py", *arguments, folder=tmp_path, processes=1, instead=bare_environment()
+    )
+    assert done.status == [2]
+    assert says in done.err and "Traceback" not in done.err and "ran" not in done.out
 
 
 def test_the_registry_holds_the_configuration_strongly(tmp_path: Path) -> None:

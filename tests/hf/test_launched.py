@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 
 import hf_zero
@@ -143,10 +144,10 @@ def test_deepspeed_chosen_by_accelerate(entry: str, tmp_path: Path, monkeypatch:
 
 def seen(folder: str, own_group: bool) -> tuple[int, int]:
     if own_group:
-        import torch.distributed as dist
-
         dist.init_process_group("gloo")
     args = hf_zero.TrainingArguments(folder, zero=zero_config(2), **arguments(use_cpu=True))
+    if dist.is_initialized():
+        dist.barrier()  # rank 0 serves the store: it must not leave while the other one still joins
     return args.world_size, args.process_index
 
 

@@ -43,26 +43,17 @@ def check(runs: list[tuple[Case, Options]]) -> None:
         assert all(other == digest(trace) for other in others), f"{label}: ranks differ"
 
 
+# The fast part: most models at every stage, 2 ranks.
+SLOW_MODELS = ("plain", "unused", "unequal", "non_reentrant")  # "plain" is crossed
+
+
 @pytest.mark.parametrize(
-    "model",
+    ("model", "world"),
     [
-        pytest.param(model, marks=[pytest.mark.slow] if model in ("unused", "unequal", "non_reentrant") else [])
-        for model in (*IN_DOUBLE, "llama")
+        pytest.param(model, world, marks=[pytest.mark.slow] if world != 2 or model in SLOW_MODELS else [])
+        for model, world in WORLDS
     ],
 )
-def test_stages_follow_one_process(model: str) -> None:
-    """The fast part of the matrix: every model at every stage, 2 ranks."""
-    check(
-        [
-            (Case(model, 2, accumulation, optimizer, steps=3, single=model not in IN_DOUBLE), Options(stage))
-            for stage in STAGES
-            for accumulation, optimizer in ((1, "sgd"), (4, "adamw"))
-        ]
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "world"), WORLDS)
 def test_matrix_in_double(model: str, world: int) -> None:
     check(_matrix(model, world, single=False, crossed=model == "plain"))
 
