@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set-up shared by all scripts: a virtual environment with hf_zero, its recipes and its tests. Done once; a second call
-# is a no-op until pyproject.toml or the native sources change.
+# is a no-op until pyproject.toml, the native sources or the files of hf_zero/ change.
 #
 #   scripts/setup.sh
 #
@@ -33,13 +33,13 @@ find_python() {
     return 1
 }
 
-# What the environment was made from. Sources of hf_zero are not part of it: the installation is editable.
+# What the environment was made from. Of the sources of hf_zero only the names: the installation is editable, and lists them.
 fingerprint() {
     local files=(pyproject.toml scripts/setup.sh hf_zero/native/CMakeLists.txt)
     if [ -d hf_zero/native/csrc ]; then
         while IFS= read -r file; do files+=("$file"); done < <(find hf_zero/native/csrc -type f | LC_ALL=C sort)
     fi
-    { pwd; printf '%s\n' "$torch"; cat "${files[@]}"; } | cksum
+    { pwd; printf '%s\n' "$torch"; cat "${files[@]}"; find hf_zero -name '*.py' | LC_ALL=C sort; } | cksum
 }
 
 stamp=$venv/.hf_zero-set-up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -40,9 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _leave_the_process_group() -> Iterator[None]:
-    """A test that makes an engine in this process joins a group of one; the next test must not find it."""
+def _leave_nothing_in_force() -> Iterator[None]:
+    """A test that makes an engine in this process joins a group of one, and TrainingArguments(zero=...) enables: the
+    next test must not find either."""
     yield
+    if enabled := sys.modules.get("hf_zero.hf.enable"):
+        enabled.disable()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -1,0 +1,111 @@
+"""The calls of hf_zero while a unit is gathered, and those that a gradient goes through, as they happen.
+
+    python scripts/call_paths.py
+
+Two gloo ranks train three linear layers at stage 3, one unit each. Shown is the third step of rank 0: the hook that
+gathers a layer, the one that takes a gradient, and the one that reduces a layer's gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch import nn
+
+import hf_zero
+from hf_zero.launcher.node import free_port
+
+_PACKAGE = Path(hf_zero.__file__).parent
+_CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0},
+}
+
+
+class Blocks(nn.Module):
+    """Layers in a list: each is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+@contextmanager
+def calls_of_hf_zero() -> Iterator[list[list[str]]]:
+    """What this thread calls of hf_zero inside: per call from outside of it the functions, indented by depth."""
+    trees: list[list[str]] = []
+    depth = 0
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal depth
+        path = Path(frame.f_code.co_filename)
+        if event not in ("call", "return") or not path.is_relative_to(_PACKAGE):
+            return
+        if event == "return":
+            depth -= 1
+            return
+        if depth == 0:
+            trees.append([])
+        trees[-1].append(f"{'  ' * depth}{path.relative_to(_PACKAGE)}:{frame.f_code.co_name}")
+        depth += 1
+
+    sys.setprofile(watch)
+    try:
+        yield trees
+    finally:
+        sys.setprofile(None)
+
+
+def steps(rank: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
+    torch.set_num_threads(1)
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=_CONFIG)
+    for _ in range(3):
+        with calls_of_hf_zero() as forward:
+            loss = engine.module(torch.ones(1, 8))
+        with calls_of_hf_zero() as backward:
+            loss.backward()
+        engine.step()
+    if rank == 0:
+        report("gather of a layer", tree_with(forward, "comm.py:all_gather"))
+        report("arrival of a gradient", tree_with(backward, ":accumulate"))
+        report("reduce of a layer's gradients", tree_with(backward, "comm.py:reduce_scatter"))
+    engine.teardown()
+
+
+def tree_with(trees: list[list[str]], name: str) -> list[str]:
+    """The last of them: what comes first in a step (the root, the count of units) is not a layer's."""
+    return [tree for tree in trees if any(name in call for call in tree)][-1]
+
+
+def report(title: str, calls: list[str]) -> None:
+    files = dict.fromkeys(call.strip().partition(":")[0] for call in calls)
+    print(f"\n{title}: {len(calls)} calls in {len(files)} files: {', '.join(files)}")
+    print("\n".join(calls), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    torch.multiprocessing.spawn(steps, (free_port(),), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()
