@@ -48,7 +48,7 @@ class ZeroEngine(ModuleCalls):
         group: Ranks that share the model; None means all.
         device: Where parameters live and compute; None takes the accelerator of this process, or the CPU.
         built: Units of this model that were made already (see replace.py); None makes them from whole parameters.
-        train: False keeps neither masters nor gradients: the model runs, and `renewal.renew` makes it trainable.
+        train: False keeps neither masters nor gradients: the model runs, and `replace.renew` makes it trainable.
     All ranks must construct it. Raises ConfigError, StateError (the model has an engine), DivergenceError.
     """
 
