@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import datetime
 import functools
@@ -18,6 +19,7 @@ UnderWay = Job | OnDevice  # operations that were begun
 _OVER_S = 0.2
 # Links whose owners were garbage, collected in the middle of anything: they are ended where a link is made.
 _FORGOTTEN: list[Link] = []
+_LIVE: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 class Link:
@@ -30,17 +32,18 @@ class Link:
 
     def __init__(self, owner: object, ranks: Sequence[int], backend: str, timeout_s: float) -> None:
         _end_forgotten()
-        self._is_gloo = backend == "gloo"
+        self.is_gloo = backend == "gloo"
         self._under_way: dict[int, UnderWay] = {}  # operations begun and not waited for, by id
         self._connections = Connections()
         self.group: Any = dist.new_group(list(ranks), backend=backend, timeout=datetime.timedelta(seconds=timeout_s))
-        self._threads = Threads(self._connections) if self._is_gloo else None
+        self._threads = Threads(self._connections) if self.is_gloo else None
         self._forgotten = weakref.finalize(owner, self._forget)
         self._forgotten.atexit = False
+        _LIVE.add(self)
 
     def find_connections(self, exchange: Callable[[list[Ends]], Sequence[Sequence[Ends]]]) -> None:
         """Learn which sockets are the group's. `exchange` gives what every rank of the group passes to it."""
-        if self._is_gloo:
+        if self.is_gloo:
             self._connections.keep(exchange(self._connections.find()))
 
     def begin(self, calls: Sequence[Callable[[], Any]]) -> UnderWay:
@@ -88,18 +91,18 @@ class Link:
         Nobody begins another operation here, and those of others do not need this rank: what is over on gloo has sent
         all that others wait for. On NCCL an end is a common act, so there the group stays.
         """
-        if self._is_gloo:
+        if self.is_gloo:
             self._threads = None  # they end at once
             _FORGOTTEN.append(self)
 
     def ended_ranks(self) -> list[int]:
         """Ranks that have closed their connection to this one, or died; [] where that cannot be seen."""
-        return self._connections.ended_ranks() if self._is_gloo else []
+        return self._connections.ended_ranks() if self.is_gloo else []
 
     def close(self) -> None:
         """End what this rank and the others wait for here; operations under way are lost. Any thread may call."""
         self._forgotten.detach()
-        if self._is_gloo:
+        if self.is_gloo:
             self._connections.close()
             # A group's destructor waits for operations, and some will not end before their timeout.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
@@ -118,3 +121,14 @@ def _end_forgotten() -> None:
     _FORGOTTEN.clear()
     for link in links:
         link.end()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread of gloo frees an operation some time after it is over. After Python's end that aborts the process.
+
+    A group's destructor waits for its threads. This runs after the default group was destroyed (processes.py).
+    """
+    for link in list(_LIVE):
+        if link.is_gloo and link.group is not None:
+            link.end()

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Its functions keep the default group that exists when they are defined, for ever; torch's optimizers import it late.
+import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore
 
 from hf_zero.distributed.environment import described_processes
@@ -134,7 +137,7 @@ def join_processes() -> int:
 
 @functools.cache
 def leave_cleanly_at_exit() -> None:
-    """gloo's threads abort a process that exits while a group exists; a job that succeeded would report a failure."""
+    """Destroy the default group at exit, which waits for its threads; see `_end_all` in process_group.py."""
 
     def leave() -> None:
         if dist.is_initialized() and dist.get_backend() == "gloo":

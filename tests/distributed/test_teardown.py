@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine.engine import ZeroEngine, engine_of
+from tests.harness.launches import launch, write_script
 from tests.harness.ranks import RankFailure, run_ranks
 
 
@@ -184,3 +186,28 @@ def after_an_error() -> bool:
 
 def test_teardown_after_an_error_waits_for_nobody() -> None:
     assert run_ranks(after_an_error, 2, timeout=20) == [True, True]
+
+
+KEEPS_ITS_ENGINE = """
+import atexit, os
+
+@atexit.register  # first, so that it runs last
+def count_threads_of_gloo():
+    names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    print("threads of gloo:", sum("gloo" in name for name in names))
+
+import hf_zero, torch
+model = torch.nn.Linear(8, 8)
+engine = hf_zero.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1})[0]
+names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+print("threads before:", sum("gloo" in name for name in names) > 0)
+engine.comm.barrier("the last operation")
+"""
+
+
+def test_no_thread_of_gloo_outlives_python(tmp_path: Path) -> None:
+    """One that still held tensors of the last operation would abort the process: a good job reported SIGABRT."""
+    done = launch(tmp_path, "--num_gpus", 2, "--no_local_rank", write_script(tmp_path, KEEPS_ITS_ENGINE))
+    assert done.status == 0, done.err
+    assert done.out.count("threads before: True") == 2, done.out
+    assert done.out.count("threads of gloo: 0") == 2, done.out
