@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hf_zero.cli import bench_cpu_adam as bench  # noqa: E402
+from hf_zero.cli.text import count  # noqa: E402
 
 OURS = ("hf_zero", "hf_zero, bf16 in and out")
 DEEPSPEED = "DeepSpeedCPUAdam"
@@ -90,9 +91,9 @@ def failures(result: dict[str, Any]) -> Iterator[str]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=bench.count, nargs="+", default=[10_000_000, 100_000_000], metavar="N")
-    parser.add_argument("--threads", type=bench.count, nargs="+", default=[1, 2], metavar="T")
-    parser.add_argument("--rounds", type=bench.count, default=15, help="timings per variant (default 15)")
+    parser.add_argument("--numel", type=count, nargs="+", default=[10_000_000, 100_000_000], metavar="N")
+    parser.add_argument("--threads", type=count, nargs="+", default=[1, 2], metavar="T")
+    parser.add_argument("--rounds", type=count, default=15, help="timings per variant (default 15)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one size and number of threads")
     parser.add_argument("--json", metavar="FILE", help="write every measured value there")
     parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)

@@ -1,6 +1,6 @@
 """Writes hf_zero/config/SUPPORTED.md: key by key what hf_zero does with it, and what becomes of public configurations.
 
-    python scripts/config_tables.py                   # after a change of hf_zero/config/refusals.py or the keys
+    python scripts/config_tables.py                   # after a change of a row in hf_zero/config
     python scripts/config_tables.py --corpus FOLDER   # tests/data/ds_configs: with the verdicts on its *.json files
 
 Without --corpus the verdicts on public configurations stay as they are. A test checks that the keys are up to date.
@@ -21,8 +21,9 @@ INTRODUCTION = """# What hf_zero does with each key
 
 Written by scripts/config_tables.py from the tables in this folder; do not edit. Every key of DeepSpeed 0.19.8 is known
 (tests/golden/deepspeed_keys.json), under the names DeepSpeed has for it, deprecated ones with a warning. None is
-silently ignored: it is obeyed, or taken because there is nothing to do, or refused by its name when it is on. A key
-that is not in these tables is an error that names the nearest one. `hf-zero config check FILE` tells all problems.
+silently ignored: it is obeyed, or taken because there is nothing to do, or refused by its name when it is on. A block
+in the third table is refused with all that is inside; while it is off, only its switch is read. A key that is in no
+table is an error that names the nearest one. `hf-zero config check FILE` tells all problems.
 """
 PUBLIC = "## Public configurations"
 VERDICTS = {
@@ -34,34 +35,20 @@ VERDICTS = {
 
 
 def key_tables() -> str:
-    """One table for each verdict. Keys of a block that is refused as a whole stand in one row."""
-    found = list(keys())
+    """One table for each verdict. A block that is refused as a whole stands in one row."""
     parts = [INTRODUCTION]
     for verdict, title in VERDICTS.items():
-        rows: dict[tuple[str, str], list[str]] = {}
-        for path, fate in found:
-            if fate.verdict == verdict:
-                inside = fate.decided_at if fate.decided_at not in ("", path) else ""
-                rows.setdefault((inside, fate.reason if inside else f"{path}\0{fate.reason}"), []).append(path)
-        count = sum(fate.verdict == verdict for _, fate in found)
-        parts.append(f"## {title[0].upper()}{title[1:]} ({count})\n\n{_table(verdict, rows)}")
+        found = [(path, fate.reason) for path, fate in keys() if fate.verdict == verdict]
+        parts.append(f"## {title[0].upper()}{title[1:]} ({len(found)})\n\n{_table(verdict, found)}")
     return "\n".join(parts)
 
 
-def _table(verdict: str, rows: dict[tuple[str, str], list[str]]) -> str:
+def _table(verdict: str, found: list[tuple[str, str]]) -> str:
     if verdict == OBEYED:
-        named = [(path, key[1].rpartition("\0")[2]) for key, paths in rows.items() for path in paths]
-        return "\n".join(f"- `{path}`{f', {reason}' if reason else ''}" for path, reason in named) + "\n"
-    head = {NOTHING_TO_DO: "why", REFUSED: "instead", OTHER_NAME: "name"}[verdict]
-    lines = [f"| key | {head} |", "|---|---|"]
-    for (inside, reason), paths in rows.items():
-        text = reason.rpartition("\0")[2]
-        name = f"`{paths[0]}`"
-        if inside:
-            block = inside.removesuffix(".enabled")
-            names = ", ".join(path.removeprefix(f"{block}.") for path in paths)
-            name = f"with `{inside}`: {names}"
-        lines.append(f"| {name} | {text} |")
+        lines = [f"- `{path}`{f', {reason}' if reason else ''}" for path, reason in found]
+    else:
+        head = {NOTHING_TO_DO: "why", REFUSED: "instead", OTHER_NAME: "name"}[verdict]
+        lines = [f"| key | {head} |", "|---|---|", *(f"| `{path}` | {reason} |" for path, reason in found)]
     return "\n".join(lines) + "\n"
 
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hf_zero.cli.text import format_bytes
+from hf_zero.cli.text import count, format_bytes, table
 from hf_zero.errors import StateError
 from hf_zero.native.machine import available_bytes
 
-SUMMARY = "time the CPU Adam update, with torch's and the memory bound beside it"
+SUMMARY = "the Adam update on the CPU: torch's, and what memory allows"
 
 BOUNDS = ("bound", "bound, streaming")
 BYTES_PER_ELEMENT = 28  # fp32: parameter, two moments read and written, gradient read
@@ -28,18 +28,7 @@ _MIN_CALL_ELEMENTS = 1_000_000  # small sizes are repeated within one timing
 Series = Mapping[str, Sequence[float]]  # seconds per variant, one number a round
 
 
-def count(text: str) -> int:
-    """A whole number, also as 1e8."""
-    try:
-        number = float(text)
-        if number < 1 or number != int(number):
-            raise ValueError
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1, such as 8 or 1e8") from None
-    return int(number)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--numel",
         type=count,
@@ -59,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     from hf_zero.native.threads import default_threads
 
     _check_memory(max(args.numel))
@@ -72,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
                 print_result(results[-1])
     if args.json:
         print(json.dumps(results))
-    return 0
 
 
 def _check_memory(numel: int) -> None:
@@ -185,7 +173,4 @@ def print_result(result: Mapping[str, Any]) -> None:
         for name, row in result["variants"].items()
     ]
     head = ("variant", "ms", "ms, best", "Gelem/s", "GB/s", "of the bound")
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    for name, *figures in (head, *rows):
-        print("  ".join([f"{name:<{widths[0]}}", *map(str.rjust, figures, widths[1:])]))
-    print()
+    print("\n".join(table([head, *rows])), end="\n\n")

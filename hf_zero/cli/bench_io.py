@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -21,11 +20,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_zero.checkpoint.consolidate import parse_bytes
+from hf_zero.cli.text import table
+
 if TYPE_CHECKING:
     import torch
 
+SUMMARY = "reading and writing a folder's disk, and the best aio settings for it"
+
 _MODES = ("read", "write")
-_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _FINALISTS, _FINAL_ROUNDS = 4, 3
 
 
@@ -52,32 +55,25 @@ class Result:
         return 2 / sum(1 / self.speed(mode) for mode in _MODES)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where nvme_path points, or will")
-    parser.add_argument("--size", type=_parse_size, default=None, help="of the test file (default 1GiB, quick 128MiB)")
+    parser.add_argument("--size", type=parse_bytes, help="of the test file (default 1GiB, quick 128MiB)")
     parser.add_argument("--quick", action="store_true", help="fewer settings, a smaller file")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--fio", action="store_true", help="measure with fio, too, if it is installed")
 
 
-def run(args: argparse.Namespace) -> int:
-    """0: measured; 1: a transfer failed; 2: the folder cannot be used."""
-    from hf_zero.errors import OffloadError
-
+def run(args: argparse.Namespace) -> None:
     size = args.size or (128 << 20 if args.quick else 1 << 30)
-    size = max(size - size % (1 << 20), 1 << 20)
-    problem = _unusable(args.folder, size)
+    size -= size % (1 << 20)
+    path = args.folder / f"hf_zero_bench_io.{os.getpid()}"
+    problem = _unusable(path, size)
     if problem is None and args.fio and not shutil.which("fio"):
         problem = "--fio: there is no fio on PATH (apt-get install fio)"
     if problem is not None:
-        print(f"hf-zero bench io: error: {problem}", file=sys.stderr)
-        return 2
-    path = args.folder / f"hf_zero_bench_io.{os.getpid()}"
+        raise argparse.ArgumentError(None, problem)
     try:
         results, direct = _sweep(path, size, args)
-    except OffloadError as error:
-        print(f"hf-zero bench io: error: {error}", file=sys.stderr)
-        return 1
     finally:
         path.unlink(missing_ok=True)
     best = max(results, key=lambda result: (len(result.speeds["read"]), result.both))
@@ -85,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_as_json(results, best, direct, size)))
     else:
         _print(results, best, direct, size)
-    return 0
 
 
 def fio_speed(path: Path, size: int, setting: Setting, mode: str, fio_engine: str) -> float:
@@ -183,13 +178,15 @@ def _progress(total: int) -> Iterator[Any]:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _unusable(folder: Path, size: int) -> str | None:
-    """Why the folder cannot be used, in one line."""
+def _unusable(probe: Path, size: int) -> str | None:
+    """Why a file of this size cannot be made there, in one line."""
+    folder = probe.parent
     if not folder.exists():
         return f"{folder} does not exist"
     if not folder.is_dir():
         return f"{folder} is not a folder"
-    probe = folder / f"hf_zero_bench_io.{os.getpid()}"
+    if size < 1 << 20:
+        return "--size: give at least 1MiB"
     try:
         probe.touch()
         probe.unlink()
@@ -199,14 +196,6 @@ def _unusable(folder: Path, size: int) -> str | None:
     if free < size:
         return f"{folder} has {free >> 20} MiB free, the test file needs {size >> 20} MiB (see --size)"
     return None
-
-
-def _parse_size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None or float(match[1]) * unit < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size of at least 1 MiB, such as 512MiB or 1GiB")
-    return int(float(match[1]) * unit)
 
 
 # ---------------------------------------------------------------- output
@@ -252,12 +241,9 @@ def _print(results: Sequence[Result], best: Result, direct: bool, size: int) -> 
         row += [f"{result.speed(mode) / 1e9:.2f}" for mode in _MODES]
         row += [f"{result.fio[mode] / 1e9:.2f}" if mode in result.fio else "" for mode in _MODES if with_fio]
         rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     print(f"{size >> 20} MiB, {'O_DIRECT' if direct else 'through the page cache: O_DIRECT is not possible here'}")
-    for index, row in enumerate(rows):
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join(cells).rstrip() + ("  <- best" if index > 0 and results[index - 1] is best else ""))
+    for line, result in zip(table(rows), (None, *results), strict=True):
+        print(f"{line}  <- best" if result is best else line)
     if best.setting.engine != results[0].setting.engine:
         print(f"\nHF_ZERO_AIO_ENGINE={best.setting.engine} was fastest: set it in the environment.")
     print(f"\nBest, for the configuration:\n{json.dumps({'aio': _aio_block(best.setting)}, indent=2)}")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.checkpoint.consolidate import progress_bar
-from hf_zero.cli.text import format_bytes
+from hf_zero.checkpoint.consolidate import parse_bytes, progress_bar
+from hf_zero.cli.text import count, format_bytes, table
 from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,27 +29,12 @@ hf-zero estimate config.json --gpus 2 --gpu-memory 24GB --config zero3.json --ba
 hf-zero estimate path/to/model --gpus 8 --nodes 4 --sequence-length 4096 --gradient-checkpointing --json
 """
 
-_UNITS = {"B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
-_UNITS |= {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", 1)}
-
 
 def size(text: str) -> int:
-    """Bytes of "80GB", "512MiB"."""
-    number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = text[len(number) :].strip().upper()
-    try:
-        value = float(number) * _UNITS[unit]
-    except (KeyError, ValueError):
-        value = 0.0
-    if not 0 < value < float("inf"):
+    """As `parse_bytes`, with a unit: 80 alone would be 80 bytes."""
+    if text.strip()[-1:].isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GB, 512MB or 24GiB")
-    return int(value)
-
-
-def count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
+    return parse_bytes(text)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -243,8 +228,7 @@ def _table(plans: Mapping[Choice, Plan], hardware: Hardware) -> list[str]:
         fits = "" if hardware.misfit(plan) is None else "too large"
         sizes = [format_bytes(value) if value else "-" for value in (*totals, *kinds)]
         rows.append([str(choice.stage), choice.optimizer, choice.param, *sizes, fits])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = table(rows, left=0)
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 

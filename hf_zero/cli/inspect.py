@@ -117,7 +117,7 @@ def _print(summary: dict[str, Any]) -> None:
             ("  trainable", f"{summary['trainable_parameters']:,}"),
             ("  types", ", ".join(f"{dtype} ({count})" for dtype, count in summary["dtypes"].items())),
             ("buffers", str(summary["buffers"])),
-            ("state", "\n".join(state).replace("\n", "; ")),
+            ("state", "; ".join(state)),
             ("units", f"{len(summary['units'])}, {plural(padding, 'element')} of padding"),
             ("files", f"{len(summary['files'])}, {format_bytes(summary['bytes'])}"),
             *(("", f"{file['name']}  {format_bytes(file['size'])}") for file in summary["files"]),

@@ -21,5 +21,5 @@ def announce(config: ResolvedConfig, logger: logging.Logger) -> None:
     """Log notices as warnings, and the configuration at level INFO. `dump_state` shows it elsewhere, always."""
     for notice in config.notices:
         logger.warning(notice)
-    if not config.settings.get("dump_state"):
+    if not config.dump_state:
         logger.info("%s", start_text(config))

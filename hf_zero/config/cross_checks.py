@@ -1,36 +1,52 @@
-"""Conditions between keys, refusals of what this release does not have yet, and notices of keys without effect."""
+"""What only shows when several keys are seen together: contradictions, refusals of keys that are on, and notices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
-from hf_zero.config.keys import ROOT
-from hf_zero.config.optimizer_checks import optimizer_notices, optimizer_problems, runs_in_torch
-from hf_zero.config.optimizers import OTHER_OPTIMIZERS
-from hf_zero.config.parse import look_up
+from hf_zero.config.keys import ROOT, ZERO
+from hf_zero.config.optimizers import NOT_TAKEN, OTHER_OPTIMIZERS
 from hf_zero.config.problems import Problems, show
-from hf_zero.config.refusals import NO_EFFECT, NOT_YET
-from hf_zero.config.schema import Block, Key, find
+from hf_zero.config.schema import Alias, Block, Key, look_up, walk
 
-ZERO = "zero_optimization"
-OFFLOADS = (f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer")
+STAGE = f"{ZERO}.stage"
+OFFLOAD_PARAM, OFFLOAD_OPTIMIZER = f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer"
 FORCE = "zero_force_ds_cpu_optimizer"
 MOMENTS = "optimizer.params.fp32_optimizer_states"
+_OFFLOAD = f"{OFFLOAD_OPTIMIZER}.device"
+_DELAYED = f"{OFFLOAD_OPTIMIZER}.delayed_update"
+_PARAMS = "optimizer.params"
+# Types whose offloaded states are updated by native code.
+NATIVE = ("Adam", "AdamW")
+# What torch's Adam has and Adam without bias correction has not.
+_NOT_UNCORRECTED = ("torch_adam", "amsgrad", "maximize", "capturable", "differentiable")
+
+Get = Callable[[str], Any]  # the value at a dotted path, or None
+
+
+class Conflict(NamedTuple):
+    """The value of `key` does not go with others."""
+
+    key: str
+    wrong: str
+    remedy: str
 
 
 def refusals(values: Mapping[str, Any], problems: Problems) -> list[str]:
     """Add a problem for each key that is on and not supported yet; return the blocks that are refused as a whole."""
     blocks = []
-    for row in NOT_YET:
-        value = look_up(values, row.path)
-        if not row.on(value):
+    for path, row in walk(ROOT):
+        if isinstance(row, Alias) or not row.refused:
             continue
-        if isinstance(find(ROOT, row.path), Block):
-            blocks.append(row.path)
-        problems.add(row.path, value, "not supported yet", row.remedy, shown=_switch(row.path, value))
+        value = look_up(values, path)
+        if row.is_on(value):
+            blocks += [path] if isinstance(row, Block) else []
+            problems.add(path, value, "not supported yet", row.refused, shown=_switch(path, value))
     if look_up(values, "optimizer.type") in OTHER_OPTIMIZERS:
-        blocks.append("optimizer.params")
+        blocks.append(_PARAMS)
     return blocks
 
 
@@ -47,17 +63,12 @@ def _switch(path: str, value: Any) -> tuple[str, Any]:
 
 def cross_problems(values: Mapping[str, Any], args: Any, problems: Problems) -> None:
     """Add the problems that show only when several keys, or the training arguments, are seen together."""
-    _check_offload(values, problems)
-    optimizer_problems(values, problems)
-    if look_up(values, "gradient_allreduce_op") == "sum" and look_up(values, f"{ZERO}.stage") == 3:
-        problems.add(
-            "gradient_allreduce_op",
-            "sum",
-            "stage 3 has the mean only, as in DeepSpeed",
-            'Set it to "mean" and multiply the loss by the number of ranks, or use stage 0, 1 or 2.',
-        )
-    optimizer = values.get("optimizer")
-    if isinstance(optimizer, Mapping) and "type" not in optimizer and not _reported(problems, "optimizer"):
+    get = partial(look_up, values)
+    for conflicts in (_of_types, _of_offload, _of_native_update, _of_optimizer, _of_reduction):
+        for key, wrong, remedy in conflicts(get):
+            problems.add(key, get(key), wrong, remedy)
+    optimizer = get("optimizer")
+    if isinstance(optimizer, Mapping) and "type" not in optimizer and not problems.has("optimizer"):
         problems.add(
             "optimizer", optimizer, "the type is missing", 'Write "type": "AdamW" in it, or remove the block.'
         )
@@ -71,82 +82,178 @@ def cross_problems(values: Mapping[str, Any], args: Any, problems: Problems) -> 
             )
 
 
-def _reported(problems: Problems, block: str) -> bool:
-    return any(problem.key == block or problem.key.startswith(f"{block}.") for problem in problems.found)
+def _of_types(get: Get) -> Iterator[Conflict]:
+    types = {"fp16.enabled": "float16", "bf16.enabled": "bfloat16", "amp.enabled": "amp"}
+    on = {path: kind for path, kind in types.items() if get(path) is True}
+    autocast = get("torch_autocast.enabled") is True
+    if autocast:
+        on["torch_autocast.enabled"] = get("torch_autocast.dtype") or "bfloat16"
+    if len(set(on.values())) > 1:
+        first, *others = on
+        yield Conflict(
+            first,
+            f"{' and '.join(others)} {'is' if len(others) == 1 else 'are'} true as well, and there is one 16-bit type "
+            "at a time",
+            'Set one of them only; fp16 and bf16 may both be "auto": then fp16=True or bf16=True decides.',
+        )
+    if "amp.enabled" in on and get(STAGE):
+        yield Conflict(
+            "amp.enabled",
+            f"amp goes with stage 0 only, as with DeepSpeed, but the stage is {get(STAGE)}",
+            'Use "torch_autocast": {"enabled": true, "dtype": "fp16"}, which computes the same at every stage.',
+        )
+    if not _is_scale(get("amp.loss_scale")):
+        yield Conflict("amp.loss_scale", 'expected a number above 0 or "dynamic"', 'Write "dynamic".')
+    if autocast and get("torch_autocast.dtype") == "float32":
+        yield Conflict("torch_autocast.dtype", "it is no 16-bit type", 'Write "bf16" or "fp16".')
+    if "fp16.enabled" in on and not get("fp16.loss_scale"):
+        least, power = get("fp16.min_loss_scale"), get("fp16.initial_scale_power")
+        if least == 0:
+            yield Conflict(
+                "fp16.min_loss_scale", "a dynamic loss scale needs a lower bound above 0", "Write 1, the default."
+            )
+        elif least > 2**power:
+            yield Conflict(
+                "fp16.min_loss_scale",
+                f"it is above the first loss scale, 2 ** initial_scale_power = {2**power}",
+                "Lower it, or raise fp16.initial_scale_power.",
+            )
 
 
-def _check_offload(values: Mapping[str, Any], problems: Problems) -> None:
-    stage = look_up(values, f"{ZERO}.stage")
-    for block in OFFLOADS:
-        device = look_up(values, f"{block}.device")
-        if device == "nvme" and not look_up(values, f"{block}.nvme_path"):
-            problems.add(
+def _is_scale(value: Any) -> bool:
+    """Apex takes a number, as a text too, or "dynamic"."""
+    if value is None or value == "dynamic":
+        return True
+    try:
+        return not isinstance(value, bool) and math.isfinite(float(value)) and float(value) > 0
+    except (TypeError, ValueError):
+        return False
+
+
+def _of_offload(get: Get) -> Iterator[Conflict]:
+    for block in (OFFLOAD_PARAM, OFFLOAD_OPTIMIZER):
+        if get(f"{block}.device") == "nvme" and not get(f"{block}.nvme_path"):
+            yield Conflict(
                 f"{block}.nvme_path",
-                look_up(values, f"{block}.nvme_path"),
                 f'{block}.device is "nvme", which needs the folder to keep the files in',
                 'Write "nvme_path": "/local_nvme" beside it, or set the device to "cpu" or "none".',
             )
-    optimizer = look_up(values, f"{OFFLOADS[1]}.device")
-    if optimizer not in (None, "none") and stage == 0:
-        problems.add(
-            f"{OFFLOADS[1]}.device",
-            optimizer,
+    if _is_offloaded(get) and get(STAGE) == 0:
+        yield Conflict(
+            _OFFLOAD,
             "it needs stage 1, 2 or 3, but the stage is 0: nothing is sharded there",
-            f"Set {ZERO}.stage to 1, 2 or 3, or remove offload_optimizer.",
+            f"Set {STAGE} to 1, 2 or 3, or remove offload_optimizer.",
         )
-    offloaded = optimizer not in (None, "none")
-    if look_up(values, MOMENTS) is False and not offloaded:
-        problems.add(
-            MOMENTS,
-            False,
-            "moments in 16 bits belong to the native Adam, which updates offloaded optimizer state only",
-            f'Remove it, or set {OFFLOADS[1]}.device to "cpu" or "nvme".',
+    ratio = get(f"{OFFLOAD_OPTIMIZER}.ratio")
+    if isinstance(ratio, float) and ratio < 1.0 and get(STAGE) != 3:
+        yield Conflict(
+            f"{OFFLOAD_OPTIMIZER}.ratio",
+            f"a part of the optimizer can be offloaded at stage 3 only, but the stage is {get(STAGE)}",
+            f"Set {STAGE} to 3, or remove the ratio.",
         )
-    if look_up(values, f"{OFFLOADS[1]}.delayed_update") is True and not offloaded:
-        problems.add(
-            f"{OFFLOADS[1]}.delayed_update",
-            True,
-            "there is nothing to delay: the update runs on the device, not beside it",
-            f'Remove it, or set {OFFLOADS[1]}.device to "cpu" or "nvme".',
-        )
-    by_torch = runs_in_torch(values)
-    if optimizer == "cpu" and (by_torch or look_up(values, FORCE) is False):
-        why = f"optimizer.type = {show(look_up(values, 'optimizer.type'))}" if by_torch else f"{FORCE} = false"
-        for key, on in ((MOMENTS, False), (f"{OFFLOADS[1]}.delayed_update", True)):
-            if look_up(values, key) is on:
-                problems.add(
-                    key,
-                    on,
-                    f"it belongs to the native Adam, and {why} leaves the update to torch",
-                    'Remove it, or use "AdamW".' if by_torch else f"Remove it, or remove {FORCE}.",
+
+
+def _is_offloaded(get: Get) -> bool:
+    return get(_OFFLOAD) not in (None, "none")
+
+
+def _of_native_update(get: Get) -> Iterator[Conflict]:
+    """16-bit moments and the delayed update belong to the native Adam, which updates offloaded states only."""
+    wanted = [key for key, on in ((MOMENTS, False), (_DELAYED, True)) if get(key) is on]
+    by_torch = runs_in_torch(get("optimizer.type"))
+    for key in wanted:
+        if not _is_offloaded(get):
+            yield Conflict(
+                key,
+                "moments in 16 bits belong to the native Adam, which updates offloaded optimizer state only"
+                if key == MOMENTS
+                else "there is nothing to delay: the update runs on the device, not beside it",
+                f'Remove it, or set {_OFFLOAD} to "cpu" or "nvme".',
+            )
+        elif get(_OFFLOAD) == "cpu" and (by_torch or get(FORCE) is False):
+            why = f"optimizer.type = {show(get('optimizer.type'))}" if by_torch else f"{FORCE} = false"
+            yield Conflict(
+                key,
+                f"it belongs to the native Adam, and {why} leaves the update to torch",
+                'Remove it, or use "AdamW".' if by_torch else f"Remove it, or remove {FORCE}.",
+            )
+
+
+def runs_in_torch(kind: str | None) -> bool:
+    """Whether an optimizer block names a type that only torch updates, wherever its states are."""
+    return kind is not None and kind not in NATIVE
+
+
+def _of_optimizer(get: Get) -> Iterator[Conflict]:
+    kind = get("optimizer.type")
+    if kind in NATIVE and get(f"{_PARAMS}.bias_correction") is False:
+        for name in _NOT_UNCORRECTED:
+            if get(f"{_PARAMS}.{name}") is True:
+                yield Conflict(
+                    f"{_PARAMS}.{name}", "it does not go with bias_correction = false", "Remove one of them."
                 )
-    ratio = look_up(values, f"{OFFLOADS[1]}.ratio")
-    if isinstance(ratio, float) and ratio < 1.0 and stage != 3:
-        problems.add(
-            f"{OFFLOADS[1]}.ratio",
-            ratio,
-            f"a part of the optimizer can be offloaded at stage 3 only, but the stage is {stage}",
-            f"Set {ZERO}.stage to 3, or remove the ratio.",
+    if kind == "Lamb" and _is_offloaded(get):
+        yield Conflict(
+            "optimizer.type",
+            f'Lamb does not go with {_OFFLOAD} = "{get(_OFFLOAD)}": its update needs norms over all ranks',
+            'Remove offload_optimizer, or use "AdamW".',
+        )
+    if kind not in (None, *NATIVE, *OTHER_OPTIMIZERS, "Lamb", "OneBitAdam") and get(_OFFLOAD) == "nvme":
+        yield Conflict(
+            "optimizer.type",
+            f'it does not go with {_OFFLOAD} = "nvme": what is on disk is updated by native code, which is Adam\'s',
+            'Use "AdamW", or offload to "cpu".',
+        )
+    if kind == "OneBitAdam" and get(STAGE) not in (None, 0):
+        yield Conflict(
+            "optimizer.type",
+            f"it does not go with ZeRO ({STAGE} = {get(STAGE)}): it compresses momenta of unsharded parameters",
+            'Set the stage to 0, or use "AdamW".',
+        )
+    if kind in ("Lamb", "OneBitAdam") and get(f"{_PARAMS}.amsgrad") is True:
+        yield Conflict(f"{_PARAMS}.amsgrad", f"{kind} does not have it", "Remove it.")
+    if kind == "OneBitAdam" and get(f"{_PARAMS}.eps_inside_sqrt") is True:
+        yield Conflict(f"{_PARAMS}.eps_inside_sqrt", "OneBitAdam adds eps to the square root", "Remove it.")
+
+
+def _of_reduction(get: Get) -> Iterator[Conflict]:
+    if get("gradient_allreduce_op") != "sum":
+        return
+    if get("optimizer.type") == "OneBitAdam":
+        yield Conflict(
+            "gradient_allreduce_op", "OneBitAdam exchanges means of momenta", 'Set it to "mean", or use "AdamW".'
+        )
+    if get(STAGE) == 3:
+        yield Conflict(
+            "gradient_allreduce_op",
+            "stage 3 has the mean only, as in DeepSpeed",
+            'Set it to "mean" and multiply the loss by the number of ranks, or use stage 0, 1 or 2.',
         )
 
 
 def notices(given: Mapping[str, Any]) -> list[str]:
     """One line for each key the user gave that does nothing here, and for weights that will not be written."""
+    get = partial(look_up, given)
     lines = []
-    offload, stage = f"{OFFLOADS[0]}.device", look_up(given, f"{ZERO}.stage") or 0
-    if look_up(given, offload) not in (None, "none") and stage != 3:
+    device = f"{OFFLOAD_PARAM}.device"
+    if get(device) not in (None, "none") and get(STAGE) != 3:
         lines.append(
-            f"{offload} = {show(look_up(given, offload))} has no effect: the stage is {stage}, and below stage 3 "
-            "parameters stay whole on the device (offload_optimizer works at stages 1 to 3)"
+            f"{device} = {show(get(device))} has no effect: the stage is {get(STAGE) or 0}, and below stage 3 "
+            "parameters stay unsharded on the device (offload_optimizer works at stages 1 to 3)"
         )
-    for path, reason in NO_EFFECT.items():
-        value = look_up(given, path)
-        row = find(ROOT, path)
+    for path, row in walk(ROOT):
+        if isinstance(row, Alias) or not row.no_effect:
+            continue
         default = row.default if isinstance(row, Key) else None
-        if value not in (None, default, "auto", {}):
-            lines.append(f"{path} = {show(value)} has no effect: {reason}")
-    lines += optimizer_notices(given)
+        if get(path) not in (None, default, "auto", {}):
+            lines.append(f"{path} = {show(get(path))} has no effect: {row.no_effect}")
+    kind = get("optimizer.type")
+    for name in sorted(NOT_TAKEN.get(kind or "", ())):
+        if get(f"{_PARAMS}.{name}") is True:
+            lines.append(f"{_PARAMS}.{name} = true has no effect: {kind} has one way to run")
+    if runs_in_torch(kind) and get(_OFFLOAD) == "cpu":
+        lines.append(f"optimizer.type = {kind} has no native update: torch runs it on the host")
     gather = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
-    if look_up(given, gather) is False and look_up(given, f"{ZERO}.stage") == 3:
+    if get(gather) is False and get(STAGE) == 3:
         lines.append(f"{gather} = false: checkpoints will have no model.safetensors; hf-zero consolidate makes it")
     return lines

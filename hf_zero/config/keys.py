@@ -1,14 +1,11 @@
-"""The rows of DeepSpeed's configuration that belong to training under ZeRO, with DeepSpeed's names and defaults.
+"""Every key of the configuration at its place, with DeepSpeed's names and defaults: ROOT.
 
-hf_zero's own keys stand among them: desync_timeout, keep_fp32, gather_for_generation, and delayed_update and
-delayed_update_start in offload_optimizer. Blocks of tools around training are in `keys_more.py`.
+A row says what becomes of its key. It is obeyed, unless `refused` or `no_effect` says otherwise. Keys that are obeyed
+and whose value is a field of the resolved configuration are declared there, in `resolved.py`; the others here.
 """
 
 from __future__ import annotations
 
-import sys
-
-from hf_zero.config.keys_more import MORE
 from hf_zero.config.optimizers import (
     OPTIMIZER_PARAMS,
     OPTIMIZERS,
@@ -17,6 +14,7 @@ from hf_zero.config.optimizers import (
     SCHEDULERS,
     TORCH_OPTIMIZERS,
 )
+from hf_zero.config.resolved import Aio, OffloadOptimizer, OffloadParam, ResolvedConfig, ZeroSection, rows_of
 from hf_zero.config.schema import (
     Alias,
     Block,
@@ -27,14 +25,32 @@ from hf_zero.config.schema import (
     count,
     dtype,
     flag,
-    interval,
+    no_effect,
     real,
-    text,
+    refused,
+    refused_block,
     texts,
 )
 
 ZERO = "zero_optimization"
-OFFLOAD_DEVICES = ("none", "cpu", "nvme")
+
+_FP32_MASTERS = "Remove it: masters are kept in fp32."
+_ZEROPP = "Remove it: parameters and gradients are exchanged in their own precision."
+_ALL_RANKS = "Remove it: shards span all ranks."
+_CHECKPOINTING = "Use gradient_checkpointing, without this block."
+_COMPILE = "Remove it; torch.compile works on the layers of the model."
+_DROP = "Remove it, or set it to its default."
+_DROP_BLOCK = "Remove the block."
+_LOGGING = "Remove it; under Trainer, report_to does the logging."
+_OUT = "Remove the block: hf_zero shards training and leaves this to other tools."
+_OWN_FILES = "Remove the block: checkpoints are written by the ranks."
+
+_BY_LAYOUT = "the flat parameters give this by their layout"
+_WHOLE_LAYERS = "units are whole layers"
+_NO_COPY = "a gather needs no copy, so there is nothing to save"
+_ANY_RANKS = "every checkpoint loads at any number of ranks"
+_OWN_CHECKPOINTING = "gradient_checkpointing of the model is used"
+_APEX = "amp levels are run by torch, with the bounds of its own gradient scaler"
 
 
 def _stage3(name: str) -> Alias:
@@ -42,18 +58,27 @@ def _stage3(name: str) -> Alias:
     return Alias(target=f"{ZERO}.stage3_{name}")
 
 
+def _offload(device: str) -> Alias:
+    return Alias(target=f"{ZERO}.{device}.device", kind="bool", convert={True: "cpu", False: None})
+
+
+# 16-bit training
+
+
 FP16 = Block(
     always=True,
     keys={
         "enabled": flag(False, auto=True),
-        "auto_cast": flag(False, auto=True),
+        "auto_cast": no_effect(
+            flag(False, auto=True), "floating inputs are always cast to the type of the parameters"
+        ),
         "loss_scale": real(0.0, auto=True),
         "initial_scale_power": count(16, auto=True),
         "loss_scale_window": count(1000, low=1, auto=True),
         "hysteresis": count(2, low=1, auto=True),
         "consecutive_hysteresis": flag(False, auto=True),
         "min_loss_scale": count(1, auto=True),
-        "fp16_master_weights_and_grads": flag(False, auto=True),
+        "fp16_master_weights_and_grads": refused(flag(False, auto=True), _FP32_MASTERS),
     },
 )
 
@@ -61,104 +86,102 @@ BF16 = Block(
     always=True,
     keys={
         "enabled": flag(False, auto=True),
-        "immediate_grad_update": flag(False, auto=True),
+        "immediate_grad_update": no_effect(flag(False, auto=True), "gradients are always taken as they are ready"),
         "check_grad_overflow": flag(True, auto=True),
-        "bf16_master_weights_and_grads": flag(False, auto=True),
-        "bf16_optimizer_states": flag(False, auto=True),
+        "bf16_master_weights_and_grads": refused(flag(False, auto=True), _FP32_MASTERS),
+        "bf16_optimizer_states": refused(flag(False, auto=True), "Remove it: optimizer states are kept in fp32."),
     },
 )
 
-OFFLOAD_PARAM = Block(
+AMP = Block(
+    keys={
+        "enabled": flag(False, auto=True),
+        "opt_level": choice("O1", "O0", "O1", "O2", "O3", auto=True),
+        "loss_scale": anything(),
+        "cast_model_type": no_effect(anything(), _APEX),
+        "patch_torch_functions": no_effect(anything(), _APEX),
+        "keep_batchnorm_fp32": no_effect(anything(), _APEX),
+        "master_weights": no_effect(anything(), _APEX),
+        "cast_model_outputs": no_effect(anything(), _APEX),
+        "num_losses": no_effect(count(1, low=1), _APEX),
+        "verbosity": no_effect(count(1), _APEX),
+        "min_loss_scale": no_effect(real(), _APEX),
+        "max_loss_scale": no_effect(real(), _APEX),
+    }
+)
+
+TORCH_AUTOCAST = Block(
+    keys={
+        "enabled": flag(False),
+        "dtype": dtype(),
+        "lower_precision_safe_modules": no_effect(texts(), "torch's autocast decides by operation"),
+    },
+)
+
+DATA_TYPES = Block(
     always=True,
     keys={
-        "device": choice("none", *OFFLOAD_DEVICES),
-        "nvme_path": text(),
-        "buffer_count": count(5, low=1, auto=True),
-        "buffer_size": count(1e8, low=1, auto=True),
-        "max_in_cpu": count(1e9, auto=True),
-        "pin_memory": flag(True, auto=True),
+        "grad_accum_dtype": dtype(),
+        "param_dtype": refused(dtype(), 'Remove it: "bf16": {"enabled": true} chooses the dtype of parameters.'),
+        "buffer_dtype": refused(dtype(), "Remove it: buffers keep their dtype."),
+        "keep_in_fp32_modules": no_effect(
+            texts(auto=True), "buffers always keep their dtype; keep_fp32 names parameters"
+        ),
     },
 )
 
-OFFLOAD_OPTIMIZER = Block(
-    always=True,
-    keys={
-        "device": choice("none", *OFFLOAD_DEVICES),
-        "nvme_path": text(),
-        "buffer_count": count(4, low=1, auto=True),
-        "pin_memory": flag(True, auto=True),
-        "pipeline_read": flag(True, auto=True),  # DeepSpeed: false; here the staging pool bounds the memory either way
-        "pipeline_write": flag(True, auto=True),
-        "fast_init": flag(False, auto=True),
-        "ratio": real(1.0, high=1.0, auto=True),
-        "super_offload": flag(False, auto=True),
-        "cpuadam_cores_perc": real(0.8, high=1.0, auto=True),
-        "delayed_update": flag(False),
-        "delayed_update_start": count(0),
-    },
-)
 
-LEAF_MODULE = Block(always=True, keys={"classes": texts(), "names": texts(), "name_suffixes": texts()})
+# ZeRO
 
-ZENFLOW = Block(
-    keys={
-        "topk_ratio": real(0.1, above=0.0, below=1.0),
-        "select_strategy": choice("auto", "auto", "step", "epoch"),
-        "select_interval": count(low=1, auto=True),
-        "update_interval": count(low=1, auto=True),
-        "overlap_step": flag(False),
-        "offload": flag(False),
-        "auto_ratio": real(0.99, high=1.0),
-        "full_warm_up_rounds": count(0),
-        "pt_reserved_cores_perc": real(0.5, high=1.0),
-        "steps_per_epoch": count(),
-    },
-)
 
 ZERO_KEYS: dict[str, Entry] = {
-    "stage": count(0, high=3),
-    "contiguous_gradients": flag(True, auto=True),
-    "reduce_scatter": flag(True, auto=True),
-    "reduce_bucket_size": count(5e8, low=1, auto=True),
-    "use_multi_rank_bucket_allreduce": flag(True, auto=True),
-    "allgather_partitions": flag(True, auto=True),
-    "allgather_bucket_size": count(5e8, low=1, auto=True),
-    "overlap_comm": flag(True, auto=True),  # DeepSpeed: at stage 3 only; here it costs no buffers
-    "compute_grad_norm": flag(True, auto=True),
-    "load_from_fp32_weights": flag(True, auto=True),
-    "elastic_checkpoint": flag(False, auto=True),
-    "offload_param": OFFLOAD_PARAM,
-    "offload_optimizer": OFFLOAD_OPTIMIZER,
-    "zenflow": ZENFLOW,
-    "sub_group_size": count(1e9, auto=True),
-    "stage3_prefetch_bucket_size": count(5e7, auto=True),
-    "stage3_param_persistence_threshold": count(1e5, auto=True),
-    "stage3_model_persistence_threshold": count(sys.maxsize, auto=True),
-    "stage3_max_live_parameters": count(1e9, auto=True),
-    "stage3_max_reuse_distance": count(0, auto=True),  # DeepSpeed: 1e9, which keeps a model of that size whole
-    "stage3_gather_16bit_weights_on_model_save": flag(None, auto=True),
-    "stage3_module_granularity_threshold": count(0, auto=True),
-    "stage3_use_all_reduce_for_fetch_params": flag(False, auto=True),
-    "stage3_allgather_sequential": flag(False, auto=True),
-    "ignore_unused_parameters": flag(True, auto=True),
-    "legacy_stage1": flag(False, auto=True),
-    "grad_hooks": flag(True, auto=True),
-    "round_robin_gradients": flag(False, auto=True),
-    "parameter_alignment": flag(False, auto=True),
-    "zero_hpz_partition_size": count(1, auto=True),
-    "zero_quantized_weights": flag(False, auto=True),
-    "zero_quantized_nontrainable_weights": flag(False, auto=True),
-    "zero_quantized_gradients": flag(False, auto=True),
-    "zeropp_loco_param": Block(keys={"err_beta": real(0.8), "reset_T": count(1024)}),
-    "mics_shard_size": count(-1, low=-1, auto=True),
-    "mics_hierarchical_params_gather": flag(False, auto=True),
-    "memory_efficient_linear": flag(True, auto=True),
-    "pipeline_loading_checkpoint": flag(False, auto=True),
-    "override_module_apply": flag(True, auto=True),
-    "log_trace_cache_warnings": flag(False, auto=True),
-    "enable_sanity_checks": flag(False, auto=True),
-    "save_muon_momentum_buffer_in_memory": flag(False, auto=True),
-    "leaf_module": LEAF_MODULE,
+    **rows_of(ZeroSection),
+    "offload_param": Block(always=True, keys=rows_of(OffloadParam)),
+    "offload_optimizer": Block(
+        always=True,
+        keys={
+            **rows_of(OffloadOptimizer),
+            "super_offload": refused(flag(False, auto=True), "Remove it: updates run beside the forward."),
+            "cpuadam_cores_perc": no_effect(
+                real(0.8, high=1.0, auto=True),
+                "the update takes the cores of this process over its local ranks; HF_ZERO_CPU_THREADS sets another "
+                "number",
+            ),
+        },
+    ),
+    "contiguous_gradients": no_effect(flag(True, auto=True), _BY_LAYOUT),
+    "use_multi_rank_bucket_allreduce": no_effect(flag(True, auto=True), _BY_LAYOUT),
+    "compute_grad_norm": no_effect(flag(True, auto=True), "the norm is computed when it is asked for"),
+    "load_from_fp32_weights": no_effect(
+        flag(True, auto=True), "masters always come from the fp32 values where a checkpoint has them"
+    ),
+    "elastic_checkpoint": no_effect(flag(False, auto=True), _ANY_RANKS),
+    "stage3_module_granularity_threshold": no_effect(count(0, auto=True), _WHOLE_LAYERS),
+    "stage3_use_all_reduce_for_fetch_params": no_effect(flag(False, auto=True), _NO_COPY),
+    "stage3_allgather_sequential": no_effect(flag(False, auto=True), _NO_COPY),
+    "legacy_stage1": no_effect(flag(False, auto=True), "there is one stage 1"),
+    "grad_hooks": no_effect(flag(True, auto=True), "gradients are always taken by hooks"),
+    "round_robin_gradients": no_effect(flag(False, auto=True), "every rank owns a part of every bucket"),
+    "parameter_alignment": no_effect(flag(False, auto=True), "parameters always start at 16-byte addresses"),
+    "memory_efficient_linear": no_effect(flag(True, auto=True), "torch's linear is left as it is"),
+    "pipeline_loading_checkpoint": no_effect(flag(False, auto=True), "a checkpoint is always read tensor by tensor"),
+    "override_module_apply": no_effect(
+        flag(True, auto=True), "parameters keep their shape, so apply needs no override"
+    ),
+    "log_trace_cache_warnings": no_effect(flag(False, auto=True), "the order of gathers is fixed, there is no trace"),
+    "enable_sanity_checks": no_effect(flag(False, auto=True), "they are always on"),
+    "save_muon_momentum_buffer_in_memory": no_effect(flag(False, auto=True), "it matters under offload only"),
+    "leaf_module": Block(
+        always=True, keys={name: no_effect(texts(), _WHOLE_LAYERS) for name in ("classes", "names", "name_suffixes")}
+    ),
+    "zenflow": refused_block(_DROP_BLOCK),
+    "zero_hpz_partition_size": refused(count(1, auto=True), _ZEROPP),
+    "zero_quantized_weights": refused(flag(False, auto=True), _ZEROPP),
+    "zero_quantized_nontrainable_weights": refused(flag(False, auto=True), _ZEROPP),
+    "zero_quantized_gradients": refused(flag(False, auto=True), _ZEROPP),
+    "zeropp_loco_param": refused_block(_ZEROPP),
+    "mics_shard_size": refused(count(-1, low=-1, auto=True), _ALL_RANKS),
+    "mics_hierarchical_params_gather": refused(flag(False, auto=True), _ALL_RANKS),
     # Names without the prefix, deprecated names, and a block that old files keep here.
     "prefetch_bucket_size": _stage3("prefetch_bucket_size"),
     "param_persistence_threshold": _stage3("param_persistence_threshold"),
@@ -170,11 +193,9 @@ ZERO_KEYS: dict[str, Entry] = {
     "module_granularity_threshold": _stage3("module_granularity_threshold"),
     "use_all_reduce_for_fetch_params": _stage3("use_all_reduce_for_fetch_params"),
     "allgather_sequential": _stage3("allgather_sequential"),
-    "cpu_offload": Alias(target=f"{ZERO}.offload_optimizer.device", kind="bool", convert={True: "cpu", False: None}),
-    "cpu_offload_param": Alias(target=f"{ZERO}.offload_param.device", kind="bool", convert={True: "cpu", False: None}),
-    "cpu_offload_params": Alias(
-        target=f"{ZERO}.offload_param.device", kind="bool", convert={True: "cpu", False: None}
-    ),
+    "cpu_offload": _offload("offload_optimizer"),
+    "cpu_offload_param": _offload("offload_param"),
+    "cpu_offload_params": _offload("offload_param"),
     "cpu_offload_use_pin_memory": Alias(target=f"{ZERO}.offload_optimizer.pin_memory"),
     "aio": Alias(target="aio"),
 }
@@ -182,21 +203,26 @@ ZERO_KEYS: dict[str, Entry] = {
 AIO = Block(
     always=True,
     keys={
-        "block_size": count(1048576, low=1),
-        "queue_depth": count(8, low=1),
-        "intra_op_parallelism": count(1, low=1),
+        **rows_of(Aio),
         "thread_count": Alias(target="aio.intra_op_parallelism"),
-        "single_submit": flag(False),
-        "overlap_events": flag(True),
-        "use_gds": flag(False),
+        "use_gds": refused(flag(False), _DROP),
     },
 )
 
+
+# The optimizer, checkpoints, and what is around them
+
+
 OPTIMIZER = Block(
     keys={
-        "type": Key(kind="choice", choices=OPTIMIZERS, offered=(*TORCH_OPTIMIZERS, *OWN_OPTIMIZERS)),
+        "type": Key(
+            kind="choice",
+            choices=OPTIMIZERS,
+            offered=(*TORCH_OPTIMIZERS, *OWN_OPTIMIZERS),
+            refused="Use AdamW, Adam, Lamb, Lion or SGD, which are right on shards.",
+        ),
         "params": Block(keys=OPTIMIZER_PARAMS),
-        "legacy_fusion": flag(False),
+        "legacy_fusion": no_effect(flag(False), "torch's optimizers are used"),
     }
 )
 
@@ -204,91 +230,122 @@ SCHEDULER = Block(
     keys={"type": Key(kind="choice", choices=SCHEDULERS), "params": Block(keys=SCHEDULER_PARAMS)},
 )
 
-WRITER: dict[str, Entry] = {
-    "type": choice("FAST", "MOCK", "PYTHON", "FAST"),
-    "decoupled": flag(False),
-    "io_buffer_size": count(64 * 1024 * 1024, low=1),
-    "io_buffer_double": flag(True),
-    "show_statistics": flag(False),
-    "data_parallel": choice(None, "REPLICA", "SOCKET", "MACHINE"),
-    "io_multiplier": count(1, low=1),
-}
-
 CHECKPOINT = Block(
     always=True,
     keys={
-        "tag_validation": choice("Warn", "Ignore", "Warn", "Fail"),
-        "load_universal": flag(False),
-        "use_node_local_storage": flag(False),
-        "parallel_write": Block(always=True, keys={"pipeline_stage": flag(False)}),
-        "checkpoint_serialization": flag(True),
-        "writer": Block(keys=WRITER),
-    },
-)
-
-DATA_TYPES = Block(
-    always=True,
-    keys={
-        "grad_accum_dtype": dtype(),
-        "param_dtype": dtype(),
-        "buffer_dtype": dtype(),
-        "keep_in_fp32_modules": texts(auto=True),
+        "tag_validation": no_effect(choice("Warn", "Ignore", "Warn", "Fail"), "all ranks write one manifest"),
+        "load_universal": no_effect(flag(False), f"{_ANY_RANKS} and any stage"),
+        "use_node_local_storage": refused(
+            flag(False), "Save to a folder that all nodes share (save_on_each_node=False)."
+        ),
+        "parallel_write": Block(always=True, keys={"pipeline_stage": refused(flag(False), _DROP)}),
+        "checkpoint_serialization": no_effect(flag(True), "files are safetensors"),
+        "writer": refused_block(_DROP_BLOCK),
     },
 )
 
 ACTIVATION_CHECKPOINTING = Block(
     always=True,
     keys={
-        "partition_activations": flag(False),
-        "number_checkpoints": count(low=1),
-        "contiguous_memory_optimization": flag(False),
-        "synchronize_checkpoint_boundary": flag(False),
-        "profile": flag(False),
-        "cpu_checkpointing": flag(False),
+        "partition_activations": refused(flag(False), _CHECKPOINTING),
+        "cpu_checkpointing": refused(flag(False), _CHECKPOINTING),
+        "contiguous_memory_optimization": refused(flag(False), "Use gradient_checkpointing, without it."),
+        "number_checkpoints": no_effect(count(low=1), _OWN_CHECKPOINTING),
+        "synchronize_checkpoint_boundary": no_effect(flag(False), _OWN_CHECKPOINTING),
+        "profile": no_effect(flag(False), _OWN_CHECKPOINTING),
     },
 )
+
+_SWITCH = Block(free=True, keys={"enabled": flag()})
+_TECHNIQUES = "weight_quantization activation_quantization sparse_pruning row_pruning head_pruning channel_pruning"
+_TP_SIZE = Block(free=True, keys={"tp_size": count(1)})
+
+REFUSED_BLOCKS: dict[str, Entry] = {
+    "msamp": refused_block('Use "bf16": {"enabled": true}.', enabled=flag()),
+    "flops_profiler": refused_block("Use torch.profiler or torch.utils.flop_counter.", enabled=flag()),
+    "comms_logger": refused_block(
+        "Use torch.profiler: collectives stand in it under their unit's name.", enabled=flag()
+    ),
+    "tensorboard": refused_block(_LOGGING, enabled=flag()),
+    "csv_monitor": refused_block(_LOGGING, enabled=flag()),
+    "wandb": refused_block(_LOGGING, enabled=flag()),
+    "comet": refused_block(_LOGGING, enabled=flag()),
+    "autotuning": refused_block(_DROP_BLOCK, enabled=flag()),
+    "elasticity": refused_block(
+        "Remove the block: a checkpoint resumes at any number of ranks, and torchrun restarts.", enabled=flag()
+    ),
+    "curriculum_learning": refused_block(_OUT, enabled=flag()),
+    "data_efficiency": refused_block(_OUT, enabled=flag()),
+    "compression_training": refused_block(
+        _OUT,
+        layer_reduction=_SWITCH,
+        **{name: Block(free=True, keys={"shared_parameters": _SWITCH}) for name in _TECHNIQUES.split()},
+    ),
+    "quantize_training": refused_block(_OUT),
+    "weight_quantization": refused_block(_OUT),
+    "eigenvalue": refused_block(_OUT, enabled=flag()),
+    "progressive_layer_drop": refused_block(_OUT, enabled=flag()),
+    "sparse_attention": refused_block("Remove the block and choose the attention in the model's configuration."),
+    "nebula": refused_block(_OWN_FILES, enabled=flag()),
+    "datastates_ckpt": refused_block(_OWN_FILES),
+    "hybrid_engine": refused_block("Remove the block: generate works on the sharded model.", enabled=flag()),
+    "tensor_parallel": refused_block(
+        "Remove the block, or set autotp_size to 0: ranks share data only.",
+        autotp_size=count(0),
+        tp_size=count(1),
+        tp=_TP_SIZE,
+        tensor_parallel=_TP_SIZE,
+    ),
+    "expert_parallel": refused_block("Remove the block: experts are sharded like other parameters.", enabled=flag()),
+    "pipeline": refused_block("Remove the block: ranks share data only."),
+}
 
 ROOT = Block(
     always=True,
     keys={
-        "train_batch_size": count(low=1, auto=True),
-        "train_micro_batch_size_per_gpu": count(low=1, auto=True),
-        "gradient_accumulation_steps": count(low=1, auto=True),
-        "managed_gradient_accumulation": flag(True),
-        "gradient_clipping": real(0.0, auto=True),
+        **rows_of(ResolvedConfig),
         "fp16": FP16,
         "bf16": BF16,
         "bfloat16": Alias(target="bf16"),
+        "amp": AMP,
+        "torch_autocast": TORCH_AUTOCAST,
+        "data_types": DATA_TYPES,
         ZERO: Block(always=True, keys=ZERO_KEYS),
-        "zero_allow_untested_optimizer": flag(False),
-        "zero_force_ds_cpu_optimizer": flag(True),
+        "aio": AIO,
         "optimizer": OPTIMIZER,
         "scheduler": SCHEDULER,
-        "communication_data_type": dtype(),
-        "seq_parallel_communication_data_type": dtype(),
-        "prescale_gradients": flag(False),
-        "gradient_predivide_factor": real(1.0, low=None, above=0.0),
-        "gradient_allreduce_op": choice("mean", "mean", "sum"),
-        "data_types": DATA_TYPES,
-        "sparse_gradients": flag(False),
-        "steps_per_print": interval(),
-        "wall_clock_breakdown": flag(False),
-        "memory_breakdown": flag(False),
-        "dump_state": flag(False),
-        "disable_allgather": flag(False),
-        "disable_python_gc": flag(False),
-        "dataloader_drop_last": flag(False),
-        "log_level": anything(),
-        "vocabulary_size": count(low=1),
-        "sequence_parallel_size": count(1, low=1),
-        "use_data_before_expert_parallelism": flag(False),
-        "graph_harvesting": flag(False),
-        "aio": AIO,
+        "zero_force_ds_cpu_optimizer": flag(True),
+        "managed_gradient_accumulation": refused(
+            flag(True), "Remove it; engine.no_sync() skips the reduction where wanted."
+        ),
+        "sparse_gradients": refused(flag(False), _DROP),
+        "sequence_parallel_size": refused(count(1, low=1), _DROP),
+        "graph_harvesting": refused(flag(False), _DROP),
+        "seq_parallel_communication_data_type": no_effect(dtype(), "there is no sequence parallelism"),
+        "disable_allgather": no_effect(flag(False), "it is not read by DeepSpeed either"),
+        "disable_python_gc": no_effect(flag(False), "Python's garbage collector is left alone"),
+        "log_level": no_effect(anything(), "use the logging module"),
+        "vocabulary_size": no_effect(count(low=1), "the model knows it"),
+        "use_data_before_expert_parallelism": no_effect(flag(False), "there is no expert parallelism"),
         "checkpoint": CHECKPOINT,
         "activation_checkpointing": ACTIVATION_CHECKPOINTING,
-        "desync_timeout": real(600.0, low=None, above=0.0),
-        "keep_fp32": texts(),
-        "gather_for_generation": choice("auto", "auto", "once", "stream"),
-        **MORE,
+        "timers": Block(
+            keys={
+                "throughput": Block(
+                    keys={
+                        "enabled": flag(True),
+                        "synchronized": no_effect(
+                            flag(True), "times are the device's own, taken without waiting for it"
+                        ),
+                    }
+                )
+            }
+        ),
+        "compile": Block(
+            free=True,
+            keys={"deepcompile": refused(flag(False), _COMPILE), "passes": refused(texts(), _COMPILE)},
+            no_effect="torch.compile is applied by the script or Trainer",
+        ),
+        **REFUSED_BLOCKS,
     },
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.config.schema import Block, Entry, Key, choice, count, flag, floats, real, text
+from hf_zero.config.schema import Block, Entry, Key, choice, count, flag, floats, no_effect, real, refused, text
 
 _COMMON = "lr weight_decay foreach maximize capturable differentiable"
 _ADAM = f"{_COMMON} betas eps amsgrad fused"
@@ -54,7 +54,7 @@ NOT_TAKEN = {
     "Muon": frozenset(["torch_adam", "fp32_optimizer_states", "per_head_muon"]),
 }
 
-# Types that a shard of the elements is not enough for, or that nothing here computes: refused by name (refusals.py).
+# Types that a shard of the elements is not enough for, or that nothing here computes: refused by name.
 OTHER_OPTIMIZERS = (
     "OneBitLamb",
     "ZeroOneAdam",
@@ -66,6 +66,8 @@ OTHER_OPTIMIZERS = (
 )
 
 OPTIMIZERS = (*TORCH_OPTIMIZERS, *OWN_OPTIMIZERS, *OTHER_OPTIMIZERS)
+
+_BY_GROUP = "signs travel through the process group"
 
 # Every parameter of every type with its range. Only the four that TrainingArguments know may be "auto".
 OPTIMIZER_PARAMS: dict[str, Entry] = {
@@ -80,9 +82,10 @@ OPTIMIZER_PARAMS: dict[str, Entry] = {
     "d": real(low=1),
     **{name: real() for name in "muon_lr adam_lr".split()},
     "ns_method": choice(None, "gram", "standard"),
-    "per_head_muon": flag(None),
-    **{name: flag(None) for name in "eps_inside_sqrt cuda_aware".split()},
-    "comm_backend_name": text(),
+    "per_head_muon": refused(flag(None), "Remove it: Muon takes whole matrices."),
+    "eps_inside_sqrt": flag(None),
+    "cuda_aware": no_effect(flag(None), _BY_GROUP),
+    "comm_backend_name": no_effect(text(), _BY_GROUP),
     "etas": floats(size=2),
     "step_sizes": floats(size=2),
     **{name: flag(None) for name in "amsgrad fused foreach maximize capturable differentiable nesterov".split()},
@@ -139,7 +142,7 @@ def params_of(block: str, data: Mapping[str, Any]) -> Block:
     given = data.get("type")
     kind = {name.lower(): name for name in _TYPE[block].choices}.get(given.lower()) if isinstance(given, str) else None
     if kind in OTHER_OPTIMIZERS:
-        return Block(keys=rows, free=True)
+        return Block(keys={}, free=True)
     names = TORCH_OPTIMIZERS.get(kind or "") or OWN_OPTIMIZERS.get(kind or "") or SCHEDULER_TYPES.get(kind or "")
     if names is None:
         return Block(keys=rows)

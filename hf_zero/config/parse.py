@@ -19,8 +19,8 @@ from typing import Any
 from hf_zero.config import jsonc
 from hf_zero.config.keys import ROOT
 from hf_zero.config.optimizers import params_of
-from hf_zero.config.problems import Problem, Problems, nearest, show
-from hf_zero.config.schema import AUTO, Alias, BadValue, Block, Entry, Key, find
+from hf_zero.config.problems import LIKENESS_ELSEWHERE, Problem, Problems, nearest, show
+from hf_zero.config.schema import AUTO, Alias, BadValue, Block, Entry, Key, find, look_up, put
 from hf_zero.config.suggest import advice
 from hf_zero.errors import ConfigError
 
@@ -44,24 +44,6 @@ class Parsed:
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted path, or `default`."""
         return look_up(self.values, path, default)
-
-
-def look_up(values: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """The value at a dotted path of nested mappings, or `default`."""
-    node: Any = values
-    for name in path.split("."):
-        if not isinstance(node, Mapping) or name not in node:
-            return default
-        node = node[name]
-    return node
-
-
-def put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path, making the blocks on the way."""
-    *blocks, last = path.split(".")
-    for name in blocks:
-        values = values.setdefault(name, {})
-    values[last] = value
 
 
 def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
@@ -182,10 +164,11 @@ class _Checker:
             where = f"{written}.{name}" if written else str(name)
             if isinstance(name, str) and name.startswith(COMMENTS):
                 continue
-            if rows.free:
-                put(self.values, here, copy.deepcopy(value))
-            elif name not in rows.keys:
-                self._unknown(rows, name, value, here, where)
+            if name not in rows.keys:
+                if rows.free and nearest(str(name), rows.keys, LIKENESS_ELSEWHERE) is None:
+                    put(self.values, here, copy.deepcopy(value))
+                else:
+                    self._unknown(rows, name, value, here, where)
             elif value is not None:
                 entry = rows.keys[name]
                 if name == "params" and path in ("optimizer", "scheduler"):

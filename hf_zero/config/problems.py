@@ -59,6 +59,10 @@ class Problems:
         line = self._lines.get(key)
         self.found.append(Problem(key, text, remedy, line))
 
+    def has(self, path: str) -> bool:
+        """Whether something was found about a key, or about a block or what is inside it."""
+        return any(problem.key == path or problem.key.startswith(f"{path}.") for problem in self.found)
+
     def without_details_of(self, blocks: Iterable[str]) -> list[Problem]:
         """The problems, less those inside `blocks`: what is refused as a whole needs no list of its faults."""
         prefixes = tuple(f"{block}." for block in blocks)

@@ -23,12 +23,11 @@ from hf_zero.config.autofill import (
     is_absent,
     is_auto,
 )
-from hf_zero.config.cross_checks import MOMENTS, cross_problems, notices, refusals
-from hf_zero.config.keys import ROOT
-from hf_zero.config.optimizer_checks import runs_in_torch
+from hf_zero.config.cross_checks import FORCE, MOMENTS, STAGE, cross_problems, notices, refusals, runs_in_torch
+from hf_zero.config.keys import ROOT, ZERO
 from hf_zero.config.optimizers import torch_form
-from hf_zero.config.parse import Parsed, look_up, put
-from hf_zero.config.precision import precision_of, precision_problems
+from hf_zero.config.parse import Parsed
+from hf_zero.config.precision import precision_of
 from hf_zero.config.problems import Problem, Problems, show
 from hf_zero.config.resolved import (
     ARGUMENTS,
@@ -41,16 +40,18 @@ from hf_zero.config.resolved import (
     FILE,
     INFERRED,
     Aio,
+    OffloadOptimizer,
+    OffloadParam,
     ResolvedConfig,
+    ZeroSection,
+    rows_of,
     section_of,
-    zero_section,
 )
 from hf_zero.config.schedules import check_block
-from hf_zero.config.schema import BadValue, Block, Key, find, walk
+from hf_zero.config.schema import BadValue, Block, Key, find, look_up, put, walk
 
-STAGE = "zero_optimization.stage"
 CLIPPING = "gradient_clipping"
-OFFLOAD_PARAM = "zero_optimization.offload_param.device"
+OFFLOAD_PARAM = f"{ZERO}.offload_param.device"
 BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.ACCUMULATION)
 # What accelerate puts for "auto" where there are no TrainingArguments.
 CLIPPING_WITHOUT_ARGUMENTS = 1.0
@@ -100,7 +101,6 @@ class _Resolver:
         self._keep_parameters_below_stage_3()
         self._fill_batch()
         refused = refusals(self.values, self.problems)
-        precision_problems(self.values, self.problems)
         cross_problems(self.values, self.around.args, self.problems)
         problems = tuple(self.problems.without_details_of(refused))
         return Outcome(problems, None if problems else self._config())
@@ -126,7 +126,7 @@ class _Resolver:
             if is_auto(given):
                 self._set(rule.path, argument, AUTO_FILLED)
             elif given is None:
-                if rule.fills_missing and not self._misread(rule.path):
+                if rule.fills_missing and not self.problems.has(rule.path):  # it is not missing, but wrong
                     self._set(rule.path, argument, ARGUMENTS)
             elif rule.batch and self.arguments.read("auto_find_batch_size"):
                 self._set(rule.path, argument, ARGUMENTS)
@@ -145,10 +145,6 @@ class _Resolver:
             f"zero {rule.path}={show(given)} vs {theirs}: expected the same.",
             f'Set {rule.path} to "auto", or make the two equal.',
         )
-
-    def _misread(self, path: str) -> bool:
-        """Whether the file has the key with a value that was refused, so that filling it in would be wrong."""
-        return any(problem.key == path for problem in self.problems.found)
 
     # The model
 
@@ -203,7 +199,7 @@ class _Resolver:
             self._set(OFFLOAD_PARAM, "none", BELOW_STAGE_3)
 
     def _fill_batch(self) -> None:
-        if self.around.file_only or any(self._misread(path) for path in BATCH_KEYS):
+        if self.around.file_only or any(map(self.problems.has, BATCH_KEYS)):
             return
         world = self.around.world_size
         train, micro, accumulation = (self._get(path) for path in BATCH_KEYS)
@@ -229,28 +225,23 @@ class _Resolver:
         settings = {path: self._get(path) for path, _ in _leaves(self.values)}
         order = {path: place for place, (path, _) in enumerate(walk(ROOT))}
         settings = dict(sorted(settings.items(), key=lambda item: order.get(item[0], len(order))))
-        values = self.values
+        values, zero = self.values, self.values[ZERO]
         optimizer, scheduler = values.get("optimizer"), values.get("scheduler")
         return ResolvedConfig(
+            **{name: values[name] for name in rows_of(ResolvedConfig)},
             stage=self._get(STAGE),
             world_size=self.around.world_size,
-            train_batch_size=values[batch.TRAIN],
-            train_micro_batch_size_per_gpu=values[batch.MICRO],
-            gradient_accumulation_steps=values[batch.ACCUMULATION],
-            gradient_clipping=values[CLIPPING],
             precision=precision_of(values),
             grad_accum_dtype=self._get("data_types.grad_accum_dtype"),
-            communication_data_type=values["communication_data_type"],
-            zero=zero_section(values["zero_optimization"]),
-            keep_fp32=values["keep_fp32"],
-            desync_timeout=values["desync_timeout"],
-            zero_allow_untested_optimizer=values["zero_allow_untested_optimizer"],
-            steps_per_print=values["steps_per_print"],
-            dataloader_drop_last=values["dataloader_drop_last"],
-            gather_for_generation=values["gather_for_generation"],
+            zero=section_of(
+                ZeroSection,
+                zero,
+                offload_param=section_of(OffloadParam, zero["offload_param"]),
+                offload_optimizer=section_of(OffloadOptimizer, zero["offload_optimizer"]),
+            ),
             aio=section_of(Aio, values["aio"]),
-            force_native_adam=values["zero_force_ds_cpu_optimizer"] and not runs_in_torch(values),
-            moments_16bit=look_up(values, MOMENTS) is False,
+            force_native_adam=values[FORCE] and not runs_in_torch(self._get("optimizer.type")),
+            moments_16bit=self._get(MOMENTS) is False,
             optimizer=torch_form(optimizer) if optimizer else None,
             scheduler=copy.deepcopy(scheduler) if scheduler else None,
             settings=settings,
@@ -273,12 +264,12 @@ _MISSING: Any = object()
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Every value below nested blocks with its dotted path. What stands under names of the user's own is one value."""
+    """Every value below nested blocks with its dotted path. What a row knows no keys of is one value."""
     result: list[tuple[str, Any]] = []
     for name, value in values.items():
         path = f"{prefix}{name}"
         row = find(ROOT, path)
-        if isinstance(row, Block) and not row.free and isinstance(value, Mapping):
+        if isinstance(row, Block) and row.keys and isinstance(value, Mapping):
             result.extend(_leaves(value, f"{path}."))
         else:
             result.append((path, value))

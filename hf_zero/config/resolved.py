@@ -1,17 +1,23 @@
-"""The resolved configuration: what the engine reads. Plain frozen data without "auto"; every value has an origin."""
+"""The resolved configuration: what the engine reads. Plain frozen data without "auto"; every value has an origin.
+
+A field made by `key` declares a key of the file: its type, range and default. `keys.py` takes the rows from here, and
+has those of the keys that no field holds.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from hf_zero.config import batch as batch_sizes
 from hf_zero.config.precision import Precision
 from hf_zero.config.problems import show
-from hf_zero.config.schema import AUTO
+from hf_zero.config.schema import AUTO, Key, choice, count, dtype, flag, interval, put, real, text, texts
 
 _Section = TypeVar("_Section")
 
@@ -27,97 +33,119 @@ AUTO_CLIPPING = "auto (accelerate's value: no max_grad_norm is given)"
 BELOW_STAGE_3 = "no effect below stage 3"
 
 
+def key(row: Key) -> Any:
+    """A field whose value is that of the key of its name in the section's block."""
+    return field(default=row.default, metadata={"row": row})
+
+
+def rows_of(section: type[Any]) -> dict[str, Key]:
+    """The rows that the fields of a section declare."""
+    return {one.name: one.metadata["row"] for one in dataclasses.fields(section) if one.metadata}
+
+
 @dataclass(frozen=True)
 class OffloadParam:
     """zero_optimization.offload_param."""
 
-    device: str = "none"  # none, cpu or nvme
-    nvme_path: str | None = None
-    buffer_count: int = 5
-    buffer_size: int = 100_000_000
-    max_in_cpu: int = 1_000_000_000
-    pin_memory: bool = True
+    device: str = key(choice("none", "none", "cpu", "nvme"))
+    nvme_path: str | None = key(text())
+    buffer_count: int = key(count(5, low=1, auto=True))
+    buffer_size: int = key(count(1e8, low=1, auto=True))
+    max_in_cpu: int = key(count(1e9, auto=True))
+    pin_memory: bool = key(flag(True, auto=True))
 
 
 @dataclass(frozen=True)
 class OffloadOptimizer:
-    """zero_optimization.offload_optimizer."""
+    """zero_optimization.offload_optimizer. `delayed_update` and `delayed_update_start` are hf_zero's own."""
 
-    device: str = "none"  # none, cpu or nvme
-    nvme_path: str | None = None
-    buffer_count: int = 4
-    pin_memory: bool = True
-    pipeline_read: bool = True
-    pipeline_write: bool = True
-    fast_init: bool = False
-    ratio: float = 1.0
-    delayed_update: bool = False
-    delayed_update_start: int = 0
+    device: str = key(choice("none", "none", "cpu", "nvme"))
+    nvme_path: str | None = key(text())
+    buffer_count: int = key(count(4, low=1, auto=True))
+    pin_memory: bool = key(flag(True, auto=True))
+    # DeepSpeed: false; here the staging pool bounds the memory either way
+    pipeline_read: bool = key(flag(True, auto=True))
+    pipeline_write: bool = key(flag(True, auto=True))
+    fast_init: bool = key(flag(False, auto=True))
+    ratio: float = key(real(1.0, high=1.0, auto=True))
+    delayed_update: bool = key(flag(False))
+    delayed_update_start: int = key(count(0))
 
 
 @dataclass(frozen=True)
 class Aio:
     """aio: how the files of `nvme` are read and written."""
 
-    block_size: int = 1 << 20  # bytes
-    queue_depth: int = 8
-    intra_op_parallelism: int = 1
-    single_submit: bool = False
-    overlap_events: bool = True
+    block_size: int = key(count(1 << 20, low=1))  # bytes
+    queue_depth: int = key(count(8, low=1))
+    intra_op_parallelism: int = key(count(1, low=1))
+    single_submit: bool = key(flag(False))
+    overlap_events: bool = key(flag(True))
 
 
 @dataclass(frozen=True)
 class ZeroSection:
-    """What the engine reads of zero_optimization, under DeepSpeed's names. Sizes are in elements."""
+    """zero_optimization. Sizes are in elements."""
 
-    stage: int
-    reduce_scatter: bool
-    reduce_bucket_size: int
-    allgather_partitions: bool
-    allgather_bucket_size: int
-    overlap_comm: bool
-    sub_group_size: int
-    stage3_prefetch_bucket_size: int
-    stage3_param_persistence_threshold: int
-    stage3_model_persistence_threshold: int
-    stage3_max_live_parameters: int
-    stage3_max_reuse_distance: int
-    stage3_gather_16bit_weights_on_model_save: bool | None  # None: not set, so weights are written
-    ignore_unused_parameters: bool
-    offload_param: OffloadParam
-    offload_optimizer: OffloadOptimizer
+    stage: int = key(count(0, high=3))
+    reduce_scatter: bool = key(flag(True, auto=True))
+    reduce_bucket_size: int = key(count(5e8, low=1, auto=True))
+    allgather_partitions: bool = key(flag(True, auto=True))
+    allgather_bucket_size: int = key(count(5e8, low=1, auto=True))
+    overlap_comm: bool = key(flag(True, auto=True))  # DeepSpeed: at stage 3 only; here it costs no buffers
+    sub_group_size: int = key(count(1e9, auto=True))
+    stage3_prefetch_bucket_size: int = key(count(5e7, auto=True))
+    stage3_param_persistence_threshold: int = key(count(1e5, auto=True))
+    stage3_model_persistence_threshold: int = key(count(sys.maxsize, auto=True))
+    stage3_max_live_parameters: int = key(count(1e9, auto=True))
+    # DeepSpeed: 1e9, which never reshards a model of that size between forward and backward
+    stage3_max_reuse_distance: int = key(count(0, auto=True))
+    # None: not set, so weights are written
+    stage3_gather_16bit_weights_on_model_save: bool | None = key(flag(None, auto=True))
+    ignore_unused_parameters: bool = key(flag(True, auto=True))
+    offload_param: OffloadParam = OffloadParam()
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Mapping[str, Any]):
     """Everything the engine needs to know, decided. Equal on all ranks that were given the same inputs.
 
     As a mapping it is what the user gave, nested as in the file, with values in the place of "auto", and the batch
     numbers: what DeepSpeed's engines have under `engine.config`. Attributes and `settings` have the defaults too.
+    `desync_timeout`, `keep_fp32` and `gather_for_generation` are hf_zero's own keys.
     """
 
+    train_batch_size: int = key(count(low=1, auto=True))
+    train_micro_batch_size_per_gpu: int = key(count(low=1, auto=True))
+    gradient_accumulation_steps: int = key(count(low=1, auto=True))
+    gradient_clipping: float = key(real(0.0, auto=True))  # 0.0: off
+    # "float32", "bfloat16", "float16"; None: the dtype of what is reduced
+    communication_data_type: str | None = key(dtype())
+    prescale_gradients: bool = key(flag(False))
+    gradient_predivide_factor: float = key(real(1.0, low=None, above=0.0))
+    gradient_allreduce_op: str = key(choice("mean", "mean", "sum"))
+    zero_allow_untested_optimizer: bool = key(flag(False))
+    keep_fp32: tuple[str, ...] = key(texts())  # patterns of parameter names
+    desync_timeout: float = key(real(600.0, low=None, above=0.0))  # seconds
+    gather_for_generation: str = key(choice("auto", "auto", "once", "stream"))
+    dataloader_drop_last: bool = key(flag(False))
+    steps_per_print: int = key(interval())  # 0: never
+    wall_clock_breakdown: bool = key(flag(False))
+    memory_breakdown: bool = key(flag(False))
+    dump_state: bool = key(flag(False))
+    # Made of several keys, or of a block.
     stage: int
     world_size: int
-    train_batch_size: int
-    train_micro_batch_size_per_gpu: int
-    gradient_accumulation_steps: int
-    gradient_clipping: float  # 0.0: off
     precision: Precision
-    grad_accum_dtype: str | None  # "float32", "bfloat16", "float16"; None: float32, or float64 for a float64 model
-    communication_data_type: str | None  # same names; None: the dtype of what is reduced
+    grad_accum_dtype: str | None  # as communication_data_type; None: float32, or float64 for a float64 model
     zero: ZeroSection
-    keep_fp32: tuple[str, ...]  # patterns of parameter names
-    desync_timeout: float  # seconds
-    zero_allow_untested_optimizer: bool
-    steps_per_print: int  # 0: never
-    dataloader_drop_last: bool
-    gather_for_generation: str
     aio: Aio
     force_native_adam: bool  # zero_force_ds_cpu_optimizer: an offloaded update is native, or the optimizer is refused
     moments_16bit: bool  # optimizer.params.fp32_optimizer_states is false
     optimizer: dict[str, Any] | None  # {"type": a class of torch.optim or hf_zero.optim, "params": ...}
     scheduler: dict[str, Any] | None
-    # Dotted path -> value, for every key that has one: what the fields above say and the rest.
+    # Dotted path -> value, for every key that has one: those of the fields above and the rest.
     settings: dict[str, Any] = field(repr=False)
     origins: dict[str, str] = field(repr=False)  # the same paths -> where the value comes from
     raw: dict[str, Any] = field(repr=False)  # as the user gave it
@@ -155,13 +183,8 @@ class ResolvedConfig(Mapping[str, Any]):
         """The resolved keys as a nested dict in DeepSpeed's schema; keys without a value are left out."""
         result: dict[str, Any] = {}
         for path, value in self.settings.items():
-            if value is None:
-                continue
-            *blocks, name = path.split(".")
-            node = result
-            for block in blocks:
-                node = node.setdefault(block, {})
-            node[name] = list(value) if isinstance(value, tuple) else copy.deepcopy(value)
+            if value is not None:
+                put(result, path, list(value) if isinstance(value, tuple) else copy.deepcopy(value))
         return result
 
 
@@ -179,15 +202,6 @@ def _without_auto(given: Mapping[str, Any], settings: Mapping[str, Any], prefix:
     return values
 
 
-def zero_section(block: Mapping[str, Any]) -> ZeroSection:
-    """The section for a resolved zero_optimization block, nested as in the file."""
-    sections = {
-        "offload_param": section_of(OffloadParam, block["offload_param"]),
-        "offload_optimizer": section_of(OffloadOptimizer, block["offload_optimizer"]),
-    }
-    return section_of(ZeroSection, {**block, **sections})
-
-
-def section_of(kind: type[_Section], block: Mapping[str, Any]) -> _Section:
-    """The keys of a resolved block that are fields of `kind`; the others are refused, or there is nothing to do."""
-    return kind(**{one.name: block[one.name] for one in fields(cast(Any, kind)) if one.name in block})
+def section_of(kind: type[_Section], block: Mapping[str, Any], **sections: Any) -> _Section:
+    """A section of the keys of a resolved block that it has fields for, and of the sections inside it."""
+    return kind(**{name: block[name] for name in rows_of(kind)}, **sections)

@@ -83,14 +83,13 @@ def check_block(values: Mapping[str, Any], problems: Problems) -> None:
     block = values.get(BLOCK)
     if not isinstance(block, Mapping):
         return
-    told = {problem.key for problem in problems.found}
     if "type" not in block:
-        if not any(key == BLOCK or key.startswith(f"{BLOCK}.") for key in told):
+        if not problems.has(BLOCK):
             remedy = f'Write "type" in it ({either(SCHEDULERS)}), or remove the block.'
             problems.add(BLOCK, dict(block), "the type is missing", remedy)
         return
     for fault in faults(block["type"], block.get("params", {})):
-        if f"{PARAMS}.{fault.name}" not in told:
+        if not problems.has(f"{PARAMS}.{fault.name}"):
             problems.add(f"{PARAMS}.{fault.name}", fault.value, fault.wrong, fault.remedy)
 
 

@@ -1,7 +1,7 @@
 """The shape of a configuration: which keys there are at which depth, and what each may hold.
 
-The rows are in `keys.py` and `keys_more.py`; which of them this release obeys is in `refusals.py`. This file owns the
-row types, the check of one value against its row, and the lookup of rows by dotted path.
+The rows themselves are in `resolved.py` (keys that are obeyed as they are) and `keys.py` (the others, and the blocks).
+This file owns the row types, the check of one value against its row, and the lookup of rows and values by dotted path.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 AUTO = "auto"
 
@@ -29,10 +29,10 @@ class BadValue(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One row: the type of the value, its range, its default, and whether "auto" may stand there.
+    """One row: the type of the value, its range, its default, whether "auto" may stand there, and its effect.
 
     `kind` is one of bool, int, interval (steps between two events; infinity is never, as 0), float, text, choice,
-    dtype, texts (a list), floats (a number or a list), list, any.
+    dtype, texts (a list), floats (a number or a list), any.
     """
 
     kind: str
@@ -42,9 +42,22 @@ class Key:
     high: float | None = None  # inclusive
     below: float | None = None  # exclusive
     choices: tuple[str, ...] = ()  # of choice
-    offered: tuple[str, ...] = ()  # the choices that messages name, where that is not all
+    offered: tuple[str, ...] = ()  # the choices that are obeyed and that messages name, where that is not all
     size: int | None = None  # of floats: the number of elements
     auto: bool = False
+    # The key is obeyed unless one of these says otherwise.
+    refused: str = ""  # what to do instead: the key is an error when it is on
+    no_effect: str = ""  # why there is nothing to do: a value other than the default gives a notice
+
+    def is_on(self, value: Any) -> bool:
+        """Whether a checked value asks for more than the default does: what is refused of a refused key."""
+        if self.kind == "bool":
+            return value is (not self.default)
+        if self.kind == "int":
+            return isinstance(value, int) and value > max(self.default or 0, 0)
+        if self.offered:
+            return value is not None and value not in self.offered
+        return value not in (None, self.default)
 
     def check(self, value: Any) -> Any:
         """The value in its canonical form (a number for "8", an int for 5e8, a tuple for a list of texts).
@@ -107,16 +120,43 @@ class Alias:
 class Block:
     """An object of the configuration.
 
-    `free`: the names inside are the user's own and are not checked. `always`: its defaults belong to every resolved
-    configuration; the other blocks appear there only when the user wrote them.
+    `free`: names that are not in `keys` pass unchecked. `always`: its defaults belong to every resolved configuration;
+    the other blocks appear there only when the user wrote them.
     """
 
     keys: Mapping[str, Entry]
     free: bool = False
     always: bool = False
+    refused: str = ""  # as of Key, for everything inside
+    no_effect: str = ""
+
+    def is_on(self, value: Any) -> bool:
+        """Whether a block asks for something: by a key of `keys` that is on, or, where there are none, by standing
+        there without `"enabled": false`."""
+        if not isinstance(value, Mapping):
+            return False
+        if not self.keys:
+            return bool(value) and value.get("enabled") is not False
+        return any(row.is_on(value.get(name)) for name, row in self.keys.items() if not isinstance(row, Alias))
 
 
 Entry = Key | Alias | Block
+_Row = TypeVar("_Row", Key, Block)
+
+
+def refused(row: _Row, instead: str) -> _Row:
+    """A row of something that this release does not do; `instead` is the remedy in the error."""
+    return replace(row, refused=instead)
+
+
+def no_effect(row: _Row, why: str) -> _Row:
+    """A row that is taken and has nothing to do here; `why` stands in the notice."""
+    return replace(row, no_effect=why)
+
+
+def refused_block(instead: str, **switches: Entry) -> Block:
+    """A block that is refused by its name when it is on (see `Block.is_on`). Only its switches are checked."""
+    return Block(keys=switches, free=True, refused=instead)
 
 
 def flag(default: bool | None = False, *, auto: bool = False) -> Key:
@@ -132,10 +172,6 @@ def interval() -> Key:
     return Key(kind="interval", default=0, low=0)
 
 
-def integer(default: int | None = None) -> Key:
-    return Key(kind="int", default=default)
-
-
 def real(
     default: float | None = None,
     *,
@@ -148,8 +184,8 @@ def real(
     return Key(kind="float", default=default, low=low, above=above, high=high, below=below, auto=auto)
 
 
-def text(default: str | None = None, *, auto: bool = False) -> Key:
-    return Key(kind="text", default=default, auto=auto)
+def text() -> Key:
+    return Key(kind="text")
 
 
 def choice(default: str | None, *choices: str, auto: bool = False) -> Key:
@@ -174,10 +210,6 @@ def anything() -> Key:
     return Key(kind="any")
 
 
-def free() -> Block:
-    return Block(keys={}, free=True)
-
-
 def find(root: Block, path: str) -> Entry | None:
     """The row at a dotted path, or None."""
     entry: Entry = root
@@ -194,6 +226,24 @@ def walk(block: Block, prefix: str = "") -> Iterator[tuple[str, Entry]]:
         yield f"{prefix}{name}", entry
         if isinstance(entry, Block):
             yield from walk(entry, f"{prefix}{name}.")
+
+
+def look_up(values: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a dotted path of nested mappings, or `default`."""
+    node: Any = values
+    for name in path.split("."):
+        if not isinstance(node, Mapping) or name not in node:
+            return default
+        node = node[name]
+    return node
+
+
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a dotted path, making the blocks on the way."""
+    *blocks, last = path.split(".")
+    for name in blocks:
+        values = values.setdefault(name, {})
+    values[last] = value
 
 
 def number(value: Any) -> float | int | None:
@@ -260,10 +310,6 @@ def _check_floats(key: Key, value: Any) -> Any:
     return [float(item) for item in items if item is not None]
 
 
-def _check_list(key: Key, value: Any) -> Any:
-    return list(value) if isinstance(value, list | tuple) else _WRONG
-
-
 def _check_any(key: Key, value: Any) -> Any:
     return value
 
@@ -278,7 +324,6 @@ _CHECKS = {
     "dtype": _check_dtype,
     "texts": _check_texts,
     "floats": _check_floats,
-    "list": _check_list,
     "any": _check_any,
 }
 _NAMES = {
@@ -289,6 +334,5 @@ _NAMES = {
     "text": "a text",
     "dtype": '"fp32", "bf16" or "fp16"',
     "texts": "a text or a list of texts",
-    "list": "a list",
     "any": "anything",
 }

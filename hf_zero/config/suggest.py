@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from hf_zero.config.keys import ROOT
-from hf_zero.config.keys_more import MORE
 from hf_zero.config.problems import LIKENESS_ELSEWHERE, LIKENESS_SURE, either, nearest
-from hf_zero.config.schema import Alias, Block, walk
+from hf_zero.config.schema import Alias, Block
 
 # Names from elsewhere, and what says the same here.
 FOREIGN: dict[str, str] = {
@@ -28,6 +28,8 @@ FOREIGN: dict[str, str] = {
 
 # A name that stands in more blocks than this (`enabled`) says nothing about the block that was meant.
 _FEW = 3
+# Blocks around training, whose keys are not what is meant elsewhere.
+_ASIDE = ("amp", "torch_autocast", "timers")
 # More keys than this are not listed.
 _MANY = 12
 
@@ -66,15 +68,13 @@ def advice(rows: Block, name: str, path: str) -> Advice:
     return Advice("unknown key, and no known key is like it", f"Remove it.{listed}", None)
 
 
-def _paths() -> tuple[str, ...]:
-    """The keys that may have been meant elsewhere: not those inside blocks of other tools and experiments."""
-    return tuple(
-        path
-        for path, row in walk(ROOT)
-        if not isinstance(row, Alias)
-        and (path in MORE or path.partition(".")[0] not in MORE)
-        and ".zenflow." not in path
-    )
+def _paths(block: Block = ROOT, prefix: str = "") -> Iterator[str]:
+    """The keys that may have been meant elsewhere: not those inside blocks of other tools."""
+    for name, row in block.keys.items():
+        if not isinstance(row, Alias):
+            yield f"{prefix}{name}"
+        if isinstance(row, Block) and not row.free and name not in _ASIDE:
+            yield from _paths(row, f"{prefix}{name}.")
 
 
 def _homes(name: str) -> tuple[str, ...]:

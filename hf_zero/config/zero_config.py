@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_zero.config.autofill import is_auto
-from hf_zero.config.parse import Parsed, look_up, parse, put
+from hf_zero.config.parse import Parsed, parse
 from hf_zero.config.problems import Problem, raise_all
 from hf_zero.config.resolve import Surroundings, resolve
 from hf_zero.config.resolved import ResolvedConfig
+from hf_zero.config.schema import look_up, put
 
 # Blocks and keys of the file that say how parameters are kept and moved.
 _OF_PARAMETERS = ("zero_optimization", "aio", "desync_timeout", "gather_for_generation")

@@ -201,10 +201,10 @@ class ScriptCalls(EngineState):
         return self.config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        return bool(self.config.settings["wall_clock_breakdown"])
+        return self.config.wall_clock_breakdown
 
     def memory_breakdown(self) -> bool:
-        return bool(self.config.settings["memory_breakdown"])
+        return self.config.memory_breakdown
 
     # ---------------------------------------------------------------- weights
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:

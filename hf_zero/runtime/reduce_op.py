@@ -40,9 +40,9 @@ class Reduction:
     @classmethod
     def of(cls, config: ResolvedConfig) -> Reduction:
         return cls(
-            prescale=config.settings["prescale_gradients"],
-            predivide=config.settings["gradient_predivide_factor"],
-            averages=config.settings["gradient_allreduce_op"] == "mean",
+            prescale=config.prescale_gradients,
+            predivide=config.gradient_predivide_factor,
+            averages=config.gradient_allreduce_op == "mean",
             scatters=config.zero.reduce_scatter,
         )
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-from hf_zero.cli import bench_io
+from hf_zero.cli.main import main
 from hf_zero.native.aio import AioSettings
 
 
 def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    bench_io.add_arguments(parser)
-    return bench_io.run(parser.parse_args(words))
+    return main(["bench", "io", *words])
 
 
 def test_measures_and_cleans_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,3 +49,5 @@ def test_unusable_folders_are_refused_in_one_line(tmp_path: Path, capsys: pytest
     assert "MiB free" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run(str(tmp_path), "--size", "many")
+    assert run(str(tmp_path), "--size", "900kB") == 2
+    assert "--size: give at least 1MiB" in capsys.readouterr().err

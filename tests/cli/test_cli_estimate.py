@@ -46,7 +46,7 @@ def fails(capsys: Capture, *arguments: object) -> str:
     [
         ("--gpus 0", "argument --gpus: '0' is not a whole number from 1"),
         ("--nodes -1", "argument --nodes"),
-        ("--gpu-memory 80GX", "'80GX' is not a size such as 80GB, 512MB or 24GiB"),
+        ("--gpu-memory 80GX", "'80GX' is not a size such as 5GB, 500MB or 2GiB"),
         ("--gpu-memory 80", "'80' is not a size"),
         ("--cpu-memory 0GB", "'0GB' is not a size"),
         ("--cpu-memory lots", "'lots' is not a size"),

@@ -17,7 +17,6 @@ import torch
 from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig, ZeroSection
 from hf_zero.config.keys import ROOT
 from hf_zero.config.optimizers import OPTIMIZERS, OTHER_OPTIMIZERS, TORCH_OPTIMIZERS
-from hf_zero.config.refusals import NO_EFFECT, NOT_YET
 from hf_zero.config.schema import Alias, Block, Key, find, walk
 from hf_zero.config.supported import NOTHING_TO_DO, OBEYED, fate, keys
 from hf_zero.errors import ConfigError
@@ -335,20 +334,16 @@ def test_keys_that_are_no_texts_are_refused() -> None:
     assert "expected keys that are texts" in message({3: 1})
 
 
-def test_the_tables_of_status_name_known_keys_and_do_not_overlap() -> None:
-    paths = [row.path for row in NOT_YET]
-    assert len(paths) == len(set(paths))
-    for path in (*paths, *NO_EFFECT):
-        assert isinstance(find(ROOT, path), Key | Block), path
-    assert not set(paths) & set(NO_EFFECT) and len(NO_EFFECT) > 20
-    for path, row in walk(ROOT):
-        if isinstance(row, Alias):
-            assert isinstance(find(ROOT, row.target), Key | Block), path
+def test_other_names_lead_to_keys() -> None:
+    aliases = {path: row for path, row in walk(ROOT) if isinstance(row, Alias)}
+    assert len(aliases) > 10
+    for path, row in aliases.items():
+        assert isinstance(find(ROOT, row.target), Key | Block), path
 
 
 def test_defaults_fit_their_own_rows() -> None:
     rows = [(path, row) for path, row in walk(ROOT) if isinstance(row, Key) and row.default is not None]
-    assert len(rows) > 150
+    assert len(rows) > 120
     for path, row in rows:
         assert row.check(row.default) == row.default, path
 
@@ -363,7 +358,7 @@ def test_sections_have_a_field_for_each_key_that_is_obeyed() -> None:
         assert isinstance(block, Block)
         names = {name for name, row in block.keys.items() if not isinstance(row, Alias)}
         # Of the block leaf_module no key has anything to do.
-        obeyed = {name for name in names - {"leaf_module"} if fate(f"{path}.{name}").verdict == OBEYED}
+        obeyed = {name for name in names - {"leaf_module"} if fate(block.keys[name]).verdict == OBEYED}
         assert obeyed == {one.name for one in fields(section)}
         for one in fields(section):
             row = block.keys[one.name]

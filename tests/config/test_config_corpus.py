@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.parse import look_up
+from hf_zero.config.schema import look_up
 from hf_zero.config.suggest import FOREIGN
 from hf_zero.errors import ConfigError
 

@@ -14,15 +14,11 @@ import pytest
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.keys import ROOT
-from hf_zero.config.refusals import NO_EFFECT, NOT_YET
-from hf_zero.config.schema import Alias, Block, Key, find, walk
+from hf_zero.config.schema import Alias, Block, Key, find, put, walk
 from hf_zero.config.supported import NOTHING_TO_DO, OBEYED, OTHER_NAME, REFUSED, fate, keys
 
 HERE = Path(__file__).parents[1]
 DEEPSPEED: dict[str, dict[str, Any]] = json.loads((HERE / "golden" / "deepspeed_keys.json").read_text())["keys"]
-
-# Fields of DeepSpeed's models that hold objects of the running program: no file can give them.
-OBJECTS = {"tensor_parallel.tensor_parallel.mpu", "tensor_parallel.tensor_parallel.tp_group"}
 
 # Defaults that differ, and why.
 OTHER_DEFAULTS = {
@@ -35,15 +31,12 @@ OTHER_DEFAULTS = {
     "sequence_parallel_size": "one rank per sequence says the same",
     "steps_per_print": "0 and None are both never",
     "zero_optimization.stage3_max_reuse_distance": "1e9 would keep small models whole from forward to backward",
-    "tensor_parallel.dtype": "there is no tensor parallelism",
     "torch_autocast.lower_precision_safe_modules": "an empty list says the same",
     "zero_optimization.leaf_module.classes": "units are whole layers, so the experts need no list",
     "zero_optimization.offload_optimizer.pipeline_read": "the staging pool bounds the memory either way",
     "zero_optimization.offload_optimizer.pipeline_write": "the staging pool bounds the memory either way",
     "zero_optimization.overlap_comm": "DeepSpeed's default follows the stage; here overlap costs no buffers",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "None tells a missing key from false",
-    "zero_optimization.zenflow.select_interval": "no number stands for auto",
-    "zero_optimization.zenflow.update_interval": "no number stands for auto",
 }
 
 # The kinds of rows that take what DeepSpeed's types take.
@@ -62,7 +55,7 @@ KINDS = {
 
 
 def row_of(path: str) -> Key | Alias | Block | None:
-    """The row of a key, or the block around it whose names are the user's own."""
+    """The row of a key, or the block around it that takes names unchecked."""
     row = find(ROOT, path)
     while row is None and "." in path:
         path = path.rpartition(".")[0]
@@ -80,7 +73,17 @@ def test_the_golden_list_is_whole() -> None:
 
 
 def test_every_key_of_deepspeed_is_known() -> None:
-    assert {path for path in DEEPSPEED if row_of(path) is None} == OBJECTS
+    assert not [path for path in DEEPSPEED if row_of(path) is None]
+
+
+def test_no_key_of_deepspeed_is_taken_for_a_misspelt_one() -> None:
+    """In a refused block names pass unchecked, unless they are nearly the name of its switch."""
+    unchecked = [path for path in DEEPSPEED if find(ROOT, path) is None]
+    assert len(unchecked) > 100
+    for path in unchecked:
+        config: dict[str, Any] = {}
+        put(config, path, 1)
+        assert ZeroConfig.load(config).get(path) == 1, path
 
 
 def test_defaults_that_differ_are_those_with_a_reason() -> None:
@@ -108,7 +111,7 @@ def test_types_are_those_of_deepspeed() -> None:
                 theirs["type"],
                 ours.kind,
             )
-    assert checked > 200
+    assert checked > 120
 
 
 def test_values_of_deepspeed_fit() -> None:
@@ -155,15 +158,20 @@ def test_the_fate_of_each_key() -> None:
         assert decided.reason or decided.verdict == OBEYED, path
     assert set(counts) <= {OBEYED, NOTHING_TO_DO, REFUSED, OTHER_NAME}
     assert counts[OBEYED] > 60 and counts[OTHER_NAME] > 10
-    for row in NOT_YET:
-        assert fate(row.path).verdict == (OBEYED if row.values else REFUSED)
-    for path in NO_EFFECT:
-        assert fate(path).verdict == NOTHING_TO_DO
+    for path, row in walk(ROOT):
+        if isinstance(row, Alias):
+            continue
+        assert not (row.refused and row.no_effect), path
+        if row.refused:
+            assert fate(row).verdict == (OBEYED if isinstance(row, Key) and row.offered else REFUSED)
+        elif row.no_effect:
+            assert fate(row).verdict == NOTHING_TO_DO
+    named = {path for path, _ in keys()}
     for path in DEEPSPEED:
-        if path not in OBJECTS and find(ROOT, path) is not None:
-            assert fate(path).verdict in counts
+        # The key itself, the block that decides for all that is inside it, or what is inside.
+        assert any(path == one or path.startswith(f"{one}.") or one.startswith(f"{path}.") for one in named), path
 
 
 def test_no_key_is_written_twice() -> None:
     paths = [path for path, _ in walk(ROOT)]
-    assert len(paths) == len(set(paths)) > 450
+    assert len(paths) == len(set(paths)) > 300

@@ -17,8 +17,9 @@ from typing import Any
 import transformers
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from hf_zero.config.parse import look_up, parse, put
+from hf_zero.config.parse import parse
 from hf_zero.config.resolve import Surroundings, _Resolver
+from hf_zero.config.schema import look_up, put
 
 # path -> (the arguments' value, another one)
 Case = tuple[Any, dict[str, Any], Any, int]
