@@ -1,4 +1,4 @@
-"""Low-level work on files: writes that appear whole or not at all, checksums.
+"""Writes of files that appear complete or not at all, with their checksums.
 
 Owns no knowledge of what is in the files. An OSError becomes a CheckpointError that names the file.
 """
@@ -6,20 +6,15 @@ Owns no knowledge of what is in the files. An OSError becomes a CheckpointError 
 from __future__ import annotations
 
 import os
-import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hf_zero.checkpoint.consolidate import BINARY
 from hf_zero.errors import CheckpointError
 
-Progress = Callable[[int], None]  # called with the number of bytes done since the last call
-
 TEMPORARY_SUFFIX = ".partial"
-CHUNK_BYTES = 4 << 20
-_BINARY = getattr(os, "O_BINARY", 0)  # without it Windows changes ends of lines
-_place = threading.Lock()
 
 
 class ChecksumWriter:
@@ -48,7 +43,7 @@ def written_atomically(path: Path) -> Iterator[ChecksumWriter]:
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     done = False
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _BINARY, 0o666)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666)
         try:
             yield ChecksumWriter(descriptor)
             os.fsync(descriptor)
@@ -75,35 +70,3 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def open_to_read(path: Path) -> int:
-    """A descriptor for `read_at`. Raises OSError."""
-    return os.open(path, os.O_RDONLY | _BINARY)
-
-
-def read_at(descriptor: int, view: memoryview, offset: int) -> int:
-    """Fill `view`, or its beginning, from `offset` on; returns how many bytes there were. Any thread may call."""
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [view], offset)
-    with _place:  # Windows has no read that leaves the file's place alone
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        found = os.read(descriptor, min(len(view), CHUNK_BYTES))
-    view[: len(found)] = found
-    return len(found)
-
-
-def file_crc32(path: Path, progress: Progress | None = None) -> int:
-    """zlib.crc32 of the content: it is there to find damage, not forgery, so speed decides."""
-    crc = 0
-    buffer = bytearray(CHUNK_BYTES)
-    view = memoryview(buffer)
-    try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                crc = zlib.crc32(view[:count], crc)
-                if progress is not None:
-                    progress(count)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    return crc

@@ -1,11 +1,11 @@
 """Turns a sharded checkpoint of hf_zero into Hugging Face weights: `python consolidate.py --help`.
 
 Stand-alone, numpy and the standard library only: a copy of this very file lies in every checkpoint folder and has to
-work there years later, without hf_zero and without torch. That is why it repeats the few lines that read a manifest
-and the arithmetic of hf_zero/layout.py (a test proves them equal), and why it is one file.
+work there years later, without hf_zero and without torch. That is why it is one file and repeats the arithmetic of
+hf_zero/layout.py (a test proves them equal). hf_zero's readers import from here how manifests and files are read.
 
-Tensors are streamed in chunks of a few MB from preads to the output and never held whole, so memory does not depend
-on the model. OUT appears by one rename when it is complete, or not at all.
+Tensors are streamed in chunks of a few MB from the files to the output, so memory does not depend on the model. OUT
+appears by one rename when it is complete, or not at all.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 FORMAT_VERSION = 1
 WEIGHT_KINDS = ("master", "param")  # of a trainable parameter the master is stored, of a frozen one the parameter
+WRITTEN_KINDS = (*WEIGHT_KINDS, "buffer")  # what of a checkpoint this script writes
 FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 TORCH_NAMES = {**FLOATS, "C64": "complex64", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 TORCH_NAMES |= {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
@@ -51,6 +52,8 @@ MANIFEST_KEYS = set(
 MANIFEST_KEYS |= set("tied kinds scalars param_groups client_state extra layouts".split())
 UNIT_KEYS = {"name", "dtype", "trainable", "world_size", "bucket_numel", "padded_numel", "slots"}
 MAX_OPEN_FILES = 256  # a process may open 1024 by default, and there may be more ranks than that
+MAX_HEADER_BYTES = 1 << 30  # more than any real header, less than what a damaged length could make us allocate
+BINARY = getattr(os, "O_BINARY", 0)  # without it Windows changes ends of lines
 
 # What a Hugging Face folder holds beside the weights: configuration, tokenizer, chat templates, code of its own.
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "*.py")
@@ -86,11 +89,6 @@ class Tensor:
     written: str
     segments: list[tuple[int, int, int]]
 
-    @cached_property
-    def held(self) -> dict[int, int]:
-        """Elements of it in the file of each rank."""
-        return {rank: sum(n for other, _, n in self.segments if other == rank) for rank, _, _ in self.segments}
-
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -100,31 +98,48 @@ class Tensor:
         return self.numel * ITEM_BYTES[self.written]
 
 
-# -------------------------------------------------------------------- the checkpoint
+# -------------------------------------------------------------------- the manifest
 def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "zero" / "manifest.json"
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
-        crc32, version = manifest.pop("crc32"), manifest["format_version"]
-        newer = version > FORMAT_VERSION
-        intact = newer or crc32 == zlib.crc32(json.dumps(manifest, sort_keys=True).encode("ascii"))
+        return decode_manifest(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         found = [*folder.glob("*/zero/manifest.json")] or [*folder.resolve().parent.glob("*/zero/manifest.json")]
         hint = ", ".join(sorted(str(other.parent.parent) for other in found))
         hint = f". There are checkpoints in {hint}" if hint else ""
         raise ConsolidateError(f"{folder} holds no complete checkpoint: {path} is missing{hint}") from None
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ConsolidateError(f"{path} is damaged: {error!r}") from error
-    if newer:
-        needed = f"the consolidate.py in {folder}, or hf_zero {manifest.get('hf_zero_version')} or later"
-        raise ConsolidateError(f"{path} has format {version}, this script reads up to {FORMAT_VERSION}: use {needed}")
-    if not intact:
-        raise ConsolidateError(f"{path} is damaged: its checksum is wrong")
+    except ValueError as error:
+        raise ConsolidateError(f"{path} {error}") from error
+
+
+def decode_manifest(data: bytes) -> dict[str, Any]:
+    """The content of a manifest's bytes, checked, without its checksum.
+
+    Raises:
+        ValueError: They are none that this version understands. The text is what follows the name of the file.
+    """
+    try:
+        manifest = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is damaged: {error}") from error
+    expect(isinstance(manifest, dict), "is damaged: it is not a JSON object")
+    version = manifest.get("format_version")
+    newer = isinstance(version, int) and version > FORMAT_VERSION
+    needed = f"hf_zero {manifest.get('hf_zero_version')} or later, or use the consolidate.py of the checkpoint"
+    expect(not newer, f"has format version {version}, this version reads up to {FORMAT_VERSION}: upgrade to {needed}")
+    try:
+        expect(manifest.pop("crc32", None) == content_crc32(manifest), "is damaged: its checksum is wrong")
+    except RecursionError as error:
+        raise ValueError(f"is damaged: {error}") from error
     try:
         check_manifest(manifest)
-    except ValueError as error:
-        raise ConsolidateError(f"{path} contradicts itself: {error}") from error
-    return manifest
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"contradicts itself: {error}") from error
+    return dict(manifest)
+
+
+def content_crc32(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode("ascii"))
 
 
 # -------------------------------------------------------------------- does the manifest make sense?
@@ -329,41 +344,83 @@ def plan_tensors(manifest: Mapping[str, Any], options: Options) -> list[Tensor]:
     return tensors
 
 
-class RankFiles:
-    """The rank files of one checkpoint, opened at need; reads ranges of bytes into buffers."""
+def rank_contents(manifest: Mapping[str, Any]) -> list[dict[str, tuple[str, int]]]:
+    """For each rank file: key -> element type and bytes of every tensor that the manifest says is in it."""
+    contents: list[dict[str, tuple[str, int]]] = [{} for _ in manifest["files"]]
+    for unit, slot in ((layout, slot) for layout in manifest["layouts"] for slot in layout["slots"]):
+        name, shape, offset = slot
+        numels: dict[int, int] = {}
+        for rank, _, numel in segments(unit, offset, math.prod(shape)):
+            numels[rank] = numels.get(rank, 0) + numel
+        for kind, dtype in manifest["kinds"].get(name, {}).items():
+            for rank, numel in numels.items():
+                contents[rank][f"{name}::{kind}"] = (CODES[dtype], numel * ITEM_BYTES[CODES[dtype]])
+    for info in manifest["buffers"]:
+        code = CODES[info["dtype"]]
+        contents[0][f"{info['name']}::buffer"] = (code, math.prod(info["shape"]) * ITEM_BYTES[code])
+    return contents
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
-        self._paths = [folder / "zero" / file["name"] for file in manifest["files"]]
-        self._files: list[dict[str, Any]] = manifest["files"]
-        self._open: dict[int, FileIO] = {}  # by rank
-        self._headers: dict[int, dict[str, Any]] = {}  # rank -> key -> entry
-        self._starts: dict[int, int] = {}  # rank -> where the data begins
-        self._marks = file_marks(manifest)
-        self._buffers = {f"{info['name']}::buffer" for info in manifest["buffers"]}
-        wrong = []
-        for path, file in zip(self._paths, self._files, strict=True):
-            size = path.stat().st_size if path.exists() else None
-            if size != file["size"]:
-                wrong.append(f"{path} " + ("is missing" if size is None else f"has {size} bytes, not {file['size']}"))
-        if wrong:
-            raise ConsolidateError(f"the checkpoint is not whole: {'; '.join(wrong)}")
+
+def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Raise ConsolidateError, with all that are wrong, unless the rank files have these sizes, by name."""
+    wrong = []
+    for name, size in sizes.items():
+        path = folder / "zero" / name
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            wrong.append(f"{path} is missing ({error.strerror})")
+        else:
+            wrong += [f"{path} is damaged: it has {found} bytes, not {size}"] if found != size else []
+    if wrong:
+        raise ConsolidateError(f"{folder} is not whole: {'; '.join(wrong)}")
+
+
+class RankFiles:
+    """The rank files of one checkpoint, of which at most MAX_OPEN_FILES are open at once.
+
+    Args:
+        kinds: What will be read ("master", "exp_avg", ...), None for all; what else files hold is not looked at.
+    Raises:
+        ConsolidateError: A file is missing, damaged, or not what the manifest says, here or at a later read.
+    """
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any], kinds: Sequence[str] | None = None) -> None:
+        self._manifest = manifest
+        self._kinds = kinds
+        self._files = [SafetensorsFile(folder / "zero" / file["name"]) for file in manifest["files"]]
+        self._open: set[int] = set()  # ranks
+        self._headers: dict[int, dict[str, Stored]] = {}  # by rank
+        check_sizes(folder, {file["name"]: file["size"] for file in manifest["files"]})
+
+    @cached_property
+    def _marks(self) -> dict[str, str]:
+        return file_marks(self._manifest)
+
+    @cached_property
+    def _contents(self) -> list[dict[str, tuple[str, int]]]:
+        return rank_contents(self._manifest)
 
     def close(self) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
+        """Close the files; a later read opens them again."""
+        for rank in self._open:
+            self._files[rank].close()
+        self._open.clear()
 
-    def verify(self, advance: Advance) -> None:
+    def verify(self, ranks: Iterable[int], advance: Advance | None = None) -> None:
+        """Compare the checksums of these files, and name all that have changed."""
         damaged = []
         buffer = memoryview(bytearray(CHUNK_BYTES))
-        for rank, file in enumerate(self._files):
-            crc = 0
-            for offset in range(0, file["size"], CHUNK_BYTES):
-                view = buffer[: file["size"] - offset]
-                self._pread(rank, view, offset)
+        for rank in ranks:
+            crc, size = 0, self._manifest["files"][rank]["size"]
+            for offset in range(0, size, CHUNK_BYTES):
+                view = buffer[: size - offset]
+                self.read(rank, view, offset)
                 crc = zlib.crc32(view, crc)
-                advance(len(view))
-            if crc != file["crc32"]:
-                damaged.append(str(self._paths[rank]))
+                if advance is not None:
+                    advance(len(view))
+            if crc != self._manifest["files"][rank]["crc32"]:
+                damaged.append(str(self._files[rank].path))
         if damaged:
             raise ConsolidateError(f"wrong checksum, the content has changed: {', '.join(damaged)}")
 
@@ -376,7 +433,7 @@ class RankFiles:
             offset, left = start * item, numel * item
             while left:
                 view = buffer[filled : filled + left]
-                self._pread(rank, view, self._start(rank, tensor) + offset)
+                self.read(rank, view, self.header(rank)[tensor.key].start + offset)
                 offset, left, filled = offset + len(view), left - len(view), filled + len(view)
                 if filled == len(buffer):
                     yield np.frombuffer(buffer, np.uint8)
@@ -384,46 +441,96 @@ class RankFiles:
         if filled:
             yield np.frombuffer(buffer[:filled], np.uint8)
 
-    def _pread(self, rank: int, view: memoryview, offset: int) -> None:
-        try:
-            if rank not in self._open:
-                if len(self._open) >= MAX_OPEN_FILES:
-                    self.close()
-                self._open[rank] = FileIO(self._paths[rank])
-            self._open[rank].seek(offset)
-            while view:
-                count = self._open[rank].readinto(view)
-                if count == 0:
-                    raise ConsolidateError(f"{self._paths[rank]} is damaged: it ends too early")
-                view = view[count:]
-        except OSError as error:
-            raise ConsolidateError(f"cannot read {self._paths[rank]}: {error.strerror}") from error
-
-    def _start(self, rank: int, tensor: Tensor) -> int:
-        """Where the part of a tensor in a file begins, in bytes from the start of the file."""
-        entry = self._header(rank).get(tensor.key, {})
-        begin, end = entry.get("data_offsets", (0, -1))
-        if entry.get("dtype") != tensor.stored or end - begin != tensor.held[rank] * ITEM_BYTES[tensor.stored]:
-            raise ConsolidateError(f"{self._paths[rank]} is damaged: {tensor.key} is not what the manifest says")
-        start: int = begin + self._starts[rank]
-        return start
-
-    def _header(self, rank: int) -> dict[str, Any]:
+    def header(self, rank: int) -> dict[str, Stored]:
+        """The tensors in a rank's file, which are those that the manifest says are in it."""
         if rank not in self._headers:
-            path, size = self._paths[rank], self._files[rank]["size"]
-            length = bytearray(8)
-            self._pread(rank, memoryview(length), 0)
-            text = bytearray(min(int.from_bytes(length, "little"), max(size - 8, 0)))
-            self._pread(rank, memoryview(text), 8)
-            try:
-                header = check_header(json.loads(text), size - 8 - len(text), self._marks)
-            except (ValueError, RecursionError) as error:
-                raise ConsolidateError(f"{path} is damaged: {error!r}") from error
-            stored = {key for key in header if key.endswith("::buffer")}
-            if rank == 0 and stored != self._buffers:
-                raise ConsolidateError(f"{path} holds other buffers than the manifest says")
-            self._headers[rank], self._starts[rank] = header, 8 + len(text)
+            with self._opened(rank) as file:
+                header = file.header(self._marks)
+                held = {key: (tensor.dtype, tensor.nbytes) for key, tensor in header.items()}
+                said = self._contents[rank]
+                looked_at = [key for key in sorted(held.keys() | said.keys()) if self._is_read(key)]
+                other = [key for key in looked_at if held.get(key) != said.get(key)]
+                differences = f"{', '.join(other[:3])} ({len(other)} differences)"
+                expect(not other, f"it does not hold what the manifest says: {differences}")
+            self._headers[rank] = header
         return self._headers[rank]
+
+    def read(self, rank: int, view: memoryview, offset: int) -> None:
+        """Fill `view` from a byte of a rank's file on."""
+        with self._opened(rank) as file:
+            file.read(view, offset)
+
+    def _is_read(self, key: str) -> bool:
+        return self._kinds is None or key.rpartition("::")[2] in self._kinds
+
+    @contextmanager
+    def _opened(self, rank: int) -> Iterator[SafetensorsFile]:
+        if rank not in self._open:
+            if len(self._open) >= MAX_OPEN_FILES:
+                self.close()
+            self._open.add(rank)
+        path = self._files[rank].path
+        try:
+            yield self._files[rank]
+        except OSError as error:
+            raise ConsolidateError(f"cannot read {path}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ConsolidateError(f"{path} is damaged: {error}") from error
+
+
+# -------------------------------------------------------------------- safetensors files
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file."""
+
+    dtype: str  # as safetensors names it
+    shape: tuple[int, ...]
+    start: int  # bytes from the start of the file
+    nbytes: int
+
+
+class SafetensorsFile:
+    """Reads a safetensors file by offset: pages of a memory map would count as memory of the process.
+
+    It is opened at the first read, also after `close`. OSError comes from the system; ValueError says what is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = -1
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fill `view` from `offset` on; the system may give less than asked for (at most 2 GiB at once)."""
+        if self._descriptor < 0:
+            self._descriptor = os.open(self.path, os.O_RDONLY | BINARY)
+        while view:
+            count = read_at(self._descriptor, view, offset)
+            expect(count > 0, f"it ends too early, at byte {offset}: it was cut off")
+            view, offset = view[count:], offset + count
+
+    def header(self, marks: Mapping[str, str] | None = None) -> dict[str, Stored]:
+        """The tensors in the file by name; `marks` must not be other ones in its metadata."""
+        length = bytearray(8)
+        self.read(memoryview(length), 0)
+        size, begin = os.fstat(self._descriptor).st_size, 8 + int.from_bytes(length, "little")
+        whole = 8 < begin <= min(size, MAX_HEADER_BYTES)
+        expect(whole, f"it is no safetensors file, or its header was cut off ({size} bytes)")
+        text = bytearray(begin - 8)
+        self.read(memoryview(text), 8)
+        try:
+            entries = check_header(json.loads(text), size - begin, marks or {})
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"unreadable header ({error})") from error
+        header = {}
+        for name, entry in entries.items():
+            start, end = entry["data_offsets"]
+            header[name] = Stored(entry["dtype"], tuple(entry["shape"]), begin + start, end - start)
+        return header
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def check_header(header: Any, size: int, marks: Mapping[str, str]) -> dict[str, Any]:
@@ -432,12 +539,31 @@ def check_header(header: Any, size: int, marks: Mapping[str, str]) -> dict[str, 
     found = header.pop("__metadata__", {})
     known = all(found.get(mark, value) == value for mark, value in marks.items())  # older files have no marks
     expect(known, "it was written with another manifest")
+    end = 0
     for key, entry in header.items():
-        offsets = entry.get("data_offsets")
-        expect(entry.get("dtype") in ITEM_BYTES, f"the type of {key}")
+        dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        expect(isinstance(dtype, str) and dtype in ITEM_BYTES, f"{key} has the type {dtype}, which is unknown here")
         expect(isinstance(offsets, list) and len(offsets) == 2, f"the offsets of {key}")
-        expect(all(is_count(n) for n in offsets) and offsets[0] <= offsets[1] <= size, f"{key} lies outside of it")
+        expect(all(is_count(n) for n in offsets) and offsets[0] <= offsets[1], f"the offsets of {key}")
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype] if is_shape(shape) else -1
+        expect(nbytes == offsets[1] - offsets[0], f"the shape of {key}")
+        end = max(end, offsets[1])
+    expect(end == size, f"it describes {end} bytes of tensors, and there are {size}: it was cut off or overwritten")
     return dict(header)
+
+
+place = threading.Lock()
+
+
+def read_at(descriptor: int, view: memoryview, offset: int) -> int:
+    """Fill `view`, or its beginning, from `offset` on; returns how many bytes there were. Any thread may call."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [view], offset)
+    with place:  # Windows has no read that leaves the file's place alone
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        found = os.read(descriptor, min(len(view), CHUNK_BYTES))
+    view[: len(found)] = found
+    return len(found)
 
 
 # -------------------------------------------------------------------- element types
@@ -621,10 +747,10 @@ def consolidate(
             progress(done, total)
 
     written = [out.name]
-    with closing(RankFiles(folder, manifest)) as files, published(out) as temporary:
+    with closing(RankFiles(folder, manifest, WRITTEN_KINDS)) as files, published(out) as temporary:
         write = partial(write_file, files=files, tied=tied, advance=advance)
         if options.verify:
-            files.verify(advance)
+            files.verify(range(len(manifest["files"])), advance)
         if out.suffix == ".safetensors":
             write(temporary, tensors)
         elif out.suffix == ".bin":

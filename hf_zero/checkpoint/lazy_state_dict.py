@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
+from hf_zero.checkpoint.consolidate import WEIGHT_KINDS
 from hf_zero.checkpoint.latest import chosen
-from hf_zero.checkpoint.manifest import STATE_MARK, WEIGHT_KINDS, TensorInfo
+from hf_zero.checkpoint.manifest import STATE_MARK, TensorInfo
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.errors import CheckpointError
 

@@ -6,51 +6,26 @@ layouts, so that a reader finds any element of any parameter from the manifest a
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.atomic_files import Progress, file_crc32
-from hf_zero.checkpoint.consolidate import check_manifest, file_marks
+from hf_zero.checkpoint.consolidate import ConsolidateError, check_sizes, content_crc32, decode_manifest, file_marks
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import FORMAT_VERSION, UnitLayout
+from hf_zero.layout import UnitLayout
 
 ZERO_FOLDER = "zero"
 MANIFEST_NAME = "manifest.json"
 SCRIPT_NAME = "consolidate.py"
 
-# Kinds that hold the parameter itself: of a trainable parameter its master, of a frozen one the parameter.
-WEIGHT_KINDS = ("master", "param")
 BUFFER_KIND = "buffer"
 # In names of buffers that are no buffers of the model, but optimizer state: PARAMETER::state::KIND.
 STATE_MARK = "::state::"
-
-# safetensors' names of element types.
-DTYPE_CODES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-}
-
 
 # In `extra`: name -> digest of the frozen parameters that were not saved.
 FROZEN_DIGESTS = "frozen_digests"
@@ -180,7 +155,7 @@ def package_version() -> str:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The file's bytes: JSON, closed by a checksum of everything else in it."""
     content = manifest.to_json()
-    return json.dumps({**content, "crc32": _content_crc32(content)}, indent=1).encode("ascii")
+    return json.dumps({**content, "crc32": content_crc32(content)}, indent=1).encode("ascii")
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -192,43 +167,13 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     path = manifest_path(folder)
     try:
-        return _decode_manifest(path.read_bytes())
+        return Manifest.from_json(decode_manifest(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{folder} holds no complete checkpoint: {path} is missing.{offer(folder)}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    except _UnreadableError as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} {error}.{offer(folder)}") from error
-
-
-class _UnreadableError(Exception):
-    """The bytes are not a manifest that this version understands; the text says why."""
-
-
-def _decode_manifest(data: bytes) -> Manifest:
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise _UnreadableError(f"is damaged: {error}") from error
-    if not isinstance(content, dict):
-        raise _UnreadableError("is damaged: it is not a JSON object")
-    version = content.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise _UnreadableError(
-            f"has format version {version}, and this hf_zero reads up to {FORMAT_VERSION}: it was written by hf_zero "
-            f"{content.get('hf_zero_version')}, so upgrade to that or later"
-        )
-    try:
-        if content.pop("crc32", None) != _content_crc32(content):
-            raise _UnreadableError("is damaged: its checksum is wrong")
-        check_manifest(content)
-        return Manifest.from_json(content)
-    except (ValueError, AssertionError, RecursionError) as error:
-        raise _UnreadableError(f"contradicts itself: {error}") from error
-
-
-def _content_crc32(content: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode("ascii"))
 
 
 def _tensor_json(info: TensorInfo) -> dict[str, Any]:
@@ -240,32 +185,23 @@ def _tensor_info(data: Mapping[str, Any]) -> TensorInfo:
 
 
 # -------------------------------------------------------------------- do the files agree?
+@contextlib.contextmanager
+def offering(folder: str | Path) -> Iterator[None]:
+    """An error of reading the rank files inside becomes a CheckpointError that offers the newest whole checkpoint."""
+    try:
+        yield
+    except ConsolidateError as error:
+        raise CheckpointError(f"{error}.{offer(folder)}") from error
+
+
 def check_files(folder: str | Path, manifest: Manifest) -> None:
     """Every file of the manifest is there with its size.
 
     Raises:
         CheckpointError: Files are missing or truncated; all are listed, and the newest whole checkpoint is offered.
     """
-    if problems := _size_problems(folder, manifest):
-        raise CheckpointError(f"{folder} is not whole: {'; '.join(problems)}.{offer(folder)}")
-
-
-def check_checksums(
-    folder: str | Path, manifest: Manifest, indices: Iterable[int] | None = None, progress: Progress | None = None
-) -> None:
-    """Read the files with these indices (ranks that wrote them; None means all) and compare their checksums.
-
-    Raises:
-        CheckpointError: Files have changed; all are listed, and the newest whole checkpoint is offered.
-    """
-    damaged = []
-    for index in range(len(manifest.files)) if indices is None else indices:
-        file = manifest.files[index]
-        path = zero_folder(folder) / file.name
-        if file_crc32(path, progress) != file.crc32:
-            damaged.append(str(path))
-    if damaged:
-        raise CheckpointError(f"wrong checksum, the content has changed: {', '.join(damaged)}.{offer(folder)}")
+    with offering(folder):
+        check_sizes(Path(folder), {file.name: file.size for file in manifest.files})
 
 
 def newest_complete_checkpoint(parent: str | Path, exclude: str | Path | None = None) -> Path | None:
@@ -280,11 +216,12 @@ def newest_complete_checkpoint(parent: str | Path, exclude: str | Path | None = 
         if child.resolve() == excluded:
             continue
         try:
-            manifest = _decode_manifest(manifest_path(child).read_bytes())
-        except (OSError, _UnreadableError):
+            manifest = decode_manifest(manifest_path(child).read_bytes())
+            if newest is None or manifest["saved_at"] > newest[0]:
+                check_sizes(child, {file["name"]: file["size"] for file in manifest["files"]})
+                newest = (manifest["saved_at"], child)
+        except (OSError, ValueError, ConsolidateError):
             continue
-        if (newest is None or manifest.saved_at > newest[0]) and not _size_problems(child, manifest):
-            newest = (manifest.saved_at, child)
     return None if newest is None else newest[1]
 
 
@@ -296,17 +233,3 @@ def offer(folder: str | Path) -> str:
         return f" The newest whole checkpoint inside it is {inside}."
     beside = newest_complete_checkpoint(folder.resolve().parent, exclude=folder)
     return "" if beside is None else f" The newest whole checkpoint beside it is {beside}."
-
-
-def _size_problems(folder: str | Path, manifest: Manifest) -> list[str]:
-    problems = []
-    for file in manifest.files:
-        path = zero_folder(folder) / file.name
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            problems.append(f"{path} is missing ({error.strerror})")
-            continue
-        if size != file.size:
-            problems.append(f"{path} is damaged (it has {size} bytes instead of {file.size})")
-    return problems

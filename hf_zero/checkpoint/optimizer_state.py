@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.manifest import DTYPE_CODES, STATE_MARK, WEIGHT_KINDS, Manifest
+from hf_zero.checkpoint.consolidate import CODES, WEIGHT_KINDS
+from hf_zero.checkpoint.manifest import STATE_MARK, Manifest
 from hf_zero.checkpoint.rank_state import Chunked, Scalar
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.errors import CheckpointError
@@ -120,7 +121,7 @@ def _restored(saved_as: str, value: Scalar) -> tuple[str, torch.Tensor | Scalar]
     if saved_as.endswith(_PYTHON_NUMBER):
         return saved_as.removesuffix(_PYTHON_NUMBER), value
     match = _AS_IT_WAS.fullmatch(saved_as)
-    if match is None or match["dtype"] not in DTYPE_CODES:
+    if match is None or match["dtype"] not in CODES:
         return saved_as, torch.tensor(value, dtype=torch.float32)
     dtype: torch.dtype = getattr(torch, match["dtype"])
     try:

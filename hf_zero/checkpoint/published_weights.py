@@ -10,9 +10,10 @@ import json
 import zipfile
 import zlib
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
-from hf_zero.checkpoint.consolidate import check_header
+from hf_zero.checkpoint.consolidate import SafetensorsFile
 
 _LEGACY_PICKLE = b"\x80"  # how files of torch.save begin that are no archives
 
@@ -61,15 +62,9 @@ def _archive_problem(path: Path) -> str | None:
 
 
 def _safetensors_problem(path: Path) -> str | None:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= size - 8:
-            return "impossible header length"
-        text = file.read(length)
-    try:
-        entries = check_header(json.loads(text), size - 8 - length, {})
-    except (ValueError, RecursionError, AttributeError, TypeError) as error:
-        return f"unreadable header ({error})"
-    end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    return None if end == size else f"it has {size} bytes, and its header describes {end}"
+    with closing(SafetensorsFile(path)) as file:
+        try:
+            file.header()
+        except ValueError as error:
+            return str(error)
+    return None

@@ -1,14 +1,13 @@
 """Reads any element of any parameter from a checkpoint folder, whatever layout the reader has.
 
 Which file holds an element follows from the stored layouts alone, so the world size, stage and bucket size of the
-reader do not matter. Bytes go from the file straight into the destination with preadv: memory maps would count as
-memory of the process. No collectives: each rank opens the folder for itself.
+reader do not matter. Bytes go from the file straight into the destination. No collectives: each rank opens the folder
+for itself.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,26 +17,10 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.atomic_files import Progress, open_to_read, read_at
-from hf_zero.checkpoint.manifest import (
-    BUFFER_KIND,
-    DTYPE_CODES,
-    WEIGHT_KINDS,
-    Manifest,
-    TensorInfo,
-    check_checksums,
-    check_files,
-    offer,
-    read_manifest,
-    zero_folder,
-)
-from hf_zero.checkpoint.safetensors_header import Headers, StoredTensor
+from hf_zero.checkpoint.consolidate import WEIGHT_KINDS, Advance, RankFiles
+from hf_zero.checkpoint.manifest import BUFFER_KIND, Manifest, TensorInfo, offering, read_manifest
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Run, Slot, UnitLayout
-
-# A process may open 1024 files by default, and a checkpoint may have more ranks than that.
-_MAX_OPEN_FILES = 256
-_TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in DTYPE_CODES.items()}
 
 
 def open_checkpoint(folder: str | Path) -> CheckpointReader:
@@ -47,9 +30,7 @@ def open_checkpoint(folder: str | Path) -> CheckpointReader:
         CheckpointError: No manifest, a damaged one, files missing or truncated (all are listed); the newest whole
             checkpoint beside it is offered.
     """
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
-    return CheckpointReader(Path(folder), manifest)
+    return CheckpointReader(Path(folder), read_manifest(folder))
 
 
 @dataclass(frozen=True)
@@ -65,14 +46,14 @@ class _Copy:
 class CheckpointReader:
     """An open checkpoint folder. Files are opened at the first read of them; use as a context manager, or close().
 
-    Tied parameters are found under each of their names.
+    Tied parameters are found under each of their names. See `open_checkpoint`.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._descriptors: dict[int, int] = {}
-        self._headers: dict[int, dict[str, StoredTensor]] = {}
+        with offering(folder):
+            self._files = RankFiles(folder, manifest.to_json())
         # (parameter, rank) -> where its run starts in that rank's shard
         self._run_starts: dict[tuple[str, int], int] = {}
 
@@ -85,9 +66,7 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        self._files.close()
 
     # ---------------------------------------------------------------- what there is
     @cached_property
@@ -97,10 +76,6 @@ class CheckpointReader:
     @cached_property
     def _buffers(self) -> dict[str, TensorInfo]:
         return {info.name: info for info in self.manifest.buffers}
-
-    @cached_property
-    def _expected(self) -> Headers:
-        return Headers(self.folder, self.manifest)
 
     def __contains__(self, name: str) -> bool:
         return self._canonical(name) in self._units
@@ -139,17 +114,18 @@ class CheckpointReader:
                 f"{self.folder} does not fit the model ({len(problems)} differences):\n  " + "\n  ".join(problems)
             )
 
-    def verify(self, rank: int = 0, world_size: int = 1, progress: Progress | None = None) -> None:
+    def verify(self, rank: int = 0, world_size: int = 1, progress: Advance | None = None) -> None:
         """Read this rank's share of the files whole (all of them at world size 1): are checksums and headers right?
 
         Raises:
             CheckpointError: Files have changed, or do not hold what the manifest says; the newest whole checkpoint is
                 offered.
         """
-        indices = range(rank, len(self.manifest.files), world_size)
-        check_checksums(self.folder, self.manifest, indices, progress)
-        for index in indices:
-            self._header(index)
+        ranks = range(rank, len(self.manifest.files), world_size)
+        with offering(self.folder):
+            self._files.verify(ranks, progress)
+            for one in ranks:
+                self._files.header(one)
 
     # ---------------------------------------------------------------- reading
     def read(self, name: str, kind: str, pieces: Run | Sequence[Piece]) -> torch.Tensor:
@@ -166,12 +142,12 @@ class CheckpointReader:
         stored = self.kinds(name)
         if kind not in stored:
             raise CheckpointError(f"{self.folder} holds no {kind!r} of {name}, only {sorted(stored)}")
-        dtype = _TORCH_DTYPES[DTYPE_CODES[stored[kind]]]
+        dtype: torch.dtype = getattr(torch, stored[kind])
         result = torch.empty(sum(piece.numel for piece in ranges), dtype=dtype)
         if result.numel():
             view: memoryview = result.view(torch.uint8).numpy().data
             for copy in self._copies(slot.name, ranges):
-                self._read_into(view, f"{slot.name}::{kind}", copy, dtype)
+                self._read_into(view, f"{slot.name}::{kind}", copy, dtype.itemsize)
         return result
 
     def read_weights(self, name: str, pieces: Run | Sequence[Piece], dtype: torch.dtype) -> torch.Tensor:
@@ -196,11 +172,10 @@ class CheckpointReader:
         info = self._buffers.get(name)
         if info is None:
             raise CheckpointError(f"{self.folder} holds no buffer {name!r}")
-        dtype = _TORCH_DTYPES[DTYPE_CODES[info.dtype]]
-        result = torch.empty(math.prod(info.shape), dtype=dtype)
+        result = torch.empty(math.prod(info.shape), dtype=getattr(torch, info.dtype))
         if result.numel():
             copy = _Copy(rank=0, source=0, target=0, numel=result.numel())
-            self._read_into(result.view(torch.uint8).numpy().data, f"{name}::{BUFFER_KIND}", copy, dtype)
+            self._read_into(result.view(torch.uint8).numpy().data, f"{name}::{BUFFER_KIND}", copy, result.itemsize)
         return result.view(info.shape)
 
     def _copies(self, name: str, ranges: Sequence[Piece]) -> list[_Copy]:
@@ -225,20 +200,13 @@ class CheckpointReader:
             self._run_starts.update({(run.name, rank): run.shard_offset for run in unit.runs(rank)})
         return self._run_starts[name, rank]
 
-    def _read_into(self, view: memoryview, key: str, copy: _Copy, dtype: torch.dtype) -> None:
-        stored = self._header(copy.rank).get(key)
-        itemsize = dtype.itemsize
-        if (
-            stored is None
-            or _TORCH_DTYPES[stored.code] != dtype
-            or (copy.source + copy.numel) * itemsize > stored.nbytes
-        ):
-            raise CheckpointError(f"{self._path(copy.rank)} is damaged: {key} is not what the manifest says.")
-        offset = stored.start + copy.source * itemsize
+    def _read_into(self, view: memoryview, key: str, copy: _Copy, itemsize: int) -> None:
         target = view[copy.target * itemsize : (copy.target + copy.numel) * itemsize]
-        self._pread(copy.rank, target, offset)
+        with offering(self.folder):
+            start = self._files.header(copy.rank)[key].start
+            self._files.read(copy.rank, target, start + copy.source * itemsize)
 
-    # ---------------------------------------------------------------- files
+    # ---------------------------------------------------------------- names
     def _canonical(self, name: str) -> str:
         return self.manifest.tied.get(name, name)
 
@@ -247,31 +215,3 @@ class CheckpointReader:
         if name not in self._units:
             raise CheckpointError(f"{self.folder} holds no parameter {name!r}")
         return self._units[name].slot(name)
-
-    def _path(self, rank: int) -> Path:
-        return zero_folder(self.folder) / self.manifest.files[rank].name
-
-    def _pread(self, rank: int, view: memoryview, offset: int) -> None:
-        """Fill `view` from the file; the system may give less than asked for (at most 2 GiB at once)."""
-        path = self._path(rank)
-        try:
-            if rank not in self._descriptors:
-                if len(self._descriptors) >= _MAX_OPEN_FILES:
-                    os.close(self._descriptors.pop(next(iter(self._descriptors))))
-                self._descriptors[rank] = open_to_read(path)
-            while view:
-                count = read_at(self._descriptors[rank], view, offset)
-                if count == 0:
-                    raise CheckpointError(f"{path} is damaged: it ends too early.{offer(self.folder)}")
-                view, offset = view[count:], offset + count
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-
-    def _header(self, rank: int) -> dict[str, StoredTensor]:
-        if rank not in self._headers:
-            length = bytearray(8)
-            self._pread(rank, memoryview(length), 0)
-            text = bytearray(self._expected.length(rank, length))
-            self._pread(rank, memoryview(text), 8)
-            self._headers[rank] = self._expected.parse(rank, text)
-        return self._headers[rank]

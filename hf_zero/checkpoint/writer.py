@@ -28,13 +28,12 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.atomic_files import CHUNK_BYTES, ChecksumWriter, written_atomically
+from hf_zero.checkpoint.atomic_files import ChecksumWriter, written_atomically
+from hf_zero.checkpoint.consolidate import CHUNK_BYTES, CODES, WEIGHT_KINDS
 from hf_zero.checkpoint.manifest import (
     BUFFER_KIND,
-    DTYPE_CODES,
     FROZEN_DIGESTS,
     SCRIPT_NAME,
-    WEIGHT_KINDS,
     FileInfo,
     FileRecord,
     Manifest,
@@ -189,7 +188,7 @@ def _write_safetensors(file: ChecksumWriter, entries: Sequence[_Entry], marks: M
     for entry in ordered:
         if entry.key in header:
             raise AssertionError(f"{entry.key} is given twice")
-        code = DTYPE_CODES[dtype_name(entry.source.dtype)]
+        code = CODES[dtype_name(entry.source.dtype)]
         end = offset + entry.nbytes
         header[entry.key] = {"dtype": code, "shape": [entry.source.numel], "data_offsets": [offset, end]}
         offset = end

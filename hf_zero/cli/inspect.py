@@ -6,15 +6,15 @@ import argparse
 import json
 import math
 from collections import Counter
+from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.consolidate import progress_bar
+from hf_zero.checkpoint.consolidate import RankFiles, progress_bar
 from hf_zero.checkpoint.latest import chosen
-from hf_zero.checkpoint.manifest import Manifest, check_checksums, check_files, read_manifest
+from hf_zero.checkpoint.manifest import Manifest, offering, read_manifest
 from hf_zero.checkpoint.published_weights import damaged_files
-from hf_zero.checkpoint.safetensors_header import Headers
 from hf_zero.cli.text import format_bytes, plural, print_table
 from hf_zero.errors import CheckpointError
 
@@ -40,12 +40,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     folder = chosen(args.checkpoint)
     manifest = read_manifest(folder)
-    check_files(folder, manifest)
-    Headers(folder, manifest).check(range(manifest.world_size if args.verify else 1))
-    if args.verify:
-        _verify(folder, manifest)
-        if problems := damaged_files(folder):
-            raise CheckpointError("; ".join(problems))
+    with offering(folder), closing(RankFiles(folder, manifest.to_json())) as files:
+        for rank in range(manifest.world_size if args.verify else 1):
+            files.header(rank)
+        if args.verify:
+            _verify(files, manifest)
+    if args.verify and (problems := damaged_files(folder)):
+        raise CheckpointError("; ".join(problems))
     summary = summarize(folder, manifest, verified=args.verify)
     if args.json:
         print(json.dumps(summary))
@@ -89,7 +90,7 @@ def summarize(folder: Path, manifest: Manifest, *, verified: bool) -> dict[str, 
     }
 
 
-def _verify(folder: Path, manifest: Manifest) -> None:
+def _verify(files: RankFiles, manifest: Manifest) -> None:
     draw = progress_bar("checking")
     total = sum(file.size for file in manifest.files)
     done = 0
@@ -99,7 +100,7 @@ def _verify(folder: Path, manifest: Manifest) -> None:
         done += count
         draw(done, total)
 
-    check_checksums(folder, manifest, progress=advance)
+    files.verify(range(manifest.world_size), advance)
 
 
 def _print(summary: dict[str, Any]) -> None:
