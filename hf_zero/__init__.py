@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from hf_zero.deepspeed import names
+from hf_zero.engine.factory import use_engine_class
 
 __version__ = "0.1.0"
 
@@ -44,7 +45,7 @@ _EXPORTS = {
     "copy_weights": "hf_zero.access.copy_weights",
     "load_fp32_into": "hf_zero.access.load_fp32",
     "load_fp32_state_dict": "hf_zero.checkpoint.lazy_state_dict",
-    "see_memory_usage": "hf_zero.engine.memory_usage",
+    "see_memory_usage": "hf_zero.deepspeed.runtime.utils",
     "convert_zero_checkpoint_to_fp32_state_dict": "hf_zero.utils.zero_to_fp32",
     "get_fp32_state_dict_from_zero_checkpoint": "hf_zero.utils.zero_to_fp32",
     "load_state_dict_from_zero_checkpoint": "hf_zero.utils.zero_to_fp32",
@@ -62,6 +63,8 @@ _EXPORTS = {
 }
 __all__ = sorted([*_EXPORTS, "__version__"])
 
+
+use_engine_class(lambda: importlib.import_module("hf_zero.deepspeed.engine").DeepSpeedEngine)
 
 # Modules that are there as attributes, as with DeepSpeed: hf_zero.zero.Init, hf_zero.comm.get_rank().
 _MODULES = frozenset(["comm", "ops", "zero"])

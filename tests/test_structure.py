@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ ROOMS = """errors layout config native distributed storage sharding runtime opti
 FILES_BESIDE_THE_ROOMS = {"__init__.py", "errors.py", "layout.py", "run.py", "py.typed"}
 # Knows transformers and what is around it; rooms below do not.
 HUGGING_FACE = "hf"
+# Knows the names that DeepSpeed's engine has; other rooms do not.
+DEEPSPEED = "deepspeed"
 # Files here are named as a command, or as DeepSpeed names them.
 NAMED_BY_OTHERS = ("cli", "deepspeed")
 CALLS_COLLECTIVES = "distributed"
@@ -160,6 +163,47 @@ def test_hugging_face_is_imported_at_the_top_only() -> None:
         if imported.module.split(".")[0] in ("transformers", "accelerate", "peft", "trl", "datasets")
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def methods_of(name: str, class_name: str) -> set[str]:
+    """Methods and properties that a class of hf_zero defines itself, by the file's name and its own."""
+    (found,) = [
+        node for node in tree_of(PACKAGE / name).body if isinstance(node, ast.ClassDef) and node.name == class_name
+    ]
+    return {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_deepspeeds_names_of_the_engine_are_in_one_room() -> None:
+    """Elsewhere an engine is used, and told of in messages, by ZeroEngine's own names."""
+    own = methods_of("engine/engine.py", "ZeroEngine") | methods_of("engine/module_wrapper.py", "ModuleWrapper")
+    names = methods_of("deepspeed/engine.py", "DeepSpeedEngine") - own
+    assert {"train_batch_size", "zero_optimization_stage", "save_16bit_model"} <= names, "vacuous: no names were found"
+    used = re.compile(rf"engine\.({'|'.join(sorted(names))})\b")
+    wrong = [
+        f"{name_of(path)}: {match[0]}"
+        for path in sources()
+        if room_of(module_name(path)) != DEEPSPEED
+        for match in used.finditer(path.read_text(encoding="utf-8"))
+    ]
+    wrong += [
+        f"{name_of(path)}:{node.lineno} def {node.name}"
+        for path in sources()
+        if room_of(module_name(path)) == "engine"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
+    assert not wrong, "DeepSpeed's names of an engine outside hf_zero/deepspeed:\n" + "\n".join(wrong)
+
+
+def test_every_engine_is_of_the_class_that_the_factory_names() -> None:
+    """Also one that is made for inference or by a deep copy: a script may call any engine by DeepSpeed's names."""
+    made = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in sources()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("ZeroEngine", "DeepSpeedEngine")
+    ]
+    assert not made, "call engine_class()(...) of engine/factory.py:\n" + "\n".join(made)
 
 
 @pytest.mark.parametrize("name", OFFLINE)

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_zero.checkpoint import collective
 from hf_zero.checkpoint.latest import chosen
-from hf_zero.engine.engine import ZeroEngine, engine_of
+from hf_zero.engine.engine import engine_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.state_access import assemble
@@ -186,7 +186,7 @@ class ShardedEMA:
         optimizer = self._checked_optimizer()
         optimizer.check_active("ShardedEMA.load_checkpoint")
         self._engine.require_all_ranks("ShardedEMA.load_checkpoint")
-        collective.load_attached(_session(self._engine), chosen(folder, tag), self.name)
+        collective.load_attached(self._engine.checkpoints.session(), chosen(folder, tag), self.name)
 
     def close(self) -> None:
         """Give the memory back; checkpoints are without the average from here on."""
@@ -209,15 +209,3 @@ def _exchange(average: ShardTensor, buffer: FlatParam) -> None:
         kept = mine.clone()
         mine.copy_(theirs)
         theirs.copy_(kept)
-
-
-def _session(engine: ZeroEngine) -> collective.Session:
-    return collective.Session(
-        engine.module,
-        engine.units,
-        engine.comm,
-        engine.optimizer,
-        engine.lr_scheduler,
-        engine.config.stage,
-        engine.global_steps,
-    )

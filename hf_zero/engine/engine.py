@@ -1,4 +1,4 @@
-"""The engine of one model: wiring only.
+"""The engine of one model: the step loop, and the parts that it owns.
 
 It works in place: the model object keeps its class, its attributes and its Parameter objects; hooks and placeholders
 do the rest. It owns no tensors and does not ask for the stage.
@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
+from hf_zero.checkpoint.collective import ALL_PARTS, Parts
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
+from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.deepcopy import deepcopy_of
-from hf_zero.engine.module_calls import ModuleCalls
+from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.engine.reports import Reports
-from hf_zero.engine.script_calls import reported
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import StateError
 from hf_zero.optim.loss_scaler import StepGuard
@@ -27,19 +30,23 @@ from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.attach import Callbacks, Computes, Fitted, ModelAttachment
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_the_rest, torch_dtype
-from hf_zero.runtime.full_weights import FullWeights
-from hf_zero.runtime.grad_accumulator import GradAccumulator
+from hf_zero.runtime.full_weights import FullWeights, own_tensors
 from hf_zero.runtime.memory_report import announce_engine, memory_report
-from hf_zero.sharding.partition import check_parameters
-from hf_zero.sharding.unit import UnitState
+from hf_zero.runtime.shape_only import ShapeOnly
+from hf_zero.sharding.partition import check_parameters, clean_name
+from hf_zero.sharding.unit import ShardUnit, UnitState
 
 Install = Callable[["ZeroEngine"], None]
 _KEY = "_hf_zero_engine"
+_CHILD = "module."
 _LIVE: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()  # engines whose model is still there
 
 
-class ZeroEngine(ModuleCalls):
+class ZeroEngine(ModuleWrapper):
     """ZeRO for one model over one process group.
+
+    What the engine is asked to set about the model as its nn.Module (weights, types, places) goes through the shards
+    or raises: nothing is changed beside them. A method that says nothing of ranks may be called on any one.
 
     Args:
         model: Built alike on all ranks, parameters whole; rank 0's values win. Changed in place.
@@ -66,11 +73,9 @@ class ZeroEngine(ModuleCalls):
         if engine_of(model) is not None:
             raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
         check_parameters(model, cut=config.stage == 3)  # before there is a process group to leave half made
-        super().__init__()
-        self.module = model
+        super().__init__(model)
         self.config = config
         self.managed = managed
-        self.lr_scheduler: Any = None
         self.trains = train
         accumulation_steps = 1 if managed else config.gradient_accumulation_steps
         if built is None:
@@ -82,15 +87,21 @@ class ZeroEngine(ModuleCalls):
         self.homes, self.units, self.pool = built.homes, built.units, built.pool
         self.loss_scale = built.settings.grads.loss_scale
         self.schedule = StepSchedule(
-            built, config, accumulation_steps, trains=train, on_new_gradients=self._on_new_gradients
+            built,
+            config,
+            accumulation_steps,
+            trains=train,
+            on_new_gradients=lambda added: self._attachment.on_gradients(added),
         )
         self.params, self.reducer = self.schedule.params, self.schedule.reducer
         self.weights = FullWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
+        self.checkpoints = Checkpointing(model, built, self.schedule, self._check_model)
         self._uninstalls: list[Callable[[], None]] = []
         self._before_teardown: list[Callable[[ZeroEngine], None]] = []
         self.installs: list[Install] = []
-        reports = train and self.rank == 0
-        self.reports = Reports.of(self, config, self.device, self.train_batch_size) if reports else Reports()
+        self.reports = Reports()
+        if train and self.rank == 0:
+            self.reports = Reports.of(self.schedule, config, self.device, lambda: self.config.train_batch_size)
         self._attachment = self._fit()
         if self.rank == 0:
             announce_engine(config, self.device, self.world_size, self.units, self.reducer, trains=train)
@@ -108,10 +119,11 @@ class ZeroEngine(ModuleCalls):
             backward_ends=self.schedule.end_backward,
             state_dict=self.schedule.check_current,
             boundary=weakref.WeakMethod(self.schedule.is_boundary),
-            deepcopy=lambda module, memo: deepcopy_of(self, module, memo, ZeroEngine),
+            deepcopy=lambda module, memo: deepcopy_of(self, module, memo, type(self)),
         )
         _LIVE.add(self)
-        attributes = {_KEY: self, "no_sync": lambda: self.no_sync()}
+        # A function, which copy.deepcopy of the model does not copy: of a bound method it would copy the schedule.
+        attributes = {_KEY: self, "no_sync": lambda: self.schedule.no_sync()}
         attachment = ModelAttachment(fitted, self.reports.around(callbacks), attributes)
         self.on_uninstall(self.reports.watch_forward(self.module))
         for install in self.installs:
@@ -123,38 +135,69 @@ class ZeroEngine(ModuleCalls):
         """Whether parameters are placeholders between uses."""
         return any(unit.on_demand for unit in self.units)
 
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.comm.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.comm.device
+
+    @property
+    def optimizer(self) -> ShardedOptimizer | None:
+        return self.schedule.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: ShardedOptimizer | None) -> None:
+        self.schedule.optimizer = optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """What `step` steps after the optimizer; None for no schedule, or one that others step."""
+        return self.schedule.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, lr_scheduler: Any) -> None:
+        self.schedule.lr_scheduler = lr_scheduler
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of an update."""
+        return self.schedule.accumulation_steps
+
+    @property
+    def global_steps(self) -> int:
+        """Updates, and those left out (fp16)."""
+        return self.schedule.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were left out on all ranks because their gradient was not finite; `global_steps` has them too."""
+        return self.schedule.skipped_steps
+
+    def require_all_ranks(self, name: str) -> None:
+        """Raise StateError, within seconds, unless every rank calls this with the same name."""
+        self.comm.require_all_ranks(name)
+
     # ---------------------------------------------------------------- training
-    def train(self, mode: bool = True) -> ZeroEngine:
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> ZeroEngine:
-        return self.train(False)
-
-    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, **kwargs: Any) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """`loss.backward(**kwargs)`, scaled for fp16; gradients are means over ranks and accumulation either way.
 
-        Args:
-            scale_wrt_gas: DeepSpeed's name. False: the loss is divided by the accumulation steps already.
         Returns:
-            The loss divided by the accumulation steps: the sum over a window is the window's mean.
+            The loss divided by the accumulation steps: the sum over an accumulation window is the window's mean.
         """
-        whole = loss if scale_wrt_gas else loss * self.accumulation_steps
-        with self.loss_scale.scaled(whole) as scaled:
+        with self.loss_scale.scaled(loss) as scaled:
             scaled.backward(**kwargs)
-        return loss / self.accumulation_steps if scale_wrt_gas else loss
+        return loss / self.accumulation_steps
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards inside are not the last before the step: stages 0-1 wait with their reduce, 2-3 take no notice."""
-        with self.schedule.no_sync():
-            yield
+        return self.schedule.no_sync()
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last one before the update."""
-        return self.schedule.is_boundary()
-
-    @reported
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; at the boundary update the parameters and step the scheduler. All ranks must call.
 
@@ -163,22 +206,13 @@ class ZeroEngine(ModuleCalls):
         if self not in _LIVE:
             why = "this engine was torn down, or another engine has taken over its model"
             raise StateError(f"rank {self.rank}: engine.step: {why}; use what the last hf_zero.initialize returned")
-        boundary = self.schedule.ends_window()
-        self.schedule.micro_steps += 1
-        if not boundary:
-            return
-        if self.optimizer is None:
-            raise StateError("this engine has no optimizer: pass one to hf_zero.initialize, or an optimizer block")
-        self.optimizer.step()
-        if self.lr_scheduler is not None and not self.optimizer.overflow:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.reports.step_starts()
+        boundary = self.schedule.step(lr_kwargs or {})
+        self.reports.step_ends(boundary=boundary)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this window. `step` does it by itself."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
-        else:
-            self.reducer.shown.discard()
+        """Forget the gradients of this accumulation window. `step` does it by itself."""
+        self.schedule.zero_grad()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """Point the param groups of `optimizer` at this rank's master shards, in place.
@@ -206,13 +240,9 @@ class ZeroEngine(ModuleCalls):
         )
         return self.optimizer
 
-    def _on_new_gradients(self, added: list[GradAccumulator]) -> None:
-        self._attachment.on_gradients(added)
-
     def finish_updates(self) -> None:
         """Wait for offloaded updates that run beside the training, delayed ones too. All ranks must call."""
-        if self.optimizer is not None:
-            self.optimizer.finish_updates()
+        self.schedule.finish_updates()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the mean gradient to `max_norm`; return its norm before. 0-dim. All ranks must call."""
@@ -226,6 +256,153 @@ class ZeroEngine(ModuleCalls):
         As in DeepSpeed, a step that overflows keeps the norm before it.
         """
         return None if self.optimizer is None else self.optimizer.last_norm
+
+    # ---------------------------------------------------------------- weights
+    def full_state_dict(self, keep: bool, *, trainable_only: bool = False) -> dict[str, torch.Tensor]:
+        """Unsharded weights on the CPU under the model's state_dict names, where `keep`; {} elsewhere.
+
+        All ranks must call. Tied names share one tensor; persistent buffers are included. Peak extra memory: one unit.
+        """
+        self.require_all_ranks("full_state_dict")
+        self._check_model()
+        self.finish_updates()
+        return self.weights.state_dict(keep, trainable_only=trainable_only)
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Take weights from a mapping of full tensors, given on every rank. Masters start from these values."""
+        self.finish_updates()
+        self.weights.load_state_dict(state, strict=strict)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """nn.Module's: live tensors. A sharded parameter has name, shape and type; reading its values raises.
+
+        No communication. For the values see `full_state_dict`.
+        """
+        with self._attachment.naming_shards():
+            state = cast(dict[str, Any], super().state_dict(*args, **kwargs))
+        sharded = [unit for unit in self.units if unit.on_demand and unit.state is not UnitState.FULL]
+        hidden = {id(param) for unit in sharded for buffer in unit.buffers for param in buffer.params}
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        for name, param in self.named_parameters(remove_duplicate=False):
+            if id(param) in hidden and prefix + name in state:
+                state[prefix + name] = ShapeOnly(param, clean_name(name.removeprefix(_CHILD)))
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Set weights and buffers from full tensors, the same on every rank, master weights too. All ranks must call.
+
+        Args:
+            state_dict: Names with "module." in front, as `state_dict()` has them, or the model's own.
+            assign: Ignored: the parameters stay where they are.
+        Returns:
+            (missing_keys, unexpected_keys), both empty where `strict`.
+        Raises:
+            CheckpointError: With `strict`, names that do not fit; other shapes.
+        """
+        self.require_all_ranks("load_state_dict")
+        own = {name for name, _ in own_tensors(self.module)}
+        foreign = all(name.startswith(_CHILD) for name in state_dict) and not own & state_dict.keys()
+        given = {name.removeprefix(_CHILD) if foreign else name: value for name, value in state_dict.items()}
+        self.load_full_state_dict(given, strict=strict)
+        names = {clean_name(name) for name in given}
+        return _IncompatibleKeys([] if strict else sorted(own - names), [] if strict else sorted(names - own))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroEngine:
+        """What `.to`, `.half`, `.float`, `.cuda` and the like come down to: fine where no parameter changes."""
+        probed: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        for name, param in ((name, param) for unit in self.units for name, param in _named_params(unit)):
+            kind = (param.dtype, param.device)
+            if kind not in probed:
+                probed[kind] = fn(torch.empty(1, dtype=param.dtype, device=param.device))
+            moved = probed[kind]
+            if (moved.dtype, moved.device) != kind:
+                raise StateError(
+                    f"rank {self.rank}: {name} is {param.dtype} on {param.device} and belongs to the engine, "
+                    f"which cannot cast or move it to {moved.dtype} on {moved.device}.\nSet the type in the "
+                    "configuration (bf16.enabled, fp16.enabled, keep_fp32) or before hf_zero.initialize (dtype= "
+                    "in from_pretrained); to move or cast a plain model call engine.teardown() first."
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        # A deep copy of a model whose parameters are never sharded is a plain model: it has no engine.
+        if id(self.module) not in memo:
+            raise StateError("an engine cannot be copied: copy its model, copy.deepcopy(engine.module)")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(
+            "an engine, or a model that has one, cannot be pickled.\nSave with engine.save_checkpoint or "
+            "model.save_pretrained, save engine.full_state_dict, or call engine.teardown() before torch.save(model)."
+        )
+
+    def _check_model(self) -> None:
+        """Raise StateError on every rank if one has a model that does not hold what would be saved."""
+
+        def check() -> None:
+            self._attachment.check_model()
+            for buffer in (buffer for unit in self.units for buffer in unit.buffers):
+                buffer.check_views()
+
+        self.comm.together("the model's parameters", check, catch=(StateError,), raise_as=StateError)
+
+    # ---------------------------------------------------------------- checkpoints
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint into `save_dir/tag`; it loads at any world size and stage. Returns True.
+
+        All ranks must call, with the same arguments. Without a tag it is "global_stepN". With `save_latest`, loading
+        `save_dir` without a tag finds this one. Without frozen parameters it loads only where these are the same
+        already.
+
+        Raises CheckpointError on every rank: ranks name different folders or tags (nothing is written), or a rank
+        could not write its part.
+        """
+        exclude_frozen = exclude_frozen_parameters
+        self.checkpoints.save(save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen)
+        return True
+
+    def write_checkpoint(self, folder: str | Path, exclude_frozen_parameters: bool = False) -> None:
+        """As `save_checkpoint`, but into `folder` itself: no tag, no `latest`. All ranks must call."""
+        self.checkpoints.write(folder, exclude_frozen=exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        *,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, Any]:
+        """Restore weights, optimizer state, scheduler and counters; returns (the checkpoint's folder, client_state).
+
+        All ranks must call, with the same arguments. Without a tag it is the one saved last in `load_dir`, and where
+        nothing was saved yet (None, {}) with a warning. `load_module_only` leaves all but weights and buffers as they
+        are.
+
+        Raises CheckpointError on every rank where the checkpoint is not there, is damaged or does not fit, or where
+        ranks would load different ones.
+        """
+        parts = Parts(
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            counters=not load_module_only,
+        )
+        return self.checkpoints.load(load_dir, tag, parts)
+
+    def read_checkpoint(self, folder: str | Path, parts: Parts = ALL_PARTS) -> Any:
+        """As `load_checkpoint`, but from `folder` itself, whatever its `latest` names; returns the client_state or {}.
+
+        All ranks must call. Raises CheckpointError on every rank, also where there is none.
+        """
+        return self.checkpoints.read(folder, parts)
 
     # ---------------------------------------------------------------- memory and end
     def memory_report(self) -> dict[str, int]:
@@ -284,9 +461,6 @@ class ZeroEngine(ModuleCalls):
         finally:
             self._attachment = self._fit()
 
-    def naming_shards(self) -> contextlib.AbstractContextManager[None]:
-        return self._attachment.naming_shards()
-
     def install(self, install: Install) -> None:
         """Call `install(engine)` now and whenever the engine comes back to its model: it puts something on it."""
         self.installs.append(install)
@@ -299,6 +473,12 @@ class ZeroEngine(ModuleCalls):
     def before_teardown(self, call: Callable[[ZeroEngine], None]) -> None:
         """Call `call(engine)` when `teardown` begins."""
         self._before_teardown.append(call)
+
+
+def _named_params(unit: ShardUnit) -> Iterator[tuple[str, nn.Parameter]]:
+    for buffer in unit.buffers:
+        for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+            yield slot.name, param
 
 
 def end_unless_shared(comm: Comm) -> None:

@@ -1,7 +1,4 @@
-"""`see_memory_usage`, under the path that DeepSpeed has it: what the device and the host hold at this moment.
-
-Sizes are in GiB, which the lines call GB as DeepSpeed's do.
-"""
+"""What the device and the host hold at this moment. Sizes are in GiB, which the lines call GB as DeepSpeed's do."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from dataclasses import dataclass
 
 import psutil
 import torch
-import torch.distributed as dist
 
 from hf_zero.native.machine import peak_resident_bytes
 from hf_zero.runtime.log_lines import log_line
@@ -41,14 +37,12 @@ def device_memory() -> DeviceMemory:
     )
 
 
-def see_memory_usage(message: str, force: bool = False) -> None:
-    """Show `message` and what is allocated now: DeepSpeed's function of this name. Any rank may call; rank 0 speaks.
+def log_memory_usage(message: str) -> None:
+    """Log `message` and what is allocated now.
 
-    Without `force` it does nothing. Max_MA and Max_CA are the peaks since the last call on an accelerator, and since
-    the process began without one. Python's garbage is collected first, so that the numbers are true.
+    Max_MA and Max_CA are the peaks since the last call on an accelerator, and since the process began without one.
+    Python's garbage is collected first, so that the numbers are true.
     """
-    if not force or (dist.is_initialized() and dist.get_rank() != 0):
-        return
     gc.collect()
     memory, host = device_memory(), psutil.virtual_memory()
     log_line(message)

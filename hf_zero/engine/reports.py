@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,9 @@ from torch import nn
 from hf_zero.config import ResolvedConfig
 from hf_zero.config.announce import start_text
 from hf_zero.engine.clocks import Clock, Stopwatch, clock_of
-from hf_zero.engine.memory_usage import device_memory, see_memory_usage
+from hf_zero.engine.memory_usage import device_memory, log_memory_usage
+from hf_zero.engine.step_schedule import StepSchedule
+from hf_zero.optim.hyperparameters import learning_rates, momenta
 from hf_zero.runtime.attach import Callbacks
 from hf_zero.runtime.hooks import in_backward
 from hf_zero.runtime.log_lines import log_line
@@ -25,20 +27,6 @@ from hf_zero.runtime.log_lines import log_line
 _WARM_UP_STEPS = 2
 _EPSILON_S = 1e-6
 _GIB = 1024**3
-
-
-class Run(Protocol):
-    """What the lines say of an engine."""
-
-    @property
-    def global_steps(self) -> int: ...
-
-    @property
-    def skipped_steps(self) -> int: ...
-
-    def get_lr(self) -> list[float]: ...
-
-    def get_mom(self) -> list[Any]: ...
 
 
 class Watcher:
@@ -66,8 +54,8 @@ class Watcher:
 class ProgressLines(Watcher):
     """steps_per_print: number of steps, skipped steps, learning rates and momenta."""
 
-    def __init__(self, run: Run, every: int) -> None:
-        self._run = run
+    def __init__(self, schedule: StepSchedule, every: int) -> None:
+        self._schedule = schedule
         self._every = every
         self._began = False
 
@@ -77,13 +65,15 @@ class ProgressLines(Watcher):
             self._log()
 
     def micro_ends(self, boundary: bool) -> None:
-        if boundary and self._run.global_steps % self._every == 0:
+        if boundary and self._schedule.global_steps % self._every == 0:
             self._log()
 
     def _log(self) -> None:
-        run = self._run
+        schedule = self._schedule
+        groups = [] if schedule.optimizer is None else schedule.optimizer.param_groups
         log_line(
-            f"[Rank 0] step={run.global_steps}, skipped={run.skipped_steps}, lr={run.get_lr()}, mom={run.get_mom()}"
+            f"[Rank 0] step={schedule.global_steps}, skipped={schedule.skipped_steps}, lr={learning_rates(groups)}, "
+            f"mom={momenta(groups)}"
         )
 
 
@@ -195,28 +185,25 @@ class MemoryLines(Watcher):
     """memory_breakdown: what is allocated before and after each phase."""
 
     def __init__(self) -> None:
-        self._see("Engine made")
+        log_memory_usage("Engine made")
 
     def forward_starts(self) -> None:
-        self._see("Engine before forward")
+        log_memory_usage("Engine before forward")
 
     def forward_ends(self) -> None:
-        self._see("Engine after forward")
+        log_memory_usage("Engine after forward")
 
     def backward_starts(self) -> None:
-        self._see("Engine before backward")
+        log_memory_usage("Engine before backward")
 
     def backward_ends(self) -> None:
-        self._see("Engine after backward")
+        log_memory_usage("Engine after backward")
 
     def step_starts(self) -> None:
-        self._see("Engine before step")
+        log_memory_usage("Engine before step")
 
     def step_ends(self) -> None:
-        self._see("Engine after step")
-
-    def _see(self, message: str) -> None:
-        see_memory_usage(message, force=True)
+        log_memory_usage("Engine after step")
 
 
 class Reports:
@@ -227,14 +214,16 @@ class Reports:
         self._backward_done = False  # of a micro-batch that is not over
 
     @classmethod
-    def of(cls, run: Run, config: ResolvedConfig, device: torch.device, batch_size: Callable[[], int]) -> Reports:
+    def of(
+        cls, schedule: StepSchedule, config: ResolvedConfig, device: torch.device, batch_size: Callable[[], int]
+    ) -> Reports:
         """What `config` asks for. Call on the rank that speaks; shows the configuration for `dump_state`."""
         if config.dump_state:
             log_line(start_text(config))
         clock = clock_of(device)
         watchers: list[Watcher] = []
         if config.steps_per_print > 0:
-            watchers.append(ProgressLines(run, config.steps_per_print))
+            watchers.append(ProgressLines(schedule, config.steps_per_print))
             if config.settings.get("timers.throughput.enabled", True):
                 watchers.append(ThroughputLines(clock, config.steps_per_print, batch_size))
         if config.wall_clock_breakdown:

@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_hooks
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.factory import engine_class
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.runtime.build import BuildSettings, build_units
@@ -196,7 +197,7 @@ class ShardedConstruction:
             config, params = self._resolve(root), list(root.parameters())
             types = [param.dtype for param in params]
             built = build_units(root, BuildSettings.of(config, 1.0, train=False), self._comm, layout_change.fill)
-            engines.append(ZeroEngine(root, config, built=built, train=False))
+            engines.append(engine_class()(root, config, built=built, train=False))
             line = cast_line(types, [param.dtype for param in params])
             if line is not None and self._comm.rank == 0:
                 logger.warning("%s: %s", type(root).__name__, line)

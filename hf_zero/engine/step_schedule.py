@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -23,10 +24,10 @@ from hf_zero.sharding.unit import ShardUnit
 
 
 class StepSchedule:
-    """Parameters, gradients and optimizer of one engine, and when each of them is told of what.
+    """Parameters, gradients, optimizer and learning rates of one engine, and the order in which they act.
 
-    Its methods are called by the hooks on the model, by the reducer and by the optimizer, in the order in which they
-    stand here. A method that starts a collective is called on all ranks.
+    Its methods are called by the engine, by the hooks on the model, by the reducer and by the optimizer, in the order
+    in which they stand here. A method that starts a collective is called on all ranks.
 
     Args:
         accumulation_steps: Micro-batches of an update.
@@ -47,8 +48,9 @@ class StepSchedule:
         self.micro_steps = 0
         self.global_steps = 0
         self.step_applied = False  # the last `step` updated the parameters
-        self.forced_boundary: bool | None = None  # what set_gradient_accumulation_boundary said
+        self.forced_boundary: bool | None = None  # the script's own answer, in the place of the count
         self.optimizer: ShardedOptimizer | None = None
+        self.lr_scheduler: Any = None
         self._no_sync = False
         self._trains = trains
         self._comm: Comm = built.comm
@@ -68,15 +70,15 @@ class StepSchedule:
         self._unfreeze = Unfreeze(built, self.params, self._take_in)
 
     # ---------------------------------------------------------------- micro-batches
-    def ends_window(self) -> bool:
-        """Whether the next `step()` updates: by the count, or as set_gradient_accumulation_boundary said."""
+    def is_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last one before the update."""
+        return not self._no_sync and self._step_updates()
+
+    def _step_updates(self) -> bool:
+        """Whether the next `step` updates: by the count, or by `forced_boundary`."""
         if self.forced_boundary is not None:
             return self.forced_boundary
         return (self.micro_steps + 1) % self.accumulation_steps == 0
-
-    def is_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last one before the update."""
-        return not self._no_sync and self.ends_window()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -88,7 +90,7 @@ class StepSchedule:
             self._no_sync = before
 
     def restart_at(self, global_steps: int) -> None:
-        """So many updates have been made, and the next micro-batch is the first of its window."""
+        """So many updates have been made, and the next micro-batch is the first of its accumulation window."""
         self.global_steps = global_steps
         self.micro_steps = global_steps * self.accumulation_steps
 
@@ -139,6 +141,39 @@ class StepSchedule:
         self._loss_scale.end_backward()
 
     # ---------------------------------------------------------------- update
+    @property
+    def skipped_steps(self) -> int:
+        """Updates that were left out on all ranks, because a gradient was not finite."""
+        return 0 if self.optimizer is None else self.optimizer.guard.skipped_steps
+
+    def step(self, lr_kwargs: Mapping[str, Any]) -> bool:
+        """End a micro-batch; returns whether it was the last one before an update, which has then been made.
+
+        After an update that was not left out the learning rates follow, by `lr_scheduler.step(**lr_kwargs)`.
+        """
+        boundary = self._step_updates()
+        self.step_applied = False  # until `end_step`
+        self.micro_steps += 1
+        if boundary:
+            if self.optimizer is None:
+                raise StateError("this engine has no optimizer: pass one to hf_zero.initialize, or an optimizer block")
+            self.optimizer.step()
+            if self.lr_scheduler is not None and not self.optimizer.overflow:
+                self.lr_scheduler.step(**lr_kwargs)
+        return boundary
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of this accumulation window."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        else:
+            self.reducer.shown.discard()
+
+    def finish_updates(self) -> None:
+        """Wait for offloaded updates that run beside the training, delayed ones too."""
+        if self.optimizer is not None:
+            self.optimizer.finish_updates()
+
     def gradients_change(self) -> None:
         """By hand, after an offloaded optimizer may have begun with them."""
         if self.optimizer is not None:

@@ -32,6 +32,16 @@ def _number(value: Any) -> Any:
     return value if isinstance(value, (int, float)) else None
 
 
+def learning_rates(param_groups: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Of each group. Waits for a device that holds one."""
+    return [float(group["lr"]) for group in param_groups]
+
+
+def momenta(param_groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Betas of each group, or its momentum; 0.0 where the optimizer has neither."""
+    return [list(group["betas"]) if "betas" in group else float(group.get("momentum", 0.0)) for group in param_groups]
+
+
 def groups_digest(param_groups: Sequence[Mapping[str, Any]]) -> float:
     """An integer, for the vote of a step."""
     return digest_of(repr(numbers_of(param_groups)).encode())

@@ -50,6 +50,5 @@ class ShapeOnly(torch.Tensor):
 def _refuse(name: str) -> NoReturn:
     raise StateError(
         f"{name} is sharded: engine.state_dict() knows its name, shape and type, not its values.\nFor values call, on "
-        "all ranks, engine.full_state_dict(keep=rank == 0) or engine.save_16bit_model(folder); or read inside "
-        "`with hf_zero.gathered_params(model):`."
+        "all ranks, engine.full_state_dict(keep=rank == 0), or read inside `with hf_zero.gathered_params(model):`."
     )

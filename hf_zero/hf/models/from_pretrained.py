@@ -25,6 +25,7 @@ from transformers.core_model_loading import build_glob_alternation
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.factory import engine_class
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.hf.models.install import install_on_model
 from hf_zero.hf.models.name_matching import Match, match_stored
@@ -252,7 +253,7 @@ class ShardedLoad:
                 for buffer in unit.buffers:
                     buffer.gather_start()
                     buffer.gather_finish()
-        engine = ZeroEngine(self._model, self._config, built=built, train=False)
+        engine = engine_class()(self._model, self._config, built=built, train=False)
         install_on_model(engine)
         return engine
 

@@ -1,4 +1,4 @@
-"""What scripts written for DeepSpeed call on an engine, beside the training step: names, sizes, rates, 16-bit weights.
+"""The engine with DeepSpeed's names: what scripts written for DeepSpeed call on it beside the training step.
 
 Owns no state but what a call sets. Answers are those of the configuration that the run has, so under Trainer the
 accumulation steps are Trainer's, though the engine itself accumulates one.
@@ -6,84 +6,75 @@ accumulation steps are Trainer's, though the engine itself accumulates one.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from hf_zero.checkpoint.agreement import together
-from hf_zero.engine.checkpointing import EngineState
-from hf_zero.engine.reports import Reports
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import CheckpointError, ConfigError, StateError
-from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.sharding.placement import Placements
+from hf_zero.optim.hyperparameters import learning_rates, momenta
 
 logger = logging.getLogger(__name__)
 
-_EngineT = TypeVar("_EngineT", bound="ScriptCalls")
-_Params = ParamSpec("_Params")
 
+class DeepSpeedEngine(ZeroEngine):
+    """A ZeroEngine that also answers to DeepSpeed's names, as every engine of hf_zero: see hf_zero/engine/factory.py.
 
-def reported(
-    step: Callable[Concatenate[_EngineT, _Params], None],
-) -> Callable[Concatenate[_EngineT, _Params], None]:
-    """Around `engine.step`: tells the engine's reports."""
+    A method that says nothing of ranks may be called on any one.
+    """
 
-    @functools.wraps(step)
-    def reporting_step(self: _EngineT, /, *args: _Params.args, **kwargs: _Params.kwargs) -> None:
-        boundary = self.schedule.ends_window()
-        self.schedule.step_applied = False  # until the optimizer says otherwise
-        self.reports.step_starts()
-        step(self, *args, **kwargs)
-        self.reports.step_ends(boundary=boundary)
+    # ---------------------------------------------------------------- DeepSpeed's arguments
+    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, **kwargs: Any) -> torch.Tensor:
+        """See ZeroEngine.backward. `scale_wrt_gas` False: the loss is divided by the accumulation steps already."""
+        if scale_wrt_gas:
+            return super().backward(loss, **kwargs)
+        super().backward(loss * self.accumulation_steps, **kwargs)
+        return loss
 
-    return reporting_step
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        *,
+        load_module_strict: bool = True,
+        custom_load_fn: Any = None,
+        **parts: bool,
+    ) -> tuple[str | None, Any]:
+        """See ZeroEngine.load_checkpoint. Parameters must fit with `load_module_strict=False` too.
 
+        Raises ConfigError for a `custom_load_fn`.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint(custom_load_fn=...): use hf_zero.load_fp32_state_dict and set_full_param"
+            )
+        return super().load_checkpoint(load_dir, tag, **parts)
 
-class ScriptCalls(EngineState):
-    """The base of ZeroEngine. A method that says nothing of ranks may be called on any one."""
-
-    homes: Placements
-    reducer: GradReducer
-    reports: Reports
-    managed: bool
-
-    @abc.abstractmethod
-    def retire(self) -> None: ...
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Compile the model's forward in place, as `model.compile` does, with all arguments together."""
+        super().compile(**{**({} if backend is None else {"backend": backend}), **(compile_kwargs or {}), **kwargs})
 
     @property
-    @abc.abstractmethod
-    def is_sharded(self) -> bool: ...
+    def is_compiled(self) -> bool:
+        return self.module._compiled_call_impl is not None
 
     # ---------------------------------------------------------------- ranks
     @property
-    def rank(self) -> int:
-        return self.comm.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.comm.world_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.comm.device
-
-    @property
     def global_rank(self) -> int:
-        return self.comm.rank
+        return self.rank
 
     @property
     def dp_world_size(self) -> int:
         """Ranks that share the data: all of them."""
-        return self.comm.world_size
+        return self.world_size
 
     @property
     def local_rank(self) -> int:
@@ -104,6 +95,11 @@ class ScriptCalls(EngineState):
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)"""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches whose `step()` was called."""
+        return self.schedule.micro_steps
 
     @property
     def global_samples(self) -> int:
@@ -137,26 +133,25 @@ class ScriptCalls(EngineState):
         )
         self.schedule.accumulate_over(steps)
 
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last one before the update."""
+        return self.schedule.is_boundary()
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next backward is the last before the update, from now on. All ranks must call, alike.
 
-        For loops that call `step()` once per window. Gradients are still divided by the accumulation steps.
+        For loops that call `step()` once per update. Gradients are still divided by the accumulation steps.
         """
         self.schedule.forced_boundary = is_boundary
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated the parameters: not within a window, and not on an overflow."""
+        """Whether the last `step()` updated the parameters: not before the boundary, and not on an overflow."""
         return self.schedule.step_applied
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps that were left out on all ranks because their gradient was not finite; `global_steps` has them too."""
-        return 0 if self.optimizer is None else self.optimizer.guard.skipped_steps
 
     # ---------------------------------------------------------------- rates
     def get_lr(self) -> list[float]:
         """The learning rate of each param group; [] without an optimizer."""
-        return [float(group["lr"]) for group in self._groups()]
+        return learning_rates(self._groups())
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every param group. All ranks must call, alike. A scheduler overrides it."""
@@ -168,9 +163,7 @@ class ScriptCalls(EngineState):
 
     def get_mom(self) -> list[Any]:
         """Betas of each param group, or its momentum; 0.0 where the optimizer has neither."""
-        return [
-            list(group["betas"]) if "betas" in group else float(group.get("momentum", 0.0)) for group in self._groups()
-        ]
+        return momenta(self._groups())
 
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups
@@ -183,7 +176,7 @@ class ScriptCalls(EngineState):
         return self.config.stage > 0
 
     def is_first_weights_partition_group(self) -> bool:
-        """Whether parameters are cut over the ranks: stage 3."""
+        """Whether parameters are sharded: stage 3."""
         return self.config.stage == 3
 
     def fp16_enabled(self) -> bool:
@@ -208,9 +201,9 @@ class ScriptCalls(EngineState):
 
     # ---------------------------------------------------------------- weights
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The model's weights as it holds them, whole, on every rank. All ranks must call at stage 3.
+        """The model's unsharded weights as it holds them, on every rank. All ranks must call at stage 3.
 
-        Where parameters are whole anyway these are the live tensors of `module.state_dict()`, else copies on the CPU.
+        Where parameters are never sharded these are the live tensors of `module.state_dict()`, else copies on the CPU.
         """
         if self.is_sharded:
             return self.full_state_dict(keep=True, trainable_only=exclude_frozen_parameters)
@@ -228,7 +221,7 @@ class ScriptCalls(EngineState):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """What accelerate and transformers call: whole weights on rank 0, None elsewhere. All ranks must call."""
+        """What accelerate and transformers call: unsharded weights on rank 0, None elsewhere. All ranks must call."""
         state = self.full_state_dict(keep=self.rank == 0, trainable_only=exclude_frozen_parameters)
         return state if self.rank == 0 else None
 
@@ -238,7 +231,7 @@ class ScriptCalls(EngineState):
         """Write the model's weights, as it holds them, into one file. All ranks must call; rank 0 writes.
 
         A name that ends in .safetensors gives that format, in which tied weights stand under their first name; any
-        other is written by torch.save. Needs the whole model in rank 0's host memory.
+        other is written by torch.save. Needs the full model in rank 0's host memory.
 
         Returns:
             False, and nothing is written, where `stage3_gather_16bit_weights_on_model_save` is false at stage 3.
@@ -269,7 +262,7 @@ class ScriptCalls(EngineState):
 
     # ---------------------------------------------------------------- memory and end
     def empty_partition_cache(self) -> None:
-        """Let go of parameters that were gathered ahead or stayed whole. All ranks must call; not within a step."""
+        """Reshard parameters that were gathered ahead or kept. All ranks must call; not within a step."""
         self.params.release_all()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
@@ -277,8 +270,8 @@ class ScriptCalls(EngineState):
     def destroy(self) -> None:
         """Give up training: take the engine off its model, free its files and host memory. All ranks must call.
 
-        Gathers nothing: at stage 3 the model keeps placeholders only, which read as NaN. `teardown()` gives the whole
-        model back. A second call does nothing.
+        Gathers nothing: at stage 3 the model keeps placeholders only, which read as NaN. `teardown()` gives the
+        plain model back. A second call does nothing.
         """
         if self.homes.closed:
             return

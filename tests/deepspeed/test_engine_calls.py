@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging.handlers
 from pathlib import Path
 from typing import Any
@@ -369,3 +370,27 @@ def test_one_line_says_what_is_clipped(clipping: Any, said: str, caplog: pytest.
     assert engine.gradient_clipping() == (1.0 if clipping.get("gradient_clipping") == "auto" else 0.0)
     assert engine.config.get("zero_optimization", {})["stage"] == 1 and engine.config["train_batch_size"] == 3
     engine.teardown()
+
+
+# -------------------------------------------------------------------- whichever way an engine was made
+def ways() -> dict[str, tuple[int, int, bool]]:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"zero_optimization": zero}
+    shared = hf_zero.shard(Net(), config)
+    with hf_zero.sharded_init(config):
+        constructed = Net()
+    made = {"shard": shared, "deepcopy": copy.deepcopy(shared), "sharded_init": constructed}
+    again: Any = copy.deepcopy(constructed)
+    hf_zero.initialize(model=again, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), config=config)
+    made["initialize"] = again
+    found = {}
+    for name, model in made.items():
+        engine: Any = hf_zero.engine_of(model)
+        assert isinstance(engine, hf_zero.ZeroEngine)
+        found[name] = engine.dp_world_size, engine.zero_optimization_stage(), engine.was_step_applied()
+    return found
+
+
+def test_every_engine_has_deepspeeds_names() -> None:
+    for found in run_ranks(ways, 2):
+        assert len(found) == 4 and set(found.values()) == {(2, 3, False)}
