@@ -32,8 +32,8 @@ from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.accelerator.plain_loop import arguments_of, batch_of_loaders, scaling_of, take_accumulation
 from hf_zero.hf.accelerator.save_state import AcceleratorState
 from hf_zero.hf.conflicts import accelerator_conflicts, check_world_size, model_conflicts, tell_missed_sharding
-from hf_zero.hf.enable import ACTIVATION, PatchPoint
 from hf_zero.hf.models.install import install_on_model
+from hf_zero.hf.patching import ACTIVATION, PatchPoint
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import transformers
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.processes import adopt_cluster_variables, launched_processes
 from hf_zero.hf.conflicts import check_environment, check_rivals, check_run
-from hf_zero.hf.enable import ACTIVATION
+from hf_zero.hf.enable import activate
 
 _Arguments = TypeVar("_Arguments", bound=transformers.TrainingArguments)
 
@@ -48,7 +48,7 @@ class ZeroArgumentsMixin:
         super().__post_init__()  # type: ignore[misc]
         check_run(config, self)
         self._zero_config = config
-        ACTIVATION.activate(config, for_everyone=False)
+        activate(config, for_everyone=False)
 
     @property
     def zero_config(self) -> ZeroConfig | None:
