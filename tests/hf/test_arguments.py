@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import pickletools
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,12 @@ def test_training_args_bin_loads_in_a_fresh_process(tmp_path: Path, kind: str) -
         cls = TrainingArguments if kind == "plain" else Seq2SeqTrainingArguments
     args = make(tmp_path, cls, zero=ZERO2, learning_rate=7e-4)
     torch.save(args, tmp_path / "training_args.bin")
+    assert copy.copy(args).learning_rate == 7e-4 and type(copy.copy(args)) is cls
+    with zipfile.ZipFile(tmp_path / "training_args.bin") as archive:
+        pickled = next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+    named = {text for op, text, _ in pickletools.genops(pickled) if op.name == "GLOBAL" and text.startswith("hf_zero")}
+    public = "Seq2SeqTrainingArguments" if kind == "seq2seq" else "TrainingArguments"
+    assert named == {f"hf_zero {public}"}, "files name where a class is exported, not where it lies today"
     script = (
         "import sys, torch\n"
         "args = torch.load(sys.argv[1], weights_only=False)\n"

@@ -65,8 +65,12 @@ class ZeroArgumentsMixin:
         base = type(self).__bases__[-1]
         if _MADE.get(base) is not type(self):
             return super().__reduce_ex__(protocol)
-        # A class made by zero_arguments has no name to be found by; it is made again from the one it extends.
-        return _rebuild, (base,), self.__getstate__()
+        return TrainingArguments._blank, (base,), self.__getstate__()
+
+    @classmethod
+    def _blank(cls, base: type[Any]) -> Any:
+        """For pickles: a class made by zero_arguments has no name to be found by, so it is made again from `base`."""
+        return object.__new__(zero_arguments(base))
 
 
 @dataclasses.dataclass(repr=False)
@@ -113,5 +117,6 @@ def zero_arguments(base: type[_Arguments]) -> type[_Arguments]:
     return _MADE[base]
 
 
-def _rebuild(base: type[Any]) -> Any:
-    return object.__new__(zero_arguments(base))
+# A pickle (training_args.bin) names the place where they are exported, not this file.
+for _exported in (TrainingArguments, Seq2SeqTrainingArguments):
+    _exported.__module__ = "hf_zero"
