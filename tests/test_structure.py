@@ -131,15 +131,16 @@ def test_names_of_files_are_unique() -> None:
 
 
 def test_no_import_cycles() -> None:
-    """Also within one package: in a cycle, which file is loaded first decides whether it works."""
+    """Within a room too, and with imports inside functions: files that need each other are one idea, or lack one."""
     graph = {
         module_name(path): {
             imported.module
             for imported in imports_of(path)
-            if imported.at_start and imported.module.startswith("hf_zero.") and imported.module != module_name(path)
+            if imported.module.startswith("hf_zero.") and imported.module != module_name(path)
         }
         for path in sources()
     }
+    assert sum(map(len, graph.values())) > 500, "vacuous: imports were not found"
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:

@@ -89,14 +89,16 @@ def renew(
     comm = engines[0].comm
     for engine in engines:
         engine.retire()
-    layout_change = LayoutChange(unit for engine in engines for unit in engine.units)
+    layout_change = LayoutChange((unit for engine in engines for unit in engine.units), comm)
     accumulation = 1 if managed else config.gradient_accumulation_steps
     settings = BuildSettings.of(config, 1.0 / (comm.world_size * accumulation), train=train)
-    built = build_units(model, settings, comm, layout_change.fill)
+    built = build_units(model, settings, comm, layout_change.fill, reuse=layout_change.reuse)
     layout_change.finish()
     for engine in engines:
         engine.homes.close()
     renewed = engine_class()(model, config, managed=managed, built=built, train=train)
+    for install in dict.fromkeys(install for engine in engines for install in engine.installs):
+        renewed.install(install)
     for other in dict.fromkeys(engine.comm for engine in engines if engine.comm is not comm):
         end_unless_shared(other)
     return renewed

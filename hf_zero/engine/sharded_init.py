@@ -191,12 +191,13 @@ class ShardedConstruction:
         self._settled.update(model.modules())
 
     def _engines(self, roots: Iterable[nn.Module], units: Iterable[ShardUnit]) -> list[ZeroEngine]:
-        layout_change = LayoutChange({id(unit): unit for unit in units}.values())
+        layout_change = LayoutChange({id(unit): unit for unit in units}.values(), self._comm)
         engines = []
         for root in roots:
             config, params = self._resolve(root), list(root.parameters())
             types = [param.dtype for param in params]
-            built = build_units(root, BuildSettings.of(config, 1.0, train=False), self._comm, layout_change.fill)
+            settings = BuildSettings.of(config, 1.0, train=False)
+            built = build_units(root, settings, self._comm, layout_change.fill, reuse=layout_change.reuse)
             engines.append(engine_class()(root, config, built=built, train=False))
             line = cast_line(types, [param.dtype for param in params])
             if line is not None and self._comm.rank == 0:

@@ -29,8 +29,8 @@ from hf_zero.runtime.prefetch_limits import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.home import FlatParamSpec
 from hf_zero.sharding.partition import UnitSpec
-from hf_zero.sharding.placement import FlatParamSpec
 from hf_zero.sharding.unit import ShardUnit
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]

@@ -19,8 +19,9 @@ from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.pool import MemoryPool
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.home import FlatParamSpec, Placement
 from hf_zero.sharding.partition import UnitKind, UnitSpec, partition
-from hf_zero.sharding.placement import FlatParamSpec, OffloadSettings, Placements
+from hf_zero.sharding.placement import OffloadSettings, Placements
 from hf_zero.sharding.stages import UnitPlan, keeps_small_parameters_unsharded, plan_unit
 from hf_zero.sharding.unit import ShardUnit
 
@@ -87,6 +88,7 @@ class BuiltUnits:
 
 
 Fill = Callable[[FlatParam], None]
+Reuse = Callable[[FlatParamSpec, list[nn.Parameter], Placement], FlatParam | None]
 
 
 Drafted = list[
@@ -95,18 +97,24 @@ Drafted = list[
 
 
 def build_units(
-    model: nn.Module, settings: BuildSettings, comm: Comm, fill: Fill = FlatParam.fill_from_params
+    model: nn.Module,
+    settings: BuildSettings,
+    comm: Comm,
+    fill: Fill = FlatParam.fill_from_params,
+    *,
+    reuse: Reuse | None = None,
 ) -> BuiltUnits:
     """Take the model's parameters over. All ranks must call; rank 0's values win.
 
-    `fill` gives a flat parameter its first values: from whole parameters, unless they are elsewhere.
+    `fill` gives a flat parameter its first values: from whole parameters, unless they are elsewhere. `reuse` gives one
+    that is there already, or None.
     Raises ConfigError for parameters that cannot be cut, DivergenceError if the ranks built different models,
     OffloadError where a folder to offload to cannot be used.
     """
     drafted = flat_param_specs(model, settings, comm)
     _tell_lost_strides([spec for spec, _ in drafted], comm)
     _check_equal(comm, [flat_spec.layout for _, mine in drafted for flat_spec in mine])
-    return make_units(drafted, settings, comm, fill)
+    return make_units(drafted, settings, comm, fill, reuse=reuse)
 
 
 def flat_param_specs(model: nn.Module, settings: BuildSettings, comm: Comm) -> Drafted:
@@ -123,7 +131,13 @@ def flat_param_specs(model: nn.Module, settings: BuildSettings, comm: Comm) -> D
 
 
 def make_units(
-    drafted: Drafted, settings: BuildSettings, comm: Comm, fill: Fill, homes_class: type[Placements] = Placements
+    drafted: Drafted,
+    settings: BuildSettings,
+    comm: Comm,
+    fill: Fill,
+    homes_class: type[Placements] = Placements,
+    *,
+    reuse: Reuse | None = None,
 ) -> BuiltUnits:
     """The second half of `build_units`: memory, and the parameters in it."""
     homes = homes_class(settings.offload, comm, [flat_spec for _, mine in drafted for flat_spec in mine])
@@ -136,15 +150,12 @@ def make_units(
             members = [params[slot.name] for slot in flat_spec.layout.slots]
             home = homes.placement_of(flat_spec)
             with comm.stop_together():  # the disk may be full on one rank
-                flat = FlatParam(
-                    flat_spec.layout,
-                    members,
-                    comm,
-                    home,
-                    on_demand=flat_spec.on_demand,
-                    dtype=flat_spec.dtype,
-                    fill=fill,
-                )
+                flat = reuse(flat_spec, members, home) if reuse is not None else None
+                if flat is None:
+                    layout, dtype = flat_spec.layout, flat_spec.dtype
+                    flat = FlatParam(
+                        layout, members, comm, home, on_demand=flat_spec.on_demand, dtype=dtype, fill=fill
+                    )
             buffers.append(flat)
             eager[id(flat)] = settings.plan(spec.kind, comm.world_size).eager
         unit = ShardUnit(spec.name, spec.kind, spec.module, buffers)

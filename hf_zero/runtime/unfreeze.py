@@ -20,7 +20,7 @@ from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.hooks import in_backward
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.placement import FlatParamSpec
+from hf_zero.sharding.home import FlatParamSpec
 from hf_zero.sharding.unit import ShardUnit
 
 

@@ -21,7 +21,7 @@ from hf_zero.distributed.work import Pending, wait_all
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
-from hf_zero.sharding.home import Placement
+from hf_zero.sharding.home import FlatParamSpec, Placement
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.stored_shard import StoredShard
 from hf_zero.storage import DeviceStore, MemoryStore
@@ -111,11 +111,57 @@ class FlatParam:
 
     def fits(self, other: FlatParam, params: Sequence[nn.Parameter]) -> bool:
         """Whether `other` has `params` at the places where this one has its own, and nothing else."""
-        mine, theirs = self.layout, other.layout
-        same_cut = mine.world_size == theirs.world_size and mine.bucket_numel == theirs.bucket_numel
-        shapes = [slot.shape for slot in mine.slots] == [slot.shape for slot in theirs.slots]
-        same = len(params) == len(other.params) and all(a is b for a, b in zip(params, other.params, strict=True))
-        return same_cut and shapes and same and self.on_demand == other.on_demand
+        return other._is_sharded_as(self.layout, params) and self.on_demand == other.on_demand
+
+    def _is_sharded_as(self, layout: UnitLayout, params: Sequence[nn.Parameter]) -> bool:
+        mine = self.layout
+        same_shards = mine.world_size == layout.world_size and mine.bucket_numel == layout.bucket_numel
+        shapes = [slot.shape for slot in mine.slots] == [slot.shape for slot in layout.slots]
+        same = len(params) == len(self.params) and all(a is b for a, b in zip(params, self.params, strict=True))
+        return same_shards and shapes and same
+
+    # ---------------------------------------------------------------- another engine, the same memory
+    def can_become(
+        self, spec: FlatParamSpec, params: Sequence[nn.Parameter], placement: Placement, comm: Comm
+    ) -> bool:
+        """Whether a new flat parameter would have the memory that this one has. Names and trainability may differ."""
+        same_kind = (spec.dtype, spec.on_demand) == (self.dtype, self.on_demand) and comm is self._comm
+        if not same_kind or not self._is_sharded_as(spec.layout, params):
+            return False
+        if self.on_demand and not _can_adopt(placement.param, self.home.param):
+            return False
+        if self.master is None or not spec.layout.trainable:
+            return True
+        return not (placement.native or self.home.native) and _can_adopt(placement.master, self.home.master)
+
+    def become(self, layout: UnitLayout, placement: Placement) -> None:
+        """Go on as the flat parameter of `layout`, which `can_become` has admitted. No communication, no copy.
+
+        A master is kept, made from the shard where training begins, or dropped where it ends.
+        """
+        self.finish_update()
+        old, before = self.layout, self.home
+        if self.master is not None and not layout.trainable:
+            self._drop_master()
+        for kind, theirs, mine in (
+            ("param", before.param, placement.param),
+            ("master", before.master, placement.master),
+        ):
+            key = f"{old.name}/{kind}"
+            if isinstance(theirs, MemoryStore) and isinstance(mine, MemoryStore) and key in theirs.usage():
+                mine.adopt(f"{layout.name}/{kind}", theirs, key)
+        self.layout, self.home = layout, placement
+        for shard in self.owned().values():
+            shard.layout = layout
+        if layout.trainable and self.master is None:
+            self.master = self._own_master(self.shard)
+
+    def _drop_master(self) -> None:
+        if isinstance(self.master, StoredShard):
+            self.master.drop()
+        elif self.master is not self.shard:
+            self.home.master.drop(f"{self.layout.name}/master")
+        self.master = None
 
     def _set_full(self, full: torch.Tensor) -> None:
         self.full = full
@@ -379,6 +425,10 @@ class FlatParam:
         self.full = self.full.new_empty(0)
         self._views, self.master = [], None
         del self.shard
+
+
+def _can_adopt(new: ShardStore, old: ShardStore) -> bool:
+    return isinstance(new, MemoryStore) and new.can_adopt(old)
 
 
 def master_dtype_of(dtype: torch.dtype) -> torch.dtype:

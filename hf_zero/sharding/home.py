@@ -1,11 +1,23 @@
-"""Where the data of a flat parameter lives."""
+"""What a flat parameter is to be, and where its data lives."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from hf_zero.layout import UnitLayout
 from hf_zero.storage.base import ShardStore
 from hf_zero.storage.copy_stream import CopyStream
+
+
+@dataclass(frozen=True)
+class FlatParamSpec:
+    """A flat parameter that is to be made."""
+
+    layout: UnitLayout
+    dtype: torch.dtype
+    on_demand: bool
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,12 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from hf_zero.config.resolved import OffloadOptimizer, OffloadParam, ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import OffloadError, StateError
-from hf_zero.layout import UnitLayout
 from hf_zero.native.aio import AioSettings
 from hf_zero.sharding.flat_param import master_dtype_of
-from hf_zero.sharding.home import Placement
+from hf_zero.sharding.home import FlatParamSpec, Placement
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
 from hf_zero.storage.copy_stream import CopyStream
 from hf_zero.storage.staging_pool import page_rounded
@@ -62,15 +59,6 @@ class OffloadSettings:
             native=config.force_native_adam or zero.offload_optimizer.device == "nvme",
             broadcasts=not zero.allgather_partitions,
         )
-
-
-@dataclass(frozen=True)
-class FlatParamSpec:
-    """A flat parameter that is to be made."""
-
-    layout: UnitLayout
-    dtype: torch.dtype
-    on_demand: bool
 
 
 class Placements:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hf_zero.storage.base import ShardStore
 from hf_zero.storage.memory import MemoryStore
 from hf_zero.storage.staging_pool import HostMemory
 
@@ -31,6 +32,15 @@ class HostStore(MemoryStore):
         nbytes = numel * dtype.itemsize
         self._blocks[key] = self._memory.allocate(nbytes)
         return self._blocks[key][:nbytes].view(dtype)
+
+    def can_adopt(self, other: ShardStore) -> bool:
+        return super().can_adopt(other) and isinstance(other, HostStore) and other._memory.pins == self._memory.pins
+
+    def adopt(self, key: str, other: MemoryStore, other_key: str) -> None:
+        assert isinstance(other, HostStore)
+        super().adopt(key, other, other_key)
+        self._blocks[key] = other._blocks.pop(other_key)
+        self._memory.adopt(self._blocks[key], other._memory)
 
     def drop(self, key: str) -> None:
         super().drop(key)

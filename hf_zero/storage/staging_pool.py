@@ -43,7 +43,7 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device, *, pin: bool) -> None:
-        self._pin = pin and device.type == "cuda"
+        self.pins = pin and device.type == "cuda"
         self._device = device
         self._registered: set[int] = set()  # addresses
         self._warned = False
@@ -52,7 +52,7 @@ class HostMemory:
     def allocate(self, nbytes: int, *, fork: bool = True) -> torch.Tensor:
         """uint8 [nbytes rounded up to pages]; see transfer_memory. It lives as long as any view of the tensor."""
         block = transfer_memory(page_rounded(nbytes), fork=fork)
-        if self._pin and block.numel():
+        if self.pins and block.numel():
             self._register(block)
         return block
 
@@ -62,6 +62,14 @@ class HostMemory:
             torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
             self._registered.discard(block.data_ptr())
             self.pinned_bytes -= block.numel()
+
+    def adopt(self, block: torch.Tensor, other: HostMemory) -> None:
+        """Become the one that frees a block which `other` allocated."""
+        if block.numel() and block.data_ptr() in other._registered:
+            other._registered.discard(block.data_ptr())
+            other.pinned_bytes -= block.numel()
+            self._registered.add(block.data_ptr())
+            self.pinned_bytes += block.numel()
 
     def _register(self, block: torch.Tensor) -> None:
         with torch.cuda.device(self._device):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import pickletools
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,8 @@ from hf_zero.errors import ConfigError, StateError
 from hf_zero.hf import enable as enabling
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin, ZeroPlugin
-from hf_zero.hf.enable import (
-    ACTIVATION,
-    PatchPoint,
-    active_config,
-    all_patch_points,
-    check_patch_points,
-    disable,
-    enable,
-)
+from hf_zero.hf.enable import all_patch_points, disable, enable
+from hf_zero.hf.patching import ACTIVATION, PatchPoint, check_patch_points
 from hf_zero.hf.trainer.arguments import Seq2SeqTrainingArguments, TrainingArguments, zero_arguments
 from hf_zero.hf.trainer.trainer import Trainer, ZeroTrainerMixin
 from tests.harness.launches import bare_environment
@@ -76,7 +71,7 @@ def test_zero_takes_dict_json_and_path(tmp_path: Path, form: str) -> None:
     given = {"dict": ZERO2, "json": json.dumps(ZERO2), "path": str(file), "Path": file}[form]
     args = make(tmp_path, zero=given)
     assert args.zero_config.stage == 2
-    assert active_config() is args.zero_config
+    assert ACTIVATION.config is args.zero_config
 
 
 def test_a_dict_is_not_changed(tmp_path: Path) -> None:
@@ -87,7 +82,7 @@ def test_a_dict_is_not_changed(tmp_path: Path) -> None:
 
 def test_without_zero_nothing_happens(tmp_path: Path) -> None:
     args = make(tmp_path)
-    assert args.zero_config is None and active_config() is None
+    assert args.zero_config is None and ACTIVATION.config is None
     assert _methods() == STOCK
 
 
@@ -130,7 +125,7 @@ def test_all_problems_in_one_error(tmp_path: Path) -> None:
     text = str(caught.value)
     for part in ("stage3_prefetch_bucket_size", "gradient_accumulation_steps", "bf16", "save_only_model"):
         assert part in text
-    assert active_config() is None
+    assert ACTIVATION.config is None
 
 
 @pytest.mark.parametrize(
@@ -178,6 +173,12 @@ def test_training_args_bin_loads_in_a_fresh_process(tmp_path: Path, kind: str) -
         cls = TrainingArguments if kind == "plain" else Seq2SeqTrainingArguments
     args = make(tmp_path, cls, zero=ZERO2, learning_rate=7e-4)
     torch.save(args, tmp_path / "training_args.bin")
+    assert copy.copy(args).learning_rate == 7e-4 and type(copy.copy(args)) is cls
+    with zipfile.ZipFile(tmp_path / "training_args.bin") as archive:
+        pickled = next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+    named = {text for op, text, _ in pickletools.genops(pickled) if op.name == "GLOBAL" and text.startswith("hf_zero")}
+    public = "Seq2SeqTrainingArguments" if kind == "seq2seq" else "TrainingArguments"
+    assert named == {f"hf_zero {public}"}, "files name where a class is exported, not where it lies today"
     script = (
         "import sys, torch\n"
         "args = torch.load(sys.argv[1], weights_only=False)\n"
@@ -203,12 +204,12 @@ def test_enable_is_idempotent_and_disable_restores_exactly() -> None:
     enable(ZERO3)
     assert _methods() == once, "a second call must not patch again"
     assert all(once[key] is not STOCK[key] for key in STOCK)
-    config = active_config()
+    config = ACTIVATION.config
     assert config is not None and config.stage == 3
     disable()
     after = _methods()
     assert all(after[key] is STOCK[key] for key in STOCK)
-    assert active_config() is None
+    assert ACTIVATION.config is None
     disable()
 
 
@@ -247,7 +248,7 @@ def test_a_seam_that_does_not_fit_leaves_nothing_patched(monkeypatch: pytest.Mon
     monkeypatch.setattr(enabling, "all_patch_points", lambda: broken)
     with pytest.raises(ConfigError, match="_gone"):
         enable(ZERO2)
-    assert _methods() == STOCK and active_config() is None
+    assert _methods() == STOCK and ACTIVATION.config is None
 
 
 # -------------------------------------------------------------------- who takes which configuration
@@ -260,7 +261,7 @@ def test_accelerators_and_trainers_under_enable(tmp_path: Path) -> None:
     assert isinstance(accelerate.Accelerator(cpu=True), ZeroAcceleratorMixin)
     trainer = trainer_of(transformers.Trainer, make(tmp_path, transformers.TrainingArguments))
     assert isinstance(trainer.accelerator, ZeroAcceleratorMixin)
-    assert trainer.accelerator.zero_plugin.config is active_config()
+    assert trainer.accelerator.zero_plugin.config is ACTIVATION.config
     disable()
     assert not isinstance(accelerate.Accelerator(cpu=True), ZeroAcceleratorMixin)
     trainer = trainer_of(transformers.Trainer, make(tmp_path, transformers.TrainingArguments))

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_zero
+from hf_zero.sharding.flat_param import FlatParam
 from tests.harness.ranks import run_ranks
 
 VOCAB = 97
@@ -180,3 +182,32 @@ def check(folder: Path, change: str, zero: dict[str, Any], world_size: int, *, t
         assert outcome["worst"] < 2e-5 < 1e-3 < outcome["moved"]
     mean = [sum(each) / world_size for each in zip(*(one["losses"] for one in outcomes), strict=True)]
     assert mean == pytest.approx(outcomes[0]["reference"], abs=2e-5)
+
+
+def prepared(folder: Path) -> tuple[int, int, bool]:
+    """Under accelerate: flat parameters that were built, resolves of the configuration, whether units stayed."""
+    config = {"zero_optimization": ZERO, "train_micro_batch_size_per_gpu": 2}
+    model = loaded(folder)
+    before = [flat for unit in hf_zero.engine_of(model).units for flat in unit.buffers]  # type: ignore[union-attr]
+    accelerator = hf_zero.ZeroPlugin(config).attach(Accelerator(cpu=True))
+    counted = {"built": 0, "resolved": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, owner, method in (("built", FlatParam, "__init__"), ("resolved", hf_zero.ZeroConfig, "resolve")):
+            patch.setattr(owner, method, counting(counted, name, getattr(owner, method)))
+        accelerator.prepare(model)
+    engine = hf_zero.engine_of(model)
+    assert engine is not None and engine.trains
+    after = [flat for unit in engine.units for flat in unit.buffers]
+    return counted["built"], counted["resolved"], all(a is b for a, b in zip(before, after, strict=True))
+
+
+def counting(counted: dict[str, int], name: str, original: Any) -> Any:
+    def count(*args: Any, **kwargs: Any) -> Any:
+        counted[name] += 1
+        return original(*args, **kwargs)
+
+    return count
+
+
+def test_a_prepared_model_keeps_what_from_pretrained_built(tmp_path: Path) -> None:
+    assert run_ranks(prepared, 2, save(tmp_path), timeout=120) == [(0, 1, True)] * 2

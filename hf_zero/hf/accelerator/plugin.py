@@ -32,8 +32,8 @@ from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.accelerator.plain_loop import arguments_of, batch_of_loaders, scaling_of, take_accumulation
 from hf_zero.hf.accelerator.save_state import AcceleratorState
 from hf_zero.hf.conflicts import accelerator_conflicts, check_world_size, model_conflicts, tell_missed_sharding
-from hf_zero.hf.enable import ACTIVATION, PatchPoint
 from hf_zero.hf.models.install import install_on_model
+from hf_zero.hf.patching import ACTIVATION, PatchPoint
 
 logger = logging.getLogger(__name__)
 
@@ -125,9 +125,15 @@ class ZeroPlugin:
     def _said_by(self, accelerator: Accelerator) -> Any:
         return arguments_of(accelerator, self._per_device_batch)
 
-    def create_engine(self, accelerator: Accelerator, model: nn.Module, *, train: bool) -> ZeroEngine:
-        """Build the engine of `model`, which may have been loaded in shards. All ranks must call."""
+    def create_engine(self, accelerator: Accelerator, model: nn.Module, *, train: bool) -> ZeroEngine | None:
+        """Build the engine of `model`, which may have been loaded in shards. All ranks must call.
+
+        None: without training, a model whose parameters stay unsharded and are not cast needs no engine.
+        """
         resolved = self.resolve(accelerator, model)
+        trains = train and any(param.requires_grad for param in model.parameters())
+        if not trains and resolved.stage < 3 and resolved.dtype is None:
+            return None
         raise_all(self.config.source, model_conflicts(model, resolved.stage))
         if resolved.stage == 3 and accelerator.num_processes > 1 and accelerator.is_main_process:
             tell_missed_sharding(model)
@@ -192,15 +198,11 @@ class ZeroAcceleratorMixin(AcceleratorState):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Put `model` under its engine, in place. All ranks must call.
-
-        In evaluation mode a model whose parameters stay whole needs no engine, unless the engine is to cast it.
-        """
+        """Put `model` under its engine, in place. All ranks must call."""
         plain: Any = model._orig_mod if is_compiled_module(model) else model
         engine = engine_of(plain)
-        is_ready = engine is not None and (engine.trains or evaluation_mode)
-        if not is_ready and self._needs_engine(plain, evaluation_mode):
-            engine = self.zero_plugin.create_engine(self, plain, train=not evaluation_mode)
+        if engine is None or not (engine.trains or evaluation_mode):
+            engine = self.zero_plugin.create_engine(self, plain, train=not evaluation_mode) or engine
         if engine is not None:
             device_placement = False  # the engine has placed it
         # accelerate's part: autocast and torch.compile. evaluation_mode keeps it from wrapping the model.
@@ -237,12 +239,6 @@ class ZeroAcceleratorMixin(AcceleratorState):
         dummies = self.zero_plugin.dummies
         wrapped = dummies.wrap(scheduler) if dummies is not None else None
         return super().prepare_scheduler(scheduler) if wrapped is None else wrapped
-
-    def _needs_engine(self, model: nn.Module, evaluation_mode: bool) -> bool:
-        resolved = self.zero_plugin.resolve(self, model)
-        if resolved.stage == 3 or resolved.dtype is not None:
-            return True
-        return not evaluation_mode and any(param.requires_grad for param in model.parameters())
 
     def _attached_engine(self, optimizer: torch.optim.Optimizer) -> ZeroEngine | None:
         for engine in self._engines():

@@ -9,12 +9,14 @@ from hf_zero.hf.models.saving import install_save_pretrained
 
 
 def install_on_model(engine: ZeroEngine) -> None:
-    """Let saving, generating and resizing work on shards; until the engine leaves the model."""
-    if engine.is_sharded:
+    """Let saving, generating and resizing work on shards; until the engine, and what replaces it, leaves the model."""
+    if _install not in engine.installs:
         engine.install(_install)
 
 
 def _install(engine: ZeroEngine) -> None:
+    if not engine.is_sharded:
+        return
     install_save_pretrained(engine.module, engine)
     install_generate(engine.module, engine)
     install_resize(engine.module, engine)

@@ -18,9 +18,9 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.processes import join_processes
 from hf_zero.engine.sharded_init import ShardedConstruction
 from hf_zero.errors import ConfigError
-from hf_zero.hf.enable import ACTIVATION, PatchPoint
 from hf_zero.hf.models.building import constructing
 from hf_zero.hf.models.from_pretrained import finalize_model_loading, load_pretrained_model
+from hf_zero.hf.patching import ACTIVATION, PatchPoint
 
 
 def shards_on(config: ZeroConfig | None) -> bool:

@@ -38,8 +38,6 @@ def _install(module: PreTrainedModel, engine: ZeroEngine) -> None:
 
 
 def _resize(module: PreTrainedModel, engine: ZeroEngine, original: Callable[[], nn.Module]) -> nn.Module:
-    from hf_zero.hf.models.install import install_on_model  # which installs this
-
     engine.require_all_ranks(_NAME)
     if engine.optimizer is not None:
         raise StateError(
@@ -55,10 +53,8 @@ def _resize(module: PreTrainedModel, engine: ZeroEngine, original: Callable[[], 
         for unit in units:
             engine.params.reshard(unit)
         raise
-    model = engine.module
     # Rank 0's values win: new rows may have been drawn with other seeds elsewhere.
-    again = renew(model, [engine], engine.config, managed=engine.managed, train=engine.trains)
-    install_on_model(again)
+    renew(engine.module, [engine], engine.config, managed=engine.managed, train=engine.trains)
     return resized
 
 

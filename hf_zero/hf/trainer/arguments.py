@@ -11,7 +11,7 @@ import transformers
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.processes import adopt_cluster_variables, launched_processes
 from hf_zero.hf.conflicts import check_environment, check_rivals, check_run
-from hf_zero.hf.enable import ACTIVATION
+from hf_zero.hf.enable import activate
 
 _Arguments = TypeVar("_Arguments", bound=transformers.TrainingArguments)
 
@@ -48,7 +48,7 @@ class ZeroArgumentsMixin:
         super().__post_init__()  # type: ignore[misc]
         check_run(config, self)
         self._zero_config = config
-        ACTIVATION.activate(config, for_everyone=False)
+        activate(config, for_everyone=False)
 
     @property
     def zero_config(self) -> ZeroConfig | None:
@@ -65,8 +65,12 @@ class ZeroArgumentsMixin:
         base = type(self).__bases__[-1]
         if _MADE.get(base) is not type(self):
             return super().__reduce_ex__(protocol)
-        # A class made by zero_arguments has no name to be found by; it is made again from the one it extends.
-        return _rebuild, (base,), self.__getstate__()
+        return TrainingArguments._blank, (base,), self.__getstate__()
+
+    @classmethod
+    def _blank(cls, base: type[Any]) -> Any:
+        """For pickles: a class made by zero_arguments has no name to be found by, so it is made again from `base`."""
+        return object.__new__(zero_arguments(base))
 
 
 @dataclasses.dataclass(repr=False)
@@ -113,5 +117,6 @@ def zero_arguments(base: type[_Arguments]) -> type[_Arguments]:
     return _MADE[base]
 
 
-def _rebuild(base: type[Any]) -> Any:
-    return object.__new__(zero_arguments(base))
+# A pickle (training_args.bin) names the place where they are exported, not this file.
+for _exported in (TrainingArguments, Seq2SeqTrainingArguments):
+    _exported.__module__ = "hf_zero"

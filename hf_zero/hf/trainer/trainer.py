@@ -28,12 +28,12 @@ from hf_zero.estimate.account import log_account
 from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin, ZeroPlugin
 from hf_zero.hf.accelerator.save_state import writes_weights
 from hf_zero.hf.conflicts import check_run
-from hf_zero.hf.enable import ACTIVATION, PatchPoint
 from hf_zero.hf.local_files import read_on_all, write_on_all, writing
 from hf_zero.hf.models.generation import calls_in_a_row
 from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_base, whole_prompt_encoders
 from hf_zero.hf.models.restore import restore_weights
 from hf_zero.hf.models.saving import full_weights
+from hf_zero.hf.patching import ACTIVATION, PatchPoint
 from hf_zero.hf.trainer.out_of_memory import run_attempt
 from hf_zero.hf.trainer.resume import agree_on_checkpoint, has_sharded_state, lacks_frozen_weights
 from hf_zero.hf.trainer.trainer_files import read_scheduler, rng_state_file, write_scheduler

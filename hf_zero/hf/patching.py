@@ -1,0 +1,138 @@
+"""What is in force in this process: the active configuration, and our functions in transformers and accelerate.
+
+A patch point is a method of theirs that acts through one of our functions. They are checked by name and signature
+first: an upgrade that renamed one is an error that says so, never a run without ZeRO.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PatchPoint:
+    """A method of a foreign class that ours wraps: `wrap(original)` is put in its place.
+
+    For static and class methods `wrap` gets and gives the plain function.
+    """
+
+    owner: type
+    name: str
+    parameters: tuple[str, ...]  # leading ones after the first
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    def problem(self) -> str | None:
+        """Why the patch point cannot be used, or None."""
+        where = f"{self.owner.__name__}.{self.name}"
+        method = self.owner.__dict__.get(self.name)
+        if method is None:
+            return f"{where} is missing"
+        found = tuple(inspect.signature(_plain(method)).parameters)[1:]
+        if found[: len(self.parameters)] != self.parameters:
+            return f"{where} takes ({', '.join(found)}), expected ({', '.join(self.parameters)}, ...)"
+        return None
+
+
+@dataclass(frozen=True)
+class _Patch:
+    point: PatchPoint
+    original: Callable[..., Any]
+    ours: Callable[..., Any]
+
+
+def _patch(point: PatchPoint) -> _Patch:
+    original = point.owner.__dict__[point.name]
+    ours: Any = functools.wraps(_plain(original))(point.wrap(_plain(original)))
+    if isinstance(original, staticmethod | classmethod):
+        ours = type(original)(ours)
+    setattr(point.owner, point.name, ours)
+    return _Patch(point, original, ours)
+
+
+def _plain(method: Any) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(method, "__func__", method)
+    return function
+
+
+class Activation:
+    """What is in force: at most one configuration, held strongly, and the patch points that were opened for it."""
+
+    def __init__(self) -> None:
+        self.config: ZeroConfig | None = None
+        # Given to `enable`: serves arguments without `zero`, and Accelerators that user code makes.
+        self.enabled: ZeroConfig | None = None
+        self._patches: list[_Patch] = []
+        self._held_back = 0
+
+    def activate(self, config: ZeroConfig, patch_points: list[PatchPoint], *, for_everyone: bool) -> None:
+        """Make `config` the active one, and put our functions into `patch_points` if that is not done yet.
+
+        Raises:
+            ConfigError: A method that we act through is not there or takes other arguments.
+        """
+        if not self._patches:
+            check_patch_points(patch_points)
+            self._patches = [_patch(point) for point in patch_points]
+        self.config = config
+        if for_everyone:
+            self.enabled = config
+
+    def deactivate(self) -> None:
+        """Forget the configuration and put every original back."""
+        for patch in reversed(self._patches):
+            owner, name = patch.point.owner, patch.point.name
+            if owner.__dict__.get(name) is patch.ours:
+                setattr(owner, name, patch.original)
+            else:
+                # Somebody wrapped our wrapper. It passes through while nothing is active, so it may stay.
+                logger.warning("%s.%s was patched again by other code and stays so", owner.__name__, name)
+        self._patches.clear()
+        self.config = None
+        self.enabled = None
+
+    @property
+    def accelerator_config(self) -> ZeroConfig | None:
+        """The configuration that an Accelerator made by user code right now has to take."""
+        return None if self._held_back else self.enabled
+
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Accelerators made inside are left alone: a Trainer attaches its own, with its arguments."""
+        self._held_back += 1
+        try:
+            yield
+        finally:
+            self._held_back -= 1
+
+
+def check_patch_points(patch_points: list[PatchPoint]) -> None:
+    """Raise if a method that we act through is not there or takes other arguments.
+
+    Raises:
+        ConfigError: Names every such method and the installed versions.
+    """
+    problems = [problem for point in patch_points if (problem := point.problem()) is not None]
+    if problems:
+        installed = ", ".join(f"{name} {version(name)}" for name in ("transformers", "accelerate"))
+        listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, start=1))
+        raise ConfigError(
+            f"hf_zero does not fit the installed {installed}:\n{listed}\n"
+            'Install the versions that hf_zero was written for: pip install "transformers>=5.23,<5.24" '
+            '"accelerate>=1.15,<1.16".'
+        )
+
+
+# One per process, because what it patches is one per process.
+ACTIVATION = Activation()
