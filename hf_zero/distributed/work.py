@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,8 +26,3 @@ class CommCount:
 class Done:
     def wait(self) -> None:
         return None
-
-
-def wait_all(pending: Sequence[Pending]) -> None:
-    for item in pending:
-        item.wait()
