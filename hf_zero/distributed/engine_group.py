@@ -246,7 +246,7 @@ class HostWork(GroupWork):
         self._error: BaseException | None = None
         self._running = threading.Lock()
         self._running.acquire()
-        link.start(self.perform)
+        link.jobs.put(self.perform)
 
     def perform(self) -> None:
         """Called in a thread, once."""
@@ -276,7 +276,7 @@ class HostWork(GroupWork):
         pause = _FIRST_LOOK_S
         while True:
             pause = min(2 * pause, _LOOK_EVERY_S)
-            if not self._link.has_ended():
+            if not self._link.connections.has_ended():
                 self._group.look_for_difference()
             else:
                 broken_at = broken_at or time.monotonic()

@@ -42,16 +42,16 @@ class Link:
         self.is_gloo = backend == "gloo"
         # On a device: who waits for an operation -> torch's Work
         self._works: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
-        self._connections = Connections()
+        self.connections = Connections()
         self.group: Any = dist.new_group(list(ranks), backend=backend, timeout=datetime.timedelta(seconds=timeout_s))
-        self._jobs: Jobs = SimpleQueue()
+        self.jobs: Jobs = SimpleQueue()  # a thread calls each; they are begun in this order
         self._threads = [
-            threading.Thread(target=_serve, args=(self._jobs,), name="hf_zero-gloo", daemon=True)
+            threading.Thread(target=_serve, args=(self.jobs,), name="hf_zero-gloo", daemon=True)
             for _ in range(_THREADS if self.is_gloo else 0)
         ]
         for thread in self._threads:
             thread.start()
-        self._end_threads = weakref.finalize(self, _end_threads, self._jobs)
+        self._end_threads = weakref.finalize(self, _end_threads, self.jobs)
         self._forgotten = weakref.finalize(owner, self._forget)
         self._forgotten.atexit = False
         _LIVE.add(self)
@@ -59,19 +59,11 @@ class Link:
     def find_connections(self, exchange: Callable[[list[Ends]], Sequence[Sequence[Ends]]]) -> None:
         """Learn which sockets are the group's. `exchange` gives what every rank of the group passes to it."""
         if self.is_gloo:
-            self._connections.keep(exchange(self._connections.find()))
-
-    def start(self, job: Callable[[], None]) -> None:
-        """Have a thread call `job`, which uses gloo. Jobs are begun in the order given."""
-        self._jobs.put(job)
+            self.connections.keep(exchange(self.connections.find()))
 
     def note(self, waiter: object, work: Any) -> None:
         """An operation of a device was begun, and `waiter` has not waited for it."""
         self._works[waiter] = work
-
-    def has_ended(self) -> bool:
-        """Whether a connection to another rank has."""
-        return self._connections.has_ended()
 
     def end(self) -> None:
         """Give group, sockets and threads back. All ranks must call, when nobody has more to begin here."""
@@ -101,13 +93,13 @@ class Link:
 
     def ended_ranks(self) -> list[int]:
         """Ranks that have closed their connection to this one, or died; [] where that cannot be seen."""
-        return self._connections.ended_ranks() if self.is_gloo else []
+        return self.connections.ended_ranks() if self.is_gloo else []
 
     def close(self) -> None:
         """End what this rank and the others wait for here; operations under way are lost. Any thread may call."""
         self._forgotten.detach()
         if self.is_gloo:
-            self._connections.close()
+            self.connections.close()
             # A group's destructor waits for operations, and some will not end before their timeout.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
             dist.destroy_process_group(self.group)

@@ -107,7 +107,6 @@ class ZeroEngine(ModuleCalls):
             backward_starts=self.schedule.begin_backward,
             backward_ends=self.schedule.end_backward,
             state_dict=self.schedule.check_current,
-            boundary=weakref.WeakMethod(self.schedule.is_boundary),
             deepcopy=lambda module, memo: deepcopy_of(self, module, memo, ZeroEngine),
         )
         _LIVE.add(self)
