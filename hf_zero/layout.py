@@ -42,11 +42,11 @@ class Slot:
     shape: tuple[int, ...]
     offset: int  # elements from the start of the flat parameter
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def end(self) -> int:
         return self.offset + self.numel
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from hf_zero.distributed.engine_group import EngineGroup
-from hf_zero.distributed.gloo_messages import Message, gather_messages, split_messages
+from hf_zero.distributed.gloo_collectives import GLOO_BUCKET_NUMEL, exchange_and_sum, read_parts
 from hf_zero.distributed.peer_memory import Gather, PeerMemory, meet_peers
 from hf_zero.distributed.presence import LostRankError, Presence
 from hf_zero.distributed.processes import (
@@ -29,11 +29,9 @@ from hf_zero.distributed.processes import (
     refuse_shared_device,
 )
 from hf_zero.distributed.scratch import Scratch
-from hf_zero.distributed.work import CommCount, Done, Finish, Pending
+from hf_zero.distributed.work import CommCount, Done, Pending
 from hf_zero.errors import OffloadError, ZeroError
 
-# Elements per collective on gloo: larger single calls fall out of the cache (scripts/bench_comm.py measures it).
-GLOO_BUCKET_NUMEL = 1 << 20
 _T = TypeVar("_T")
 
 
@@ -75,12 +73,6 @@ class Comm:
         """Of the group, on all ranks; the later made, the later in the order of (length, name)."""
         return self._processes.name if self._processes is not None else ""
 
-    @property
-    def _group(self) -> Any:
-        """torch's group; None after the connections were closed."""
-        link = self._processes.link if self._processes is not None else None
-        return link.group if link is not None else None
-
     @classmethod
     def join(cls, device: torch.device | None = None, *, group: Any = None, timeout_s: float = 600.0) -> Comm:
         """For the accelerator of this process, or the CPU, where `device` is None. All ranks must call."""
@@ -99,7 +91,7 @@ class Comm:
     def all_gather(self, full: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
         """Start filling `full` (1-D) with the `part` of every rank, in rank order. `part` may lie inside `full`."""
         self._record("all_gather", what, full)
-        if self.world_size == 1:
+        if self._processes is None:
             if full.data_ptr() != part.data_ptr():
                 full.copy_(part)
             return Done()
@@ -109,9 +101,8 @@ class Comm:
                 self._coalesced.append((full, part))
                 return Done()
             if self.backend == "gloo":
-                return self._send(gather_messages(full, part, self.rank, self.world_size), title)
-            call = functools.partial(dist.all_gather_single, full, part, group=self._group, async_op=True)
-            return self._begin([call], title)
+                return self._processes.exchange(full.chunk(self.world_size), [part] * self.world_size, title)
+            return self._processes.begin(functools.partial(dist.all_gather_single, full, part), title)
 
     @contextlib.contextmanager
     def coalesced(self, what: str) -> Iterator[None]:
@@ -128,8 +119,8 @@ class Comm:
         try:
             yield
             gathers, self._coalesced = self._coalesced, None
-            if gathers:
-                self._read_parts(peers, gathers, f"all-gather of {what}")
+            if gathers and self._processes is not None:
+                read_parts(self._processes, peers, gathers, f"all-gather of {what}")
         finally:
             self._coalesced = None
 
@@ -141,30 +132,29 @@ class Comm:
         `wire_dtype` is the type that travels; the sum is taken in `out`'s type on gloo, in the wire type on NCCL.
         `full` must not change before `wait` returns.
         """
-        wire = self._as_sent(full, wire_dtype)
+        wire = full if self._processes is None or wire_dtype is None else full.to(wire_dtype)
         self._record("reduce_scatter", what, wire)
-        if self.world_size == 1:
+        if self._processes is None:
             if full.data_ptr() != out.data_ptr():
                 out.copy_(full)
             return Done()
+        title = f"reduce-scatter of {what}"
         with record_function(f"hf_zero::reduce ({what})"):
             if self.backend == "gloo":
-                return self._exchange_and_sum(out, wire, what)
+                return exchange_and_sum(self._processes, self._scratch, out, wire, title)
             result = out if wire.dtype == out.dtype else torch.empty_like(out, dtype=wire.dtype)
-            call = functools.partial(dist.reduce_scatter_single, result, wire, group=self._group, async_op=True)
             finish = None if result is out else functools.partial(out.copy_, result)
-            return self._begin([call], f"reduce-scatter of {what}", finish)
+            return self._processes.begin(functools.partial(dist.reduce_scatter_single, result, wire), title, finish)
 
     def all_reduce(self, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None) -> Pending:
         """Start summing `full` over ranks in place."""
-        wire = self._as_sent(full, wire_dtype)
+        wire = full if self._processes is None or wire_dtype is None else full.to(wire_dtype)
         self._record("all_reduce", what, wire)
-        if self.world_size == 1:
+        if self._processes is None:
             return Done()
         with record_function(f"hf_zero::all_reduce ({what})"):
-            call = functools.partial(dist.all_reduce, wire, group=self._group, async_op=True)
             finish = None if wire is full else functools.partial(full.copy_, wire)
-            return self._begin([call], f"all-reduce of {what}", finish)
+            return self._processes.begin(functools.partial(dist.all_reduce, wire), f"all-reduce of {what}", finish)
 
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, what: str, sizes: tuple[list[int], list[int]] | None = None
@@ -174,18 +164,17 @@ class Comm:
         `sizes`: elements from each rank, and to each rank; None means equal parts.
         """
         self._record("all_to_all", what, full, equal_sizes=sizes is None)
-        if self.world_size == 1:
+        if self._processes is None:
             out.copy_(full)
             return Done()
         received, sent = sizes or (None, None)
         title = f"all-to-all of {what}"
         with record_function(f"hf_zero::all_to_all ({what})"):
             if self.backend == "gloo":
-                return self._send(split_messages(out, full, sizes, self.rank, self.world_size), title)
-            call = functools.partial(
-                dist.all_to_all_single, out, full, received, sent, group=self._group, async_op=True
-            )
-            return self._begin([call], title)
+                places = out.split(received) if received else out.chunk(self.world_size)
+                parts = full.split(sent) if sent else full.chunk(self.world_size)
+                return self._processes.exchange(places, parts, title)
+            return self._processes.begin(functools.partial(dist.all_to_all_single, out, full, received, sent), title)
 
     def vote(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """`values` (1-D float64, any device) of every rank: [world size, numel] on the host.
@@ -213,10 +202,9 @@ class Comm:
 
     def broadcast_start(self, tensor: torch.Tensor, what: str, *, src: int) -> Pending:
         self._record("broadcast", what, tensor)
-        if self.world_size == 1:
+        if self._processes is None:
             return Done()
-        call = functools.partial(dist.broadcast, tensor, group=self._group, group_src=src, async_op=True)
-        return self._begin([call], f"broadcast of {what}")
+        return self._processes.begin(functools.partial(dist.broadcast, tensor, group_src=src), f"broadcast of {what}")
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """`value` of every rank, in rank order. For small control data."""
@@ -250,7 +238,8 @@ class Comm:
         """
         if self._processes is None:
             return
-        self._processes.refuse_if_stopped(name)
+        if self._processes.stopped:
+            raise self._processes.ended(name)
         try:
             ended = self._processes.ended_ranks
             self._presence.wait(name, self.name, self.rank, self.world_size, timeout_s, ended)
@@ -316,54 +305,9 @@ class Comm:
         count.numel += full.numel()
         count.nbytes += full.numel() * full.element_size()
 
-    def _begin(self, calls: Sequence[Callable[[], Any]], what: str, finish: Finish = None) -> Pending:
-        """Start operations that are over together; `finish` runs after them, when they are waited for."""
-        assert self._processes is not None
-        return self._processes.begin(calls, what, finish)
-
-    def _send(self, messages: Sequence[Message], what: str, finish: Finish = None) -> Pending:
-        """Start messages of the operation that was logged last, over gloo."""
-        assert self._processes is not None
-        return self._processes.begin_messages(messages, what, finish)
-
-    def _as_sent(self, full: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        return full if self.world_size == 1 or dtype is None else full.to(dtype)
-
     @functools.cached_property
     def _peers(self) -> PeerMemory | None:
         """Where every rank can read the memory of every other: that. All ranks must ask; they talk the first time."""
         if self.world_size < 2 or not self.computes_on_host:
             return None
         return meet_peers(lambda card: self.all_gather_object(card, "memory of the ranks"))
-
-    def _read_parts(self, peers: PeerMemory, gathers: Sequence[Gather], what: str) -> None:
-        """All-gather by reading the parts of the other ranks. All ranks must call."""
-        mine = torch.tensor([part.data_ptr() for _, part in gathers])
-        addresses = torch.empty(self.world_size * len(gathers), dtype=mine.dtype)
-        # Over when every rank's parts are there to be read
-        self._send(gather_messages(addresses, mine, self.rank, self.world_size), what).wait()
-        try:
-            peers.fill(gathers, addresses.view(self.world_size, -1).tolist(), self.rank)
-        except OSError as error:
-            assert self._processes is not None
-            raise self._processes.failure(what, error) from error
-        # Parts may change once every rank has read them.
-        self._begin([functools.partial(dist.barrier, group=self._group, async_op=True)], what).wait()
-
-    def _exchange_and_sum(self, out: torch.Tensor, wire: torch.Tensor, what: str) -> Pending:
-        """Reduce-scatter by all-to-all and a local sum in rank order.
-
-        gloo's own reduce-scatter takes two to four times as long and rounds in the wire type at every hop.
-        """
-        received = self._scratch.take(wire)
-        messages = split_messages(received, wire, None, self.rank, self.world_size)
-
-        def finish() -> None:
-            parts = received.view(self.world_size, -1)
-            if self.world_size == 2 and received.dtype == out.dtype:
-                torch.add(parts[0], parts[1], out=out)
-            else:
-                torch.sum(parts, 0, dtype=out.dtype, out=out)
-            self._scratch.give_back(received)
-
-        return self._send(messages, f"reduce-scatter of {what}", finish)

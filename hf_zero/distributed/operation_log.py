@@ -18,9 +18,8 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from hf_zero.distributed.work import Operation
 
 _KEPT = 256  # operations, for the comparison
 _SHOWN = 5  # operations of each rank in a message
@@ -31,6 +30,20 @@ STALLED_AFTER_S = 1.0
 _LONGEST_PAUSE_S = 8.0
 # What only a unit's parameters and gradients take part in; the rest are calls of the engine.
 _UNIT_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One line of the record of last operations."""
+
+    op: str
+    what: str
+    numel: int | None = None  # of the full side; None where ranks may give different numbers
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        size = "" if self.numel is None else f" ({self.numel} x {self.dtype})"
+        return f"{self.op} {self.what}{size}"
 
 
 class OperationLog:
@@ -46,10 +59,12 @@ class OperationLog:
         self.position = 0
         self._state = bytes(8)
 
-    def add(self, operation: Operation) -> None:
-        self._recent.append(operation)
+    def add(self, op: str, what: str, numel: int | None = None, dtype: str = "") -> None:
+        """See Operation."""
+        self._recent.append(Operation(op, what, numel, dtype))
         self.position += 1
-        self._state = hashlib.blake2b(self._state + operation.identity.encode(), digest_size=8).digest()
+        same_on_all = f"{op} {what}" if numel is None else f"{op} {what} {numel} {dtype}"
+        self._state = hashlib.blake2b(self._state + same_on_all.encode(), digest_size=8).digest()
 
     @property
     def tag(self) -> int:

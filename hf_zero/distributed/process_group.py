@@ -1,25 +1,32 @@
-"""A process group of torch, with two ends: after an error, and when nobody needs it any more."""
+"""A process group of torch, with two ends: after an error, and when nobody needs it any more.
+
+Threads start messages of gloo, which writes into the socket in the thread that sends, while this rank computes; and
+they wait for gloo, and may be left behind: see HostWork in engine_group.py.
+"""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import datetime
-import functools
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
 
 from hf_zero.distributed.gloo_connections import Connections, Ends
-from hf_zero.distributed.gloo_threads import Job, OnDevice, Threads
 
-UnderWay = Job | OnDevice  # operations that were begun
+# Messages of more operations than these are begun when one of them is over. All ranks begin them in the same order.
+_THREADS = 3
 _OVER_S = 0.2
 # Links whose owners were garbage, collected in the middle of anything: they are ended where a link is made.
 _FORGOTTEN: list[Link] = []
 _LIVE: weakref.WeakSet[Link] = weakref.WeakSet()
+Jobs = SimpleQueue[Callable[[], None] | None]
 
 
 class Link:
@@ -33,10 +40,18 @@ class Link:
     def __init__(self, owner: object, ranks: Sequence[int], backend: str, timeout_s: float) -> None:
         _end_forgotten()
         self.is_gloo = backend == "gloo"
-        self._under_way: dict[int, UnderWay] = {}  # operations begun and not waited for, by id
-        self._connections = Connections()
+        # On a device: who waits for an operation -> torch's Work
+        self._works: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
+        self.connections = Connections()
         self.group: Any = dist.new_group(list(ranks), backend=backend, timeout=datetime.timedelta(seconds=timeout_s))
-        self._threads = Threads(self._connections) if self.is_gloo else None
+        self.jobs: Jobs = SimpleQueue()  # a thread calls each; they are begun in this order
+        self._threads = [
+            threading.Thread(target=_serve, args=(self.jobs,), name="hf_zero-gloo", daemon=True)
+            for _ in range(_THREADS if self.is_gloo else 0)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._end_threads = weakref.finalize(self, _end_threads, self.jobs)
         self._forgotten = weakref.finalize(owner, self._forget)
         self._forgotten.atexit = False
         _LIVE.add(self)
@@ -44,43 +59,24 @@ class Link:
     def find_connections(self, exchange: Callable[[list[Ends]], Sequence[Sequence[Ends]]]) -> None:
         """Learn which sockets are the group's. `exchange` gives what every rank of the group passes to it."""
         if self.is_gloo:
-            self._connections.keep(exchange(self._connections.find()))
+            self.connections.keep(exchange(self.connections.find()))
 
-    def begin(self, calls: Sequence[Callable[[], Any]]) -> UnderWay:
-        """Start collectives, which are matched by their order; each of `calls` returns torch's Work."""
-        works = [call() for call in calls]
-        if self._threads is None:
-            return self._note(OnDevice(works))
-        return self.begin_apart(functools.partial(_wait, works))
-
-    def begin_messages(self, calls: Sequence[Callable[[], Any]]) -> UnderWay:
-        """Have a thread start messages of gloo, matched by their tag; each of `calls` returns torch's Work."""
-        return self.begin_apart(lambda: _wait([call() for call in calls]))
-
-    def begin_apart(self, call: Callable[[], object]) -> UnderWay:
-        """Have a thread make a call over gloo that returns when all is over."""
-        if self._threads is None:
-            raise RuntimeError("its connections were closed")
-        return self._note(self._threads.start(call))
-
-    def _note(self, under_way: UnderWay) -> UnderWay:
-        self._under_way[id(under_way)] = under_way
-        return under_way
-
-    def wait(self, under_way: UnderWay, has_reason: Callable[[], bool], look: Callable[[], None]) -> None:
-        """Until what was begun is over; RuntimeError if it broke off. `has_reason`, `look`: see Job."""
-        under_way.wait(has_reason, look)
-        self._under_way.pop(id(under_way), None)
+    def note(self, waiter: object, work: Any) -> None:
+        """An operation of a device was begun, and `waiter` has not waited for it."""
+        self._works[waiter] = work
 
     def end(self) -> None:
         """Give group, sockets and threads back. All ranks must call, when nobody has more to begin here."""
         self._forgotten.detach()
+        self._end_threads()
+        deadline = time.monotonic() + _OVER_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         # A group's destructor waits for operations, and would keep every thread of Python waiting as well.
-        if not all(one.is_over(_OVER_S) for one in self._under_way.values()):
+        is_over = not any(thread.is_alive() for thread in self._threads)
+        if not is_over or not all(work.is_completed() for work in self._works.values()):
             _FORGOTTEN.append(self)
             return
-        self._under_way.clear()
-        self._threads = None  # they end with it
         group, self.group = self.group, None
         if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
@@ -92,18 +88,18 @@ class Link:
         all that others wait for. On NCCL an end is a common act, so there the group stays.
         """
         if self.is_gloo:
-            self._threads = None  # they end at once
+            self._end_threads()
             _FORGOTTEN.append(self)
 
     def ended_ranks(self) -> list[int]:
         """Ranks that have closed their connection to this one, or died; [] where that cannot be seen."""
-        return self._connections.ended_ranks() if self.is_gloo else []
+        return self.connections.ended_ranks() if self.is_gloo else []
 
     def close(self) -> None:
         """End what this rank and the others wait for here; operations under way are lost. Any thread may call."""
         self._forgotten.detach()
         if self.is_gloo:
-            self._connections.close()
+            self.connections.close()
             # A group's destructor waits for operations, and some will not end before their timeout.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
             dist.destroy_process_group(self.group)
@@ -111,9 +107,15 @@ class Link:
             self.group.abort()
 
 
-def _wait(works: list[Any]) -> None:
-    for work in works:
-        work.wait()
+def _serve(jobs: Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job
+
+
+def _end_threads(jobs: Jobs) -> None:
+    for _ in range(_THREADS):
+        jobs.put(None)
 
 
 def _end_forgotten() -> None:

@@ -118,7 +118,6 @@ class ZeroEngine(ModuleWrapper):
             backward_starts=self.schedule.begin_backward,
             backward_ends=self.schedule.end_backward,
             state_dict=self.schedule.check_current,
-            boundary=weakref.WeakMethod(self.schedule.is_boundary),
             deepcopy=lambda module, memo: deepcopy_of(self, module, memo, type(self)),
         )
         _LIVE.add(self)

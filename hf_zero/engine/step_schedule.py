@@ -20,7 +20,6 @@ from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unfreeze import Unfreeze
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.runtime.weight_edits import WeightEdits
-from hf_zero.sharding.unit import ShardUnit
 
 
 class StepSchedule:
@@ -61,12 +60,13 @@ class StepSchedule:
             built.grads,
             overlap=config.zero.overlap_comm,
             on_arrival=not self._is_sharded,
+            is_boundary=self.is_boundary,
             on_final=self.gradient_is_final,
             on_change=self.gradients_change,
         )
         edits = WeightEdits(built.units, self.reducer.shown, refuse_delayed=self.check_current)
         limits = PrefetchLimits.of(config.zero)
-        self.params = OnDemandParams(built.units, limits, on_left=self.unit_left, on_used=edits.used)
+        self.params = OnDemandParams(built.units, limits, on_left=self.reducer.unit_left, on_used=edits.used)
         self._unfreeze = Unfreeze(built, self.params, self._take_in)
 
     # ---------------------------------------------------------------- micro-batches
@@ -124,9 +124,6 @@ class StepSchedule:
             )
         self.reducer.shown.hide()
         self.params.begin_backward()
-
-    def unit_left(self, unit: ShardUnit) -> None:
-        self.reducer.unit_left(unit.buffers, boundary=self.is_boundary())
 
     def gradient_is_final(self, buffer: GradAccumulator) -> None:
         """Reduced, and no other one follows before the update: an offloaded optimizer may begin with it."""

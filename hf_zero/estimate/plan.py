@@ -20,7 +20,7 @@ from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.estimate.pretend import META, PretendedComm, PretendedPlacements
 from hf_zero.estimate.profile import Profile
-from hf_zero.estimate.replay import Moment, replay
+from hf_zero.estimate.replay import MicroBatch, Moment, replay
 from hf_zero.estimate.states import PlannedStates
 from hf_zero.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, Drafted, flat_param_specs, make_units
@@ -156,22 +156,20 @@ class _Planner:
         with torch.no_grad():
             built, stand_ins, start = self._build(drafted)
             assert isinstance(built.homes, PretendedPlacements)
+            micro_batch = MicroBatch()
             reducer = GradReducer(
                 built.grads,
                 overlap=self._config.zero.overlap_comm,
                 on_arrival=not any(unit.on_demand for unit in built.units),
+                is_boundary=lambda: micro_batch.is_last,
             )
-            params = OnDemandParams(
-                built.units,
-                PrefetchLimits.of(self._config.zero),
-                on_left=lambda unit: reducer.unit_left(unit.buffers, boundary=True),
-            )
+            params = OnDemandParams(built.units, PrefetchLimits.of(self._config.zero), on_left=reducer.unit_left)
             with tracker:
                 states = PlannedStates(self._config, built, stand_ins, self._optimizer, on_host=self._on_host)
                 states.update()  # the first one makes the states
                 tracker.refresh()
                 static = tracker.live
-                moment = replay(self._profile, built, params, reducer, tracker, self._config)
+                moment = replay(self._profile, built, params, reducer, micro_batch, tracker, self._config)
                 before = tracker.live
                 tracker.restart_peak()
                 states.update()

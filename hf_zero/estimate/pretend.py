@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from hf_zero.distributed.comm import Comm
-from hf_zero.distributed.gloo_messages import Message
+from hf_zero.distributed.engine_group import EngineGroup
+from hf_zero.distributed.operation_log import OperationLog
 from hf_zero.distributed.work import Finish, Pending
 from hf_zero.sharding.placement import Placements
 from hf_zero.storage import HostStore, ShardStore
@@ -36,15 +37,28 @@ class PretendedComm(Comm):
 
     def _join(self, group: Any) -> None:
         self.rank, self.world_size, self.backend = self._pretended
-
-    def _begin(self, calls: Sequence[Callable[[], Any]], what: str, finish: Finish = None) -> Pending:
-        return Ended(finish)
-
-    def _send(self, messages: Sequence[Message], what: str, finish: Finish = None) -> Pending:
-        return Ended(finish)
+        self._processes = _PretendedGroup(self.world_size) if self.world_size > 1 else None
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         return [value] * self.world_size
+
+
+class _PretendedGroup(EngineGroup):
+    """Ranks that are not there."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.name = ""
+        self.log = OperationLog()
+        self.stopped = False
+
+    def begin(self, call: Callable[..., Any], what: str, finish: Finish = None) -> Pending:
+        return Ended(finish)
+
+    def exchange(
+        self, places: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], what: str, finish: Finish = None
+    ) -> Pending:
+        return Ended(finish)
 
 
 class Ended:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -230,7 +229,7 @@ def _recording(
         for buffer in unit.buffers:
             for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
                 if buffer.layout.trainable:
-                    hooks.on_gradient(param, functools.partial(recorder.gradient, slot.name))
+                    hooks.on_gradient(param, recorder.gradient, slot.name)
     try:
         yield
     finally:

@@ -35,6 +35,13 @@ class Moment:
         return self.tracked + self.gathered + self.activations
 
 
+@dataclass
+class MicroBatch:
+    """The micro-batch that is replayed."""
+
+    is_last: bool = True  # before the update
+
+
 class _Watch:
     """Keeps the moment with the most bytes."""
 
@@ -65,18 +72,19 @@ def replay(
     built: BuiltUnits,
     params: OnDemandParams,
     reducer: GradReducer,
+    micro_batch: MicroBatch,
     tracker: StorageTracker,
     config: ResolvedConfig,
 ) -> Moment:
     """Run a few windows of micro-batches and return the peak."""
     events = profile.events if profile is not None else tuple(_plain_events(built))
-    acting = _Acting(built, params, reducer)
+    acting = _Acting(built, params, reducer, micro_batch)
     watch = _Watch(params, tracker)
     micro_steps = min(config.gradient_accumulation_steps, 2)  # a third one is as the second
     gathers = any(unit.on_demand for unit in built.units)
     for _ in range(_WINDOWS if gathers else _WINDOWS_WITHOUT_GATHERS):
         for number in range(micro_steps):
-            acting.boundary = number + 1 == micro_steps
+            micro_batch.is_last = number + 1 == micro_steps
             for event in events:
                 watch.computing(event.peak)
                 watch.handling(functools.partial(acting.do, event), event.live)
@@ -91,21 +99,25 @@ def replay(
 class _Acting:
     """Does what the engine does at an event."""
 
-    def __init__(self, built: BuiltUnits, params: OnDemandParams, reducer: GradReducer) -> None:
+    def __init__(
+        self, built: BuiltUnits, params: OnDemandParams, reducer: GradReducer, micro_batch: MicroBatch
+    ) -> None:
         self._units = {unit.name: unit for unit in built.units if unit.on_demand}
         self._shapes = {slot.name: slot.shape for b in built.grads for slot in b.flat.layout.slots}
         self._places = {
-            slot.name: (buffer, index) for buffer in built.grads for index, slot in enumerate(buffer.flat.layout.slots)
+            slot.name: (number, index)
+            for number, buffer in enumerate(built.grads)
+            for index, slot in enumerate(buffer.flat.layout.slots)
         }
         self._params = params
         self._reducer = reducer
-        self.boundary = True
+        self._micro_batch = micro_batch
 
     def do(self, event: Event) -> None:
         if event.call == "gradient":
             self._gradient(event)
         elif event.call == "end_backward":
-            self._reducer.end_backward(boundary=self.boundary)
+            self._reducer.end_backward(boundary=self._micro_batch.is_last)
             self._params.end_backward()
         elif event.unit:
             unit = self._units.get(event.unit)
@@ -119,10 +131,10 @@ class _Acting:
                 getattr(self._params, event.call)()
 
     def _gradient(self, event: Event) -> None:
-        buffer, index = self._places[event.param]
+        number, index = self._places[event.param]
         # Its bytes are among the activations: this one is a name for them.
         grad = torch.empty(1, dtype=event.dtype, device="meta").expand(self._shapes[event.param])
-        self._reducer.arrived(buffer, index, grad, boundary=self.boundary)
+        self._reducer.arrived(number, index, grad)
 
 
 def _plain_events(built: BuiltUnits) -> list[Event]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.runtime.arrival import Arrival
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.guards import DeepCopy, ModelGuards
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks, in_backward
@@ -42,7 +40,6 @@ class Callbacks:
     backward_starts: Callable[[], None]
     backward_ends: Callable[[], None]
     state_dict: Callable[[], None]  # before model.state_dict()
-    boundary: weakref.WeakMethod[Callable[[], bool]]  # whether this micro-batch is the last one before the update
     deepcopy: DeepCopy
 
 
@@ -96,8 +93,7 @@ class ModelAttachment:
     def _hook(self, fitted: Fitted, callbacks: Callbacks) -> None:
         watch = BackwardWatch(callbacks.backward_starts, callbacks.backward_ends)
         self._hooks.on_state_dict(fitted.model, callbacks.state_dict)
-        self._arrivals = functools.partial(Arrival, fitted.reducer, boundary=callbacks.boundary)
-        self._hide = fitted.reducer.shown.hide
+        self._reducer = fitted.reducer
         self.on_gradients(fitted.reducer.buffers)
         self._hooks.on_forward(fitted.model, functools.partial(self._starts, callbacks.forward_starts))
         self._hooks.on_forward_end(fitted.model, callbacks.forward_ends)
@@ -126,10 +122,11 @@ class ModelAttachment:
     def on_gradients(self, buffers: Iterable[GradAccumulator]) -> None:
         """Hand the gradients of their parameters to the reducer."""
         for buffer in buffers:
+            number = self._reducer.buffers.index(buffer)
             for index, param in enumerate(buffer.flat.params):
-                self._hooks.on_gradient(param, self._arrivals(buffer=buffer, index=index))
+                self._hooks.on_gradient(param, self._reducer.arrived, number, index)
                 if buffer.flat.layout.world_size == 1:  # the mean itself may be in param.grad
-                    self._hooks.before_gradient(param, self._hide)
+                    self._hooks.before_gradient(param, self._reducer.shown.hide)
 
     def naming_shards(self) -> contextlib.AbstractContextManager[None]:
         return self._guards.naming_shards()

@@ -191,7 +191,8 @@ class GradAccumulator:
             if not self._written[index]:
                 self.whole[slot.offset : slot.end].zero_()
         self._written = [False] * len(self._written)
-        self._reclaim()
+        if self._reader is not None:
+            self._reclaim()
         layout = self.flat.layout
         self.num_reduces += 1
         self._flying, self.whole = self.whole, None
@@ -233,16 +234,16 @@ class GradAccumulator:
         pending, result, mine = self._flight.pop(0)
         if pending is not None:
             pending.wait()
+        scale = self._scale
         if result.device != mine.device:
-            self._copy_to_host(result, mine)
+            self._copy_to_host(result.mul_(scale), mine)
         elif result.data_ptr() != mine.data_ptr():
-            mine.add_(result, alpha=self._scale)
-        elif self._scale != 1.0:
-            mine.mul_(self._scale)
+            mine.add_(result, alpha=scale)
+        elif scale != 1.0:
+            mine.mul_(scale)
 
     def _copy_to_host(self, result: torch.Tensor, mine: torch.Tensor) -> None:
         """Move a reduced part from the compute device to the host, or add it to what is there."""
-        result = result.mul_(self._scale)
         if self._empty:
             self._on_its_way = self.flat.home.copies.copy(mine, result)
         else:

@@ -149,20 +149,24 @@ class ModelHooks:
             self._reads.remove()
 
     # ---------------------------------------------------------------- gradients
-    def on_gradient(self, param: nn.Parameter, arrived: Callable[[torch.Tensor], None]) -> None:
-        """Call `arrived(grad)` whenever autograd has added to `param.grad`, and take the gradient away."""
+    def on_gradient(self, param: nn.Parameter, arrived: Callable[..., None], *where: int | str) -> None:
+        """Call `arrived(*where, grad)` whenever autograd has added to `param.grad`, and take the gradient away.
 
-        mine = weakref.ref(self)  # Python's collector does not see what autograd's hooks refer to
+        `arrived` is a method. It and this object are referred to weakly: Python's collector does not see what
+        autograd's hooks refer to, and a model that is forgotten without a teardown must be freed with its engine.
+        """
+        mine, method = weakref.ref(self), weakref.WeakMethod(arrived)
 
         def hook(leaf: torch.Tensor) -> None:
-            hooks = mine()
+            hooks, receive = mine(), method()
             grad = take_arrived(leaf) if hooks is not None else None
-            if grad is not None and hooks is not None:
-                if hooks._watch is not None:
-                    hooks._watch.arrived()
-                if hooks._reads is not None:
-                    hooks._reads.check_gradient(leaf, grad)
-                arrived(grad)
+            if grad is None or hooks is None or receive is None:
+                return
+            if hooks._watch is not None:
+                hooks._watch.arrived()
+            if hooks._reads is not None and hooks._reads.iterated:
+                hooks._reads.check_gradient(leaf, grad)
+            receive(*where, grad)
 
         handle = param.register_post_accumulate_grad_hook(hook)
         self._handles.append(handle)

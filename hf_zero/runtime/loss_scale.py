@@ -93,8 +93,7 @@ class LossScale:
         """Look at the gradient that has arrived for parameter `name`. Raises StateError if it was not scaled."""
         if self.suspects is not None and not torch.isfinite(grad).all():
             self.suspects.append(name)
-        other = _claimant()
-        if other is not None and other is not self:
+        if _CLAIMED and _claimant() not in (None, self):
             raise StateError(
                 f"the gradient of {name} came from a loss that was scaled for the fp16 of another engine.\nCall "
                 "backward once for the loss of each engine, or loss.backward() for both together."

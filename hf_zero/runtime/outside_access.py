@@ -66,7 +66,7 @@ class OutsideReads:
             for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
         }
         self._borrowed: list[ShardUnit] = []
-        self._iterated: set[int] = set()
+        self.iterated: set[int] = set()  # ids of parameters that a loop met while they were sharded
         self._told = False
         self.is_open = False
         self._modules = [
@@ -90,7 +90,7 @@ class OutsideReads:
         # Token by token every read counts: what is whole to the end is read as in a plain model.
         self.is_open = torch.is_grad_enabled() or not self._params.all_pinned
         if not self._params.awaits_backward:  # else the gradients of an earlier forward are still to be checked
-            self._iterated.clear()
+            self.iterated.clear()
 
     def close(self) -> None:
         """Nothing of the forward is left to run, nor of its backward."""
@@ -116,11 +116,11 @@ class OutsideReads:
         """`param` was met in a loop over the module's parameters."""
         unit = self._unit_of.get(id(param))
         if unit is not None and unit.state is not UnitState.FULL:
-            self._iterated.add(id(param))
+            self.iterated.add(id(param))
 
     def check_gradient(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         """Raise if `grad` was computed from a placeholder that a loop over parameters came across."""
-        if id(param) in self._iterated and bool(torch.isnan(grad).any()):
+        if id(param) in self.iterated and bool(torch.isnan(grad).any()):
             raise StateError(
                 f"the gradient of {self._names[id(param)]} is NaN, and its value was read in this step by a loop over "
                 "parameters() while it was sharded.\nMake parameters whole around the loss and its backward: "

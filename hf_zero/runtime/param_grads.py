@@ -113,11 +113,12 @@ class ParamGrads:
         self.hide()
         for buffer in self._buffers:
             whole = buffer.unsharded_mean()
+            stand_ins = self._stand_ins_of(buffer)
             for index, param in enumerate(buffer.flat.params):
                 if whole is not None and param.requires_grad:
                     grad = whole[index]
                 elif buffer.seen[index]:
-                    grad = self._stand_in(buffer, index)
+                    grad = stand_ins[index]
                 else:
                     continue
                 if grad.dtype != param.dtype:
@@ -125,12 +126,12 @@ class ParamGrads:
                 param.grad = grad
                 self._shown.append(_Shown(buffer, index, param, grad, grad._version))
 
-    def _stand_in(self, buffer: GradAccumulator, index: int) -> GradStandIn:
+    def _stand_ins_of(self, buffer: GradAccumulator) -> list[GradStandIn]:
         if buffer not in self._stand_ins:
             flat = buffer.flat
             places = zip(flat.placeholders, flat.layout.slots, strict=True)
             self._stand_ins[buffer] = [GradStandIn(placeholder, slot.name) for placeholder, slot in places]
-        return self._stand_ins[buffer][index]
+        return self._stand_ins[buffer]
 
     def hide(self) -> None:
         """Take the user's changes over, and show nothing: autograd is about to accumulate."""

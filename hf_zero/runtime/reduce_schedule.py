@@ -13,13 +13,13 @@ of the step tells all ranks which buffers have such a rest, and they reduce it t
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.param_grads import ParamGrads
-from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.unit import ShardUnit
 
 _MAX_IN_FLIGHT = 2
 
@@ -33,6 +33,7 @@ class GradReducer:
         *,
         overlap: bool,
         on_arrival: bool,
+        is_boundary: Callable[[], bool],
         on_final: Callable[[GradAccumulator], None] = lambda buffer: None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -41,6 +42,7 @@ class GradReducer:
         Args:
             overlap: False makes backward wait for each reduce.
             on_arrival: Start a reduce when its gradients are there; False if other collectives run in backward.
+            is_boundary: Whether the backward under way is the last one before the step.
             on_final: Called in the last backward before the step when a buffer's reduce is over, so that its shard
                 holds the gradient of the window unless more arrives late.
             on_change: Called before the user's own change of a gradient is taken over.
@@ -51,26 +53,30 @@ class GradReducer:
         self._final: set[int] = set()  # ids of buffers whose reduce under way is the last of the window
         self._overlap = overlap
         self._on_arrival = on_arrival
+        self._is_boundary = is_boundary
         self._started: set[int] = set()  # ids of buffers whose reduce has started in this backward
         self._next = 0  # on arrival: the first buffer in the order whose reduce has not
         self._flying: collections.deque[GradAccumulator] = collections.deque()
         self._reduced = False  # stages 0-1: the boundary's reduce of this window has been started everywhere
         self._any_arrival = False
 
-    def arrived(self, buffer: GradAccumulator, index: int, grad: torch.Tensor, *, boundary: bool) -> None:
-        """A parameter's gradient is there. `boundary`: this backward is the last one before the step."""
+    def arrived(self, number: int, index: int, grad: torch.Tensor) -> None:
+        """The gradient of parameter `index` of buffer `number` is there."""
+        buffer = self.buffers[number]
         buffer.accumulate(index, grad)
         self._any_arrival = True
         if self._on_arrival and buffer.is_complete:
+            boundary = self._is_boundary()
             while self._next < len(self.buffers) and self.buffers[self._next].is_complete:
                 if not self._due(self.buffers[self._next], boundary):
                     return
                 self._start(self.buffers[self._next], final=boundary)
                 self._next += 1
 
-    def unit_left(self, flats: Sequence[FlatParam], *, boundary: bool) -> None:
+    def unit_left(self, unit: ShardUnit) -> None:
         """Backward has left a unit for good. All ranks must call, in the same order."""
-        mine = {id(flat) for flat in flats}
+        mine = {id(flat) for flat in unit.buffers}
+        boundary = self._is_boundary()
         for buffer in self.buffers:
             if id(buffer.flat) in mine and id(buffer) not in self._started and self._due(buffer, boundary):
                 self._start(buffer, final=boundary)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from hf_zero.distributed.comm import Comm
-from hf_zero.distributed.work import Pending, wait_all
+from hf_zero.distributed.work import Pending
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
@@ -68,6 +68,8 @@ class FlatParam:
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
+        # The shard, or its update, is elsewhere than on the device.
+        self.is_offloaded = home.master is not home.param or not isinstance(home.param, DeviceStore)
         self._ghost = torch.full((len(self.params),), torch.nan, dtype=dtype, device=self._device)
         self.placeholders = [self._ghost[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
         fill(self)
@@ -166,6 +168,7 @@ class FlatParam:
     def _set_full(self, full: torch.Tensor) -> None:
         self.full = full
         self._views = [full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+        self._buckets = [full[start : start + numel] for start, numel in self.layout.buckets()]
 
     def _set_shards(self, values: ShardTensor | StoredShard | None) -> None:
         """Make shard and master, with these values or zeros."""
@@ -222,15 +225,11 @@ class FlatParam:
                 use_huge_pages(self.full)
         # Where the shard comes from the host, the copy and the all-gather behind it stay off the compute stream.
         with self.home.copies.beside() if self.is_offloaded else contextlib.nullcontext():
-            self.finish_update()
-            with self._comm.stop_together():
-                parts = self._parts_on_device()
-            fill = self._start_broadcasts if self.home.broadcasts and not self.on_demand else self._start_all_gather
-            for (start, numel), part in zip(self.layout.buckets(), parts, strict=True):
-                fill(self.full[start : start + numel], part)
-
-    def _start_all_gather(self, bucket: torch.Tensor, part: torch.Tensor) -> None:
-        self._pending.append(self._comm.all_gather(bucket, part, self.layout.name))
+            for bucket, part in zip(self._buckets, self._parts_on_device(), strict=True):
+                if self.home.broadcasts and not self.on_demand:
+                    self._start_broadcasts(bucket, part)
+                else:
+                    self._pending.append(self._comm.all_gather(bucket, part, self.layout.name))
 
     def _start_broadcasts(self, bucket: torch.Tensor, part: torch.Tensor) -> None:
         places = bucket.chunk(self._comm.world_size)
@@ -239,19 +238,16 @@ class FlatParam:
         for owner, place in enumerate(places):
             self._pending.append(self._comm.broadcast_start(place, self.layout.name, src=owner))
 
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether the shard, or its update, is elsewhere than on the device."""
-        return self.home.master is not self.home.param or not isinstance(self.home.param, DeviceStore)
-
     def _parts_on_device(self) -> list[torch.Tensor]:
         """This rank's part of every bucket, on the compute device; valid until `gather_finish`."""
         shard = self.shard
-        if isinstance(shard, StoredShard):
-            if not shard.tiles:
-                return ShardTensor(self.layout, self._rank, self.full, in_full=True).parts
-            self._borrowed = shard.store.borrow([shard.tiles[0].key])
-            shard = ShardTensor(self.layout, self._rank, self._borrowed.tensors[0], in_full=False)
+        if isinstance(shard, StoredShard) or self.update is not None:
+            with self._reading():
+                if isinstance(shard, StoredShard):
+                    if not shard.tiles:
+                        return ShardTensor(self.layout, self._rank, self.full, in_full=True).parts
+                    self._borrowed = shard.store.borrow([shard.tiles[0].key])
+                    shard = ShardTensor(self.layout, self._rank, self._borrowed.tensors[0], in_full=False)
         if shard.memory.device == self.full.device:
             return shard.parts
         # Straight into this rank's place in the full buffer: from there the all-gather takes it.
@@ -262,15 +258,24 @@ class FlatParam:
         self._copied.record(torch.accelerator.current_stream(self.full.device))
         return places
 
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Around a read of the shard or the masters: after an update that is under way; all ranks raise its errors."""
+        with self._comm.stop_together():
+            if self.update is not None:
+                pending, self.update = self.update, None
+                pending.wait()
+            yield
+
     def finish_update(self) -> None:
         """Wait for an update of the shard that is under way."""
         if self.update is not None:
-            pending, self.update = self.update, None
-            with self._comm.stop_together():
-                pending.wait()
+            with self._reading():
+                pass
 
     def gather_finish(self) -> None:
-        wait_all(self._pending)
+        for pending in self._pending:
+            pending.wait()
         self._pending.clear()
         if self._copied is not None:
             # An all-gather in between has waited already.
@@ -362,16 +367,16 @@ class FlatParam:
         assert self.master is not None
         whole = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self._device)
         mine = ShardTensor(self.layout, self._rank, whole, in_full=True)
-        self.finish_update()
-        if isinstance(self.master, StoredShard):
-            with self._comm.stop_together():
+        with self._reading():
+            if isinstance(self.master, StoredShard):
                 self.master.copy_into(mine)
-        else:
-            mine.copy_from(self.master)
+            else:
+                mine.copy_from(self.master)
         if self.layout.world_size > 1:
             name = f"masters of {self.layout.name}"
             parts = zip(self.layout.buckets(), mine.parts, strict=True)
-            wait_all([self._comm.all_gather(whole[at : at + numel], part, name) for (at, numel), part in parts])
+            for pending in [self._comm.all_gather(whole[at : at + numel], part, name) for (at, numel), part in parts]:
+                pending.wait()
         return whole
 
     def accept_whole(self) -> None:
@@ -423,7 +428,7 @@ class FlatParam:
                 shard.drop()
         # Whoever still knows this buffer (an engine that another one replaces) must not keep the memory.
         self.full = self.full.new_empty(0)
-        self._views, self.master = [], None
+        self._views, self._buckets, self.master = [], [], None
         del self.shard
 
 

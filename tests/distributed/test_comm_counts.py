@@ -164,5 +164,5 @@ def count_bytes_of_one() -> list[int]:
     groups = []
     for stage in range(4):
         engine = start(Case("plain", 1), Options(stage))
-        groups.append(0 if engine.comm._group is None else 1)
+        groups.append(0 if engine.comm._processes is None else 1)
     return groups

@@ -123,7 +123,7 @@ def count_connections() -> list[int]:
         assert processes is not None
         link = processes.link
         assert link is not None
-        counts.append(len(link._connections))
+        counts.append(len(link.connections))
     return counts
 
 

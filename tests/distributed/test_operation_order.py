@@ -24,7 +24,6 @@ from hf_zero.distributed import comm as comm_module
 from hf_zero.distributed import operation_log
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.operation_log import OperationLog, describe_difference
-from hf_zero.distributed.work import Operation
 from hf_zero.engine import recovery
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import DivergenceError, StateError
@@ -313,9 +312,9 @@ def test_a_history_has_one_tag() -> None:
     logs = [OperationLog() for _ in range(3)]
     for what in ("a", "b"):
         for log in logs[:2]:
-            log.add(Operation("all_gather", what, 8, "float32"))
+            log.add("all_gather", what, 8, "float32")
     for what in ("b", "a"):
-        logs[2].add(Operation("all_gather", what, 8, "float32"))
+        logs[2].add("all_gather", what, 8, "float32")
     assert logs[0].tag == logs[1].tag and logs[0].digest == logs[1].digest
     assert logs[0].tag != logs[2].tag and logs[0].digest != logs[2].digest
     assert all(0 <= log.tag < 2**31 and log.digest == int(log.digest) < 2**53 for log in logs)
