@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.harness.ranks import RankFailure, run_ranks
 from tests.harness.scripts import run_script
@@ -19,6 +20,10 @@ def _sum_over_ranks(value: torch.Tensor, *, scale: float = 1.0) -> dict[str, Any
     total = value * (dist.get_rank() + 1) * scale
     dist.all_reduce(total)
     return {"total": total, "rank": dist.get_rank(), "world": dist.get_world_size(), "pid": os.getpid()}
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _raise_on(rank: int) -> int:
@@ -55,6 +60,20 @@ def test_results_of_all_ranks(world_size: int) -> None:
     for result in results:
         assert result["total"].tolist() == [world_size * (world_size + 1.0)] * 3
         assert result["world"] == world_size
+
+
+def test_tensors_travel_unchanged() -> None:
+    sent = [torch.arange(6).reshape(2, 3), torch.tensor(1.5, dtype=torch.bfloat16), torch.zeros(0, 2).bool()]
+    sent += [torch.arange(6.0).reshape(2, 3).t(), nn.Parameter(torch.ones(2)), torch.zeros(3, device="meta")]
+    sent += [torch.tensor([1j])]
+    [received] = run_ranks(_same, 1, sent)
+    for before, after in zip(sent, received, strict=True):
+        assert type(before) is type(after)
+        assert (before.dtype, before.shape, before.stride(), before.device, before.requires_grad) == (
+            *(after.dtype, after.shape, after.stride(), after.device, after.requires_grad),
+        )
+        assert before.is_meta or before.tolist() == after.tolist()
+    received[0][0, 0] = 7  # its memory may be written
 
 
 def test_every_job_has_processes_of_its_own() -> None:

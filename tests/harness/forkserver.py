@@ -29,6 +29,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.harness import transport
+
 # Time for the stack dumps of a hung rank to be written before it is killed.
 DUMP_SECONDS = 1.0
 # A rank that is waiting for one that failed gets this long to say so itself.
@@ -216,7 +218,7 @@ def _run_rank(job: Job, rank: int) -> int:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable(sys.stderr)
     try:
-        _write(folder / f"result-{rank}.pkl", pickle.dumps(_call(job, rank, folder)))
+        _write(folder / f"result-{rank}.pkl", transport.dumps(_call(job, rank, folder)))
         return 0
     except BaseException as error:
         _write(folder / f"error-{rank}.pkl", _pickled_error(error))

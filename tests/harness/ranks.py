@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from hf_zero.launcher.node import free_port
+from tests.harness import transport
 from tests.harness.forkserver import Job, Report
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -158,7 +159,7 @@ def try_ranks(
     folder = tempfile.mkdtemp(prefix="hf-zero-test-")
     try:
         with open(os.path.join(folder, "call.pkl"), "wb") as file:
-            pickle.dump(job, file)
+            file.write(transport.dumps(job))
         env = dict(env or {})
         if not init_group:
             env.setdefault("MASTER_PORT", str(free_port()))
