@@ -242,7 +242,9 @@ def _print(results: Sequence[Result], best: Result, direct: bool, size: int) -> 
         row += [f"{result.fio[mode] / 1e9:.2f}" if mode in result.fio else "" for mode in _MODES if with_fio]
         rows.append(row)
     print(f"{size >> 20} MiB, {'O_DIRECT' if direct else 'through the page cache: O_DIRECT is not possible here'}")
-    for line, result in zip(table(rows), (None, *results), strict=True):
+    head, *lines = table(rows)
+    print(head)
+    for line, result in zip(lines, results, strict=True):
         print(f"{line}  <- best" if result is best else line)
     if best.setting.engine != results[0].setting.engine:
         print(f"\nHF_ZERO_AIO_ENGINE={best.setting.engine} was fastest: set it in the environment.")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from hf_zero.distributed.environment import DEFAULT_PORT
 from hf_zero.launcher.job import DEFAULT_HOSTFILE, LAUNCHERS, LaunchOptions, launch
+from hf_zero.launcher.job import logger as launch_logger
 from hf_zero.launcher.launch_errors import LaunchUsageError
 
 NAME = "launch"
@@ -99,20 +100,19 @@ def _pid_file(name: object) -> Path:
 
 
 def run(args: argparse.Namespace) -> None:
-    quiet = args.quiet or args.log_level in ("error", "critical")
-
-    def say(text: str, is_warning: bool = False) -> None:
-        if not quiet and (is_warning or args.log_level != "warning"):
-            print(f"hf-zero launch: {text}", file=sys.stderr, flush=True)
-
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("hf-zero launch: %(message)s"))
+    launch_logger.addHandler(handler)
+    launch_logger.setLevel("ERROR" if args.quiet else args.log_level.upper())
     values = {entry.name: getattr(args, entry.name) for entry in dataclasses.fields(LaunchOptions)}
     pid_file = _pid_file(os.getpid())
     try:
         if args.save_pid:
             pid_file.write_text(str(os.getpid()))
-        launch(LaunchOptions(**values), say)
+        launch(LaunchOptions(**values))
     except LaunchUsageError as error:
         raise argparse.ArgumentError(None, str(error)) from None
     finally:
+        launch_logger.removeHandler(handler)
         if args.save_pid:
             pid_file.unlink(missing_ok=True)

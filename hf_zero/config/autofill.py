@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.config.schema import AUTO, number
+from hf_zero.config.schema import number
 
-_ABSENT: Any = object()
+ABSENT: Any = object()  # where None is a value
 
 
 def _same(value: Any) -> Any:
@@ -103,15 +103,11 @@ class Arguments:
 
     def value(self, rule: Rule) -> Any:
         """What the arguments say for a rule, or ABSENT where they do not say it all."""
-        values = [self._own.get(name, getattr(self.args, name, _ABSENT)) for name in rule.reads]
-        if any(value is _ABSENT or (value is None and not rule.takes_none) for value in values):
-            return _ABSENT
+        values = [self._own.get(name, getattr(self.args, name, ABSENT)) for name in rule.reads]
+        if any(value is ABSENT or (value is None and not rule.takes_none) for value in values):
+            return ABSENT
         given = [number(value) if isinstance(value, str) else value for value in values]
         return rule.value(*(value if new is None else new for value, new in zip(values, given, strict=True)))
-
-
-def is_absent(value: Any) -> bool:
-    return value is _ABSENT
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -168,7 +164,3 @@ def _widths(model: Any) -> Iterator[int]:
         shape = tuple(parameter.shape)
         if len(shape) >= 2 and max(shape[1:]) > 0:
             yield max(shape[1:])
-
-
-def is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == AUTO

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+KEYS = TRAIN, MICRO, ACCUMULATION = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -29,18 +35,15 @@ class Batch:
     def remedy(self, world_size: int) -> str:
         """The nearest train_batch_size that would do, for what was given and not inferred."""
         step = world_size
-        if "train_micro_batch_size_per_gpu" not in self.inferred:
+        if MICRO not in self.inferred:
             step *= self.micro
-        if "gradient_accumulation_steps" not in (*self.inferred, *self.defaulted):
+        if ACCUMULATION not in (*self.inferred, *self.defaulted):
             step *= self.accumulation
-        if "train_micro_batch_size_per_gpu" in self.inferred or "gradient_accumulation_steps" in self.inferred:
+        if MICRO in self.inferred or ACCUMULATION in self.inferred:
             nearest = max(1, round(self.train / step)) * step
             return f"Set train_batch_size to a multiple of {step}, such as {nearest}, or leave it out."
         product = self.micro * self.accumulation * world_size
         return f"Set train_batch_size to {product}, or leave one of the three out: it follows from the others."
-
-
-TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
 def complete(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> Batch:

@@ -12,17 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.config import batch
-from hf_zero.config.autofill import (
-    NEEDS_ARGUMENTS,
-    RULES,
-    Arguments,
-    Rule,
-    bucket_sizes,
-    equal,
-    hidden_size,
-    is_absent,
-    is_auto,
-)
+from hf_zero.config.autofill import ABSENT, NEEDS_ARGUMENTS, RULES, Arguments, Rule, bucket_sizes, equal, hidden_size
 from hf_zero.config.cross_checks import FORCE, MOMENTS, STAGE, cross_problems, notices, refusals, runs_in_torch
 from hf_zero.config.keys import ROOT, ZERO
 from hf_zero.config.optimizers import torch_form
@@ -48,11 +38,10 @@ from hf_zero.config.resolved import (
     section_of,
 )
 from hf_zero.config.schedules import check_block
-from hf_zero.config.schema import BadValue, Block, Key, find, look_up, put, walk
+from hf_zero.config.schema import AUTO, BadValue, Block, Key, find, look_up, put, walk
 
 CLIPPING = "gradient_clipping"
 OFFLOAD_PARAM = f"{ZERO}.offload_param.device"
-BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.ACCUMULATION)
 # What accelerate puts for "auto" where there are no TrainingArguments.
 CLIPPING_WITHOUT_ARGUMENTS = 1.0
 
@@ -119,11 +108,11 @@ class _Resolver:
             if rule.path == "amp.enabled" and "fp16" in self.values:
                 continue
             argument = self.arguments.value(rule)
-            if is_absent(argument):
+            if argument is ABSENT:
                 continue
             argument = _canonical(rule.path, argument)
             given = self._get(rule.path)
-            if is_auto(given):
+            if given == AUTO:
                 self._set(rule.path, argument, AUTO_FILLED)
             elif given is None:
                 if rule.fills_missing and not self.problems.has(rule.path):  # it is not missing, but wrong
@@ -150,7 +139,7 @@ class _Resolver:
 
     def _fill_from_model(self) -> None:
         stage = self._get(STAGE) or 0
-        wanted = [path for path in bucket_sizes(1, 3) if is_auto(self._get(path))]
+        wanted = [path for path in bucket_sizes(1, 3) if self._get(path) == AUTO]
         size = hidden_size(self.around.model) if wanted else None
         if size is None:
             return
@@ -163,17 +152,18 @@ class _Resolver:
 
     def _drop_leftover_auto(self) -> None:
         for path, value in list(_leaves(self.values)):
-            if not is_auto(value) or not _may_be_auto(path):
+            row = _key(path)
+            if row is None or not row.auto or value != AUTO:
                 continue
             self._check_needs(path)
-            default = _default(path)
             if path == CLIPPING:
                 self._set(path, CLIPPING_WITHOUT_ARGUMENTS, AUTO_CLIPPING)
-            elif default is None:
-                _remove(self.values, path)
-                self.origins.pop(path, None)
+            elif row.default is None:
+                block, _, name = path.rpartition(".")
+                del (self._get(block) if block else self.values)[name]
+                del self.origins[path]
             else:
-                self._set(path, default, AUTO_DEFAULT)
+                self._set(path, row.default, AUTO_DEFAULT)
 
     def _check_needs(self, path: str) -> None:
         if path not in NEEDS_ARGUMENTS or self.around.file_only:
@@ -189,9 +179,8 @@ class _Resolver:
 
     def _fill_defaults(self) -> None:
         for path, row in _always(ROOT):
-            if look_up(self.values, path, _MISSING) is not _MISSING:
-                continue
-            self._set(path, row.default, DEFAULT)
+            if self._get(path) is None:
+                self._set(path, row.default, DEFAULT)
 
     def _keep_parameters_below_stage_3(self) -> None:
         """DeepSpeed takes offload_param at every stage and offloads at stage 3; a notice says so."""
@@ -199,10 +188,10 @@ class _Resolver:
             self._set(OFFLOAD_PARAM, "none", BELOW_STAGE_3)
 
     def _fill_batch(self) -> None:
-        if self.around.file_only or any(map(self.problems.has, BATCH_KEYS)):
+        if self.around.file_only or any(map(self.problems.has, batch.KEYS)):
             return
         world = self.around.world_size
-        train, micro, accumulation = (self._get(path) for path in BATCH_KEYS)
+        train, micro, accumulation = (self._get(path) for path in batch.KEYS)
         if train is None and micro is None and accumulation is not None and self.around.args is None:
             self.problems.add(
                 batch.ACCUMULATION,
@@ -212,13 +201,13 @@ class _Resolver:
             )
             return
         numbers = batch.complete(train, micro, accumulation, world)
-        for path, value in zip(BATCH_KEYS, (numbers.train, numbers.micro, numbers.accumulation), strict=True):
+        for path, value in zip(batch.KEYS, (numbers.train, numbers.micro, numbers.accumulation), strict=True):
             if path in numbers.inferred:
                 self._set(path, value, INFERRED)
             elif path in numbers.defaulted:
                 self._set(path, value, DEFAULT)
         if not numbers.multiplies_up(world):
-            given = next((path for path in BATCH_KEYS if self.origins.get(path) == FILE), batch.TRAIN)
+            given = next((path for path in batch.KEYS if self.origins.get(path) == FILE), batch.TRAIN)
             self.problems.add(given, self._get(given), numbers.problem(world), numbers.remedy(world))
 
     def _config(self) -> ResolvedConfig:
@@ -260,9 +249,6 @@ class _Resolver:
         ]
 
 
-_MISSING: Any = object()
-
-
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Every value below nested blocks with its dotted path. What a row knows no keys of is one value."""
     result: list[tuple[str, Any]] = []
@@ -287,28 +273,15 @@ def _always(block: Block, prefix: str = "") -> list[tuple[str, Key]]:
     return result
 
 
-def _may_be_auto(path: str) -> bool:
+def _key(path: str) -> Key | None:
     row = find(ROOT, path)
-    return isinstance(row, Key) and row.auto
-
-
-def _default(path: str) -> Any:
-    row = find(ROOT, path)
-    return row.default if isinstance(row, Key) else None
+    return row if isinstance(row, Key) else None
 
 
 def _canonical(path: str, value: Any) -> Any:
     """An argument's value in the form that the file's value has."""
-    row = find(ROOT, path)
-    if not isinstance(row, Key):
-        return value
+    row = _key(path)
     try:
-        return row.check(value)
+        return value if row is None else row.check(value)
     except BadValue:
         return value
-
-
-def _remove(values: dict[str, Any], path: str) -> None:
-    block, _, name = path.rpartition(".")
-    node = look_up(values, block) if block else values
-    node.pop(name, None)

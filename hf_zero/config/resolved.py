@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from hf_zero.config import batch as batch_sizes
+from hf_zero.config import batch
 from hf_zero.config.precision import Precision
 from hf_zero.config.problems import show
 from hf_zero.config.schema import AUTO, Key, choice, count, dtype, flag, interval, put, real, text, texts
@@ -159,8 +159,7 @@ class ResolvedConfig(Mapping[str, Any]):
 
     @cached_property
     def _given(self) -> dict[str, Any]:
-        batch = (batch_sizes.TRAIN, batch_sizes.MICRO, batch_sizes.ACCUMULATION)
-        return _without_auto(self.raw, self.settings) | {name: getattr(self, name) for name in batch}
+        return _without_auto(self.raw, self.settings) | {name: getattr(self, name) for name in batch.KEYS}
 
     def __getitem__(self, key: str) -> Any:
         return self._given[key]

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from hf_zero.config.problems import either
+
 AUTO = "auto"
 
 _NUMBER = re.compile(r"\s*[+-]?(\d{1,400}(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")
@@ -73,10 +75,9 @@ class Key:
     def expected(self) -> str:
         """What may stand here, in words."""
         if self.kind == "int" and self.low is not None and self.high is not None and self.high - self.low < 10:
-            words = " or ".join(", ".join(str(n) for n in range(int(self.low), int(self.high) + 1)).rsplit(", ", 1))
+            words = either([str(number) for number in range(int(self.low), int(self.high) + 1)])
         elif self.kind == "choice":
-            offered = self.offered or self.choices
-            words = " or ".join(", ".join(f'"{choice}"' for choice in offered).rsplit(", ", 1))
+            words = either([f'"{choice}"' for choice in self.offered or self.choices])
         elif self.kind == "floats":
             words = f"a list of {self.size} numbers" if self.size else "a number or a list of numbers"
             words += self._range()
@@ -164,8 +165,7 @@ def flag(default: bool | None = False, *, auto: bool = False) -> Key:
 
 
 def count(default: float | None = None, *, low: float = 0, high: float | None = None, auto: bool = False) -> Key:
-    whole = None if default is None else int(default)
-    return Key(kind="int", default=whole, low=low, high=high, auto=auto)
+    return Key(kind="int", default=None if default is None else int(default), low=low, high=high, auto=auto)
 
 
 def interval() -> Key:

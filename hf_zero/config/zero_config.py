@@ -8,12 +8,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.config.autofill import is_auto
 from hf_zero.config.parse import Parsed, parse
 from hf_zero.config.problems import Problem, raise_all
 from hf_zero.config.resolve import Surroundings, resolve
 from hf_zero.config.resolved import ResolvedConfig
-from hf_zero.config.schema import look_up, put
+from hf_zero.config.schema import AUTO, look_up, put
 
 # Blocks and keys of the file that say how parameters are kept and moved.
 _OF_PARAMETERS = ("zero_optimization", "aio", "desync_timeout", "gather_for_generation")
@@ -78,25 +77,9 @@ class ZeroConfig:
         """Every problem that the file has by itself: wrong keys and values, contradictions, what is not supported."""
         return list(resolve(self._parsed, Surroundings(file_only=True)).problems)
 
-    def problems(
-        self,
-        args: Any = None,
-        model: Any = None,
-        world_size: int = 1,
-        *,
-        num_training_steps: int | None = None,
-        client_optimizer: bool = False,
-        client_scheduler: bool = False,
-    ) -> list[Problem]:
+    def problems(self, args: Any = None, model: Any = None, world_size: int = 1, **others: Any) -> list[Problem]:
         """What `resolve` would raise for the same arguments, as a list."""
-        around = Surroundings(
-            args=args,
-            model=model,
-            world_size=world_size,
-            num_training_steps=num_training_steps,
-            client_optimizer=client_optimizer,
-            client_scheduler=client_scheduler,
-        )
+        around = Surroundings(args=args, model=model, world_size=world_size, **others)
         return list(resolve(self._parsed, around).problems)
 
     def resolve(
@@ -139,7 +122,7 @@ class ZeroConfig:
         """The same with `values` (dotted path -> value) in place of "auto", where the file says "auto"."""
         filled = copy.deepcopy(self._parsed.values)
         for path, value in values.items():
-            if is_auto(look_up(filled, path)):
+            if look_up(filled, path) == AUTO:
                 put(filled, path, value)
         return ZeroConfig(dataclasses.replace(self._parsed, values=filled))
 

@@ -7,17 +7,14 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
-from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.estimate.plan import Plan, plan_units
 from hf_zero.native.machine import peak_resident_bytes
-from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.sharding.unit import ShardUnit
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +29,8 @@ _KINDS = {
 }
 
 
-class Engine(Protocol):
-    """What is read of an engine."""
-
-    module: nn.Module
-    units: list[ShardUnit]
-    config: ResolvedConfig
-    comm: Comm
-
-    @property
-    def optimizer(self) -> ShardedOptimizer | None: ...
-
-    @property
-    def accumulation_steps(self) -> int: ...
-
-    def memory_report(self) -> dict[str, int]: ...
-
-
-def log_account(engine: Engine) -> None:
-    """Say, on rank 0 and where the level of the log is INFO, what was planned for the engine and what it took.
+def log_account(engine: ZeroEngine) -> None:
+    """Log, on rank 0 at level INFO, the memory that was planned for the engine and what it took.
 
     No communication. The plan takes a fraction of a second, and comes from sizes alone (see estimate.plan).
     """
@@ -65,7 +45,7 @@ def log_account(engine: Engine) -> None:
         logger.info("hf_zero: %s", line)
 
 
-def account(engine: Engine) -> list[str]:
+def account(engine: ZeroEngine) -> list[str]:
     """The lines of `log_account`, for the rank that calls."""
     plan, report = plan_engine(engine), engine.memory_report()
     pairs = [
@@ -81,7 +61,7 @@ def account(engine: Engine) -> list[str]:
     ]
 
 
-def plan_engine(engine: Engine) -> Plan:
+def plan_engine(engine: ZeroEngine) -> Plan:
     """The plan of a live engine, from the layouts of its units; activations and start-up are not in it."""
     optimizer = engine.optimizer
     return plan_units(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hf_zero.config import ResolvedConfig
+from hf_zero.config import OffloadOptimizer, OffloadParam, ResolvedConfig
 from hf_zero.estimate.pretend import PretendedComm, PretendedPlacements
 from hf_zero.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuildSettings, flat_param_specs, make_units, torch_dtype
@@ -162,10 +162,14 @@ def measure(model: nn.Module, config: ResolvedConfig, batch: Mapping[str, torch.
     Raises:
         Whatever the model raises where sizes alone do not do, as in code that looks at values.
     """
-    zero = dataclasses.replace(config.zero, stage=3, offload_param=dataclasses.replace(config.zero.offload_param))
-    config = dataclasses.replace(config, stage=3, zero=dataclasses.replace(zero, stage3_param_persistence_threshold=0))
-    settings = dataclasses.replace(BuildSettings.of(config, 1.0))
-    settings = dataclasses.replace(settings, offload=_nowhere(settings))
+    zero = dataclasses.replace(
+        config.zero,
+        stage=3,
+        stage3_param_persistence_threshold=0,
+        offload_param=OffloadParam(),
+        offload_optimizer=OffloadOptimizer(),
+    )
+    settings = BuildSettings.of(dataclasses.replace(config, stage=3, zero=zero), 1.0)
     comm = PretendedComm(0, 2, on_host=on_host)
     with _untouched(model):
         built = make_units(
@@ -202,15 +206,6 @@ def _run(
     peak = max((event.peak for event in recorder.events), default=0)
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
     return Profile(tuple(recorder.events), shapes, saved, peak)
-
-
-def _nowhere(settings: BuildSettings) -> Any:
-    offload = settings.offload
-    return dataclasses.replace(
-        offload,
-        param=dataclasses.replace(offload.param, device="none"),
-        optimizer=dataclasses.replace(offload.optimizer, device="none"),
-    )
 
 
 @contextlib.contextmanager

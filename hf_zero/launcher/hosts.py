@@ -229,12 +229,12 @@ def _signals_raise() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    told = False
+    raised = False
 
     def handler(number: int, frame: FrameType | None) -> None:
-        nonlocal told
-        if not told:
-            told = True
+        nonlocal raised
+        if not raised:
+            raised = True
             raise LaunchFailed(f"stopped by {signal.Signals(number).name}; all processes were ended")
 
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]

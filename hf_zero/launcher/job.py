@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import shlex
 import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from hf_zero.distributed.environment import DEFAULT_PORT, expand_hosts, slurm_port
 from hf_zero.launcher.forwarding import environment_files, exported, read_environment_file, shell_exports
@@ -23,9 +23,7 @@ DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's
 LAUNCHERS = ("ssh", "pdsh", "slurm")
 _LOCALHOST = "localhost"
 
-
-class Say(Protocol):
-    def __call__(self, text: str, is_warning: bool = False) -> None: ...
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +60,9 @@ class LaunchOptions:
                 object.__setattr__(self, name, None)
 
 
-def launch(options: LaunchOptions, say: Say) -> None:
-    """Run the job to its end.
+def launch(options: LaunchOptions) -> None:
+    """Run the job to its end. The log names where the processes run, and what of the line had no effect.
 
-    Args:
-        say: Tells the user where the processes run, and what of the line had no effect.
     Raises:
         LaunchUsageError: The line cannot be obeyed; nothing runs.
         LaunchFailed: The job failed, or this process was told to stop.
@@ -74,20 +70,20 @@ def launch(options: LaunchOptions, say: Say) -> None:
     _check(options)
     hosts = read_hostfile(options.hostfile or DEFAULT_HOSTFILE)
     if hosts is None and options.hostfile:
-        say(f"there is no hostfile {options.hostfile}: this host only", is_warning=True)
+        logger.warning(f"there is no hostfile {options.hostfile}: this host only")
     if options.launcher == "slurm":
-        _launch_by_slurm(options, hosts, say)
+        _launch_by_slurm(options, hosts)
     elif hosts is None:
-        _launch_here(options, say)
+        _launch_here(options)
     else:
         slots = trim(select(hosts, options.include, options.exclude), options.num_nodes, options.num_gpus)
         if options.no_ssh:
-            _launch_part(options, slots, say)
+            _launch_part(options, slots)
         elif len(slots) > 1 or options.force_multi:
-            _launch_on(options, slots, say)
+            _launch_on(options, slots)
         else:
             names = tuple(str(slot) for slot in next(iter(slots.values())))
-            _run_here(options, names, has_gpus=_count_gpus() > 0, say=say)
+            _run_here(options, names, has_gpus=_count_gpus() > 0)
 
 
 def _check(options: LaunchOptions) -> None:
@@ -126,7 +122,7 @@ def _plan(options: LaunchOptions, devices: tuple[tuple[str, ...], ...], master_a
 
 
 # -------------------------------------------------------------------- this host
-def _launch_here(options: LaunchOptions, say: Say) -> None:
+def _launch_here(options: LaunchOptions) -> None:
     if options.num_nodes is not None and options.num_nodes > 1:
         raise LaunchUsageError(
             f"--num_nodes {options.num_nodes}, but no hostfile names the hosts: add --hostfile FILE"
@@ -136,7 +132,7 @@ def _launch_here(options: LaunchOptions, say: Say) -> None:
     variable = visible_devices_variable()
     visible = [name for name in os.environ.get(variable, "").split(",") if name.strip()]
     if visible and (options.include or options.exclude):
-        say(f"{variable}={','.join(visible)} gives way to --include and --exclude", is_warning=True)
+        logger.warning(f"{variable}={','.join(visible)} gives way to --include and --exclude")
         del os.environ[variable]
         visible = []
     gpus = _count_gpus()
@@ -145,10 +141,10 @@ def _launch_here(options: LaunchOptions, say: Say) -> None:
     count = gpus or max(options.num_gpus or 1, *(slot + 1 for own in named.values() for slot in own), 1)
     slots = trim(select({_LOCALHOST: count}, options.include, options.exclude), None, options.num_gpus)
     if options.force_multi:
-        _launch_on(options, slots, say)
+        _launch_on(options, slots)
         return
     names = tuple(visible[slot] if gpus and visible else str(slot) for slot in slots[_LOCALHOST])
-    _run_here(options, names, has_gpus=gpus > 0, say=say)
+    _run_here(options, names, has_gpus=gpus > 0)
 
 
 def _count_gpus() -> int:
@@ -157,7 +153,7 @@ def _count_gpus() -> int:
     return torch.accelerator.device_count()
 
 
-def _run_here(options: LaunchOptions, names: tuple[str, ...], *, has_gpus: bool, say: Say) -> None:
+def _run_here(options: LaunchOptions, names: tuple[str, ...], *, has_gpus: bool) -> None:
     if options.venv_script:
         raise LaunchUsageError("--venv_script is for other hosts: activate the environment on this one first")
     if not options.module and not options.no_python and not Path(options.script).is_file():
@@ -167,11 +163,11 @@ def _run_here(options: LaunchOptions, names: tuple[str, ...], *, has_gpus: bool,
         port = free_port()
     plan = _plan(options, (names,), options.master_addr or "127.0.0.1", port)
     where = f"GPU {','.join(names)}" if has_gpus else "CPU"
-    say(f"{_processes(len(names))} on this host ({where}), rank 0 at {plan.master_addr}:{port}")
+    logger.info(f"{_processes(len(names))} on this host ({where}), rank 0 at {plan.master_addr}:{port}")
     run_node(dataclasses.replace(plan, use_devices=has_gpus), 0)
 
 
-def _launch_part(options: LaunchOptions, slots: Slots, say: Say) -> None:
+def _launch_part(options: LaunchOptions, slots: Slots) -> None:
     """This host's processes of a job whose line is given on every host."""
     rank = options.node_rank
     if rank is None or not 0 <= rank < len(slots):
@@ -180,12 +176,14 @@ def _launch_part(options: LaunchOptions, slots: Slots, say: Say) -> None:
         )
     master = options.master_addr or next(iter(slots))
     plan = _plan(options, _names(slots), master, options.master_port or DEFAULT_PORT)
-    say(f"{_processes(len(plan.devices[rank]))} as host {rank} of {len(slots)}, rank 0 at {master}:{plan.master_port}")
+    logger.info(
+        f"{_processes(len(plan.devices[rank]))} as host {rank} of {len(slots)}, rank 0 at {master}:{plan.master_port}"
+    )
     run_node(dataclasses.replace(plan, use_devices=_count_gpus() > 0), rank)
 
 
 # -------------------------------------------------------------------- several hosts
-def _launch_on(options: LaunchOptions, slots: Slots, say: Say) -> None:
+def _launch_on(options: LaunchOptions, slots: Slots) -> None:
     transport = Transport(options.launcher, options.ssh_port, tuple(shlex.split(options.launcher_args)))
     transport.check()
     hosts = list(slots)
@@ -198,13 +196,15 @@ def _launch_on(options: LaunchOptions, slots: Slots, say: Say) -> None:
         watch_stdin=options.launcher == "ssh",  # pdsh hands no standard input on
     )
     count = sum(len(own) for own in slots.values())
-    say(f"{_processes(count)} on {len(hosts)} hosts ({', '.join(hosts)}), rank 0 at {master}:{plan.master_port}")
-    exports = shell_exports(exported(os.environ, os.getcwd()), _from_files(say))
+    logger.info(
+        f"{_processes(count)} on {len(hosts)} hosts ({', '.join(hosts)}), rank 0 at {master}:{plan.master_port}"
+    )
+    exports = shell_exports(exported(os.environ, os.getcwd()), _from_files())
     source = f". {shlex.quote(options.venv_script)}; " if options.venv_script else ""
     RemoteJob(transport, plan, hosts, source + exports).run()
 
 
-def _launch_by_slurm(options: LaunchOptions, hosts: Mapping[str, int] | None, say: Say) -> None:
+def _launch_by_slurm(options: LaunchOptions, hosts: Mapping[str, int] | None) -> None:
     if options.no_ssh or options.venv_script:
         raise LaunchUsageError("--launcher slurm: --no_ssh and --venv_script are for the other launchers")
     if hosts is None:
@@ -220,8 +220,8 @@ def _launch_by_slurm(options: LaunchOptions, hosts: Mapping[str, int] | None, sa
     arguments = shlex.split(options.launcher_args)
     if options.num_gpus is not None and allocation is None:
         arguments += ["--gpus-per-node", str(options.num_gpus)]  # srun makes one
-    files = {name: os.path.expandvars(value) for name, value in _from_files(say).items()}
-    say(f"{_processes(sum(map(len, slots.values())))} on {len(slots)} hosts by srun")
+    files = {name: os.path.expandvars(value) for name, value in _from_files().items()}
+    logger.info(f"{_processes(sum(map(len, slots.values())))} on {len(slots)} hosts by srun")
     run_srun(plan, list(slots), arguments, {**exported(os.environ, os.getcwd()), **files})
 
 
@@ -236,10 +236,10 @@ def _allocated(options: LaunchOptions) -> dict[str, int]:
     return dict.fromkeys(expand_hosts(nodes), count)
 
 
-def _from_files(say: Say) -> dict[str, str]:
+def _from_files() -> dict[str, str]:
     found: dict[str, str] = {}
     for path in environment_files():
-        say(f"environment of the hosts: {path}")
+        logger.info(f"environment of the hosts: {path}")
         found.update(read_environment_file(path))
     return found
 

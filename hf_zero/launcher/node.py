@@ -70,8 +70,9 @@ def run_node(plan: JobPlan, node_rank: int) -> None:
 
 def _command(plan: JobPlan, processes: int) -> list[str]:
     # torch's agent puts a process's number in the place of ${local_rank}; a $ of the user's own must come through.
-    head, tail = ([part.replace("$", "$$") for part in rest] for rest in _split(plan))
-    command = [*head, *(["--local_rank=${local_rank}"] if plan.pass_local_rank else []), *tail]
+    command = [part.replace("$", "$$") for part in plan.command]
+    if plan.pass_local_rank:
+        command.insert(plan.script_end, "--local_rank=${local_rank}")
     if plan.log_folder is None and plan.bind_cores is None:
         return command
     if os.name == "nt":
@@ -91,10 +92,6 @@ def _command(plan: JobPlan, processes: int) -> list[str]:
             raise LaunchUsageError(f"--enable_each_rank_log {plan.log_folder}: {error.strerror}") from None
         options["log"] = os.path.join(plan.log_folder, time.strftime("%Y%m%d%H%M%S")).replace("$", "$$")
     return [sys.executable, "-u", "-m", "hf_zero.launcher.worker", json.dumps(options), *command]
-
-
-def _split(plan: JobPlan) -> tuple[Sequence[str], Sequence[str]]:
-    return plan.command[: plan.script_end], plan.command[plan.script_end :]
 
 
 def _set_environment(plan: JobPlan, node_rank: int) -> None:
