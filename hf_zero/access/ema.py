@@ -18,10 +18,9 @@ from hf_zero.optim.state_access import assemble
 from hf_zero.runtime.full_weights import share_resident
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import tied_names
-from hf_zero.sharding.shard import ShardTensor
-from hf_zero.sharding.stored_shard import StoredShard
+from hf_zero.sharding.shard import ShardTensor, memory_shard
 from hf_zero.sharding.unit import ShardUnit
-from hf_zero.storage import DeviceStore, MemoryStore
+from hf_zero.storage import MemoryStore
 
 
 class ShardedEMA:
@@ -72,16 +71,10 @@ class ShardedEMA:
     def _make_shard(self, buffer: FlatParam) -> ShardTensor:
         master, homes = buffer.master, self._engine.homes
         assert master is not None
-        on_device = isinstance(buffer.home.master, DeviceStore)
-        store: MemoryStore = homes.device if on_device else homes.host
-        key = f"{buffer.layout.name}/{self.name}"
-        store.create(key, buffer.layout.shard_numel, master.dtype)
-        self._stores[key] = store
-        shard = ShardTensor(buffer.layout, buffer.rank, store.tensor(key), in_full=False)
-        if isinstance(master, StoredShard):
-            master.copy_into(shard)
-        else:
-            shard.copy_from(master)
+        store: MemoryStore = homes.device if buffer.home.master.is_on_device else homes.host
+        shard = memory_shard(buffer.layout, buffer.rank, store, self.name, master.dtype)
+        self._stores[f"{buffer.layout.name}/{self.name}"] = store
+        shard.copy_from(master)
         return shard
 
     # ---------------------------------------------------------------- training
@@ -100,12 +93,11 @@ class ShardedEMA:
         self._engine.finish_updates()
         weight = 1.0 - (self.decay if decay is None else _checked(decay))
         for buffer, average in self._shards.items():
-            if isinstance(buffer.master, ShardTensor) and average.parts:
-                torch._foreach_lerp_(average.parts, buffer.master.parts, weight)
-            elif isinstance(buffer.master, StoredShard):
-                for tile in buffer.master.tiles:
-                    for chunk in buffer.master.chunks(tile.start, tile.numel):
-                        average.memory[tile.start : tile.end].lerp_(chunk, weight)
+            assert buffer.master is not None
+            at = 0
+            for chunk in buffer.master.chunks(0, buffer.layout.shard_numel):
+                average.memory[at : at + chunk.numel()].lerp_(chunk, weight)
+                at += chunk.numel()
 
     def _checked_optimizer(self) -> ShardedOptimizer:
         """The optimizer whose checkpoints hold the average: a second Trainer brings another one."""

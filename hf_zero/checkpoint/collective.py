@@ -26,10 +26,12 @@ from hf_zero.checkpoint.optimizer_state import (
     read_states,
     state_name,
 )
-from hf_zero.checkpoint.rank_state import Chunked, RunState, Scalar
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.scheduler_state import plain, scheduler_content, state_for
 from hf_zero.checkpoint.writer import (
+    Chunked,
+    RunState,
+    Scalar,
     build_manifest,
     check_info,
     commit,
@@ -45,8 +47,7 @@ from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.updates.elementwise import FileState
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import clean_name, tied_names
-from hf_zero.sharding.shard import ShardTensor
-from hf_zero.sharding.stored_shard import StoredShard
+from hf_zero.sharding.shard import Shard, ShardTensor
 from hf_zero.sharding.unit import ShardUnit
 
 logger = logging.getLogger(__name__)
@@ -222,17 +223,15 @@ def _run_states(session: Session) -> Iterator[RunState]:
                 continue
             tensors: dict[str, torch.Tensor | Chunked] = {"master": _readable(buffer.master, run)}
             scalars: dict[str, Scalar] = {}
-            tensors.update((kind, shards[buffer].read_run(run)) for kind, shards in _attached(session.optimizer))
+            tensors.update((kind, _readable(shards[buffer], run)) for kind, shards in _attached(session.optimizer))
             if run.name in owned and session.optimizer is not None:
                 more, scalars = _optimizer_state(session, session.optimizer, owned[run.name])
                 tensors.update(more)
             yield RunState(buffer.layout.name, run, tensors, scalars)
 
 
-def _readable(shard: ShardTensor | StoredShard, run: Run) -> torch.Tensor | Chunked:
-    """The elements of `run`: in memory, or tile by tile from where they are kept."""
-    if isinstance(shard, ShardTensor):
-        return shard.read_run(run)
+def _readable(shard: Shard, run: Run) -> Chunked:
+    """The elements of `run`, chunk by chunk from where they are kept."""
     return Chunked(run.numel, shard.dtype, lambda: shard.chunks(run.shard_offset, run.numel))
 
 
@@ -245,9 +244,14 @@ def _optimizer_state(
         if states is None:
             states = [optimizer.state.get(master, {}) for master in owned.masters]
         return collect(states, owned, session.file_state.odd)
-    tensors = {kind: _readable(value, owned.run) for kind, value in native.items() if isinstance(value, StoredShard)}
-    scalars = {kind: float(value) for kind, value in native.items() if not isinstance(value, StoredShard)}
-    return tensors, dict(scalars)
+    tensors: dict[str, torch.Tensor | Chunked] = {}
+    scalars: dict[str, Scalar] = {}
+    for kind, value in native.items():
+        if isinstance(value, Shard):
+            tensors[kind] = _readable(value, owned.run)
+        else:
+            scalars[kind] = float(value)
+    return tensors, scalars
 
 
 def _attached(optimizer: ShardedOptimizer | None) -> list[tuple[str, dict[FlatParam, ShardTensor]]]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS
-from hf_zero.checkpoint.rank_state import Chunked
 from hf_zero.checkpoint.reader import CheckpointReader
+from hf_zero.checkpoint.writer import Chunked
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError, OffloadError
 from hf_zero.layout import Run
 
-FrozenShards = list[tuple[Run, torch.Tensor | Chunked]]
+FrozenShards = list[tuple[Run, Chunked]]
 
 _MODULUS = 1 << 64
 _CHUNK = 1 << 20
@@ -27,11 +27,11 @@ _POSITION, _MIX, _FINAL = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644E
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def partial_digest(values: torch.Tensor | Chunked, run: Run) -> int:
-    """What the elements of `run` contribute to the digest of their parameter. `values`: 1-D [run.numel]."""
+def partial_digest(values: Chunked, run: Run) -> int:
+    """What the elements of `run` contribute to the digest of their parameter. `values`: [run.numel]."""
     total = 0
     positions = _Positions(run)
-    for chunk in values.chunks() if isinstance(values, Chunked) else [values]:
+    for chunk in values.chunks():
         for part in chunk.detach().reshape(-1).split(_CHUNK):
             total += _hash(part, positions.take(part.numel()).to(part.device))
     return total % _MODULUS

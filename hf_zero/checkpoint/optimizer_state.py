@@ -15,8 +15,8 @@ import torch
 
 from hf_zero.checkpoint.consolidate import CODES, WEIGHT_KINDS
 from hf_zero.checkpoint.manifest import STATE_MARK, Manifest
-from hf_zero.checkpoint.rank_state import Chunked, Scalar
 from hf_zero.checkpoint.reader import CheckpointReader
+from hf_zero.checkpoint.writer import Chunked, Scalar
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Run
 from hf_zero.optim.param_groups import OwnedRun
@@ -195,26 +195,23 @@ def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, A
     Raises:
         CheckpointError: A value is of another kind than the optimizer's.
     """
-    for number, (group, values) in enumerate(zip(groups, saved, strict=False)):
-        for key, value in values.items():
-            if key not in group or value is None or key in _OWN_CHOICE:
-                continue
-            if not _is_alike(group[key], value):
-                raise CheckpointError(
-                    f"parameter group {number}: {key} is {value!r} in the checkpoint, and {group[key]!r} in this run: "
-                    "expected a value of the same kind"
-                )
-    for group, values in zip(groups, saved, strict=False):
-        for key, value in values.items():
-            if key in group and value is not None and key not in _OWN_CHOICE:
-                _set(group, key, value)
-
-
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    if isinstance(group[key], torch.Tensor):  # a captured graph reads it where it is
-        group[key].fill_(value)
-    else:
-        group[key] = tuple(value) if isinstance(group[key], tuple) else value
+    taken = [
+        (number, group, key, value)
+        for number, (group, values) in enumerate(zip(groups, saved, strict=False))
+        for key, value in values.items()
+        if key in group and value is not None and key not in _OWN_CHOICE
+    ]
+    for number, group, key, value in taken:
+        if not _is_alike(group[key], value):
+            raise CheckpointError(
+                f"parameter group {number}: {key} is {value!r} in the checkpoint, and {group[key]!r} in this run: "
+                "expected a value of the same kind"
+            )
+    for _, group, key, value in taken:
+        if isinstance(group[key], torch.Tensor):  # a captured graph reads it where it is
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(group[key], tuple) else value
 
 
 def _is_alike(mine: Any, saved: Any) -> bool:

@@ -21,8 +21,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,36 @@ from hf_zero.checkpoint.manifest import (
     read_manifest,
     zero_folder,
 )
-from hf_zero.checkpoint.rank_state import Chunked, RunState
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import FORMAT_VERSION
+from hf_zero.layout import FORMAT_VERSION, Run
 
 logger = logging.getLogger(__name__)
 
 _VISIBLE_WITHIN_S = 10.0
 RANK_FILE_PATTERN = "rank-*.safetensors*"  # temporary names included
+
+
+Scalar = float | int | bool
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A 1-D tensor that comes in chunks from where it is kept, so that it is never in memory as a whole."""
+
+    numel: int
+    dtype: torch.dtype
+    chunks: Callable[[], Iterator[torch.Tensor]]  # each chunk is valid until the next is asked for
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a rank saves of one parameter: what it owns of it, and of its optimizer state."""
+
+    unit: str  # UnitLayout.name
+    run: Run
+    # 1-D [run.numel] each: "master" or "param", "exp_avg", "exp_avg_sq", ...
+    tensors: Mapping[str, torch.Tensor | Chunked]
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)  # such as "step": the same on every owner
 
 
 @dataclass(frozen=True)

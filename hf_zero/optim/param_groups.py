@@ -12,8 +12,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.layout import Run
 from hf_zero.optim.updates.owners import Owners, WholeParam
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.sharding.shard import ShardTensor
-from hf_zero.sharding.stored_shard import StoredShard
+from hf_zero.sharding.shard import ShardTensor, StoredShard
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.layout import Run
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.shard import ShardTensor
-from hf_zero.sharding.stored_shard import StoredShard
+from hf_zero.sharding.shard import Shard
 
 
 def run_of(flat: FlatParam, index: int) -> Run | None:
@@ -103,7 +102,7 @@ def _unknown_kind(name: str, kind: str, kinds: set[str]) -> StateError:
 
 def _describe(value: Any) -> Any:
     """The type of what is cut like the parameter, or the number that is the same for all of it."""
-    if isinstance(value, ShardTensor | StoredShard):
+    if isinstance(value, Shard):
         return value.dtype
     if isinstance(value, torch.Tensor):
         return value.dtype if value.dim() else value.item()
@@ -112,7 +111,7 @@ def _describe(value: Any) -> Any:
 
 def _values(value: Any, run: Run) -> torch.Tensor:
     """One kind of a run's state, 1-D; 0-dim for a number."""
-    if isinstance(value, ShardTensor | StoredShard):
+    if isinstance(value, Shard):
         return value.read_run(run)
     return value if isinstance(value, torch.Tensor) else torch.tensor(value)
 

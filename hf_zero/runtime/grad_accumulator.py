@@ -12,8 +12,8 @@ from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.pool import MemoryPool
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.shard import ShardTensor
-from hf_zero.storage import DeviceStore, HostStore
+from hf_zero.sharding.shard import ShardTensor, memory_shard
+from hf_zero.storage import HostStore
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class GradAccumulator:
         self._max_flight = reduction.buckets_in_flight(comm, self.dtype, self._wire)
         self._host = host
         # Reduced gradients go to the host, where the update is.
-        self.on_host = not comm.computes_on_host and not isinstance(flat.home.master, DeviceStore)
+        self.on_host = not comm.computes_on_host and not flat.home.master.is_on_device
         self._memories = 0
         self._resident, self.shard = self._make_memory(eager)
         self._spare: tuple[torch.Tensor | None, ShardTensor] | None = None
@@ -88,9 +88,7 @@ class GradAccumulator:
         resident = None if eager else torch.zeros(layout.padded_numel, dtype=self.dtype, device=device)
         self._memories += 1
         if self.on_host:
-            key = f"{layout.name}/grad/{self._memories}"
-            self._host.create(key, layout.shard_numel, self.dtype)
-            return resident, ShardTensor(layout, rank, self._host.tensor(key), in_full=False)
+            return resident, memory_shard(layout, rank, self._host, f"grad/{self._memories}", self.dtype)
         if resident is not None:
             return resident, ShardTensor(layout, rank, resident, in_full=True)
         memory = torch.zeros(layout.shard_numel, dtype=self.dtype, device=device)

@@ -22,8 +22,7 @@ from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
 from hf_zero.sharding.home import FlatParamSpec, Placement
-from hf_zero.sharding.shard import ShardTensor
-from hf_zero.sharding.stored_shard import StoredShard
+from hf_zero.sharding.shard import Shard, ShardTensor, StoredShard, make_shard
 from hf_zero.storage import DeviceStore, MemoryStore
 from hf_zero.storage.base import BorrowedTensors, ShardStore
 
@@ -40,8 +39,8 @@ class FlatParam:
     """
 
     full: torch.Tensor  # 1-D [padded_numel], the parameters' type
-    shard: ShardTensor | StoredShard  # the parameters' type
-    master: ShardTensor | StoredShard | None  # fp32 (fp64 for fp64 parameters)
+    shard: Shard  # the parameters' type
+    master: Shard | None  # fp32 (fp64 for fp64 parameters)
     update: Pending | None
 
     def __init__(
@@ -75,7 +74,6 @@ class FlatParam:
         fill(self)
 
     # ---------------------------------------------------------------- first values
-    def fill_from_params(self) -> None:
         """Take over whole parameters. All ranks must call; rank 0's values win."""
         master_dtype = master_dtype_of(self.dtype) if self.layout.trainable else self.dtype
         whole = torch.zeros(self.layout.padded_numel, dtype=master_dtype, device=self._device)
@@ -170,14 +168,14 @@ class FlatParam:
         self._views = [full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
         self._buckets = [full[start : start + numel] for start, numel in self.layout.buckets()]
 
-    def _set_shards(self, values: ShardTensor | StoredShard | None) -> None:
+    def _set_shards(self, values: Shard | None) -> None:
         """Make shard and master, with these values or zeros."""
         in_full = ShardTensor(self.layout, self._rank, self.full, in_full=True)
         keep = functools.partial(self._keep, values)
         self.shard = keep(self.home.param, "param", self.dtype) if self.on_demand else in_full
         self.master = self._own_master(values) if self.layout.trainable and values is not None else None
 
-    def _own_master(self, values: ShardTensor | StoredShard) -> ShardTensor | StoredShard:
+    def _own_master(self, values: Shard) -> Shard:
         dtype = master_dtype_of(self.dtype)
         if self.home.native:
             tile = self.home.tile_numel
@@ -185,35 +183,23 @@ class FlatParam:
             master.copy_from(values)
             return master
         if dtype == self.dtype and isinstance(self.shard, ShardTensor):
-            master_is_on_host = self._comm.computes_on_host or not isinstance(self.home.master, DeviceStore)
+            master_is_on_host = self._comm.computes_on_host or not self.home.master.is_on_device
             if master_is_on_host == self.shard_is_on_host:
                 return self.shard
         return self._keep(values, self.home.master, "master", dtype)
 
-    def _keep(
-        self, values: ShardTensor | StoredShard | None, store: ShardStore, kind: str, dtype: torch.dtype
-    ) -> ShardTensor | StoredShard:
-        """A shard of its own with these values, or zeros: a tensor for good where the store is memory."""
-        if not isinstance(store, MemoryStore):
-            numel = max(self.layout.shard_numel, 1)
-            stored = StoredShard(self.layout, self._rank, store, kind, dtype, numel)
-            if values is not None:
-                stored.copy_from(values)
-            return stored
-        store.create(f"{self.layout.name}/{kind}", self.layout.shard_numel, dtype)
-        memory = store.tensor(f"{self.layout.name}/{kind}")
-        kept = ShardTensor(self.layout, self._rank, memory, in_full=False)
-        if isinstance(values, StoredShard):
-            values.copy_into(kept)
-        elif values is not None:
-            kept.copy_from(values)
-        return kept
+    def _keep(self, values: Shard | None, store: ShardStore, kind: str, dtype: torch.dtype) -> Shard:
+        """A shard of its own with these values, or zeros."""
+        shard = make_shard(self.layout, self._rank, store, kind, dtype)
+        if values is not None:
+            shard.copy_from(values)
+        return shard
 
     # ---------------------------------------------------------------- whole <-> released
     def prefetch(self) -> None:
         """Start bringing the shard near where it is on a slow medium. No communication; any rank may call."""
-        if self.on_demand and isinstance(self.shard, StoredShard) and self.update is None:
-            self.shard.store.prefetch([tile.key for tile in self.shard.tiles])
+        if self.on_demand and self.update is None:
+            self.shard.prefetch()
 
     def gather_start(self) -> None:
         """Start making the parameters whole. All ranks must call, in the same order."""
@@ -238,16 +224,18 @@ class FlatParam:
         for owner, place in enumerate(places):
             self._pending.append(self._comm.broadcast_start(place, self.layout.name, src=owner))
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the shard, or its update, is elsewhere than on the device."""
+        return self.home.master is not self.home.param or not self.home.param.is_on_device
+
     def _parts_on_device(self) -> list[torch.Tensor]:
         """This rank's part of every bucket, on the compute device; valid until `gather_finish`."""
-        shard = self.shard
-        if isinstance(shard, StoredShard) or self.update is not None:
+        if isinstance(self.shard, ShardTensor) and self.update is None:
+            shard = self.shard
+        else:
             with self._reading():
-                if isinstance(shard, StoredShard):
-                    if not shard.tiles:
-                        return ShardTensor(self.layout, self._rank, self.full, in_full=True).parts
-                    self._borrowed = shard.store.borrow([shard.tiles[0].key])
-                    shard = ShardTensor(self.layout, self._rank, self._borrowed.tensors[0], in_full=False)
+                shard, self._borrowed = self.shard.borrow()
         if shard.memory.device == self.full.device:
             return shard.parts
         # Straight into this rank's place in the full buffer: from there the all-gather takes it.
@@ -355,12 +343,8 @@ class FlatParam:
     # ---------------------------------------------------------------- around the optimizer step
     def refresh(self) -> None:
         """Bring the parameters' type up to date with the master weights after an update."""
-        if self.master is None or self.master is self.shard:
-            return
-        if isinstance(self.master, StoredShard) and isinstance(self.shard, ShardTensor):
-            self.master.copy_into(self.shard)
-        else:
-            self.shard.copy_from(self.master)  # type: ignore[arg-type]
+        if self.master is not None and self.master is not self.shard:
+            self.shard.copy_from(self.master)
 
     def full_master(self) -> torch.Tensor:
         """The masters of all ranks, 1-D [padded_numel], in their own type, on the device. All ranks must call."""
@@ -368,10 +352,7 @@ class FlatParam:
         whole = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self._device)
         mine = ShardTensor(self.layout, self._rank, whole, in_full=True)
         with self._reading():
-            if isinstance(self.master, StoredShard):
-                self.master.copy_into(mine)
-            else:
-                mine.copy_from(self.master)
+            mine.copy_from(self.master)
         if self.layout.world_size > 1:
             name = f"masters of {self.layout.name}"
             parts = zip(self.layout.buckets(), mine.parts, strict=True)
@@ -388,7 +369,7 @@ class FlatParam:
     @property
     def shard_is_on_host(self) -> bool:
         """Whether the parameters' shard, where it is memory, is memory of the host."""
-        return self._comm.computes_on_host or (self.on_demand and not isinstance(self.home.param, DeviceStore))
+        return self._comm.computes_on_host or (self.on_demand and not self.home.param.is_on_device)
 
     @property
     def rank(self) -> int:
@@ -399,7 +380,7 @@ class FlatParam:
     def full_bytes(self) -> int:
         return self.full.numel() * self.full.element_size()
 
-    def owned(self) -> dict[str, ShardTensor | StoredShard]:
+    def owned(self) -> dict[str, Shard]:
         """What this buffer keeps between uses, by what it is for."""
         owned = {"parameters": self.shard}
         if self.master is not None and self.master is not self.shard:

@@ -1,52 +1,109 @@
-"""This rank's shard of a flat parameter as tensors: one part per bucket, one or more pieces per parameter."""
+"""This rank's shard of a flat parameter: in memory, or on a store that lends memory (a disk, or the host)."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from hf_zero.layout import Run, UnitLayout
+from hf_zero.storage.base import BorrowedTensors, ShardStore
+from hf_zero.storage.memory import MemoryStore
 
 
-class ShardTensor:
-    """One kind of data (parameter, gradient, master weights) for the elements that this rank owns.
+class Shard(abc.ABC):
+    """One kind of data (parameter, gradient, master weights, a moment) for the elements that this rank owns.
 
-    Invariant: the parts tile the shard in shard order; padding elements are zero and stay zero.
+    Invariant: padding elements are zero and stay zero.
+    """
+
+    def __init__(self, layout: UnitLayout, rank: int, dtype: torch.dtype) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.dtype = dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.shard_numel * self.dtype.itemsize
+
+    @abc.abstractmethod
+    def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
+        """Elements [start, start + numel) of the shard in order; each chunk is valid until the next."""
+
+    @abc.abstractmethod
+    def read_run(self, run: Run) -> torch.Tensor:
+        """The elements of `run`, 1-D [run.numel]; a view where they are contiguous in memory."""
+
+    @abc.abstractmethod
+    def write_run(self, run: Run, values: torch.Tensor) -> None:
+        """Set the elements of `run` from `values`, 1-D [run.numel], cast to this one's type."""
+
+    def copy_from(self, other: Shard) -> None:
+        """Take the values of a shard of the same layout, cast to this one's type."""
+        for start, target in self._targets():
+            at = 0
+            for chunk in other.chunks(start, target.numel()):
+                target[at : at + chunk.numel()].copy_(chunk)
+                at += chunk.numel()
+
+    @abc.abstractmethod
+    def _targets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Memory for all new values of the shard, in order, and the first element of each."""
+
+    @abc.abstractmethod
+    def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
+        """All of the shard in memory, to be read until what it is borrowed from is released."""
+
+    def prefetch(self) -> None:
+        """Start bringing the shard into memory. A hint: it never waits."""
+        return None
+
+
+class ShardTensor(Shard):
+    """A shard in memory: one part per bucket, one or more slices per parameter.
+
+    Invariant: the parts tile the shard in shard order.
 
     Args:
         memory: 1-D [shard_numel], the shard itself, or with `in_full` 1-D [padded_numel], the full buffer of which
-            this rank's parts are views: an fp32 parameter that is whole on every rank needs no second copy as master.
+            this rank's parts are views: an fp32 parameter that is resident on every rank needs no second copy as
+            master.
     """
 
     def __init__(self, layout: UnitLayout, rank: int, memory: torch.Tensor, *, in_full: bool) -> None:
+        super().__init__(layout, rank, memory.dtype)
         want = layout.padded_numel if in_full else layout.shard_numel
         if memory.dim() != 1 or memory.numel() != want:
             raise AssertionError(f"{layout.name}: memory of {memory.numel()} elements, expected {want}")
-        self.layout = layout
-        self.rank = rank
         self.memory = memory
         self.in_full = in_full
-        self.parts: list[torch.Tensor] = list(self._cut())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.memory.dtype
+        self.parts: list[torch.Tensor] = list(self._split())
 
     @property
     def nbytes(self) -> int:
         return self.memory.numel() * self.memory.element_size()
 
-    def _cut(self) -> Iterator[torch.Tensor]:
+    def _split(self) -> Iterator[torch.Tensor]:
         for start, numel in self.layout.buckets():
             part = numel // self.layout.world_size
             begin = start + self.rank * part if self.in_full else start // self.layout.world_size
             yield self.memory[begin : begin + part]
 
+    def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
+        size = self.layout.bucket_numel // self.layout.world_size  # of every part but the last
+        end = start + numel
+        while start < end:
+            number, inside = divmod(start, size)
+            count = min(size - inside, end - start)
+            yield self.parts[number][inside : inside + count]
+            start += count
+
     def run_tensors(self, run: Run) -> list[torch.Tensor]:
         """Views of the elements of `run`, in order: one tensor where they are contiguous in memory.
 
-        A run that is the whole parameter and contiguous has the parameter's shape.
+        A run that is the unsharded parameter and contiguous has the parameter's shape.
         """
         if not self.in_full:
             spans = [(run.shard_offset, run.numel)]
@@ -61,20 +118,22 @@ class ShardTensor:
         return [tensors[0].view(run.shape)] if len(tensors) == 1 and run.is_unsharded else tensors
 
     def read_run(self, run: Run) -> torch.Tensor:
-        """The elements of `run`, 1-D [run.numel]; a view where they are contiguous in memory."""
         views = [view.view(-1) for view in self.run_tensors(run)]
         return views[0] if len(views) == 1 else torch.cat(views)
 
     def write_run(self, run: Run, values: torch.Tensor) -> None:
-        """Set the elements of `run` from `values`, 1-D [run.numel], cast to this one's type."""
         views = [view.view(-1) for view in self.run_tensors(run)]
         for view, chunk in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
             view.copy_(chunk)
 
-    def copy_from(self, other: ShardTensor) -> None:
-        """Take the values of a shard of the same layout, cast to this one's type."""
-        for mine, theirs in zip(self.parts, other.parts, strict=True):
-            mine.copy_(theirs)
+    def _targets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        start = 0
+        for part in self.parts:
+            yield start, part
+            start += part.numel()
+
+    def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
+        return self, None
 
     def scale(self, factor: float) -> None:
         if self.parts:  # a buffer of empty parameters has none, and torch refuses an empty list
@@ -83,3 +142,99 @@ class ShardTensor:
     def zero(self) -> None:
         if self.parts:
             torch._foreach_zero_(self.parts)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A range of a shard that is read, updated and written in one go."""
+
+    key: str  # in the store
+    start: int  # elements from the start of the shard
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.numel
+
+
+class StoredShard(Shard):
+    """A shard on a store that lends memory, in tiles.
+
+    Invariant: the tiles tile the shard in shard order.
+
+    Args:
+        kind: What it is for, unique in the layout.
+        tile_numel: Most elements that are in memory at once; None: all are one tile.
+    """
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        rank: int,
+        store: ShardStore,
+        kind: str,
+        dtype: torch.dtype,
+        tile_numel: int | None = None,
+    ) -> None:
+        super().__init__(layout, rank, dtype)
+        self.store = store
+        self.tiles: list[Tile] = []
+        step = tile_numel or max(layout.shard_numel, 1)
+        for start in range(0, layout.shard_numel, step):
+            numel = min(step, layout.shard_numel - start)
+            self.tiles.append(Tile(f"{layout.name}/{kind}/{len(self.tiles)}", start, numel))
+            store.create(self.tiles[-1].key, numel, dtype)
+
+    def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
+        for tile, low, high in self._meeting(start, numel):
+            with self.store.borrow([tile.key]) as borrow:
+                yield borrow.tensors[0][low - tile.start : high - tile.start]
+
+    def read_run(self, run: Run) -> torch.Tensor:
+        return torch.cat([chunk.clone() for chunk in self.chunks(run.shard_offset, run.numel)])
+
+    def write_run(self, run: Run, values: torch.Tensor) -> None:
+        start = run.shard_offset
+        for tile, low, high in self._meeting(start, values.numel()):
+            all_of_it = high - low == tile.numel
+            with self.store.borrow([tile.key], write=True, overwrite=all_of_it) as borrow:
+                borrow.tensors[0][low - tile.start : high - tile.start].copy_(values[low - start : high - start])
+
+    def _targets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for tile in self.tiles:
+            with self.store.borrow([tile.key], write=True, overwrite=True) as borrow:
+                yield tile.start, borrow.tensors[0]
+
+    def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
+        borrowed = self.store.borrow([tile.key for tile in self.tiles])  # one tile, or none
+        memory = borrowed.tensors[0] if self.tiles else torch.empty(0, dtype=self.dtype)
+        return ShardTensor(self.layout, self.rank, memory, in_full=False), borrowed
+
+    def _meeting(self, start: int, numel: int) -> Iterator[tuple[Tile, int, int]]:
+        """The tiles that [start, start + numel) meets, each with the range that it has of it."""
+        for tile in self.tiles:
+            low, high = max(start, tile.start), min(start + numel, tile.end)
+            if low < high:
+                yield tile, low, high
+
+    def prefetch(self) -> None:
+        self.store.prefetch([tile.key for tile in self.tiles])
+
+    def drop(self) -> None:
+        for tile in self.tiles:
+            self.store.drop(tile.key)
+        self.tiles = []
+
+
+def make_shard(layout: UnitLayout, rank: int, store: ShardStore, kind: str, dtype: torch.dtype) -> Shard:
+    """A shard of zeros: a tensor for good where the store is memory, else one tile."""
+    if not isinstance(store, MemoryStore):
+        return StoredShard(layout, rank, store, kind, dtype)
+    return memory_shard(layout, rank, store, kind, dtype)
+
+
+def memory_shard(layout: UnitLayout, rank: int, store: MemoryStore, kind: str, dtype: torch.dtype) -> ShardTensor:
+    """A shard of zeros, which is the tensor LAYOUT/KIND of the store."""
+    key = f"{layout.name}/{kind}"
+    store.create(key, layout.shard_numel, dtype)
+    return ShardTensor(layout, rank, store.tensor(key), in_full=False)

@@ -72,6 +72,7 @@ class ShardStore(abc.ABC):
     """
 
     can_stage = False
+    is_on_device = False  # whether the content is in the memory of the device that computes
 
     @abc.abstractmethod
     def create(self, key: str, numel: int, dtype: torch.dtype) -> None:

@@ -66,6 +66,8 @@ class MemoryStore(ShardStore):
 class DeviceStore(MemoryStore):
     """Shards on the device that computes."""
 
+    is_on_device = True
+
     def _allocate(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self.device.type != "cpu" or not numel:
             return torch.zeros(numel, dtype=dtype, device=self.device)

@@ -23,9 +23,8 @@ from hf_zero.checkpoint.manifest import (
     read_manifest,
     zero_folder,
 )
-from hf_zero.checkpoint.rank_state import RunState
 from hf_zero.checkpoint.reader import open_checkpoint
-from hf_zero.checkpoint.writer import build_manifest, check_info, commit, prepare_folder, write_rank_file
+from hf_zero.checkpoint.writer import RunState, build_manifest, check_info, commit, prepare_folder, write_rank_file
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import FORMAT_VERSION, UnitLayout
 from tests.harness.checkpoints import assert_holds, assert_same, cut, make_model, save, save_info

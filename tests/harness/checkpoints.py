@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.manifest import FileRecord, SaveInfo, TensorInfo
-from hf_zero.checkpoint.rank_state import RunState
 from hf_zero.checkpoint.reader import open_checkpoint
-from hf_zero.checkpoint.writer import build_manifest, check_info, commit, prepare_folder, write_rank_file
+from hf_zero.checkpoint.writer import RunState, build_manifest, check_info, commit, prepare_folder, write_rank_file
 from hf_zero.layout import Run, UnitLayout
 
 

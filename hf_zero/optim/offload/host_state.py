@@ -13,8 +13,7 @@ from hf_zero.native.adam import AdamSpan, adam_step
 from hf_zero.optim.offload.param_writer import ParamSink
 from hf_zero.optim.param_groups import OwnedRun
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.sharding.shard import ShardTensor
-from hf_zero.sharding.stored_shard import StoredShard
+from hf_zero.sharding.shard import ShardTensor, StoredShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

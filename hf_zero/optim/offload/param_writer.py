@@ -11,8 +11,7 @@ import abc
 import torch
 
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.shard import ShardTensor
-from hf_zero.sharding.stored_shard import StoredShard
+from hf_zero.sharding.shard import ShardTensor, StoredShard, memory_shard
 from hf_zero.storage.base import BorrowedTensors
 from hf_zero.storage.host import HostStore
 
@@ -26,17 +25,17 @@ class ParamSink(abc.ABC):
     def open(self) -> torch.Tensor:
         """Host memory, 1-D, for the new values of all parameters."""
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Everything has been written."""
+        return None
 
-    @abc.abstractmethod
     def publish(self) -> None:
         """From here on gathers see the new values."""
+        return None
 
-    @abc.abstractmethod
     def discard(self) -> None:
         """The new values are not wanted."""
+        return None
 
     def close_for_good(self) -> None:
         """There will be no other update."""
@@ -53,12 +52,6 @@ class DirectSink(ParamSink):
     def open(self) -> torch.Tensor:
         return self._shard.memory
 
-    def close(self) -> None:
-        return None
-
-    def publish(self) -> None:
-        return None
-
     def discard(self) -> None:
         raise AssertionError("a direct update cannot be undone")
 
@@ -70,21 +63,15 @@ class StagedSink(ParamSink):
     """
 
     def __init__(self, shard: ShardTensor, host: HostStore) -> None:
-        layout = shard.layout
         self._shard = shard
         self._host = host
-        self._key = f"{layout.name}/staged"
-        host.create(self._key, layout.shard_numel, shard.memory.dtype)
-        self._staged = ShardTensor(layout, shard.rank, host.tensor(self._key), in_full=False)
+        self._staged = memory_shard(shard.layout, shard.rank, host, "staged", shard.dtype)
         self._copied: torch.Event | None = None  # the last publication has left the host
 
     def open(self) -> torch.Tensor:
         if self._copied is not None:
             self._copied.synchronize()
         return self._staged.memory
-
-    def close(self) -> None:
-        return None
 
     def publish(self) -> None:
         for part, staged in zip(self._shard.parts, self._staged.parts, strict=True):
@@ -94,13 +81,10 @@ class StagedSink(ParamSink):
             self._copied = torch.Event(device.type)
             self._copied.record(torch.accelerator.current_stream(device))
 
-    def discard(self) -> None:
-        return None
-
     def close_for_good(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
-        self._host.drop(self._key)
+        self._host.drop(f"{self._shard.layout.name}/staged")
 
 
 class StoredSink(ParamSink):
@@ -108,12 +92,12 @@ class StoredSink(ParamSink):
 
     def __init__(self, shard: StoredShard, *, staged: bool) -> None:
         self._shard = shard
+        self._keys = [tile.key for tile in shard.tiles]
         self._is_staged = staged
         self._borrowed: BorrowedTensors | None = None
 
     def open(self) -> torch.Tensor:
-        keys = [tile.key for tile in self._shard.tiles]
-        self._borrowed = self._shard.store.borrow(keys, write=True, staged=self._is_staged, overwrite=True)
+        self._borrowed = self._shard.store.borrow(self._keys, write=True, staged=self._is_staged, overwrite=True)
         self._borrowed.tensors[0].zero_()  # padding is zero
         return self._borrowed.tensors[0]
 
@@ -124,10 +108,10 @@ class StoredSink(ParamSink):
 
     def publish(self) -> None:
         if self._is_staged:
-            self._shard.store.commit([tile.key for tile in self._shard.tiles])
+            self._shard.store.commit(self._keys)
 
     def discard(self) -> None:
-        self._shard.store.rollback([tile.key for tile in self._shard.tiles])
+        self._shard.store.rollback(self._keys)
 
 
 def must_stage(flat: FlatParam) -> bool:
@@ -144,4 +128,5 @@ def make_sink(flat: FlatParam, host: HostStore, *, staged: bool) -> ParamSink:
     shard = flat.shard
     if isinstance(shard, StoredShard):
         return StoredSink(shard, staged=staged)
+    assert isinstance(shard, ShardTensor)
     return StagedSink(shard, host) if staged else DirectSink(shard)
