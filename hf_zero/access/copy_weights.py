@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_zero.access.places import managed_params, named_params
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.layout import Run, UnitLayout
+from hf_zero.optim.state_access import run_of, slice_of
 from hf_zero.runtime.full_weights import share_resident
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.partition import clean_name, tied_names
+from hf_zero.sharding.partition import tied_names
 from hf_zero.sharding.unit import ShardUnit
 
 
@@ -23,10 +25,10 @@ def copy_weights(source: nn.Module, target: nn.Module, *, tau: float = 1.0) -> N
     """`target = tau * source + (1 - tau) * target`, for every parameter of `target`. All ranks must call.
 
     Either model may be sharded, at any stage and in any type, or plain (then the same on all ranks). Where both are
-    cut alike, or the source is whole on every rank, nothing travels; else units of the source are gathered one by one.
-    A target that is whole for ever while ranks own parts of its masters is gathered from these. The values taken are
-    those that forward uses; master weights of the target follow. The mix is computed in fp32 (fp64 for fp64 targets)
-    and rounded once. Buffers are left alone.
+    sharded alike, or the source is not sharded, nothing travels; else units of the source are gathered one by one. A
+    target that is never sharded, while its masters are, is gathered from these. The values taken are those that
+    forward uses; master weights of the target follow. The mix is computed in fp32 (fp64 for fp64 targets) and rounded
+    once. Buffers are left alone.
 
     Args:
         source: Has every parameter of `target`, by name and shape; names inside torch.compile wrappers are plain ones.
@@ -37,10 +39,10 @@ def copy_weights(source: nn.Module, target: nn.Module, *, tau: float = 1.0) -> N
     """
     if not 0.0 <= tau <= 1.0:
         raise ConfigError(f"copy_weights: tau={tau}, expected a number from 0 to 1")
-    places, wanted = _Source(source), _targets(target)
-    _check_names(places, wanted)
+    values, wanted = _Source(source), _targets(target)
+    _check_names(values, wanted)
     engine = engine_of(target)
-    for one in (places.engine, engine):
+    for one in (values.engine, engine):
         if one is not None:
             one.require_all_ranks("copy_weights")
             one.finish_updates()
@@ -49,8 +51,8 @@ def copy_weights(source: nn.Module, target: nn.Module, *, tau: float = 1.0) -> N
         for unit in engine.units:
             engine.params.reshard(unit)  # what was gathered ahead
     changed: dict[int, FlatParam] = {}
-    for source_unit, mine in places.by_unit(wanted):
-        with places.whole(source_unit):
+    for source_unit, mine in values.by_unit(wanted):
+        with values.gathered(source_unit):
             for to, value in mine:
                 if _mix(to, value, tau):
                     assert to.buffer is not None
@@ -62,26 +64,24 @@ def copy_weights(source: nn.Module, target: nn.Module, *, tau: float = 1.0) -> N
 
 @dataclass(frozen=True)
 class _Target:
-    """A parameter of the target: in a flat parameter, or plain."""
+    """A parameter of the target: in a flat parameter, at `index`, or plain."""
 
     name: str
     param: nn.Parameter
     buffer: FlatParam | None
+    index: int
 
 
 @dataclass(frozen=True)
 class _Value:
-    """What a parameter of the source is: whole, or by runs where only this rank's part is at hand."""
+    """What a parameter of the source is: unsharded, or this rank's shard of it."""
 
     param: nn.Parameter
-    buffer: FlatParam | None  # None: `param` is whole
+    buffer: FlatParam | None  # None: `param` is unsharded
 
     def read(self, run: Run) -> torch.Tensor:
-        """1-D [run.numel]; a run of a whole parameter may come from any layout."""
-        if self.buffer is not None:
-            return self.buffer.shard.read_run(run)
-        flat = self.param.detach().reshape(-1)
-        return torch.cat([flat[piece.start : piece.end] for piece in run.pieces])
+        """1-D [run.numel]; a run of an unsharded parameter may come from any layout."""
+        return slice_of(self.param.detach(), run) if self.buffer is None else self.buffer.shard.read_run(run)
 
 
 class _Source:
@@ -89,11 +89,8 @@ class _Source:
 
     def __init__(self, model: nn.Module) -> None:
         self.engine: ZeroEngine | None = engine_of(model)
-        self.params = dict(_named(model))
-        self._places: dict[int, tuple[ShardUnit, FlatParam]] = {}
-        for unit in self.engine.units if self.engine is not None else ():
-            for buffer in unit.buffers:
-                self._places.update((id(param), (unit, buffer)) for param in buffer.params)
+        self.params = named_params(model if self.engine is None else self.engine.module)
+        self._places = {id(param): (unit, buffer) for param, unit, buffer, _ in managed_params(self.engine)}
 
     def by_unit(self, wanted: list[_Target]) -> Iterator[tuple[ShardUnit | None, list[tuple[_Target, _Value]]]]:
         """What to set, and from what: first what is at hand, then by the units that have to be gathered."""
@@ -104,7 +101,7 @@ class _Source:
             unit, buffer = self._places.get(id(param), (None, None))
             if unit is None or buffer is None or not buffer.on_demand:
                 at_hand.append((to, _Value(param, None)))
-            elif to.buffer is not None and to.buffer.on_demand and _same_cut(buffer.layout, to.buffer.layout):
+            elif to.buffer is not None and to.buffer.on_demand and _same_shards(buffer.layout, to.buffer.layout):
                 buffer.finish_update()
                 at_hand.append((to, _Value(param, buffer)))
             else:
@@ -115,29 +112,19 @@ class _Source:
             if id(unit) in to_gather:
                 yield to_gather[id(unit)]
 
-    def whole(self, unit: ShardUnit | None) -> contextlib.AbstractContextManager[None]:
+    def gathered(self, unit: ShardUnit | None) -> contextlib.AbstractContextManager[None]:
         if unit is None or self.engine is None:
             return contextlib.nullcontext()
         return self.engine.weights.gathered([unit])
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    engine = engine_of(model)
-    root = model if engine is None else engine.module
-    for name, param in root.named_parameters(remove_duplicate=False):
-        yield clean_name(name), param
-
-
 def _targets(model: nn.Module) -> list[_Target]:
     engine = engine_of(model)
-    buffers = {
-        id(param): buffer
-        for unit in (engine.units if engine is not None else ())
-        for buffer in unit.buffers
-        for param in buffer.params
-    }
-    aliases = tied_names(model if engine is None else engine.module)
-    return [_Target(name, param, buffers.get(id(param))) for name, param in _named(model) if name not in aliases]
+    plain = model if engine is None else engine.module
+    places = {id(param): (buffer, index) for param, _, buffer, index in managed_params(engine)}
+    aliases = tied_names(plain)
+    own = [(name, param) for name, param in named_params(plain).items() if name not in aliases]
+    return [_Target(name, param, *places.get(id(param), (None, 0))) for name, param in own]
 
 
 def _check_names(source: _Source, wanted: list[_Target]) -> None:
@@ -154,7 +141,7 @@ def _check_names(source: _Source, wanted: list[_Target]) -> None:
         raise ConfigError("copy_weights: the models do not fit:\n  " + "\n  ".join(problems))
 
 
-def _same_cut(a: UnitLayout, b: UnitLayout) -> bool:
+def _same_shards(a: UnitLayout, b: UnitLayout) -> bool:
     """Whether every rank owns the same elements of the same parameters; types and names of the units may differ."""
     return (a.world_size, a.bucket_numel, a.padded_numel, a.slots) == (
         b.world_size,
@@ -172,16 +159,18 @@ def _mix(to: _Target, value: _Value, tau: float) -> bool:
         return False
     separate_master = buffer.master is not None and buffer.master is not buffer.shard
     if not buffer.on_demand and value.buffer is None and not separate_master:
-        # Whole on both sides: every rank does the same to all of it.
+        # Unsharded on both sides: every rank does the same to all of it.
         _lerp(to.param.data, value.param.detach(), tau)
         torch.autograd.graph.increment_version(to.param)
         return False
     best = buffer.shard if buffer.master is None else buffer.master
-    for run in buffer.layout.runs(buffer.rank):
-        if run.name == to.name:
-            theirs = value.read(run)
-            mine = theirs if tau == 1.0 else best.read_run(run).clone()
-            best.write_run(run, mine if tau == 1.0 else _lerp(mine, theirs.to(mine.device), tau))
+    run = run_of(buffer, to.index)
+    if run is not None:
+        theirs = value.read(run)
+        if tau != 1.0:
+            mine = best.read_run(run).clone()
+            theirs = _lerp(mine, theirs.to(mine.device), tau)
+        best.write_run(run, theirs)
     return True
 
 

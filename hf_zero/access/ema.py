@@ -115,7 +115,7 @@ class ShardedEMA:
         """Inside, the model has the averaged weights: evaluate, generate, save_pretrained. All ranks must call.
 
         On leaving, also by an exception, weights and masters are what they were, bit for bit. No extra memory; where
-        parameters are whole between uses (stages 1-2) an all-gather at both ends.
+        parameters are unsharded between uses (stages 1-2) an all-gather at both ends.
 
         Raises:
             StateError: Not all ranks called; between forward and backward, or inside gathered_params; nested. Inside,
@@ -150,21 +150,21 @@ class ShardedEMA:
 
     @torch.no_grad()
     def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
-        """The whole averages on the CPU under the model's parameter names, where `keep`; {} elsewhere.
+        """The unsharded averages on the CPU under the model's parameter names, where `keep`; {} elsewhere.
 
         fp32 (fp64 for fp64 parameters), trainable parameters only; tied names share one tensor. All ranks must call.
         """
         self._checked_optimizer().check_active("ShardedEMA.full_state_dict")
         self._engine.require_all_ranks("ShardedEMA.full_state_dict")
-        whole: dict[str, torch.Tensor] = {}
+        full: dict[str, torch.Tensor] = {}
         for buffer, average in self._shards.items():
             for index, slot in enumerate(buffer.layout.slots):
                 value = assemble(buffer, index, self._engine.comm, average.read_run, average.dtype)
                 if keep:
-                    whole[slot.name] = value.to("cpu", copy=True)
+                    full[slot.name] = value.to("cpu", copy=True)
         aliases = tied_names(self._engine.module)
-        whole.update({name: whole[first] for name, first in aliases.items() if first in whole})
-        return whole
+        full.update({name: full[first] for name, first in aliases.items() if first in full})
+        return full
 
     def load_checkpoint(self, folder: str | Path, tag: str | None = None) -> None:
         """Restore the average alone, from a checkpoint of the engine at any world size and stage. All ranks must call.
@@ -173,7 +173,7 @@ class ShardedEMA:
         as under Trainer.
 
         Raises:
-            CheckpointError: No whole checkpoint, or one without an average of this name; on all ranks.
+            CheckpointError: No complete checkpoint, or one without an average of this name; on all ranks.
         """
         optimizer = self._checked_optimizer()
         optimizer.check_active("ShardedEMA.load_checkpoint")

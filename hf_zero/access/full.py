@@ -1,34 +1,29 @@
-"""Whole parameters, gradients and optimizer state of a sharded model, for reading; parameters for editing too."""
+"""Full parameters, gradients and optimizer state of a sharded model, for reading; parameters for editing too."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
+from hf_zero.access.places import Target, find_parameter, managed_params, parameters_of, plain_parameter
+from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.sharded_init import open_construction
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.partition import clean_name
 from hf_zero.sharding.unit import ShardUnit
-
-Target = nn.Module | nn.Parameter
 
 
 @contextlib.contextmanager
 def gathered_params(
     target: Target | Iterable[Target], names: Iterable[str] | None = None, *, write_rank: int | None = None
 ) -> Iterator[None]:
-    """Show whole parameters inside the block, at every stage. All ranks must enter and leave together.
+    """Show full parameters inside the block, at every stage. All ranks must enter and leave together.
 
     May be nested, and entered between forward and backward, for reading. Forwards and `generate` inside need no
     further communication. Peak extra memory: the units of the named parameters at full size; where parameters are
-    whole for ever (stages 0-2), a copy of them on the host of the writing rank.
+    never sharded (stages 0-2), a copy of them on the host of the writing rank.
 
     Args:
         target: A model, a module inside one, a parameter, or an iterable of these (a generator too). What hf_zero
@@ -45,7 +40,7 @@ def gathered_params(
             on every rank: some rank wrote in place, by what torch counts (a write through `param.data` is not
             noticed); at stage 3 such a write is lost, at stages 0-2 it has reached that rank's copy only.
     """
-    chosen = _parameters_of(target, names)
+    chosen = parameters_of(target, names)
     with contextlib.ExitStack() as stack:
         managed = _units_by_engine(chosen)
         construction = open_construction()
@@ -62,7 +57,7 @@ def gathered_params(
 
 
 def full_param(target: Target, name: str | None = None) -> torch.Tensor:
-    """A copy of one whole parameter, in its own type, on its device. All ranks must call. Gathers its unit only.
+    """A copy of one full parameter, in its own type, on its device. All ranks must call. Gathers its unit only.
 
     Args:
         target: The parameter itself, or the model and the parameter's `name` in it.
@@ -79,9 +74,9 @@ def full_param(target: Target, name: str | None = None) -> torch.Tensor:
 
 
 def full_grad(target: Target, name: str | None = None) -> torch.Tensor | None:
-    """A copy of one parameter's whole gradient as the step will use it, between backward and step.
+    """A copy of one parameter's full gradient as the step will use it, between backward and step.
 
-    The mean over ranks of what this window has accumulated so far, clipped if it has been; 1 tensor of the
+    The mean over ranks of what this accumulation window has so far, clipped if it has been; 1 tensor of the
     parameter's shape in the accumulation type, on the compute device; None where no rank has a gradient. All ranks
     must call.
 
@@ -100,7 +95,7 @@ def full_grad(target: Target, name: str | None = None) -> torch.Tensor | None:
 
 
 def full_optimizer_state(target: Target, kind: str, name: str | None = None) -> torch.Tensor | None:
-    """A copy of one parameter's whole optimizer state, such as "exp_avg", wherever it is kept.
+    """A copy of one parameter's full optimizer state, such as "exp_avg", wherever it is kept.
 
     Of the parameter's shape, in the state's type, on the compute device; "master" gives the fp32 master weights (fp64
     for fp64 parameters), at any time; other kinds give None before the first update. All ranks must call.
@@ -121,95 +116,9 @@ def full_optimizer_state(target: Target, kind: str, name: str | None = None) -> 
     return place.optimizer.full_state(place.buffer, place.index, kind)
 
 
-# -------------------------------------------------------------------- where things are
-@dataclass(frozen=True)
-class Place:
-    """Where hf_zero keeps a parameter."""
-
-    engine: ZeroEngine
-    unit: ShardUnit
-    buffer: FlatParam
-    index: int  # of the parameter in the buffer
-
-    @property
-    def name(self) -> str:
-        return self.buffer.layout.slots[self.index].name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.buffer.layout.slots[self.index].shape
-
-    @property
-    def optimizer(self) -> ShardedOptimizer:
-        if self.engine.optimizer is None:
-            raise StateError(
-                "this model has no optimizer yet: hf_zero.initialize or engine.attach_optimizer gives it one"
-            )
-        return self.engine.optimizer
-
-
-def find_parameter(target: Target, name: str | None) -> Place | None:
-    """Where hf_zero keeps one parameter; None if it does not. Raises ConfigError for an unknown name."""
-    param = plain_parameter(target, name)
-    for engine in live_engines():
-        for unit in engine.units:
-            for buffer in unit.buffers:
-                for index, mine in enumerate(buffer.params):
-                    if mine is param:
-                        return Place(engine, unit, buffer, index)
-    return None
-
-
-def plain_parameter(target: Target, name: str | None) -> nn.Parameter:
-    """The parameter that `target` and `name` stand for. Raises ConfigError for an unknown name."""
-    if name is not None and not isinstance(name, str):
-        raise ConfigError(
-            f"the name of a parameter is a text, and a {type(name).__name__} was given.\nThe name comes last: "
-            'full_param(model, "layer.weight"), set_full_param(model, value, "layer.weight"), or by keyword: name=...'
-        )
-    if not isinstance(target, torch.Tensor | nn.Module):
-        raise ConfigError(f"expected a model or a parameter, and a {type(target).__name__} was given")
-    if not isinstance(target, nn.Module):
-        return target
-    if name is None:
-        raise ConfigError("which parameter? Pass the parameter itself, or the model and its `name` in it")
-    return _named(target, [name])[0]
-
-
-def _named(module: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
-    known = {clean_name(path): param for path, param in module.named_parameters(remove_duplicate=False)}
-    engine = engine_of(module)
-    if engine is not None and engine.module is not module:  # a wrapper around the model: its names count as well
-        for path, param in engine.module.named_parameters(remove_duplicate=False):
-            known.setdefault(clean_name(path), param)
-    wanted = [clean_name(name) for name in names]
-    unknown = sorted({name for name in wanted if name not in known})
-    if unknown:
-        raise ConfigError(
-            f"no parameter of this model is called {', '.join(unknown)}; names are those of model.named_parameters()"
-        )
-    return [known[name] for name in wanted]
-
-
-def _parameters_of(target: Target | Iterable[Target], names: Iterable[str] | None) -> list[nn.Parameter]:
-    if isinstance(target, nn.Module):
-        return list(target.parameters()) if names is None else _named(target, names)
-    if names is not None:
-        raise ConfigError("gathered_params: `names` are names in one module; pass the model, or parameters alone")
-    if isinstance(target, nn.Parameter):
-        return [target]
-    return [param for one in target for param in _parameters_of(one, None)]
-
-
 def _units_by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ZeroEngine, list[ShardUnit]]]:
     """The units that hold these parameters, in an order that is the same on all ranks."""
-    places = {
-        id(param): (engine, unit)
-        for engine in live_engines()
-        for unit in engine.units
-        for buffer in unit.buffers
-        for param in buffer.params
-    }
+    places = {id(param): (engine, unit) for engine in live_engines() for param, unit, *_ in managed_params(engine)}
     found: dict[int, tuple[ZeroEngine, dict[int, ShardUnit]]] = {}
     for param in params:
         if id(param) in places:

@@ -27,7 +27,7 @@ def load_fp32_into(model: ModelT, folder: str | Path, tag: str | None = None, st
         folder, tag: As in `load_fp32_state_dict`.
         strict: Names that only the model or only the checkpoint has are errors.
     Raises:
-        CheckpointError: The folder holds no whole checkpoint, or it does not fit the model (all differences are
+        CheckpointError: The folder holds no complete checkpoint, or it does not fit the model (all differences are
             listed): nothing has been loaded then, on any rank. Or a file turns out damaged while it is read.
         StateError: Not all ranks called, for a model that hf_zero manages.
     """
@@ -56,5 +56,5 @@ def _load_into_engine(engine: ZeroEngine, folder: str | Path, tag: str | None, s
         units = [[slot.name for buffer in unit.buffers for slot in buffer.layout.slots] for unit in engine.units]
         buffers = list(matched.keys() - {name for names in units for name in names})
         for names in [*units, buffers]:  # one by one: what is loaded at once is in memory at once
-            whole = {name: state[matched[name]] for name in names if name in matched}
-            engine.load_full_state_dict(whole, strict=False)
+            full = {name: state[matched[name]] for name in names if name in matched}
+            engine.load_full_state_dict(full, strict=False)

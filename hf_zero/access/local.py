@@ -1,6 +1,6 @@
-"""Sets one parameter, gradient or optimizer state, and reads and sets the piece of it that this rank owns.
+"""Sets one parameter, gradient or optimizer state, and reads and sets the slice of it that this rank owns.
 
-The reading of whole tensors is in full.py. At all stages and on all media; at stage 0 every rank owns everything.
+The reading of full tensors is in full.py. At all stages and on all media; at stage 0 every rank owns everything.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_zero.access.full import Place, Target, find_parameter, plain_parameter
+from hf_zero.access.places import Place, Target, find_parameter, parameters_of, plain_parameter
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.optim.state_access import run_of
+from hf_zero.optim.state_access import slice_of
 from hf_zero.runtime.edit_watch import fingerprint
 from hf_zero.sharding.flat_param import master_dtype_of
 
@@ -23,17 +23,17 @@ class LocalPiece:
     """What this rank owns of one parameter, or of its gradient or state.
 
     `values` is a copy, 1-D, on the compute device, fp32 (fp64 for fp64 parameters): the elements of `ranges`, each
-    (start, end) in the flattened whole tensor, one behind the other. A state that is one number is 0-dim.
+    (start, end) in the flattened full tensor, one behind the other. A state that is one number is 0-dim.
     """
 
     values: torch.Tensor
     ranges: tuple[tuple[int, int], ...]
 
 
-# -------------------------------------------------------------------- whole tensors
+# -------------------------------------------------------------------- full tensors
 @torch.no_grad()
 def set_full_param(target: Target, value: torch.Tensor, name: str | None = None) -> None:
-    """Set one whole parameter: the master weights to `value`, the 16-bit copy to what it rounds to.
+    """Set one full parameter: the master weights to `value`, the 16-bit copy to what it rounds to.
 
     All ranks must call, with the same `value` of the parameter's shape, of any floating type, on any device. No
     communication but the check of that.
@@ -48,16 +48,17 @@ def set_full_param(target: Target, value: torch.Tensor, name: str | None = None)
     if place is None:
         plain_parameter(target, name).copy_(value)
         return
-    _check_whole(place, value, "set_full_param")
-    _set_whole(place, value)
+    _check_full(place, value, "set_full_param")
+    _set_full(place, value)
 
 
 @torch.no_grad()
 def set_full_grad(target: Target, value: torch.Tensor, name: str | None = None) -> None:
     """Replace one parameter's gradient, between backward and step; the step uses it as it is.
 
-    In the place of what `full_grad` shows: the mean over ranks, after clipping if that has been done. Norms are taken
-    anew. A parameter without a gradient gets one. All ranks must call, with the same `value` of the parameter's shape.
+    In the place of what `full_grad` shows: the mean over ranks, after clipping if that has been done. Norms are
+    computed again. A parameter without a gradient gets one. All ranks must call, with the same `value` of the
+    parameter's shape.
 
     Args:
         target: The parameter itself, or the model and the parameter's `name` in it.
@@ -70,8 +71,8 @@ def set_full_grad(target: Target, value: torch.Tensor, name: str | None = None) 
         param = plain_parameter(target, name)
         param.grad = value.to(param).clone()
         return
-    _check_whole(place, value, "set_full_grad")
-    place.optimizer.set_grad(place.buffer, place.index, _own_part(place, value))
+    _check_full(place, value, "set_full_grad")
+    place.optimizer.set_grad(place.buffer, place.index, _own_slice(place, value))
 
 
 @torch.no_grad()
@@ -89,13 +90,13 @@ def set_full_optimizer_state(target: Target, kind: str, value: torch.Tensor | fl
     """
     place = _managed(target, name, "set_full_optimizer_state")
     value = torch.as_tensor(value)
-    _check_whole(place, value, "set_full_optimizer_state", number=True)
+    _check_full(place, value, "set_full_optimizer_state", number=True)
     if kind == "master":
-        _set_whole(place, value)
+        _set_full(place, value)
         return
     place.engine.finish_updates()
     number = value.dim() == 0 and place.shape != ()
-    mine = value if number else _own_part(place, value)
+    mine = value if number else _own_slice(place, value)
     place.optimizer.set_state(place.buffer, place.index, kind, mine, number=number)
 
 
@@ -104,7 +105,7 @@ def update_full_grads(
 ) -> None:
     """Replace the gradient of every parameter that has one by `update(gradient, parameter)`, one after the other.
 
-    Between backward and step; see `full_grad` and `set_full_grad`. All ranks must call. The function gets a whole
+    Between backward and step; see `full_grad` and `set_full_grad`. All ranks must call. The function gets a full
     gradient, which it may change in place, and the parameter as it is: a placeholder at stage 3 outside of
     gathered_params. It must return the same on every rank.
 
@@ -114,14 +115,8 @@ def update_full_grads(
         ConfigError: Wrong shape or type, ranks with other values; on all ranks.
         StateError: Not all ranks called; the model has no optimizer yet.
     """
-    if isinstance(target, nn.Module):
-        for param in target.parameters():
-            _update_grad(param, update)
-    elif isinstance(target, nn.Parameter):
-        _update_grad(target, update)
-    else:
-        for one in target:
-            update_full_grads(one, update)
+    for param in parameters_of(target):
+        _update_grad(param, update)
 
 
 @torch.no_grad()
@@ -138,7 +133,7 @@ def _update_grad(param: nn.Parameter, update: Callable[[torch.Tensor, nn.Paramet
         set_full_grad(param, update(grad, param))
 
 
-# -------------------------------------------------------------------- this rank's piece
+# -------------------------------------------------------------------- this rank's slice
 @torch.no_grad()
 def local_param(target: Target, name: str | None = None) -> LocalPiece | None:
     """What this rank owns of a parameter: of its master weights where it has them; None if nothing.
@@ -151,7 +146,7 @@ def local_param(target: Target, name: str | None = None) -> LocalPiece | None:
     place = _managed(target, name, "local_param")
     _wait_for_update(place, "local_param")
     shard = place.buffer.master if place.buffer.master is not None else place.buffer.shard
-    run = run_of(place.buffer, place.index)
+    run = place.run
     return None if run is None else _piece(place, shard.read_run(run))
 
 
@@ -189,8 +184,8 @@ def local_optimizer_state(target: Target, kind: str, name: str | None = None) ->
 def set_local_param(target: Target, values: torch.Tensor | None, name: str | None = None) -> None:
     """Set what this rank owns of a parameter, master weights and 16-bit copy: 1-D, in the order of `local_param`.
 
-    All ranks must call, with None where they own nothing. Where parameters are whole between uses they are gathered
-    from the pieces; at stage 0, where every rank owns everything, all must pass the same.
+    All ranks must call, with None where they own nothing. Where parameters are unsharded between uses they are
+    gathered from the slices; at stage 0, where every rank owns everything, all must pass the same.
     Raises:
         ConfigError: Wrong number of elements or type, on all ranks.
         StateError: Not all ranks called; between forward and backward, or inside gathered_params.
@@ -199,7 +194,7 @@ def set_local_param(target: Target, values: torch.Tensor | None, name: str | Non
     _check_local(place, values, "set_local_param")
     place.engine.weights.check_idle([place.unit])
     place.engine.finish_updates()
-    place.engine.weights.set_piece(place.unit, place.buffer, run_of(place.buffer, place.index), values)
+    place.engine.weights.set_piece(place.unit, place.buffer, place.run, values)
 
 
 @torch.no_grad()
@@ -237,20 +232,19 @@ def _managed(target: Target, name: str | None, what: str) -> Place:
     return place
 
 
-def _set_whole(place: Place, value: torch.Tensor) -> None:
+def _set_full(place: Place, value: torch.Tensor) -> None:
     place.engine.weights.check_idle([place.unit])
     place.engine.finish_updates()
     place.engine.weights.set_unit(place.unit, {place.name: value})
 
 
-def _own_part(place: Place, value: torch.Tensor) -> torch.Tensor | None:
-    run = run_of(place.buffer, place.index)
-    flat = value.reshape(-1)
-    return None if run is None else torch.cat([flat[piece.start : piece.end] for piece in run.pieces])
+def _own_slice(place: Place, value: torch.Tensor) -> torch.Tensor | None:
+    run = place.run
+    return None if run is None else slice_of(value, run)
 
 
 def _piece(place: Place, values: torch.Tensor | None) -> LocalPiece | None:
-    run = run_of(place.buffer, place.index)
+    run = place.run
     if run is None or values is None:
         return None
     copied = values.to(place.engine.device, master_dtype_of(place.buffer.dtype), copy=True)
@@ -267,7 +261,7 @@ def _wait_for_update(place: Place, what: str) -> None:
     place.buffer.finish_update()
 
 
-def _check_whole(place: Place, value: torch.Tensor, what: str, *, number: bool = False) -> None:
+def _check_full(place: Place, value: torch.Tensor, what: str, *, number: bool = False) -> None:
     """All ranks must call. Raises ConfigError on all of them if one has a value that does not fit, or another one."""
 
     def check() -> int:
@@ -281,7 +275,7 @@ def _check_whole(place: Place, value: torch.Tensor, what: str, *, number: bool =
 
 def _check_local(place: Place, values: torch.Tensor | None, what: str) -> None:
     def check() -> int:
-        run = run_of(place.buffer, place.index)
+        run = place.run
         want = 0 if run is None else run.numel
         if values is None:
             if want:

@@ -245,15 +245,7 @@ class DeepSpeedEngine(ZeroEngine):
             return False
         state = self.full_state_dict(keep=self.rank == 0, trainable_only=exclude_frozen_parameters)
 
-        def write() -> None:
-            if self.rank != 0:
-                return
-            try:
-                _write_weights(state, path)
-            except Exception as error:  # of a full disk each format says something else
-                raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
-
-        together(self.comm, "save_16bit_model", write)
+        together(self.comm, "save_16bit_model", lambda: _write_weights(state, path) if self.rank == 0 else None)
         return True
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
@@ -282,15 +274,17 @@ class DeepSpeedEngine(ZeroEngine):
 
 def _write_weights(state: dict[str, torch.Tensor], path: Path) -> None:
     """`path` appears when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".safetensors":
             firsts = {id(tensor): name for name, tensor in reversed(state.items())}
             save_file({name: state[name].contiguous() for name in firsts.values()}, partial, {"format": "pt"})
         else:
             torch.save(state, partial)
         os.replace(partial, path)
+    except Exception as error:  # of a full disk each format says something else
+        raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)

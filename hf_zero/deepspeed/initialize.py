@@ -53,7 +53,7 @@ def initialize(
     Args:
         args: What `add_config_arguments` and the parser made: a `zero`, `zero_config` or `deepspeed_config` path in
             the place of `config`, and a `local_rank`, which is set to this process's.
-        model: Whole, built alike on all ranks, or loaded in shards. An engine that it has gives way: the weights
+        model: Built alike on all ranks, or loaded in shards. An engine that it has is replaced: the weights
             stay as they are, to the last digit of the masters; optimizer state and gradients are the new engine's.
         optimizer: A torch optimizer over the model's parameters, or a function that makes one from them; None builds
             the one of the configuration's optimizer block over `model_parameters` (or all trainable parameters). With

@@ -1,4 +1,4 @@
-"""What a script's command line says to `initialize`: the configuration, by our options or DeepSpeed's."""
+"""What a script's command line passes to `initialize`: the configuration, by our options or DeepSpeed's."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,7 +17,20 @@ from hf_zero.errors import ConfigError
 from hf_zero.hf.models.patches import sharded_init
 
 
-class Init(contextlib.ExitStack):
+class _Block(contextlib.AbstractContextManager["_Block"]):
+    """A `with` block that a class of DeepSpeed's name stands for."""
+
+    _block: contextlib.AbstractContextManager[None]
+
+    def __enter__(self) -> _Block:
+        self._block.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._block.__exit__(*error)
+
+
+class Init(_Block):
     """deepspeed.zero.Init: modules built inside the block come out in shards. See hf_zero.sharded_init.
 
     Args:
@@ -44,7 +56,6 @@ class Init(contextlib.ExitStack):
         dtype: torch.dtype | None = None,
         mpu: Any = None,
     ) -> None:
-        super().__init__()
         for name, value in (("data_parallel_group", data_parallel_group), ("mpu", mpu)):
             if value is not None:
                 raise ConfigError(f"zero.Init({name}=...): parameters are shared by all ranks; remove {name}")
@@ -59,22 +70,8 @@ class Init(contextlib.ExitStack):
         if module is not None and enabled:
             _shard_whole(module, given)
 
-    def __enter__(self) -> Init:
-        super().__enter__()
-        self.enter_context(self._block)
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> bool:
-        return bool(super().__exit__(kind, error, trace))
-
-
-class GatheredParameters(contextlib.ExitStack):
+class GatheredParameters(_Block):
     """deepspeed.zero.GatheredParameters: see hf_zero.gathered_params.
 
     Args:
@@ -92,13 +89,7 @@ class GatheredParameters(contextlib.ExitStack):
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        super().__init__()
         self._block = gathered_params(params, write_rank=modifier_rank) if enabled else contextlib.nullcontext()
-
-    def __enter__(self) -> GatheredParameters:
-        super().__enter__()
-        self.enter_context(self._block)
-        return self
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -13,7 +13,7 @@ import torch
 
 
 class Clock(Protocol):
-    """Marks points in time and tells what lies between two of them."""
+    """Marks points in time, and measures what lies between two of them."""
 
     def mark(self) -> Any: ...
 

@@ -1,7 +1,7 @@
 """`copy.deepcopy` of a model in shards, and of a module in it.
 
-A copy of the whole model is in shards itself, under an engine for inference of its own: a reference, a teacher. A copy
-of a module below it is a plain module with whole parameters: what PEFT keeps beside the one it trains.
+A copy of the model itself is sharded too, under an engine for inference of its own: a reference, a teacher. A copy of
+a module below it is a plain module with unsharded parameters: what PEFT keeps beside the one it trains.
 """
 
 from __future__ import annotations

@@ -49,12 +49,12 @@ class ZeroEngine(ModuleWrapper):
     or raises: nothing is changed beside them. A method that says nothing of ranks may be called on any one.
 
     Args:
-        model: Built alike on all ranks, parameters whole; rank 0's values win. Changed in place.
+        model: Built alike on all ranks, not sharded; rank 0's values win. Changed in place.
         config: Resolved; see ZeroConfig.resolve.
         managed: Trainer or Accelerate accumulates, scales the loss for that, and clips: the engine does neither.
         group: Ranks that share the model; None means all.
         device: Where parameters live and compute; None takes the accelerator of this process, or the CPU.
-        built: Units of this model that were made already (see replace.py); None makes them from whole parameters.
+        built: Units of this model that were made already (see replace.py); None makes them from the parameters.
         train: False keeps neither masters nor gradients: the model runs, and `replace.renew` makes it trainable.
     All ranks must construct it. Raises ConfigError, StateError (the model has an engine), DivergenceError.
     """
@@ -408,7 +408,7 @@ class ZeroEngine(ModuleWrapper):
         """Bytes on this rank: what lives between steps by kind, and the peaks of what comes and goes.
 
         The kinds count every medium; `device`, `host` and `disk` say where `total` lies, `host` with what waits there
-        to be published. `gathered_peak` counts whole parameters of on-demand units, `gradients_peak` whole
+        to be published. `gathered_peak` counts unsharded parameters of on-demand units, `gradients_peak`
         gradients before their reduce, both inside forward and backward.
         """
         state_bytes = 0 if self.optimizer is None else self.optimizer.state_bytes()
@@ -418,7 +418,7 @@ class ZeroEngine(ModuleWrapper):
         }
 
     def teardown(self) -> None:
-        """Give the plain model back: whole parameters, no hooks; group and threads end. All ranks must call.
+        """Give the plain model back: unsharded parameters, no hooks; group and threads end. All ranks must call.
 
         Raises StateError where other ranks do not come.
         """

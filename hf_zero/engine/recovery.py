@@ -1,7 +1,7 @@
 """What all ranks do when one of them ran out of memory: they stop at once, and may try again with a smaller batch.
 
 The rank that fails leaves its reason in the key-value store and closes its connections, so nobody waits for it until
-a timeout. Then all ranks connect anew and forget the pass that was broken off: gathered parameters, gradients, the
+a timeout. Then all ranks connect again and forget the pass that was broken off: gathered parameters, gradients, the
 recorded order of use. Masters and optimizer state are as after the last update. An update itself cannot be broken off
 and repeated: then training ends, with a sentence.
 """
@@ -85,7 +85,7 @@ def _check_between_updates(engine: ZeroEngine) -> None:
 
 
 def cut_update(detail: str) -> str:
-    """What to say where memory ran out inside an update."""
+    """The message where memory ran out inside an update."""
     return (
         f"memory ran out inside the optimizer's step ({detail}): the update cannot be repeated, and a smaller batch "
         "would not help.\nOffload the optimizer (zero_optimization.offload_optimizer), use more ranks or a higher "
@@ -94,7 +94,7 @@ def cut_update(detail: str) -> str:
 
 
 def _forget_pass(engine: ZeroEngine) -> None:
-    with engine.suspended():  # hooks that remember the pass are made anew
+    with engine.suspended():  # hooks that remember the pass are installed again
         engine.params.forget()
         engine.reducer.forget()
         engine.loss_scale.forget()

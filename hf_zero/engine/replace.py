@@ -1,7 +1,7 @@
-"""Puts a model under another engine without ever making it whole: from inference to training, and after changes.
+"""Replaces the engine of a model without unsharding it: from inference to training, and after changes.
 
-What a model went through since its engine was made (adapters were added, layers frozen, embeddings resized, the
-whole wrapped in another module) is taken in here: units are cut anew, and shards that stay the same move over.
+What has changed in a model since its engine was made (adapters were added, layers frozen, embeddings resized, the
+model wrapped in another module) takes effect here: units are built again, and shards that stay the same move over.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def new_engine(
     device: torch.device | None = None,
     replace: bool = False,
 ) -> ZeroEngine:
-    """An engine for `model`, which may be whole or hold models that were loaded in shards. All ranks must call.
+    """An engine for `model`, which may be unsharded or hold models that were loaded in shards. All ranks must call.
 
     Args:
         managed, train: As for ZeroEngine.
-        device: As for ZeroEngine, for a model that is whole.
-        replace: Engines that train give way too, with their optimizers.
+        device: As for ZeroEngine, for a model that is not sharded.
+        replace: Engines that train are replaced too, with their optimizers.
     Raises:
         StateError: Something in the model trains under another engine already, and `replace` is false.
     """
@@ -83,7 +83,7 @@ def renew(
     for engine in engines:
         if engine.optimizer is not None:
             raise StateError(
-                f"rank {engine.rank}: parameters cannot be cut anew while an optimizer refers to their shards.\n"
+                f"rank {engine.rank}: parameters cannot be resharded while an optimizer refers to their shards.\n"
                 "Change the model (resize embeddings, add adapters) before it meets its optimizer."
             )
     comm = engines[0].comm

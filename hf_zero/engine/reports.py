@@ -1,7 +1,7 @@
-"""What a run tells of itself while it goes: progress, throughput, times, memory. Keys and forms are DeepSpeed's.
+"""What a run logs of itself: progress, throughput, times, memory. Keys and forms are DeepSpeed's.
 
-`Reports` turns what happens to an engine into micro-batches and steps, and tells watchers. Each watcher is one key of
-the configuration; without any, and on ranks that do not speak, nothing is hooked on and nothing is measured.
+`Reports` turns what happens to an engine into events of micro-batches and steps, and calls watchers. Each watcher is
+one key of the configuration; without any, and on ranks that do not log, nothing is hooked on and nothing is measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GIB = 1024**3
 
 
 class Watcher:
-    """Is told what happens, in this order; a forward without gradients is no part of it."""
+    """Called as things happen, in this order; a forward without gradients is no part of it."""
 
     def forward_starts(self) -> None: ...
 
@@ -80,7 +80,7 @@ class ProgressLines(Watcher):
 class ThroughputLines(Watcher):
     """steps_per_print: samples per second over all ranks, from a forward to the end of its backward or step.
 
-    What lies between, such as loading data, does not count. Counts are of this process: a resumed run begins anew.
+    What lies between, such as loading data, does not count. Counts are of this process: a resumed run begins at zero.
     """
 
     def __init__(self, clock: Clock, every: int, batch_size: Callable[[], int]) -> None:
@@ -207,7 +207,7 @@ class MemoryLines(Watcher):
 
 
 class Reports:
-    """Tells watchers what happens to one engine."""
+    """Calls watchers as things happen to one engine."""
 
     def __init__(self, watchers: Sequence[Watcher] = ()) -> None:
         self._watchers = tuple(watchers)
@@ -217,7 +217,7 @@ class Reports:
     def of(
         cls, schedule: StepSchedule, config: ResolvedConfig, device: torch.device, batch_size: Callable[[], int]
     ) -> Reports:
-        """What `config` asks for. Call on the rank that speaks; shows the configuration for `dump_state`."""
+        """What `config` asks for. Call on the rank that logs; shows the configuration for `dump_state`."""
         if config.dump_state:
             log_line(start_text(config))
         clock = clock_of(device)
@@ -233,7 +233,7 @@ class Reports:
         return cls(watchers)
 
     def around(self, callbacks: Callbacks) -> Callbacks:
-        """`callbacks` that tell the watchers too; themselves where there are none."""
+        """`callbacks` that call the watchers too; themselves where there are none."""
         if not self._watchers:
             return callbacks
 
@@ -243,14 +243,14 @@ class Reports:
                 self._forward_starts()
 
         def backward_starts() -> None:
-            self._tell("backward_starts")
+            self._notify("backward_starts")
             callbacks.backward_starts()
 
         def backward_ends() -> None:
-            self._tell("reduce_starts")
+            self._notify("reduce_starts")
             callbacks.backward_ends()
             self._backward_done = True
-            self._tell("backward_ends")
+            self._notify("backward_ends")
 
         return dataclasses.replace(
             callbacks, forward_starts=forward_starts, backward_starts=backward_starts, backward_ends=backward_ends
@@ -259,21 +259,21 @@ class Reports:
     def watch_forward(self, model: nn.Module) -> Callable[[], None]:
         """Learn when the model's forward ends; returns what takes that back."""
         if not self._watchers:
-            return _nothing
+            return lambda: None
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if _trains():
-                self._tell("forward_ends")
+                self._notify("forward_ends")
 
         # Last of all hooks, and outside of what torch.compile traces.
         return model.register_forward_hook(torch.compiler.disable(after)).remove
 
     def step_starts(self) -> None:
-        self._tell("step_starts")
+        self._notify("step_starts")
 
     def step_ends(self, *, boundary: bool) -> None:
         """What ends a micro-batch; `boundary` as in Watcher.micro_ends."""
-        self._tell("step_ends")
+        self._notify("step_ends")
         self._micro_ends(boundary)
 
     def forget(self) -> None:
@@ -283,14 +283,14 @@ class Reports:
     def _forward_starts(self) -> None:
         if self._backward_done:  # Trainer and Accelerate call no step between micro-batches
             self._micro_ends(False)
-        self._tell("forward_starts")
+        self._notify("forward_starts")
 
     def _micro_ends(self, boundary: bool) -> None:
         self._backward_done = False
         for watcher in self._watchers:
             watcher.micro_ends(boundary)
 
-    def _tell(self, event: str) -> None:
+    def _notify(self, event: str) -> None:
         for watcher in self._watchers:
             getattr(watcher, event)()
 
@@ -298,7 +298,3 @@ class Reports:
 def _trains() -> bool:
     """A forward that a backward is to follow; one that is repeated inside a backward belongs to that."""
     return torch.is_grad_enabled() and not in_backward()
-
-
-def _nothing() -> None:
-    pass

@@ -1,7 +1,7 @@
-"""Cuts a model into shards while it is being constructed, so that it is never whole anywhere.
+"""Shards a model while it is being constructed, so that it is never unsharded anywhere.
 
-Modules are really constructed and initialised, with the caller's random numbers; what is finished is cut at once into
-small units of its own, and at the end those are exchanged for the units of the model.
+Modules are really constructed and initialised, with the caller's random numbers; what is finished is sharded at once
+in small units of its own, and at the end those are exchanged for the units of the model.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ShardedConstruction:
     """Watches modules being put together, on all ranks alike; rank 0's values win.
 
     A module is finished when its parent has been put into a module of its own: until then the parent's constructor may
-    still initialise it. So what is whole at a time is what is between a module and its grandparent, and the children
-    of the outermost module.
+    still initialise it. So what is unsharded at a time is what is between a module and its grandparent, and the
+    children of the outermost module.
 
     Args:
         resolve: The configuration of an outermost module, for the engine that it gets at the end.
@@ -61,7 +61,7 @@ class ShardedConstruction:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Cut what is finished inside the block.
+        """Shard what is finished inside the block.
 
         Raises:
             StateError: A constructor wrote to parameters of a module that had been finished.
@@ -96,9 +96,9 @@ class ShardedConstruction:
         self._seen.add(parent)
         self._inner.add(child)
         for finished in child.children():
-            self._cut(finished)
+            self._shard(finished)
 
-    def _cut(self, module: nn.Module) -> None:
+    def _shard(self, module: nn.Module) -> None:
         """Put the parameters of `module` itself into shards. All ranks must call."""
         if module in self._settled:
             return
@@ -129,9 +129,9 @@ class ShardedConstruction:
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[nn.Parameter], write_rank: int | None) -> Iterator[None]:
-        """Inside, `params` are whole; the changes of `write_rank` are kept on all ranks. All ranks must call.
+        """Inside, `params` are unsharded; the changes of `write_rank` are kept on all ranks. All ranks must call.
 
-        What is not in shards yet is whole anyway. `write_rank` None is for reading.
+        What has not been sharded yet is left as it is. `write_rank` None is for reading.
         Raises:
             StateError: This rank wrote where all only read.
         """
@@ -156,7 +156,7 @@ class ShardedConstruction:
                 if write_rank is not None:
                     self._keep_edits(unit, write_rank)
                 unit.release()
-            if write_rank:  # rank 0's values win anyway when these are cut
+            if write_rank:  # rank 0's values win anyway when these are sharded
                 for param in params:
                     if id(param) not in self._units and param.is_floating_point() and not param.is_meta:
                         values = param.detach().to(self._comm.device, copy=True)
@@ -171,7 +171,7 @@ class ShardedConstruction:
             buffer.accept_whole()
 
     def whole(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
-        """Inside, the parameters of `modules` themselves are whole; rank 0's changes are kept. All ranks must call."""
+        """Inside, `modules` have their own parameters unsharded; rank 0's changes are kept. All ranks must call."""
         return self.gathered((param for module in modules for param in module.parameters(recurse=False)), 0)
 
     # ---------------------------------------------------------------- the end
@@ -206,7 +206,7 @@ class ShardedConstruction:
         return engines
 
     def _first_number(self, root: nn.Module) -> int:
-        """The same order on every rank: by what was cut first."""
+        """The same order on every rank: by what was sharded first."""
         names = [self._units[id(param)].name for param in root.parameters() if id(param) in self._units]
         return min((int(name.rpartition(" ")[2]) for name in names), default=next(self._numbers))
 

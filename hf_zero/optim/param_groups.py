@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.errors import ConfigError
 from hf_zero.layout import Run
+from hf_zero.optim.state_access import slice_of
 from hf_zero.optim.updates.owners import Owners, WholeParam
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.sharding.shard import ShardTensor, StoredShard
@@ -62,8 +63,7 @@ def cut_state(state: dict[str, Any], owned: OwnedRun) -> dict[torch.Tensor, dict
     cut: dict[torch.Tensor, dict[str, Any]] = {master: {} for master in owned.masters}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
-            flat = value.detach().reshape(-1)
-            mine = torch.cat([flat[piece.start : piece.end] for piece in owned.run.pieces])
+            mine = slice_of(value.detach(), owned.run)
             chunks = torch.split(mine, [master.numel() for master in owned.masters])
             for master, chunk in zip(owned.masters, chunks, strict=True):
                 cut[master][key] = chunk.clone().view(master.shape)

@@ -20,6 +20,12 @@ def run_of(flat: FlatParam, index: int) -> Run | None:
     return next((run for run in flat.layout.runs(flat.rank) if run.name == name), None)
 
 
+def slice_of(full: torch.Tensor, run: Run) -> torch.Tensor:
+    """The elements of `run` out of its full parameter, or a tensor of that shape: 1-D [run.numel]."""
+    flat = full.reshape(-1)
+    return torch.cat([flat[piece.start : piece.end] for piece in run.pieces])
+
+
 def assemble(
     flat: FlatParam, index: int, comm: Comm, read: Callable[[Run], torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:

@@ -23,7 +23,7 @@ from hf_zero.layout import UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
 from hf_zero.sharding.home import FlatParamSpec, Placement
 from hf_zero.sharding.shard import Shard, ShardTensor, StoredShard, make_shard
-from hf_zero.storage import DeviceStore, MemoryStore
+from hf_zero.storage import MemoryStore
 from hf_zero.storage.base import BorrowedTensors, ShardStore
 
 
@@ -67,13 +67,12 @@ class FlatParam:
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
-        # The shard, or its update, is elsewhere than on the device.
-        self.is_offloaded = home.master is not home.param or not isinstance(home.param, DeviceStore)
         self._ghost = torch.full((len(self.params),), torch.nan, dtype=dtype, device=self._device)
         self.placeholders = [self._ghost[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
         fill(self)
 
     # ---------------------------------------------------------------- first values
+    def fill_from_params(self) -> None:
         """Take over whole parameters. All ranks must call; rank 0's values win."""
         master_dtype = master_dtype_of(self.dtype) if self.layout.trainable else self.dtype
         whole = torch.zeros(self.layout.padded_numel, dtype=master_dtype, device=self._device)

@@ -63,7 +63,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Raises:
         ConfigError: `max_shard_size` is no size.
-        CheckpointError: The checkpoint is not whole, or the output cannot be written.
+        CheckpointError: The checkpoint is not complete, or the output cannot be written.
     """
     folder, out = chosen(checkpoint_dir, tag), Path(output_dir)
     try:

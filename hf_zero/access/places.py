@@ -1,0 +1,116 @@
+"""Where hf_zero keeps a parameter: in which engine, unit and flat parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
+from hf_zero.errors import ConfigError, StateError
+from hf_zero.layout import Run
+from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.optim.state_access import run_of
+from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.partition import clean_name
+from hf_zero.sharding.unit import ShardUnit
+
+Target = nn.Module | nn.Parameter
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where hf_zero keeps a parameter."""
+
+    engine: ZeroEngine
+    unit: ShardUnit
+    buffer: FlatParam
+    index: int  # of the parameter in the buffer
+
+    @property
+    def name(self) -> str:
+        return self.buffer.layout.slots[self.index].name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.buffer.layout.slots[self.index].shape
+
+    @property
+    def run(self) -> Run | None:
+        """What this rank owns of it; None if that is nothing."""
+        return run_of(self.buffer, self.index)
+
+    @property
+    def optimizer(self) -> ShardedOptimizer:
+        if self.engine.optimizer is None:
+            raise StateError(
+                "this model has no optimizer yet: hf_zero.initialize or engine.attach_optimizer gives it one"
+            )
+        return self.engine.optimizer
+
+
+def managed_params(engine: ZeroEngine | None) -> Iterator[tuple[nn.Parameter, ShardUnit, FlatParam, int]]:
+    """The parameters that an engine keeps: each with its unit, its flat parameter and its index there."""
+    for unit in () if engine is None else engine.units:
+        for buffer in unit.buffers:
+            for index, param in enumerate(buffer.params):
+                yield param, unit, buffer, index
+
+
+def find_parameter(target: Target, name: str | None) -> Place | None:
+    """Where hf_zero keeps one parameter; None if it does not. Raises ConfigError for an unknown name."""
+    wanted = plain_parameter(target, name)
+    for engine in live_engines():
+        for param, unit, buffer, index in managed_params(engine):
+            if param is wanted:
+                return Place(engine, unit, buffer, index)
+    return None
+
+
+def plain_parameter(target: Target, name: str | None) -> nn.Parameter:
+    """The parameter that `target` and `name` stand for. Raises ConfigError for an unknown name."""
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(
+            f"the name of a parameter is a text, and a {type(name).__name__} was given.\nThe name comes last: "
+            'full_param(model, "layer.weight"), set_full_param(model, value, "layer.weight"), or by keyword: name=...'
+        )
+    if not isinstance(target, torch.Tensor | nn.Module):
+        raise ConfigError(f"expected a model or a parameter, and a {type(target).__name__} was given")
+    if not isinstance(target, nn.Module):
+        return target
+    if name is None:
+        raise ConfigError("which parameter? Pass the parameter itself, or the model and its `name` in it")
+    return params_named(target, [name])[0]
+
+
+def named_params(module: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters by plain name, tied ones by each of their names."""
+    return {clean_name(path): param for path, param in module.named_parameters(remove_duplicate=False)}
+
+
+def params_named(module: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
+    """The parameters of these names. Raises ConfigError for unknown ones."""
+    known = named_params(module)
+    engine = engine_of(module)
+    if engine is not None and engine.module is not module:  # a wrapper around the model: its names count as well
+        known = named_params(engine.module) | known
+    wanted = [clean_name(name) for name in names]
+    unknown = sorted({name for name in wanted if name not in known})
+    if unknown:
+        raise ConfigError(
+            f"no parameter of this model is called {', '.join(unknown)}; names are those of model.named_parameters()"
+        )
+    return [known[name] for name in wanted]
+
+
+def parameters_of(target: Target | Iterable[Target], names: Iterable[str] | None = None) -> list[nn.Parameter]:
+    """The parameters that are meant by a model, a parameter or several of these, and `names` in one model."""
+    if isinstance(target, nn.Module):
+        return list(target.parameters()) if names is None else params_named(target, names)
+    if names is not None:
+        raise ConfigError("gathered_params: `names` are names in one module; pass the model, or parameters alone")
+    if isinstance(target, nn.Parameter):
+        return [target]
+    return [param for one in target for param in parameters_of(one)]
