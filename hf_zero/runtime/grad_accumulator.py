@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import Pending
 from hf_zero.runtime.loss_scale import LossScale
-from hf_zero.runtime.pool import MemoryPool
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import ShardTensor
@@ -40,7 +40,7 @@ class GradAccumulator:
         self,
         flat: FlatParam,
         comm: Comm,
-        pool: MemoryPool,
+        pool: BufferPool,
         settings: GradSettings,
         host: HostStore,
         *,

@@ -21,7 +21,7 @@ from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.sharding.unit import ShardUnit
 
-_MAX_IN_FLIGHT = 2
+MAX_REDUCES = 2  # under way at a time
 
 
 class GradReducer:
@@ -132,7 +132,7 @@ class GradReducer:
         if buffer in self._flying:
             self._flying.remove(buffer)
             self._over(buffer)
-        while len(self._flying) >= _MAX_IN_FLIGHT:
+        while len(self._flying) >= MAX_REDUCES:
             self._over(self._flying.popleft())
         buffer.reduce_start()
         self._started.add(id(buffer))
