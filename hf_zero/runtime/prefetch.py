@@ -120,15 +120,16 @@ class RepeatedUse:
 
 @dataclass(frozen=True)
 class PrefetchLimits:
-    """What may be whole beside the units in use, in elements.
+    """What may be unsharded beside the units in use, in elements.
 
     Args:
         ahead: `stage3_prefetch_bucket_size`: how far along the agreed order units are gathered ahead. The next one is,
             whatever its size; 0 turns it off.
-        live: `stage3_max_live_parameters`: what may be whole beyond what is in use (the layer that runs; embeddings
-            and head from forward to the end of backward). From the default on, the next layer may, whatever its size.
+        live: `stage3_max_live_parameters`: what may be unsharded beyond what is in use (the layer that runs;
+            embeddings and head from forward to the end of backward). From the default on, the next layer may, whatever
+            its size.
         reuse: `stage3_max_reuse_distance`: a unit whose next use comes before so many elements of other units stays
-            whole, if there is room; 0 releases every unit after its use.
+            unsharded, if there is room; 0 reshards every unit after its use.
     """
 
     ahead: int
@@ -144,7 +145,7 @@ class PrefetchLimits:
         )
 
     def admits_next(self, numel: int) -> bool:
-        """Whether the next unit may be whole beside those in use."""
+        """Whether the next unit may be unsharded beside those in use."""
         return numel <= self.live or self.live >= _DEFAULT_LIVE
 
     def why_none_ahead(self, units: Iterable[ShardUnit]) -> str:
