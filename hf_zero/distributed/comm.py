@@ -21,7 +21,6 @@ from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.gloo_collectives import GLOO_BUCKET_NUMEL, exchange_and_sum, read_parts
 from hf_zero.distributed.peer_memory import Gather, PeerMemory, meet_peers
-from hf_zero.distributed.presence import LostRankError, Presence
 from hf_zero.distributed.processes import (
     backend_for,
     default_device,
@@ -29,6 +28,7 @@ from hf_zero.distributed.processes import (
     leave_cleanly_at_exit,
     refuse_shared_device,
 )
+from hf_zero.distributed.store_protocol import LostRankError, Presence
 from hf_zero.distributed.work import CommCount, Done, Pending
 from hf_zero.errors import OffloadError, ZeroError
 
