@@ -34,6 +34,8 @@ _CONFIG = {
 class Blocks(nn.Module):
     """Layers in a list: each is a unit."""
 
+    _no_split_modules = ("Linear",)
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.gloo_collectives import GLOO_BUCKET_NUMEL, exchange_and_sum, read_parts
 from hf_zero.distributed.peer_memory import Gather, PeerMemory, meet_peers
-from hf_zero.distributed.presence import LostRankError, Presence
 from hf_zero.distributed.processes import (
     backend_for,
     default_device,
@@ -28,10 +28,11 @@ from hf_zero.distributed.processes import (
     leave_cleanly_at_exit,
     refuse_shared_device,
 )
-from hf_zero.distributed.scratch import Scratch
+from hf_zero.distributed.store_protocol import LostRankError, Presence
 from hf_zero.distributed.work import CommCount, Done, Pending
 from hf_zero.errors import OffloadError, ZeroError
 
+_MAX_RECEIVE_BUFFERS = 8
 _T = TypeVar("_T")
 
 
@@ -51,7 +52,7 @@ class Comm:
         self.timeout_s = timeout_s
         self.counts: dict[str, CommCount] = collections.defaultdict(CommCount)
         self._presence = Presence()
-        self._scratch = Scratch()
+        self._received = BufferPool(device, max_kept=_MAX_RECEIVE_BUFFERS)
         self._coalesced: list[Gather] | None = None  # what `coalesced` has collected
         self._processes: EngineGroup | None = None  # None where this rank is the only one
         self._join(group)
@@ -141,7 +142,7 @@ class Comm:
         title = f"reduce-scatter of {what}"
         with record_function(f"hf_zero::reduce ({what})"):
             if self.backend == "gloo":
-                return exchange_and_sum(self._processes, self._scratch, out, wire, title)
+                return exchange_and_sum(self._processes, self._received, out, wire, title)
             result = out if wire.dtype == out.dtype else torch.empty_like(out, dtype=wire.dtype)
             finish = None if result is out else functools.partial(out.copy_, result)
             return self._processes.begin(functools.partial(dist.reduce_scatter_single, result, wire), title, finish)
@@ -281,7 +282,7 @@ class Comm:
     def reconnect(self) -> None:
         """Start over after an `abandon` on some rank. All ranks must call; what was pending is lost."""
         if self._processes is not None:
-            self._scratch.clear()
+            self._received.clear()
             self._presence.clear()
             self._processes.reconnect()
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.peer_memory import Gather, PeerMemory
-from hf_zero.distributed.scratch import Scratch
 from hf_zero.distributed.work import Pending
 
 # Elements per collective on gloo: larger single calls fall out of the cache.
@@ -20,13 +20,13 @@ GLOO_BUCKET_NUMEL = 1 << 20
 
 
 def exchange_and_sum(
-    group: EngineGroup, scratch: Scratch, out: torch.Tensor, sent: torch.Tensor, what: str
+    group: EngineGroup, pool: BufferPool, out: torch.Tensor, sent: torch.Tensor, what: str
 ) -> Pending:
     """Reduce-scatter by all-to-all and a local sum in rank order.
 
     gloo's own reduce-scatter takes two to four times as long and rounds in the type that travels at every hop.
     """
-    received = scratch.take(sent)
+    received = pool.take(sent.numel(), sent.dtype)
 
     def finish() -> None:
         parts = received.view(group.world_size, -1)
@@ -34,7 +34,7 @@ def exchange_and_sum(
             torch.add(parts[0], parts[1], out=out)
         else:
             torch.sum(parts, 0, dtype=out.dtype, out=out)
-        scratch.give_back(received)
+        pool.give(received)
 
     return group.exchange(received.chunk(group.world_size), sent.chunk(group.world_size), what, finish)
 

@@ -15,7 +15,7 @@ from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.build import BuiltUnits
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.hooks import in_backward
-from hf_zero.runtime.prefetch_limits import PrefetchLimits
+from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unfreeze import Unfreeze
 from hf_zero.runtime.unshard import OnDemandParams

@@ -25,7 +25,7 @@ from hf_zero.estimate.states import PlannedStates
 from hf_zero.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, Drafted, flat_param_specs, make_units
 from hf_zero.runtime.memory_report import memory_report
-from hf_zero.runtime.prefetch_limits import PrefetchLimits
+from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam

@@ -22,7 +22,7 @@ from hf_zero.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuildSettings, flat_param_specs, make_units, torch_dtype
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
 from hf_zero.runtime.loss_scale import LossScale
-from hf_zero.runtime.prefetch_limits import PrefetchLimits
+from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.unshard import OnDemandParams, Phase
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitKind

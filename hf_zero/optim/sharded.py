@@ -28,7 +28,7 @@ from hf_zero.optim.state_access import (
 from hf_zero.optim.step_ballot import WindowFacts, clip_coefficient, settle_window
 from hf_zero.optim.updates.choose import make_owners, make_update
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.runtime.prefetch_order import UseOrder
+from hf_zero.runtime.prefetch import UseOrder
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.sharding.flat_param import FlatParam, gather_resident
 from hf_zero.sharding.shard import ShardTensor

@@ -19,7 +19,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.optim.hyperparameters import groups_digest, refuse_different
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.runtime.prefetch_order import UseOrder
+from hf_zero.runtime.prefetch import UseOrder
 from hf_zero.runtime.reduce_schedule import GradReducer
 
 ParamGroups = Sequence[Mapping[str, Any]]

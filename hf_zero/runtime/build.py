@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from hf_zero.config import ResolvedConfig
+from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import DivergenceError
 from hf_zero.layout import UnitLayout
 from hf_zero.runtime.grad_accumulator import GradAccumulator, GradSettings
 from hf_zero.runtime.loss_scale import LossScale
-from hf_zero.runtime.pool import MemoryPool
 from hf_zero.runtime.reduce_op import Reduction
+from hf_zero.runtime.reduce_schedule import MAX_REDUCES
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.home import FlatParamSpec, Placement
 from hf_zero.sharding.partition import UnitKind, UnitSpec, partition
@@ -84,7 +85,7 @@ class BuiltUnits:
     homes: Placements
     units: list[ShardUnit]
     grads: list[GradAccumulator]  # in the order of reduces: the last layer first, root and persistent units last
-    pool: MemoryPool
+    pool: BufferPool
 
 
 Fill = Callable[[FlatParam], None]
@@ -165,14 +166,14 @@ def make_units(
     comm.barrier(
         "all shards"
     )  # rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own
-    pool = MemoryPool(comm.device, keeps=comm.computes_on_host)
+    pool = BufferPool(comm.device, max_per_size=MAX_REDUCES if comm.computes_on_host else 0)
     flats = [flat for unit in _reduce_order(units) for flat in unit.buffers if flat.layout.trainable]
     grads = [make_grads(flat, settings, comm, pool, homes, eager=eager[id(flat)]) for flat in flats]
     return BuiltUnits(settings, comm, homes, units, grads, pool)
 
 
 def make_grads(
-    flat: FlatParam, settings: BuildSettings, comm: Comm, pool: MemoryPool, homes: Placements, *, eager: bool
+    flat: FlatParam, settings: BuildSettings, comm: Comm, pool: BufferPool, homes: Placements, *, eager: bool
 ) -> GradAccumulator:
     """The gradient memory of a trainable flat parameter."""
     return GradAccumulator(

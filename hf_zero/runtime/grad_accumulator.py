@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import Pending
 from hf_zero.runtime.loss_scale import LossScale
-from hf_zero.runtime.pool import MemoryPool
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import ShardTensor, memory_shard
@@ -27,20 +27,20 @@ class GradSettings:
 
 
 class GradAccumulator:
-    """The gradient of one flat parameter: `whole` while it arrives, `shard` once it is reduced.
+    """The gradient of one flat parameter: `unreduced` while it arrives, `shard` once it is reduced.
 
     Invariants: after the reduces of a window `shard` is the plain mean over ranks of the sum over micro-steps, each
     scaled (with `gradient_allreduce_op` "sum" their sum); padding is zero.
     """
 
-    whole: torch.Tensor | None  # 1-D [padded_numel]: what has arrived here since the last reduce started
-    shard: ShardTensor  # accumulation type; on the host if the update is there, else parts of a resident whole
+    unreduced: torch.Tensor | None  # 1-D [padded_numel]: what has arrived here since the last reduce started
+    shard: ShardTensor  # accumulation type; on the host if the update is there, else this rank's parts of `_resident`
 
     def __init__(
         self,
         flat: FlatParam,
         comm: Comm,
-        pool: MemoryPool,
+        pool: BufferPool,
         settings: GradSettings,
         host: HostStore,
         *,
@@ -63,7 +63,7 @@ class GradAccumulator:
             self.dtype = settings.accum_dtype
         else:
             self.dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        self._max_flight = reduction.buckets_in_flight(comm, self.dtype, self._wire)
+        self._max_under_way = reduction.buckets_in_flight(comm, self.dtype, self._wire)
         self._host = host
         # Reduced gradients go to the host, where the update is.
         self.on_host = not comm.computes_on_host and not flat.home.master.is_on_device
@@ -72,18 +72,18 @@ class GradAccumulator:
         self._spare: tuple[torch.Tensor | None, ShardTensor] | None = None
         self._reader: Pending | None = None  # an update that still reads `shard`
         self._on_its_way: torch.Event | None = None  # the last copy to the host
-        self.whole = None
+        self.unreduced = None
         self.num_reduces = 0  # so far
         self.seen = [False] * len(flat.params)  # had a gradient on this rank in this window
-        self._written = [False] * len(flat.params)  # has a value in `whole`
+        self._written = [False] * len(flat.params)  # has a value in `unreduced`
         self._arrived: set[int] = set()  # in this backward
-        self._flight: list[tuple[Pending | None, torch.Tensor, torch.Tensor]] = []  # pending, its result, our part
-        self._flying: torch.Tensor | None = None  # the whole that the reduce under way reads
+        self._under_way: list[tuple[Pending | None, torch.Tensor, torch.Tensor]] = []  # pending, its result, our part
+        self._reducing: torch.Tensor | None = None  # what the reduce under way reads
         self._empty = True  # `shard` holds nothing of this window yet
         self._mean_views: list[torch.Tensor] = []  # see unsharded_mean
 
     def _make_memory(self, eager: bool) -> tuple[torch.Tensor | None, ShardTensor]:
-        """(the whole gradient that stays between micro-steps or None, the shard)"""
+        """(the unsharded gradient that stays between micro-steps or None, the shard)"""
         layout, rank, device = self.flat.layout, self.flat.rank, self.flat.full.device
         resident = None if eager else torch.zeros(layout.padded_numel, dtype=self.dtype, device=device)
         self._memories += 1
@@ -96,7 +96,7 @@ class GradAccumulator:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of a whole gradient that stays for the run, where the shard is no part of it."""
+        """Bytes of an unsharded gradient that stays for the run, where the shard is no part of it."""
         if self._resident is None or self.shard.in_full:
             return 0
         return self._resident.numel() * self._resident.element_size()
@@ -132,10 +132,10 @@ class GradAccumulator:
     # ---------------------------------------------------------------- arrival
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """Add the gradient of the buffer's parameter `index`."""
-        if self.whole is None:
-            self.whole = self._fresh_unsharded()
+        if self.unreduced is None:
+            self.unreduced = self._fresh_unsharded()
         slot = self.flat.layout.slots[index]
-        place = self.whole[slot.offset : slot.end]
+        place = self.unreduced[slot.offset : slot.end]
         grad = grad.detach()
         if grad.layout != torch.strided:  # an Embedding with sparse=True
             grad = grad.to_dense()
@@ -149,17 +149,17 @@ class GradAccumulator:
         self._arrived.add(index)
 
     def _fresh_unsharded(self) -> torch.Tensor:
-        if self._resident is not None and self._empty and not self._flight:
+        if self._resident is not None and self._empty and not self._under_way:
             self._reclaim()
             return self._resident
-        whole = self._pool.take(self.flat.layout.padded_numel, self.dtype)
+        unsharded = self._pool.take(self.flat.layout.padded_numel, self.dtype)
         end = 0
         for slot in self.flat.layout.slots:  # the gaps between parameters travel too: they must be finite, and zero
             if slot.offset > end:
-                whole[end : slot.offset].zero_()
+                unsharded[end : slot.offset].zero_()
             end = slot.end
-        whole[end:].zero_()
-        return whole
+        unsharded[end:].zero_()
+        return unsharded
 
     @property
     def is_complete(self) -> bool:
@@ -178,26 +178,26 @@ class GradAccumulator:
     @property
     def is_empty(self) -> bool:
         """Nothing of a window is here."""
-        return self._empty and self.whole is None
+        return self._empty and self.unreduced is None
 
     # ---------------------------------------------------------------- reduce
     def reduce_start(self) -> None:
         """Start the reduce of what has arrived. All ranks must call, in the same order."""
-        if self.whole is None:
-            self.whole = self._fresh_unsharded()
+        if self.unreduced is None:
+            self.unreduced = self._fresh_unsharded()
         for index, slot in enumerate(self.flat.layout.slots):
             if not self._written[index]:
-                self.whole[slot.offset : slot.end].zero_()
+                self.unreduced[slot.offset : slot.end].zero_()
         self._written = [False] * len(self._written)
         if self._reader is not None:
             self._reclaim()
         layout = self.flat.layout
         self.num_reduces += 1
-        self._flying, self.whole = self.whole, None
+        self._reducing, self.unreduced = self.unreduced, None
         pending: Pending | None
         for (start, numel), mine in zip(layout.buckets(), self.shard.parts, strict=True):
-            bucket = self._flying[start : start + numel]
-            if len(self._flight) == self._max_flight:
+            bucket = self._reducing[start : start + numel]
+            if len(self._under_way) == self._max_under_way:
                 self._finish_oldest()
             if layout.world_size == self._comm.world_size:
                 in_place = self._empty and not self.on_host
@@ -208,7 +208,7 @@ class GradAccumulator:
             else:
                 result = bucket
                 pending = self._reduction.everything(self._comm, bucket, layout.name, wire_dtype=self._wire)
-            self._flight.append((pending, result, mine))
+            self._under_way.append((pending, result, mine))
 
     @property
     def _scale(self) -> float:
@@ -220,16 +220,16 @@ class GradAccumulator:
         self._stays_local = local
 
     def reduce_finish(self) -> None:
-        while self._flight:
+        while self._under_way:
             self._finish_oldest()
-        if self._flying is not None:
+        if self._reducing is not None:
             self._empty = False
-            if self._flying is not self._resident:
-                self._pool.give(self._flying)
-        self._flying = None
+            if self._reducing is not self._resident:
+                self._pool.give(self._reducing)
+        self._reducing = None
 
     def _finish_oldest(self) -> None:
-        pending, result, mine = self._flight.pop(0)
+        pending, result, mine = self._under_way.pop(0)
         if pending is not None:
             pending.wait()
         scale = self._scale
@@ -261,8 +261,8 @@ class GradAccumulator:
     def unsharded_mean(self) -> list[torch.Tensor] | None:
         """The mean gradient of every parameter, where this rank has all of it: views that do not count as written
         to when the buffer itself is. None where it does not, or not yet."""
-        elsewhere = self.flat.layout.world_size > 1 or self.on_host or self.flat.home.native
-        if elsewhere or self._stays_local or self._empty or self.whole is not None:
+        not_here = self.flat.layout.world_size > 1 or self.on_host or self.flat.home.native
+        if not_here or self._stays_local or self._empty or self.unreduced is not None:
             return None
         if not self._mean_views:
             slots = self.flat.layout.slots
@@ -270,21 +270,21 @@ class GradAccumulator:
         return self._mean_views
 
     def put(self, index: int, grad: torch.Tensor) -> bool:
-        """Take `grad` for the mean gradient of a parameter; False where this rank does not hold it whole."""
-        if self._empty and self.whole is None:
+        """Take `grad` for the mean gradient of a parameter; False where this rank does not hold all of it."""
+        if self._empty and self.unreduced is None:
             self.drop_missing()
-        whole = self.unsharded_mean()
-        if whole is None:
+        mean = self.unsharded_mean()
+        if mean is None:
             return False
-        whole[index].copy_(grad.to_dense() if grad.layout != torch.strided else grad)
+        mean[index].copy_(grad.to_dense() if grad.layout != torch.strided else grad)
         self.seen[index] = True
         return True
 
     def drop(self, index: int) -> bool:
         """Forget the gradient of a parameter in this window; True if the mean over ranks was here already."""
         slot = self.flat.layout.slots[index]
-        if self.whole is not None and self._written[index]:
-            self.whole[slot.offset : slot.end].zero_()
+        if self.unreduced is not None and self._written[index]:
+            self.unreduced[slot.offset : slot.end].zero_()
             self._written[index] = False
         self.seen[index] = False
         if self._empty:
@@ -301,9 +301,9 @@ class GradAccumulator:
 
     def clear(self) -> None:
         """The window is over: its gradients have been used, or are not wanted."""
-        if self.whole is not None and self.whole is not self._resident:
-            self._pool.give(self.whole)
-        self.whole = None
+        if self.unreduced is not None and self.unreduced is not self._resident:
+            self._pool.give(self.unreduced)
+        self.unreduced = None
         self.seen = [False] * len(self.seen)
         self._written = [False] * len(self._written)
         self._arrived.clear()
@@ -311,10 +311,10 @@ class GradAccumulator:
 
     def forget_reduce(self) -> None:
         """A reduce was broken off, and its connections are closed."""
-        self._flight.clear()
-        if self._flying is not None and self._flying is not self._resident:
-            self._pool.give(self._flying)
-        self._flying = None
+        self._under_way.clear()
+        if self._reducing is not None and self._reducing is not self._resident:
+            self._pool.give(self._reducing)
+        self._reducing = None
 
     def drop_missing(self) -> None:
         """No gradient reached this shard in the window: it counts as zero."""

@@ -11,7 +11,7 @@ import torch
 from hf_zero.config import ResolvedConfig
 from hf_zero.config.announce import announce
 from hf_zero.runtime.log_lines import log_start
-from hf_zero.runtime.prefetch_limits import PrefetchLimits
+from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.placement import Placements

@@ -21,7 +21,7 @@ from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.sharding.unit import ShardUnit
 
-_MAX_IN_FLIGHT = 2
+MAX_REDUCES = 2  # under way at a time
 
 
 class GradReducer:
@@ -56,7 +56,7 @@ class GradReducer:
         self._is_boundary = is_boundary
         self._started: set[int] = set()  # ids of buffers whose reduce has started in this backward
         self._next = 0  # on arrival: the first buffer in the order whose reduce has not
-        self._flying: collections.deque[GradAccumulator] = collections.deque()
+        self._under_way: collections.deque[GradAccumulator] = collections.deque()
         self._reduced = False  # stages 0-1: the boundary's reduce of this window has been started everywhere
         self._any_arrival = False
 
@@ -122,25 +122,25 @@ class GradReducer:
 
     def forget(self) -> None:
         """A pass was broken off on all ranks, and its connections are closed: no gradient of its window remains."""
-        self._flying.clear()
+        self._under_way.clear()
         self._final.clear()
         for buffer in self.buffers:
             buffer.forget_reduce()
         self.clear()
 
     def _start(self, buffer: GradAccumulator, *, final: bool = False) -> None:
-        if buffer in self._flying:
-            self._flying.remove(buffer)
+        if buffer in self._under_way:
+            self._under_way.remove(buffer)
             self._over(buffer)
-        while len(self._flying) >= _MAX_IN_FLIGHT:
-            self._over(self._flying.popleft())
+        while len(self._under_way) >= MAX_REDUCES:
+            self._over(self._under_way.popleft())
         buffer.reduce_start()
         self._started.add(id(buffer))
         if final:
             self._final.add(id(buffer))
-        self._flying.append(buffer)
+        self._under_way.append(buffer)
         if not self._overlap:
-            self._over(self._flying.popleft())
+            self._over(self._under_way.popleft())
 
     def _over(self, buffer: GradAccumulator) -> None:
         buffer.reduce_finish()
@@ -149,8 +149,8 @@ class GradReducer:
             self._on_final(buffer)
 
     def _finish(self) -> None:
-        while self._flying:
-            self._over(self._flying.popleft())
+        while self._under_way:
+            self._over(self._under_way.popleft())
         self._started.clear()
         self._next = 0
         self._any_arrival = False

@@ -11,9 +11,7 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from hf_zero.runtime.prefetch_limits import PrefetchLimits
-from hf_zero.runtime.prefetch_order import UseOrder
-from hf_zero.runtime.repeated_use import RepeatedUse
+from hf_zero.runtime.prefetch import PrefetchLimits, RepeatedUse, UseOrder
 from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.unit import ShardUnit, UnitState
 

@@ -1,10 +1,10 @@
-"""One flat parameter: parameters of one type and one fate, whole or as this rank's shard.
+"""One flat parameter: parameters of one type that are unsharded and resharded together.
 
-[Note: Views outlive a release]
+[Note: Views outlive a reshard]
 Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the full
-buffer is one tensor for the whole run whose storage is resized to 0 at a release and refilled at the next gather: a
+buffer is one tensor for the whole run whose storage is resized to 0 at a reshard and refilled at the next gather: a
 view saved in forward sees the data again once the unit is gathered in backward. The parameters themselves are pointed
-at placeholders before the memory goes, so that reading a released parameter gives NaN, not freed memory.
+at placeholders before the memory goes, so that reading a sharded parameter gives NaN, not freed memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FlatParam:
 
     Invariants:
       - Gathered parameters are views of `full`; a gather needs no copy-out.
-      - A released parameter keeps its identity, shape, type and device; its data is one NaN element of its own,
+      - A sharded parameter keeps its identity, shape, type and device; its data is one NaN element of its own,
         expanded with stride 0, and must still be NaN at the next gather.
       - `master` exists for trainable parameters only, and is `shard` itself where type and medium agree.
       - While `update` is not over, it may be writing to the shard: whoever reads the shard waits for it first.
@@ -67,13 +67,13 @@ class FlatParam:
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
-        self._ghost = torch.full((len(self.params),), torch.nan, dtype=dtype, device=self._device)
-        self.placeholders = [self._ghost[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
+        self._placeholder_values = torch.full((len(self.params),), torch.nan, dtype=dtype, device=self._device)
+        self.placeholders = [self._placeholder_values[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
         fill(self)
 
     # ---------------------------------------------------------------- first values
     def fill_from_params(self) -> None:
-        """Take over whole parameters. All ranks must call; rank 0's values win."""
+        """Initialize from unsharded parameters. All ranks must call; rank 0's values win."""
         master_dtype = master_dtype_of(self.dtype) if self.layout.trainable else self.dtype
         whole = torch.zeros(self.layout.padded_numel, dtype=master_dtype, device=self._device)
         with torch.no_grad():
@@ -194,14 +194,14 @@ class FlatParam:
             shard.copy_from(values)
         return shard
 
-    # ---------------------------------------------------------------- whole <-> released
+    # ---------------------------------------------------------------- unshard and reshard
     def prefetch(self) -> None:
         """Start bringing the shard near where it is on a slow medium. No communication; any rank may call."""
         if self.on_demand and self.update is None:
             self.shard.prefetch()
 
     def gather_start(self) -> None:
-        """Start making the parameters whole. All ranks must call, in the same order."""
+        """Start to unshard the parameters. All ranks must call, in the same order."""
         if self.on_demand:
             self.check_placeholders()
             self.check_views()
@@ -268,7 +268,7 @@ class FlatParam:
             # An all-gather in between has waited already.
             self._copied.wait(torch.accelerator.current_stream(self.full.device))
         if self._borrowed is not None:
-            if self._copied is not None:  # what was lent is read until here
+            if self._copied is not None:  # the borrowed tensor is read until here
                 self._copied.synchronize()
             self._borrowed.release()
             self._borrowed = None
@@ -284,7 +284,7 @@ class FlatParam:
         self._borrowed = self._copied = None
 
     def release(self) -> None:
-        """Point the parameters at placeholders and give the memory back. See [Note: Views outlive a release]."""
+        """Point the parameters at placeholders and give the memory back. See [Note: Views outlive a reshard]."""
         self._bind(self.placeholders)
         self.full.untyped_storage().resize_(0)
 
@@ -302,18 +302,18 @@ class FlatParam:
         self._versions = [param._version for param in self.params]
 
     def written(self) -> list[int]:
-        """Which whole parameters were written to in place since `mark_written`, by what torch counts."""
+        """Which unsharded parameters were written to in place since `mark_written`, by what torch counts."""
         pairs = zip(self.params, self._versions, strict=True)
         return [index for index, (param, known) in enumerate(pairs) if param._version != known]
 
     def check_placeholders(self) -> None:
-        """Raise if somebody wrote to a released parameter (`zero_`, `fill_` and a 1-element write do not raise)."""
-        if self._ghost.is_meta:
+        """Raise if somebody wrote to a sharded parameter (`zero_`, `fill_` and a 1-element write do not raise)."""
+        if self._placeholder_values.is_meta:
             return  # sizes without values: nothing can be written
-        untouched = torch.isnan(self._ghost)
+        untouched = torch.isnan(self._placeholder_values)
         if not untouched.all():
             names = [slot.name for slot, same in zip(self.layout.slots, untouched.tolist(), strict=True) if not same]
-            self._ghost.fill_(torch.nan)
+            self._placeholder_values.fill_(torch.nan)
             raise StateError(
                 f"rank {self._comm.rank}: sharded parameter(s) were written to while no rank held them whole, and the "
                 f"write is lost: {', '.join(names)}.\nWrite inside `with hf_zero.gathered_params(model, "
@@ -422,7 +422,7 @@ def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def gather_resident(flats: Sequence[FlatParam]) -> None:
-    """Bring parameters that stay whole up to date from their owners. All ranks must call."""
+    """Bring parameters that stay unsharded up to date from their owners. All ranks must call."""
     gathering = []
     for flat in flats:
         if not flat.on_demand:

@@ -16,7 +16,7 @@ class UnitState(enum.Enum):
     SHARDED = "sharded"  # the shard only; parameters are placeholders
     GATHERING = "gathering"  # full buffers are being filled; parameters are still placeholders
     FULL = "full"  # full buffers; parameters are views of them
-    KEPT = "kept"  # as FULL, but nobody uses it now: it waits for a use that is near, and may be released before
+    KEPT = "kept"  # as FULL, but nobody uses it now: it waits for a use that is near, and may be resharded before
 
 
 class ShardUnit:
@@ -26,7 +26,7 @@ class ShardUnit:
     FULL -> keep() -> KEPT -> use_again() -> FULL, or KEPT -> release() -> SHARDED
 
     Invariants:
-      - No whole memory exists in SHARDED. A unit that is not `on_demand` is FULL for ever.
+      - No unsharded memory exists in SHARDED. A unit that is not `on_demand` is FULL for ever.
       - All ranks call gather_start in the same order: collectives match by order.
     """
 
@@ -63,7 +63,7 @@ class ShardUnit:
             buffer.prefetch()
 
     def gather_start(self) -> None:
-        """Start making the parameters whole. All ranks must call, in the same order."""
+        """Start to unshard the parameters. All ranks must call, in the same order."""
         self._expect(UnitState.SHARDED)
         for buffer in self.buffers:
             buffer.gather_start()
@@ -76,7 +76,7 @@ class ShardUnit:
         self.state = UnitState.FULL
 
     def keep(self) -> None:
-        """Nobody uses the unit any more; it stays whole for a use to come."""
+        """Nobody uses the unit any more; it stays unsharded for a use to come."""
         self._expect(UnitState.FULL)
         self.state = UnitState.KEPT
 

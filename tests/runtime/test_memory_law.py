@@ -115,8 +115,7 @@ def _live_storages() -> dict[int, int]:
 
 
 def _reserve(engine: ZeroEngine) -> list[torch.Tensor]:
-    pooled = [tensor for tensors in engine.pool._free.values() for tensor in tensors]
-    return [*engine.comm._scratch._free, *pooled]
+    return [*engine.comm._received._free, *engine.pool._free]
 
 
 def _watch_gathered(engine: ZeroEngine) -> list[int]:

@@ -1,0 +1,158 @@
+"""Which unit comes next, and how much may be unsharded ahead of its use.
+
+A prefetch is a collective, so every rank must decide it alike: it happens only along an order whose digest all ranks
+have agreed on. Where a pass leaves that order (evaluation of a part, generation), there is no prefetch, no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from hf_zero.config.resolved import ZeroSection
+from hf_zero.distributed.digests import digest_of
+from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.unit import ShardUnit
+
+_DEFAULT_LIVE = 10**9
+# (unit before, unit) -> unit after: the unit before tells two uses of a shared unit apart
+_Next = dict[tuple[int, int], int]
+
+
+def _follow(following: Mapping[tuple[int, int], int], before: int, here: int, most: int) -> Iterator[int]:
+    """At most `most` units after `here`, nearest first."""
+    for _ in range(most):
+        after = following.get((before, here))
+        if after is None:
+            return
+        yield after
+        before, here = here, after
+
+
+class UseOrder:
+    """Order of use in one direction (forward or backward)."""
+
+    def __init__(self, units: list[ShardUnit]) -> None:
+        self._units = units
+        self._index = {id(unit): i for i, unit in enumerate(units)}
+        self._recording: list[int] = []
+        self._recorded: list[int] = []
+        self._agreed: tuple[int, ...] = ()
+        self._next: _Next = {}
+        self._last = -1
+
+    def begin(self) -> None:
+        """A pass starts."""
+        if self._recording:
+            self._recorded = self._recording
+        self._recording = []
+        self._last = -1
+
+    def note(self, unit: ShardUnit) -> bool:
+        """`unit` is used now. False if it is the one noted last: another output of it, or its recomputation."""
+        index = self._index[id(unit)]
+        if self._recording and self._recording[-1] == index:
+            return False
+        self._last = self._recording[-1] if self._recording else -1
+        self._recording.append(index)
+        return True
+
+    def upcoming(self) -> Iterator[ShardUnit]:
+        """Units that follow the one noted last, nearest first."""
+        if not self._recording:
+            return
+        for index in _follow(self._next, self._last, self._recording[-1], len(self._agreed)):
+            yield self._units[index]
+
+    def reaches_its_end(self, last: ShardUnit | None) -> bool:
+        """Whether `upcoming`, which gave `last` last (None: nothing), stopped because the agreed order ends there."""
+        if not self._agreed or not self._recording:
+            return False
+        return (self._recording[-1] if last is None else self._index[id(last)]) == self._agreed[-1]
+
+    def whole_pass(self) -> Iterator[ShardUnit]:
+        """All uses of the agreed order."""
+        return (self._units[i] for i in self._agreed)
+
+    def digest(self) -> float:
+        """An integer, of the last complete pass; travels in the vote of a step."""
+        return digest_of(repr(self._recorded).encode())
+
+    def agree(self, all_ranks_equal: bool) -> None:
+        """Take the last pass as the order to prefetch along, if every rank recorded the same."""
+        order = tuple(self._recorded) if all_ranks_equal else ()
+        if order == self._agreed:
+            return
+        self._agreed = order
+        self._next = {}
+        for before, here, after in zip((-1, *order), order, order[1:], strict=False):
+            self._next[(before, here)] = after
+
+    def forget(self) -> None:
+        """Ranks were broken off at different places: nothing is recorded, and there is no prefetch until a vote."""
+        self._recording, self._recorded = [], []
+        self._agreed, self._next, self._last = (), {}, -1
+
+
+class RepeatedUse:
+    """The order of units learned across repeated forwards without gradients (decoding, token by token).
+
+    After the last layer of a token comes the first layer of the next one. No ballot is needed: every use here is a
+    gather, so ranks whose uses differ would have failed at the gather already.
+    """
+
+    def __init__(self) -> None:
+        self._units: dict[int, ShardUnit] = {}
+        self._next: _Next = {}
+        self._before = self._here = -1
+
+    def note(self, unit: ShardUnit) -> None:
+        """`unit` is used now."""
+        self._units[id(unit)] = unit
+        self._next[(self._before, self._here)] = id(unit)
+        self._before, self._here = self._here, id(unit)
+
+    def upcoming(self) -> Iterator[ShardUnit]:
+        """Units that followed the last times, nearest first."""
+        for key in _follow(self._next, self._before, self._here, len(self._units)):
+            yield self._units[key]
+
+
+@dataclass(frozen=True)
+class PrefetchLimits:
+    """What may be unsharded beside the units in use, in elements.
+
+    Args:
+        ahead: `stage3_prefetch_bucket_size`: how far along the agreed order units are gathered ahead. The next one is,
+            whatever its size; 0 turns it off.
+        live: `stage3_max_live_parameters`: what may be unsharded beyond what is in use (the layer that runs;
+            embeddings and head from forward to the end of backward). From the default on, the next layer may, whatever
+            its size.
+        reuse: `stage3_max_reuse_distance`: a unit whose next use comes before so many elements of other units stays
+            unsharded, if there is room; 0 reshards every unit after its use.
+    """
+
+    ahead: int
+    live: int
+    reuse: int = 0
+
+    @classmethod
+    def of(cls, zero: ZeroSection) -> PrefetchLimits:
+        return cls(
+            zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
+            zero.stage3_max_live_parameters,
+            zero.stage3_max_reuse_distance,
+        )
+
+    def admits_next(self, numel: int) -> bool:
+        """Whether the next unit may be unsharded beside those in use."""
+        return numel <= self.live or self.live >= _DEFAULT_LIVE
+
+    def why_none_ahead(self, units: Iterable[ShardUnit]) -> str:
+        """Why no unit will be gathered ahead; empty if units will."""
+        smallest = min((unit.numel for unit in units if unit.on_demand and unit.kind is UnitKind.LAYER), default=0)
+        if not self.ahead:
+            return "overlap_comm is false, or stage3_prefetch_bucket_size 0"
+        if not self.admits_next(smallest):
+            return f"stage3_max_live_parameters is {self.live}, and the smallest layer has {smallest}"
+        return "" if smallest else "there are no layers"
