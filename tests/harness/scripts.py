@@ -49,8 +49,10 @@ def run_script(
 ) -> Ran:
     """Run `script ARGUMENTS` in `folder` on ranks that see what torchrun sets, and `environment`.
 
+    `{rank}` in an argument or in a value of `instead` is the number of the process.
+
     Args:
-        instead: The whole environment, in the place of that; `{rank}` in a value is the number of the process.
+        instead: The whole environment, in the place of that.
     """
     argv = [str(script), *map(str, arguments)]
     env = {"HF_HUB_OFFLINE": "1", **environment}
@@ -66,7 +68,7 @@ def become(argv: list[str], folder: str, instead: Mapping[str, str] | None) -> t
         os.environ.clear()
         os.environ.update({name: value.replace("{rank}", rank) for name, value in instead.items()})
     paths = [Path(folder) / f".out-{rank}", Path(folder) / f".err-{rank}"]
-    sys.argv = argv
+    sys.argv = [argv[0], *(argument.replace("{rank}", rank) for argument in argv[1:])]
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     for number, path in enumerate(paths, 1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)

@@ -19,7 +19,8 @@ from tests.harness.ranks import RankFailure, run_ranks
 from tests.harness.reference import Case, _mean_loss
 from tests.harness.sharded import Options, micro_step, zero_config
 
-STEPS = 20
+STEPS = 20  # of one run of every optimizer
+FEW = 6  # of what it gives at other stages and with accumulated gradients
 LAMB = {"lr": 0.02, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.1}
 BLOCKS: dict[str, dict[str, Any]] = {
     "Lion": {"type": "Lion", "params": {"lr": 0.01, "betas": [0.9, 0.97], "weight_decay": 0.1}},
@@ -99,13 +100,14 @@ def follows(case: Case, stages: tuple[int, ...], block: dict[str, Any]) -> State
 MATRIX = [
     pytest.param(name, accumulation, stages, marks=[] if quick else slow, id=f"{name}-{accumulation}-{stages}")
     for name in BLOCKS
-    for accumulation, stages, quick in ((1, (3,), "," not in name), (1, (0, 1, 2), False), (4, (0, 1, 2, 3), False))
+    for accumulation, stages, quick in ((1, (3,), "," not in name), (1, (0, 1, 2), False), (3, (0, 1, 2, 3), False))
 ]
 
 
 @pytest.mark.parametrize(("name", "accumulation", "stages"), MATRIX)
 def test_blocks_follow_their_formula(name: str, accumulation: int, stages: tuple[int, ...]) -> None:
-    state = follows(Case("plain", 2, accumulation, steps=STEPS), stages, BLOCKS[name])
+    case = Case("plain", 2, accumulation, steps=STEPS if stages == (3,) else FEW)
+    state = follows(case, stages, BLOCKS[name])
     if name.startswith("Lamb"):
         ratios = {ratio for own in state.values() for ratio in own["ratios"]}
         assert len(ratios) > 100 and all(abs(ratio - 1) > 1e-6 for ratio in ratios)
@@ -206,10 +208,10 @@ def train_by_name(case: Case, stage: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 4), (3, 1), (2, 4)])
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 3), (3, 1), (2, 3)])
 def test_classes_of_torch_by_name(stage: int, accumulation: int) -> None:
     assert set(BY_NAME) == set(TORCH_OPTIMIZERS)
-    case = Case("plain", 2, accumulation, steps=STEPS)
+    case = Case("plain", 2, accumulation, steps=STEPS if stage == 3 else FEW)
     got = run_ranks(train_by_name, 2, case, stage, timeout=200)[0]
     for name, params in BY_NAME.items():
         given = {"lr": 0.02, **{key: value for key, value in params.items() if key != "adam_w_mode"}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -49,8 +48,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def train(model: Path, output: Path, zero: str, *more: str, launched: bool = False) -> str:
-    """Run the recipe on two processes, by torchrun if `launched`; returns what it printed."""
+def train(model: Path, output: Path, zero: str, *more: str) -> str:
+    """Run the recipe on two processes; returns what it printed."""
     command = ["--zero", str(RECIPE / f"{zero}.json"), "--model", str(model)]
     command += f"--use_cpu True --report_to none --block_length 32 --max_steps {STEPS} --logging_steps 1".split()
     command += "--per_device_train_batch_size 2 --learning_rate 1e-2 --train_blocks 64 --eval_blocks 8".split()
@@ -63,25 +62,9 @@ def train(model: Path, output: Path, zero: str, *more: str, launched: bool = Fal
         str(output),
         *more,
     ]
-    if not launched:
-        ran = run_script(RECIPE / "train.py", *command, folder=output.parent, timeout=150)
-        assert ran.status == [0, 0], ran.out + ran.err
-        return ran.out
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        str(RECIPE / "train.py"),
-        *command,
-    ]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=output.parent, env=env, capture_output=True, text=True, timeout=150
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    ran = run_script(RECIPE / "train.py", *command, folder=output.parent, timeout=150)
+    assert ran.status == [0, 0], ran.out + ran.err
+    return ran.out
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +152,7 @@ def test_configurations_agree_and_hold_what_they_should(model: Path, trained: Pa
 
 @pytest.mark.slow
 def test_bf16(model: Path, tmp_path: Path) -> None:
-    train(model, tmp_path / "out", "zero3", "--bf16", "True", launched=True)
+    train(model, tmp_path / "out", "zero3", "--bf16", "True")
     summary = load_summary(tmp_path / "out")
     assert math.isfinite(summary["eval_loss_after"])
     assert summary["eval_loss_after"] < summary["eval_loss_before"] - 0.05
