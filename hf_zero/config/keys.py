@@ -1,7 +1,7 @@
 """Every key of the configuration at its place, with DeepSpeed's names and defaults: ROOT.
 
-A row says what becomes of its key. It is obeyed, unless `refused` or `no_effect` says otherwise. Keys that are obeyed
-and whose value is a field of the resolved configuration are declared there, in `resolved.py`; the others here.
+A key is obeyed unless its row is marked `refused` or `no_effect`. Keys that are obeyed and whose
+value is a field of the resolved configuration are declared there, in `resolved.py`; the others here.
 """
 
 from __future__ import annotations
