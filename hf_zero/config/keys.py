@@ -14,7 +14,7 @@ from hf_zero.config.optimizers import (
     SCHEDULERS,
     TORCH_OPTIMIZERS,
 )
-from hf_zero.config.resolved import Aio, OffloadOptimizer, OffloadParam, ResolvedConfig, ZeroSection, rows_of
+from hf_zero.config.resolved import Aio, OffloadOptimizer, ResolvedConfig, ZeroSection, rows_of
 from hf_zero.config.schema import (
     Alias,
     Block,
@@ -136,7 +136,6 @@ DATA_TYPES = Block(
 
 ZERO_KEYS: dict[str, Entry] = {
     **rows_of(ZeroSection),
-    "offload_param": Block(always=True, keys=rows_of(OffloadParam)),
     "offload_optimizer": Block(
         always=True,
         keys={
