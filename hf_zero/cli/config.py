@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
 # -------------------------------------------------------------------- check
 def _check(args: argparse.Namespace) -> None:
     config = _load(args.file)
-    _tell_problems(config, config.check(), as_json=args.json)
+    _report_problems(config, config.check(), as_json=args.json)
     if args.json:
         print(json.dumps({"source": config.source, "stage": config.stage, "problems": []}))
     else:
@@ -78,7 +78,7 @@ def _load(source: str) -> ZeroConfig:
         raise ConfigError(" ".join(str(error).split("\n"))) from None
 
 
-def _tell_problems(config: ZeroConfig, problems: Sequence[Problem], *, as_json: bool) -> None:
+def _report_problems(config: ZeroConfig, problems: Sequence[Problem], *, as_json: bool) -> None:
     """Print the problems, if there are any, and end with an error in one line."""
     if not problems:
         return
@@ -97,7 +97,7 @@ def _resolve(args: argparse.Namespace) -> None:
     config = _load(args.file)
     model = _model(args.model) if args.model is not None else None
     problems = config.problems(arguments, model, args.world_size, num_training_steps=args.num_training_steps)
-    _tell_problems(config, problems, as_json=args.json)
+    _report_problems(config, problems, as_json=args.json)
     resolved = config.resolve(arguments, model, args.world_size, num_training_steps=args.num_training_steps)
     if args.json:
         values = {
@@ -138,7 +138,7 @@ def _refuse(message: str) -> None:
 
 
 def _model(name: str) -> Any:
-    """What the resolver looks at: the configuration, and shapes on no device where that says no width."""
+    """What the resolver looks at: the configuration, and shapes on the meta device where that has no width."""
     from transformers import AutoConfig
 
     from hf_zero.cli.meta_model import build

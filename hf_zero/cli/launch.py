@@ -34,7 +34,7 @@ _REFUSED = {
 
 
 class _Refuse(argparse.Action):
-    """An option of DeepSpeed's that is not obeyed; to take it without a word would be worse."""
+    """An option of DeepSpeed's that is not obeyed; to take it silently would be worse."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None
@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_processes(parser)
     for option in _REFUSED:
         parser.add_argument(option, action=_Refuse, nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument("script", metavar="SCRIPT", help="what to run: a script, or what --module or --no_python say")
+    parser.add_argument("script", metavar="SCRIPT", help="a script, or a module or program (--module, --no_python)")
     parser.add_argument("script_arguments", nargs=argparse.REMAINDER, metavar="...", help="handed on to it")
 
 
@@ -64,7 +64,7 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     )
     add("-i", "--include", default="", metavar="SPEC", help="only these: HOST or HOST:0,2, joined by @")
     add("-e", "--exclude", default="", metavar="SPEC", help="all but these")
-    add("--master_addr", default="", metavar="ADDR", help="of the first host (default: what it says itself)")
+    add("--master_addr", default="", metavar="ADDR", help="of the first host (default: the address that it names)")
     add("--master_port", type=int, metavar="PORT", help=f"on the first host (default: {DEFAULT_PORT})")
     add("--launcher", default="ssh", type=str.lower, metavar="|".join(LAUNCHERS), help="how to get to other hosts")
     add("--launcher_args", default="", metavar="ARGS", help="options for that program, as one argument")

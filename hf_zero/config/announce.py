@@ -1,4 +1,4 @@
-"""What the log says of a configuration when training starts: every resolved value, and the file as it was given."""
+"""The log lines of a configuration when training starts: every resolved value, and the file as it was given."""
 
 from __future__ import annotations
 

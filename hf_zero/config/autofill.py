@@ -102,7 +102,7 @@ class Arguments:
         return getattr(self.args, name, None)
 
     def value(self, rule: Rule) -> Any:
-        """What the arguments say for a rule, or ABSENT where they do not say it all."""
+        """The value that the arguments give for a rule, or ABSENT where one of its attributes is missing."""
         values = [self._own.get(name, getattr(self.args, name, ABSENT)) for name in rule.reads]
         if any(value is ABSENT or (value is None and not rule.takes_none) for value in values):
             return ABSENT

@@ -1,7 +1,7 @@
 """Every key of the configuration at its place, with DeepSpeed's names and defaults: ROOT.
 
-A row says what becomes of its key. It is obeyed, unless `refused` or `no_effect` says otherwise. Keys that are obeyed
-and whose value is a field of the resolved configuration are declared there, in `resolved.py`; the others here.
+A key is obeyed unless its row is marked `refused` or `no_effect`. Keys that are obeyed and whose
+value is a field of the resolved configuration are declared there, in `resolved.py`; the others here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hf_zero.config.optimizers import (
     SCHEDULERS,
     TORCH_OPTIMIZERS,
 )
-from hf_zero.config.resolved import Aio, OffloadOptimizer, OffloadParam, ResolvedConfig, ZeroSection, rows_of
+from hf_zero.config.resolved import Aio, OffloadOptimizer, ResolvedConfig, ZeroSection, rows_of
 from hf_zero.config.schema import (
     Alias,
     Block,
@@ -136,7 +136,6 @@ DATA_TYPES = Block(
 
 ZERO_KEYS: dict[str, Entry] = {
     **rows_of(ZeroSection),
-    "offload_param": Block(always=True, keys=rows_of(OffloadParam)),
     "offload_optimizer": Block(
         always=True,
         keys={

@@ -10,15 +10,19 @@ from typing import Any
 
 from hf_zero.config.schema import Block, Entry, Key, choice, count, flag, floats, no_effect, real, refused, text
 
+
+def _names(table: Mapping[str, str]) -> dict[str, frozenset[str]]:
+    return {kind: frozenset(params.split()) for kind, params in table.items()}
+
+
 _COMMON = "lr weight_decay foreach maximize capturable differentiable"
 _ADAM = f"{_COMMON} betas eps amsgrad fused"
 # Names DeepSpeed adds to Adam and AdamW.
 _DEEPSPEED_ADAM = "torch_adam adam_w_mode bias_correction fp32_optimizer_states"
 
 # torch.optim classes that are right on shards: an element depends on itself only, or parameters get owners.
-TORCH_OPTIMIZERS: dict[str, frozenset[str]] = {
-    name: frozenset(params.split())
-    for name, params in {
+TORCH_OPTIMIZERS = _names(
+    {
         "Adam": f"{_ADAM} decoupled_weight_decay",
         "AdamW": _ADAM,
         "SGD": "lr weight_decay foreach maximize differentiable fused momentum dampening nesterov",
@@ -31,23 +35,22 @@ TORCH_OPTIMIZERS: dict[str, frozenset[str]] = {
         "RAdam": f"{_COMMON} betas eps decoupled_weight_decay",
         "RMSprop": f"{_COMMON} alpha eps momentum centered",
         "Rprop": "lr foreach maximize capturable differentiable etas step_sizes",
-    }.items()
-}
+    }
+)
 # Names that DeepSpeed's OneBitAdam takes and that change nothing there, or must be off.
 _ONE_BIT = "bias_correction eps_inside_sqrt amsgrad cuda_aware comm_backend_name"
 
 _DEEPSPEED_MUON = "torch_adam adam_w_mode fp32_optimizer_states"
 
 # Types that torch does not have, or has in another form: classes of hf_zero.optim. The parameters are DeepSpeed's.
-OWN_OPTIMIZERS: dict[str, frozenset[str]] = {
-    name: frozenset(params.split())
-    for name, params in {
+OWN_OPTIMIZERS = _names(
+    {
         "Lamb": "lr betas eps weight_decay bias_correction eps_inside_sqrt max_coeff min_coeff amsgrad",
         "Lion": "lr betas weight_decay",
         "Muon": f"lr betas eps weight_decay momentum ns_method muon_lr adam_lr per_head_muon {_DEEPSPEED_MUON}",
         "OneBitAdam": f"lr betas eps weight_decay freeze_step {_ONE_BIT}",
-    }.items()
-}
+    }
+)
 # Parameters of these that their classes do not take: they change nothing, or other values are refused.
 NOT_TAKEN = {
     "OneBitAdam": frozenset(_ONE_BIT.split()),
@@ -75,27 +78,24 @@ OPTIMIZER_PARAMS: dict[str, Entry] = {
     "betas": floats(size=2, low=0, below=1, auto=True),
     "eps": real(auto=True),
     "weight_decay": real(auto=True),
-    **{name: real() for name in "momentum dampening rho lr_decay initial_accumulator_value alpha lambd t0".split()},
-    **{name: real() for name in "momentum_decay max_coeff min_coeff".split()},
+    **dict.fromkeys("momentum dampening rho lr_decay initial_accumulator_value alpha lambd t0".split(), real()),
+    **dict.fromkeys("momentum_decay max_coeff min_coeff muon_lr adam_lr".split(), real()),
     "freeze_step": count(low=1),
     "beta2_decay": real(low=None, high=0),
     "d": real(low=1),
-    **{name: real() for name in "muon_lr adam_lr".split()},
     "ns_method": choice(None, "gram", "standard"),
-    "per_head_muon": refused(flag(None), "Remove it: Muon takes whole matrices."),
-    "eps_inside_sqrt": flag(None),
+    "per_head_muon": refused(flag(None), "Remove it: Muon takes full matrices."),
     "cuda_aware": no_effect(flag(None), _BY_GROUP),
     "comm_backend_name": no_effect(text(), _BY_GROUP),
     "etas": floats(size=2),
     "step_sizes": floats(size=2),
-    **{name: flag(None) for name in "amsgrad fused foreach maximize capturable differentiable nesterov".split()},
-    **{name: flag(None) for name in f"centered decoupled_weight_decay {_DEEPSPEED_ADAM}".split()},
+    **dict.fromkeys("amsgrad fused foreach maximize capturable differentiable nesterov".split(), flag(None)),
+    **dict.fromkeys(f"centered decoupled_weight_decay eps_inside_sqrt {_DEEPSPEED_ADAM}".split(), flag(None)),
 }
 
 _WARMUP = "warmup_num_steps warmup_type"
-SCHEDULER_TYPES: dict[str, frozenset[str]] = {
-    name: frozenset(params.split())
-    for name, params in {
+SCHEDULER_TYPES = _names(
+    {
         "WarmupLR": f"warmup_min_lr warmup_max_lr {_WARMUP}",
         "WarmupDecayLR": f"warmup_min_lr warmup_max_lr {_WARMUP} total_num_steps",
         "WarmupCosineLR": f"warmup_min_ratio cos_min_ratio {_WARMUP} total_num_steps",
@@ -107,8 +107,8 @@ SCHEDULER_TYPES: dict[str, frozenset[str]] = {
         "LRRangeTest": (
             "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase"
         ),
-    }.items()
-}
+    }
+)
 SCHEDULERS = tuple(SCHEDULER_TYPES)
 
 SCHEDULER_PARAMS: dict[str, Entry] = {
@@ -119,12 +119,12 @@ SCHEDULER_PARAMS: dict[str, Entry] = {
     "warmup_type": choice(None, "log", "linear"),
     "warmup_min_ratio": real(high=1),
     "cos_min_ratio": real(high=1),
-    **{name: floats(low=0) for name in "cycle_min_lr cycle_max_lr lr_range_test_min_lr".split()},
-    **{name: floats(low=0, below=1) for name in "cycle_min_mom cycle_max_mom".split()},
-    **{name: real() for name in "decay_lr_rate decay_mom_rate lr_range_test_step_rate".split()},
+    **dict.fromkeys("cycle_min_lr cycle_max_lr lr_range_test_min_lr".split(), floats(low=0)),
+    **dict.fromkeys("cycle_min_mom cycle_max_mom".split(), floats(low=0, below=1)),
+    **dict.fromkeys("decay_lr_rate decay_mom_rate lr_range_test_step_rate".split(), real()),
     "cycle_first_step_size": count(low=1),
-    **{name: count() for name in "cycle_second_step_size decay_step_size".split()},
-    **{name: count() for name in "cycle_first_stair_count cycle_second_stair_count".split()},
+    **dict.fromkeys("cycle_second_step_size decay_step_size".split(), count()),
+    **dict.fromkeys("cycle_first_stair_count cycle_second_stair_count".split(), count()),
     "lr_range_test_step_size": count(low=1),
     "cycle_momentum": flag(None),
     "lr_range_test_staircase": flag(None),

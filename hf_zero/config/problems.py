@@ -1,4 +1,4 @@
-"""What a wrong configuration says: one `Problem` each, gathered, and raised together as one ConfigError.
+"""Mistakes in a configuration: one `Problem` each, collected, and raised together as one ConfigError.
 
 Owns the wording common to all problems and the search for the nearest known key. It does not decide what is wrong.
 """
@@ -55,7 +55,7 @@ class Problems:
         self.found.append(Problem(key, f"{path} = {show(given)}{where}: {wrong}.", remedy, line))
 
     def add_text(self, key: str, text: str, remedy: str) -> None:
-        """A problem whose text is given whole, such as a difference to TrainingArguments."""
+        """A problem with a text of its own, such as a difference to TrainingArguments."""
         line = self._lines.get(key)
         self.found.append(Problem(key, text, remedy, line))
 

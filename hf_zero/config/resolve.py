@@ -29,13 +29,8 @@ from hf_zero.config.resolved import (
     DEFAULT,
     FILE,
     INFERRED,
-    Aio,
-    OffloadOptimizer,
-    OffloadParam,
     ResolvedConfig,
-    ZeroSection,
-    rows_of,
-    section_of,
+    values_of,
 )
 from hf_zero.config.schedules import check_block
 from hf_zero.config.schema import AUTO, BadValue, Block, Key, find, look_up, put, walk
@@ -214,21 +209,14 @@ class _Resolver:
         settings = {path: self._get(path) for path, _ in _leaves(self.values)}
         order = {path: place for place, (path, _) in enumerate(walk(ROOT))}
         settings = dict(sorted(settings.items(), key=lambda item: order.get(item[0], len(order))))
-        values, zero = self.values, self.values[ZERO]
+        values = self.values
         optimizer, scheduler = values.get("optimizer"), values.get("scheduler")
         return ResolvedConfig(
-            **{name: values[name] for name in rows_of(ResolvedConfig)},
+            **values_of(ResolvedConfig, values),
             stage=self._get(STAGE),
             world_size=self.around.world_size,
             precision=precision_of(values),
             grad_accum_dtype=self._get("data_types.grad_accum_dtype"),
-            zero=section_of(
-                ZeroSection,
-                zero,
-                offload_param=section_of(OffloadParam, zero["offload_param"]),
-                offload_optimizer=section_of(OffloadOptimizer, zero["offload_optimizer"]),
-            ),
-            aio=section_of(Aio, values["aio"]),
             force_native_adam=values[FORCE] and not runs_in_torch(self._get("optimizer.type")),
             moments_16bit=self._get(MOMENTS) is False,
             optimizer=torch_form(optimizer) if optimizer else None,

@@ -1,7 +1,7 @@
 """The resolved configuration: what the engine reads. Plain frozen data without "auto"; every value has an origin.
 
-A field made by `key` declares a key of the file: its type, range and default. `keys.py` takes the rows from here, and
-has those of the keys that no field holds.
+A field made by `key` declares a key of the file: its type, range and default; a section as `default_factory`, a block.
+`keys.py` takes them from here, and has the keys that no field holds.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from hf_zero.config import batch
 from hf_zero.config.precision import Precision
 from hf_zero.config.problems import show
-from hf_zero.config.schema import AUTO, Key, choice, count, dtype, flag, interval, put, real, text, texts
-
-_Section = TypeVar("_Section")
+from hf_zero.config.schema import AUTO, Block, Entry, Key, choice, count, dtype, flag, interval, put, real, text, texts
 
 # Origins of values. AUTO_* were "auto" in the file.
 FILE = "file"
@@ -34,13 +32,36 @@ BELOW_STAGE_3 = "no effect below stage 3"
 
 
 def key(row: Key) -> Any:
-    """A field whose value is that of the key of its name in the section's block."""
+    """A field with the value of the key of its name."""
     return field(default=row.default, metadata={"row": row})
 
 
-def rows_of(section: type[Any]) -> dict[str, Key]:
-    """The rows that the fields of a section declare."""
-    return {one.name: one.metadata["row"] for one in dataclasses.fields(section) if one.metadata}
+def rows_of(section: type[Any]) -> dict[str, Entry]:
+    """The rows and blocks that the fields of a section declare."""
+    rows: dict[str, Entry] = {}
+    for one in dataclasses.fields(section):
+        if "row" in one.metadata:
+            rows[one.name] = one.metadata["row"]
+        elif one.default_factory is not dataclasses.MISSING:
+            inner: Any = one.default_factory
+            rows[_block_name(one)] = Block(always=True, keys=rows_of(inner))
+    return rows
+
+
+def values_of(section: type[Any], block: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of those fields in a resolved block; its other keys are refused, or there is nothing to do."""
+    values = {}
+    for one in dataclasses.fields(section):
+        if "row" in one.metadata:
+            values[one.name] = block[one.name]
+        elif one.default_factory is not dataclasses.MISSING:
+            inner: Any = one.default_factory
+            values[one.name] = inner(**values_of(inner, block[_block_name(one)]))
+    return values
+
+
+def _block_name(one: dataclasses.Field[Any]) -> str:
+    return str(one.metadata.get("block", one.name))
 
 
 @dataclass(frozen=True)
@@ -103,8 +124,8 @@ class ZeroSection:
     # None: not set, so weights are written
     stage3_gather_16bit_weights_on_model_save: bool | None = key(flag(None, auto=True))
     ignore_unused_parameters: bool = key(flag(True, auto=True))
-    offload_param: OffloadParam = OffloadParam()
-    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    offload_param: OffloadParam = field(default_factory=OffloadParam)
+    offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,13 +155,13 @@ class ResolvedConfig(Mapping[str, Any]):
     wall_clock_breakdown: bool = key(flag(False))
     memory_breakdown: bool = key(flag(False))
     dump_state: bool = key(flag(False))
-    # Made of several keys, or of a block.
+    zero: ZeroSection = field(default_factory=ZeroSection, metadata={"block": "zero_optimization"})
+    aio: Aio = field(default_factory=Aio)
+    # Made of several keys.
     stage: int
     world_size: int
     precision: Precision
     grad_accum_dtype: str | None  # as communication_data_type; None: float32, or float64 for a float64 model
-    zero: ZeroSection
-    aio: Aio
     force_native_adam: bool  # zero_force_ds_cpu_optimizer: an offloaded update is native, or the optimizer is refused
     moments_16bit: bool  # optimizer.params.fp32_optimizer_states is false
     optimizer: dict[str, Any] | None  # {"type": a class of torch.optim or hf_zero.optim, "params": ...}
@@ -199,8 +220,3 @@ def _without_auto(given: Mapping[str, Any], settings: Mapping[str, Any], prefix:
         elif settings.get(path) is not None:
             values[name] = copy.deepcopy(settings[path])
     return values
-
-
-def section_of(kind: type[_Section], block: Mapping[str, Any], **sections: Any) -> _Section:
-    """A section of the keys of a resolved block that it has fields for, and of the sections inside it."""
-    return kind(**{name: block[name] for name in rows_of(kind)}, **sections)

@@ -1,4 +1,4 @@
-"""What is wrong with a scheduler's parameters as a whole: what is missing, and what contradicts something else.
+"""Mistakes in a scheduler's parameters taken together: what is missing, and what contradicts something else.
 
 Types and ranges of single values are the rows of `optimizers.py`. The same rules hold for a `scheduler` block and for
 the classes of `hf_zero.optim.schedules.deepspeed`.
@@ -79,7 +79,7 @@ def value_faults(kind: str, params: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def check_block(values: Mapping[str, Any], problems: Problems) -> None:
-    """Add what is wrong with the `scheduler` block as a whole. "auto" may still stand in it."""
+    """Add what is missing or contradictory in the `scheduler` block. "auto" may still stand in it."""
     block = values.get(BLOCK)
     if not isinstance(block, Mapping):
         return

@@ -1,4 +1,4 @@
-"""Says to an unknown key which known key was probably meant, at the same depth or elsewhere."""
+"""Finds the known key that was probably meant by an unknown one, at the same depth or elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_zero.config.keys import ROOT
 from hf_zero.config.problems import LIKENESS_ELSEWHERE, LIKENESS_SURE, either, nearest
 from hf_zero.config.schema import Alias, Block
 
-# Names from elsewhere, and what says the same here.
+# Names from elsewhere, and the key that means the same here.
 FOREIGN: dict[str, str] = {
     "max_grad_norm": "gradient_clipping",
     "learning_rate": "optimizer.params.lr",
@@ -26,7 +26,7 @@ FOREIGN: dict[str, str] = {
     "cuda_visible_devices": "the environment variable CUDA_VISIBLE_DEVICES",
 }
 
-# A name that stands in more blocks than this (`enabled`) says nothing about the block that was meant.
+# A name that stands in more blocks than this (`enabled`) gives no hint of the block that was meant.
 _FEW = 3
 # Blocks around training, whose keys are not what is meant elsewhere.
 _ASIDE = ("amp", "torch_autocast", "timers")
@@ -41,7 +41,7 @@ class Advice(NamedTuple):
 
 
 def advice(rows: Block, name: str, path: str) -> Advice:
-    """What to say to the unknown key `name`, written at the dotted `path` in the block `rows`."""
+    """The advice for the unknown key `name`, written at the dotted `path` in the block `rows`."""
     block = path.rpartition(".")[0]
     foreign = FOREIGN.get(name.lower())
     if foreign is not None:

@@ -14,9 +14,9 @@ from hf_zero.config.resolve import Surroundings, resolve
 from hf_zero.config.resolved import ResolvedConfig
 from hf_zero.config.schema import AUTO, look_up, put
 
-# Blocks and keys of the file that say how parameters are kept and moved.
+# Blocks and keys of the file that decide where parameters are and how they are gathered.
 _OF_PARAMETERS = ("zero_optimization", "aio", "desync_timeout", "gather_for_generation")
-# Those of the type that parameters have.
+# Those that decide the dtype of parameters.
 _OF_TYPES = ("bf16", "bfloat16", "fp16", "keep_fp32")
 _OF_OPTIMIZER = ("offload_optimizer", "cpu_offload")
 
@@ -127,10 +127,10 @@ class ZeroConfig:
         return ZeroConfig(dataclasses.replace(self._parsed, values=filled))
 
     def for_parameters(self, *, types: bool = True) -> ZeroConfig:
-        """What it says of keeping parameters, and nothing of training: what a model is loaded under.
+        """The keys of parameters alone, without those of training: what a model is loaded under.
 
         Args:
-            types: False leaves out in which type: the caller says it.
+            types: False leaves out the dtype: the caller chooses it.
         """
         names = (*_OF_PARAMETERS, *_OF_TYPES) if types else _OF_PARAMETERS
         kept = {name: value for name, value in self.raw.items() if name in names}

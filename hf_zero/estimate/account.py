@@ -24,7 +24,7 @@ _KINDS = {
     "optimizer": "optimizer states",
     "gradients": "gradients",
     "gathered_peak": "gathered at most",
-    "gradients_peak": "whole gradients at most",
+    "gradients_peak": "unsharded gradients at most",
     "disk": "of all that on disk",
 }
 

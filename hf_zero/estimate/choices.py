@@ -191,8 +191,8 @@ def advise(
 
 def _by_speed(plans: Mapping[Choice, Plan], hardware: Hardware) -> Sequence[Choice]:
     chosen = [choice for choice in plans if (choice.stage == 0) == (hardware.world_size == 1) or choice.stage == 3]
-    # A rank alone shares nothing; with several ranks stage 1 moves what stage 0 moves, and keeps less. Offload without
-    # stage 3 is for ranks whose whole parameters fit.
+    # With one rank there is nothing to shard; with several, stage 1 communicates as much as stage 0 and keeps less.
+    # Offload without stage 3 is for ranks on which the unsharded parameters fit.
     chosen += [choice for choice in plans if choice.optimizer != "none" and choice not in chosen]
     chosen += [
         choice for choice in plans if choice.stage in (1, 2) and choice not in chosen and hardware.world_size > 1

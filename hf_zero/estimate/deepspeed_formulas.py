@@ -26,7 +26,7 @@ def estimate_zero2_model_states_mem_needs(
 ) -> tuple[int, int]:
     """(bytes of host memory per node, bytes of device memory per GPU) at stage 2."""
     total_gpus = num_nodes * num_gpus_per_node
-    device = 2 * total_params  # the 16-bit parameters, whole
+    device = 2 * total_params  # the 16-bit parameters, unsharded
     if cpu_offload:
         host = total_params * max(4 * total_gpus, 16) * additional_buffer_factor
     else:
@@ -54,7 +54,7 @@ def estimate_zero3_model_states_mem_needs(
         device = layer if cpu_offload_params else layer + int(2 * total_params / total_gpus)
         if zero_init:
             host = total_params * states * per_node * additional_buffer_factor
-        else:  # every process of a node builds the whole model in fp32 first
+        else:  # every process of a node builds the full model in fp32 first
             host = total_params * max(4 * num_gpus_per_node, states * per_node) * additional_buffer_factor
     else:
         device = layer + int(18 * total_params / total_gpus)

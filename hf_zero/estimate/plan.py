@@ -3,7 +3,7 @@
 Units, layouts, padding, stores, gradient buffers, receive buffers and the optimizer's state are made by the engine's
 own functions, on the meta device (see `pretend`); a training step is replayed through the engine's own policies of
 gathering and reducing, along a `Profile`. So a change of the engine changes its plan, and `Plan.report` is what
-`engine.memory_report()` will say.
+`engine.memory_report()` will return.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Plan:
     """Bytes of one rank.
 
     `device`, `host` and `disk` count by kind what is there at the peak of a step; on the CPU device and host are the
-    same memory. `phases` are the peaks of everything in memory (device and host) while the engine is made from a whole
+    same memory. `phases` are the peaks of everything in memory (device and host) while the engine is made from a full
     model, in forward and backward, and in the update.
     """
 
@@ -60,7 +60,6 @@ class Plan:
     disk: dict[str, int]
     phases: dict[str, int]
     between: int  # in memory between steps, with what is kept for reuse
-    activations_measured: bool
 
     @property
     def device_peak(self) -> int:
@@ -191,7 +190,7 @@ class _Planner:
         return self._comm.computes_on_host
 
     def _build(self, drafted: Drafted) -> tuple[BuiltUnits, dict[int, nn.Parameter], int]:
-        """Units in the place of stand-ins for the model's parameters; the peak with the whole model beside them."""
+        """Units in the place of stand-ins for the model's parameters; the peak with the full model beside them."""
         tracker = self._tracker
         stand_ins: dict[int, nn.Parameter] = {}
         specs = []
@@ -204,7 +203,7 @@ class _Planner:
         tracker.hold(param.data for param in stand_ins.values())
 
         def fill(flat: FlatParam) -> None:
-            tracker.refresh()  # those before may have been released
+            tracker.refresh()  # those before may have been resharded
             flat.fill_from_params()
 
         with tracker:
@@ -248,7 +247,6 @@ class _Planner:
             {kind: size for kind, size in disk.items() if size},
             phases,
             between,
-            self._profile is not None,
         )
 
 

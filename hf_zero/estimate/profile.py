@@ -53,7 +53,7 @@ class Profile:
 
 
 class _Recorder(OnDemandParams):
-    """Writes down what it is asked to do, and leaves every unit whole."""
+    """Records the calls it gets, and leaves every unit unsharded."""
 
     def __init__(self, units: list[ShardUnit], tracker: StorageTracker) -> None:
         super().__init__(units, PrefetchLimits(0, 0))
@@ -212,7 +212,7 @@ def _run(
 def _recording(
     model: nn.Module, units: list[ShardUnit], recorder: _Recorder, dtype: torch.dtype | None
 ) -> Iterator[None]:
-    """The engine's hooks on `model`, talking to the recorder."""
+    """Put the engine's hooks on `model`, with the recorder in the place of the engine."""
     hooks = ModelHooks()
     watch = BackwardWatch(recorder.begin_backward, recorder.end_backward)
     hooks.on_model(model, watch, dtype, LossScale())
@@ -233,7 +233,7 @@ def _recording(
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Give the parameters back what they had."""
+    """Restore the data of the parameters, and drop their gradients."""
     kept = [(param, param.data) for param in model.parameters()]
     try:
         yield

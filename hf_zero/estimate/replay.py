@@ -16,10 +16,10 @@ from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unshard import OnDemandParams, Phase
 from hf_zero.sharding.partition import UnitKind
 
-# A vote agrees on the order of the pass before the last one, and gathers go ahead along what was agreed. Where nothing
-# is gathered, the second window shows what the first one has left.
-_WINDOWS = 3
-_WINDOWS_WITHOUT_GATHERS = 2
+# Steps to replay. Prefetching follows the order of the pass before the last one. Where nothing is gathered, the second
+# step shows what the first one has left.
+_STEPS = 3
+_STEPS_WITHOUT_GATHERS = 2
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Moment:
     """Bytes at one moment of a step."""
 
     tracked: int  # shards, states, gradients and what is kept for reuse
-    gathered: int  # whole parameters of on-demand units
+    gathered: int  # unsharded parameters of on-demand units
     activations: int
 
     @property
@@ -76,13 +76,13 @@ def replay(
     tracker: StorageTracker,
     config: ResolvedConfig,
 ) -> Moment:
-    """Run a few windows of micro-batches and return the peak."""
+    """Run a few accumulation windows and return the peak."""
     events = profile.events if profile is not None else tuple(_plain_events(built))
     acting = _Acting(built, params, reducer, micro_batch)
     watch = _Watch(params, tracker)
     micro_steps = min(config.gradient_accumulation_steps, 2)  # a third one is as the second
     gathers = any(unit.on_demand for unit in built.units)
-    for _ in range(_WINDOWS if gathers else _WINDOWS_WITHOUT_GATHERS):
+    for _ in range(_STEPS if gathers else _STEPS_WITHOUT_GATHERS):
         for number in range(micro_steps):
             micro_batch.is_last = number + 1 == micro_steps
             for event in events:
@@ -122,7 +122,7 @@ class _Acting:
         elif event.unit:
             unit = self._units.get(event.unit)
             if unit is None:
-                return  # whole for ever at this stage
+                return  # never resharded at this stage
             arguments = (unit,) if event.phase is None else (unit, event.phase)
             with torch.enable_grad():
                 getattr(self._params, event.call)(*arguments)
@@ -138,7 +138,7 @@ class _Acting:
 
 
 def _plain_events(built: BuiltUnits) -> list[Event]:
-    """For a model that nobody has run: every layer once, in order, and back."""
+    """Events of a model that was not profiled: every layer once, in order, and back."""
     layers = [unit for unit in built.units if unit.kind is UnitKind.LAYER]
     root = next(unit for unit in built.units if unit.kind is UnitKind.ROOT)
     others = [unit for unit in built.units if unit.kind is UnitKind.PERSISTENT]
@@ -156,7 +156,7 @@ def _plain_events(built: BuiltUnits) -> list[Event]:
         events += [event("before_use", layer.name, Phase.FORWARD), event("after_use", layer.name)]
     events += [event("release_idle"), event("hold", root.name), event("begin_backward")]
     late = [gradients(unit.name) for unit in (root, *others)]
-    for mine in late:  # the head's comes first, and with it the memory for the whole buffer; the embedding's last
+    for mine in late:  # the head's comes first, and with it the memory of the full buffer; the embedding's last
         events += mine[-1:]
     leaving: list[Event] = []
     for layer in reversed(layers):  # a layer's inputs have their gradients when the one before has been entered

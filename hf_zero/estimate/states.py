@@ -52,7 +52,7 @@ class PlannedStates:
             sharded = any(buffer.flat.layout.world_size > 1 for buffer in built.grads)
             if sharded and needs_whole(self._optimizer) is not None:
                 kind = type(self._optimizer).__name__
-                raise ConfigError(f"{kind} updates whole parameters on their owners, which is not planned yet")
+                raise ConfigError(f"{kind} updates full matrices on their owner ranks, which is not planned yet")
             check_optimizer(self._optimizer, sharded=sharded, allow_untested=config.zero_allow_untested_optimizer)
             if any(buffer.flat.home.native for buffer in built.grads):
                 check_native(self._optimizer)
@@ -104,7 +104,7 @@ def _optimizer_of(block: Mapping[str, Any] | None, params: Iterable[Any], *, on_
         # Trainer's default is fused on GPUs, which makes no copies; neither does the plain loop that meta tensors get.
         return torch.optim.AdamW(params)
     kind, arguments = optimizer_of(block, nn.Module())
-    # On GPUs torch updates all tensors together, with a copy of them in between; meta tensors must be told to.
+    # On GPUs torch updates all tensors together, through a copy of them; meta tensors need foreach=True for that.
     stays = on_host or "fused" in arguments or "foreach" not in inspect.signature(kind).parameters
     together = {} if stays else {"foreach": True}
     arguments.pop("fused", None)

@@ -35,7 +35,7 @@ class StorageTracker(TorchDispatchMode):
             self._count(tensor)
 
     def refresh(self) -> None:
-        """Look at the sizes again: a storage may have been resized, which no operation tells."""
+        """Look at the sizes again: a storage may have been resized, which is no operation."""
         for entry in self._known.values():
             storage = entry[0]()
             if storage is not None:

@@ -123,7 +123,7 @@ class RemoteJob:
         """Start all agents and wait for them.
 
         Raises:
-            LaunchFailed: One ended badly, or this process was told to stop; all of them have ended then.
+            LaunchFailed: One ended badly, or this process got a signal to stop; all of them have ended then.
             LaunchUsageError: A host refused the plan, which it said itself.
         """
         with _signals_raise():
@@ -168,7 +168,7 @@ class RemoteJob:
             words = [sys.executable, "-m", "hf_zero.launcher.node", "--stop", self.plan.job]
             for host, agent in self._agents.items():
                 if agent.poll() is None:
-                    with contextlib.suppress(LaunchUsageError):  # a host that is gone cannot be told
+                    with contextlib.suppress(LaunchUsageError):  # the host may be gone
                         self.transport.ask(host, f"{self.prologue}{shlex.join(words)}")
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for agent in self._agents.values():
@@ -184,7 +184,7 @@ def run_srun(plan: JobPlan, hosts: Sequence[str], arguments: Sequence[str], envi
 
     Raises:
         LaunchUsageError: srun is not there, or the hosts do not have the same number of slots from 0 up.
-        LaunchFailed: The job failed, or this process was told to stop.
+        LaunchFailed: The job failed, or this process got a signal to stop.
     """
     if shutil.which("srun") is None:
         raise LaunchUsageError("--launcher slurm: srun is not installed on this host")

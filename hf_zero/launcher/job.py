@@ -65,7 +65,7 @@ def launch(options: LaunchOptions) -> None:
 
     Raises:
         LaunchUsageError: The line cannot be obeyed; nothing runs.
-        LaunchFailed: The job failed, or this process was told to stop.
+        LaunchFailed: The job failed, or this process got a signal to stop.
     """
     _check(options)
     hosts = read_hostfile(options.hostfile or DEFAULT_HOSTFILE)
@@ -232,7 +232,7 @@ def _allocated(options: LaunchOptions) -> dict[str, int]:
         raise LaunchUsageError("--launcher slurm: give a --hostfile, or start inside an allocation (salloc, sbatch)")
     count = options.num_gpus or int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
     if count < 1:
-        raise LaunchUsageError("--launcher slurm: this allocation has no GPUs; say by --num_gpus how many processes")
+        raise LaunchUsageError("--launcher slurm: this allocation has no GPUs; give --num_gpus processes")
     return dict.fromkeys(expand_hosts(nodes), count)
 
 

@@ -10,4 +10,4 @@ class LaunchUsageError(ConfigError):
 
 
 class LaunchFailed(ZeroError):
-    """A process of the job failed, or the launcher was told to stop. Exit status 1."""
+    """A process of the job failed, or the launcher got a signal to stop. Exit status 1."""

@@ -13,7 +13,7 @@ from hf_zero.launcher.launch_errors import LaunchUsageError
 
 Slots = dict[str, list[int]]  # the chosen slots of each host, in the order of the hostfile
 
-# max_slots is Open MPI's, whose hostfiles these are; it says nothing to us.
+# max_slots is Open MPI's, whose hostfiles these are; it has no effect here.
 _ENTRY = re.compile(r"(\S+)\s+slots=(\d+)(\s+max[_-]slots=\d+)?\s*(#.*)?")
 
 

@@ -1,0 +1,150 @@
+"""The answer of `hf-zero estimate`: plans of every stage and choice of offload, as a table or as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_zero.checkpoint.consolidate import progress_bar
+from hf_zero.cli.meta_model import make_batch
+from hf_zero.cli.text import format_bytes, table
+from hf_zero.errors import ConfigError
+from hf_zero.estimate import Plan, Profile, measure, plan_model
+from hf_zero.estimate.choices import Advice, Choice, Hardware, advise, all_choices, as_json, plan_all, resolve
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The plans of every choice that the configuration allows, and the one to take."""
+
+    plans: Mapping[Choice, Plan]
+    advice: Advice | None  # None: no hardware was named
+    batch_size: int
+    profile: Profile | None
+    without: str  # why activations are not counted
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its configuration and the hardware it is to be trained on."""
+
+    model: nn.Module
+    raw: Mapping[str, Any]
+    hardware: Hardware
+    length: int
+
+    def answer(self, batch_size: int | None) -> Answer:
+        config = self._any_config(batch_size)
+        batch_size = config.train_micro_batch_size_per_gpu
+        profile, without = self._profile(batch_size)
+        plans = plan_all(self.raw, self.model, self.hardware, profile)
+        known = self.hardware.cpu_memory if self.hardware.on_host else self.hardware.gpu_memory
+        if known is None:
+            return Answer(plans, None, batch_size, profile, without)
+        again: Callable[[Choice, int], Plan] | None = self._plan_with if profile is not None else None
+        advice = advise(plans, self.hardware, again, batch_size, format_bytes)
+        return Answer(plans, advice, batch_size, profile, without)
+
+    def _any_config(self, batch_size: int | None) -> Any:
+        """Of the first choice that the configuration allows: types and batch are those of all of them."""
+        *others, last = all_choices()
+        for choice in others:
+            with contextlib.suppress(ConfigError):
+                return resolve(self.raw, choice, self.model, self.hardware, batch_size)
+        return resolve(self.raw, last, self.model, self.hardware, batch_size)
+
+    def _profile(self, batch_size: int) -> tuple[Profile | None, str]:
+        try:
+            batch = make_batch(self.model, batch_size, self.length)
+            config = self._any_config(batch_size)
+            return measure(self.model, config, batch, on_host=self.hardware.on_host), ""
+        except Exception as error:  # any model's code runs here, on sizes without values
+            return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+    def _plan_with(self, choice: Choice, batch_size: int) -> Plan:
+        draw = progress_bar("trying micro-batches")
+        draw(batch_size, 2 * batch_size)
+        config = resolve(self.raw, choice, self.model, self.hardware, batch_size)
+        profile, _ = self._profile(batch_size)
+        return plan_model(self.model, config, on_host=self.hardware.on_host, profile=profile)
+
+    @property
+    def parameters(self) -> int:
+        return sum(param.numel() for param in self.model.parameters())
+
+    def as_json(self, answer: Answer) -> dict[str, Any]:
+        advice, profile = answer.advice, answer.profile
+        return {
+            "model": type(self.model).__name__,
+            "parameters": self.parameters,
+            "world_size": self.hardware.world_size,
+            "batch_size": answer.batch_size,
+            "sequence_length": self.length,
+            "activations": None if profile is None else {"saved_bytes": profile.saved, "peak_bytes": profile.peak},
+            "activations_not_counted": answer.without or None,
+            "choices": [as_json(choice, plan, self.hardware) for choice, plan in answer.plans.items()],
+            "recommended": advice
+            and {
+                "choice": advice.choice and vars(advice.choice),
+                "micro_batch_size": advice.batch_size,
+                "reason": advice.reason,
+            },
+        }
+
+    def show(self, answer: Answer) -> None:
+        hardware = self.hardware
+        device = "CPU" if hardware.on_host else "GPU"
+        print(
+            f"{type(self.model).__name__}, {self.parameters / 1e6:,.0f} M parameters; {hardware.nodes} node(s) with "
+            f"{hardware.gpus} {device} rank(s) each; micro-batch {answer.batch_size} x {self.length} per rank"
+        )
+        if answer.profile is None:
+            print(f"activations are NOT counted: this model does not run on sizes alone ({answer.without})")
+        else:
+            saved, peak = format_bytes(answer.profile.saved), format_bytes(answer.profile.peak)
+            print(f"activations, by a forward and backward on meta tensors: {saved} between them, {peak} at the peak")
+        print()
+        for line in _table(answer.plans, hardware):
+            print(line)
+        print()
+        if answer.advice is None:
+            print("Name the hardware (--gpu-memory, --cpu-memory) to get a recommendation.")
+            return
+        print(_sentence(answer.advice))
+
+
+_COLUMNS = ("params", "master", "states", "grads", "gathered", "buffers", "activ.")
+_GROUPS = (
+    ("parameters", "buffers of the model", "staged parameters"),
+    ("master",),
+    ("optimizer", "update"),
+    ("gradients", "whole gradients"),
+    ("gathered parameters",),
+    ("gradient buffers", "staging", "lost to the allocator"),
+    ("activations",),
+)
+
+
+def _table(plans: Mapping[Choice, Plan], hardware: Hardware) -> list[str]:
+    head = ["stage", "optimizer", "params on", "rank: device", "host", "disk", *_COLUMNS, ""]
+    rows = [head]
+    for choice, plan in plans.items():
+        everywhere = [plan.device, plan.host]
+        kinds = [sum(one.get(kind, 0) for one in everywhere for kind in group) for group in _GROUPS]
+        totals = [plan.device_peak, plan.host_peak, sum(plan.disk.values())]
+        fits = "" if hardware.misfit(plan) is None else "too large"
+        sizes = [format_bytes(value) if value else "-" for value in (*totals, *kinds)]
+        rows.append([str(choice.stage), choice.optimizer, choice.param, *sizes, fits])
+    lines = table(rows, left=0)
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def _sentence(advice: Advice) -> str:
+    if advice.choice is None:
+        return f"No choice fits: {advice.reason.removeprefix('nothing fits: ')}."
+    batch = f", micro-batch {advice.batch_size}" if advice.batch_size is not None else ""
+    return f"Take {advice.choice}{batch}: {advice.reason}."
