@@ -14,6 +14,7 @@ from hf_zero.engine.sharded_init import open_construction
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import clean_name
 from hf_zero.sharding.unit import ShardUnit
 
@@ -50,8 +51,8 @@ def gathered_params(
         managed = _units_by_engine(chosen)
         construction = open_construction()
         if construction is not None:
-            held = {id(p) for _, units in managed for unit in units for buffer in unit.buffers for p in buffer.params}
-            stack.enter_context(construction.gathered([p for p in chosen if id(p) not in held], write_rank))
+            held = ParamIndex(unit for _, units in managed for unit in units)
+            stack.enter_context(construction.gathered([p for p in chosen if p not in held], write_rank))
         for engine, units in managed:
             _check_ranks_agree(engine, units, write_rank)
             if write_rank is None:
@@ -152,11 +153,8 @@ def find_parameter(target: Target, name: str | None) -> Place | None:
     """Where hf_zero keeps one parameter; None if it does not. Raises ConfigError for an unknown name."""
     param = plain_parameter(target, name)
     for engine in live_engines():
-        for unit in engine.units:
-            for buffer in unit.buffers:
-                for index, mine in enumerate(buffer.params):
-                    if mine is param:
-                        return Place(engine, unit, buffer, index)
+        if (place := ParamIndex(engine.units).get(param)) is not None:
+            return Place(engine, place.unit, place.flat, place.index)
     return None
 
 
@@ -203,19 +201,13 @@ def _parameters_of(target: Target | Iterable[Target], names: Iterable[str] | Non
 
 def _units_by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ZeroEngine, list[ShardUnit]]]:
     """The units that hold these parameters, in an order that is the same on all ranks."""
-    places = {
-        id(param): (engine, unit)
-        for engine in live_engines()
-        for unit in engine.units
-        for buffer in unit.buffers
-        for param in buffer.params
-    }
-    found: dict[int, tuple[ZeroEngine, dict[int, ShardUnit]]] = {}
+    indices = [(engine, ParamIndex(engine.units)) for engine in live_engines()]
+    found: dict[ZeroEngine, set[ShardUnit]] = {}
     for param in params:
-        if id(param) in places:
-            engine, unit = places[id(param)]
-            found.setdefault(id(engine), (engine, {}))[1][id(unit)] = unit
-    return [(engine, [unit for unit in engine.units if id(unit) in chosen]) for engine, chosen in found.values()]
+        for engine, index in indices:
+            if (place := index.get(param)) is not None:
+                found.setdefault(engine, set()).add(place.unit)
+    return [(engine, [unit for unit in engine.units if unit in chosen]) for engine, chosen in found.items()]
 
 
 def _check_ranks_agree(engine: ZeroEngine, units: list[ShardUnit], write_rank: int | None) -> None:
