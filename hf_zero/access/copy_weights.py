@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_zero.access.places import managed_params, named_params
+from hf_zero.access.places import named_params
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.layout import Run, UnitLayout
 from hf_zero.optim.state_access import run_of, slice_of
 from hf_zero.runtime.full_weights import share_resident
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import tied_names
 from hf_zero.sharding.unit import ShardUnit
 
@@ -90,27 +91,27 @@ class _Source:
     def __init__(self, model: nn.Module) -> None:
         self.engine: ZeroEngine | None = engine_of(model)
         self.params = named_params(model if self.engine is None else self.engine.module)
-        self._places = {id(param): (unit, buffer) for param, unit, buffer, _ in managed_params(self.engine)}
+        self._index = ParamIndex(self.engine.units if self.engine is not None else ())
 
     def by_unit(self, wanted: list[_Target]) -> Iterator[tuple[ShardUnit | None, list[tuple[_Target, _Value]]]]:
         """What to set, and from what: first what is at hand, then by the units that have to be gathered."""
         at_hand: list[tuple[_Target, _Value]] = []
-        to_gather: dict[int, tuple[ShardUnit, list[tuple[_Target, _Value]]]] = {}
+        to_gather: dict[ShardUnit, list[tuple[_Target, _Value]]] = {}
         for to in wanted:
             param = self.params[to.name]
-            unit, buffer = self._places.get(id(param), (None, None))
-            if unit is None or buffer is None or not buffer.on_demand:
+            place = self._index.get(param)
+            if place is None or not place.flat.on_demand:
                 at_hand.append((to, _Value(param, None)))
-            elif to.buffer is not None and to.buffer.on_demand and _same_shards(buffer.layout, to.buffer.layout):
-                buffer.finish_update()
-                at_hand.append((to, _Value(param, buffer)))
+            elif to.buffer is not None and to.buffer.on_demand and _same_shards(place.flat.layout, to.buffer.layout):
+                place.flat.finish_update()
+                at_hand.append((to, _Value(param, place.flat)))
             else:
-                to_gather.setdefault(id(unit), (unit, []))[1].append((to, _Value(param, None)))
+                to_gather.setdefault(place.unit, []).append((to, _Value(param, None)))
         yield None, at_hand
         assert self.engine is not None or not to_gather
         for unit in self.engine.units if self.engine is not None else ():  # the same order on all ranks
-            if id(unit) in to_gather:
-                yield to_gather[id(unit)]
+            if unit in to_gather:
+                yield unit, to_gather[unit]
 
     def gathered(self, unit: ShardUnit | None) -> contextlib.AbstractContextManager[None]:
         if unit is None or self.engine is None:
@@ -121,10 +122,10 @@ class _Source:
 def _targets(model: nn.Module) -> list[_Target]:
     engine = engine_of(model)
     plain = model if engine is None else engine.module
-    places = {id(param): (buffer, index) for param, _, buffer, index in managed_params(engine)}
+    index = ParamIndex(engine.units if engine is not None else ())
     aliases = tied_names(plain)
-    own = [(name, param) for name, param in named_params(plain).items() if name not in aliases]
-    return [_Target(name, param, *places.get(id(param), (None, 0))) for name, param in own]
+    own = [(name, param, index.get(param)) for name, param in named_params(plain).items() if name not in aliases]
+    return [_Target(name, param, *((place.flat, place.index) if place else (None, 0))) for name, param, place in own]
 
 
 def _check_names(source: _Source, wanted: list[_Target]) -> None:

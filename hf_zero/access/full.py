@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from hf_zero.access.places import Target, find_parameter, managed_params, parameters_of, plain_parameter
+from hf_zero.access.places import Target, find_parameter, parameters_of, plain_parameter
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.sharded_init import open_construction
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.unit import ShardUnit
 
 
@@ -45,8 +46,8 @@ def gathered_params(
         managed = _units_by_engine(chosen)
         construction = open_construction()
         if construction is not None:
-            held = {id(p) for _, units in managed for unit in units for buffer in unit.buffers for p in buffer.params}
-            stack.enter_context(construction.gathered([p for p in chosen if id(p) not in held], write_rank))
+            held = ParamIndex(unit for _, units in managed for unit in units)
+            stack.enter_context(construction.gathered([p for p in chosen if p not in held], write_rank))
         for engine, units in managed:
             _check_ranks_agree(engine, units, write_rank)
             if write_rank is None:
@@ -118,13 +119,13 @@ def full_optimizer_state(target: Target, kind: str, name: str | None = None) -> 
 
 def _units_by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ZeroEngine, list[ShardUnit]]]:
     """The units that hold these parameters, in an order that is the same on all ranks."""
-    places = {id(param): (engine, unit) for engine in live_engines() for param, unit, *_ in managed_params(engine)}
-    found: dict[int, tuple[ZeroEngine, dict[int, ShardUnit]]] = {}
+    indices = [(engine, ParamIndex(engine.units)) for engine in live_engines()]
+    found: dict[ZeroEngine, set[ShardUnit]] = {}
     for param in params:
-        if id(param) in places:
-            engine, unit = places[id(param)]
-            found.setdefault(id(engine), (engine, {}))[1][id(unit)] = unit
-    return [(engine, [unit for unit in engine.units if id(unit) in chosen]) for engine, chosen in found.values()]
+        for engine, index in indices:
+            if (place := index.get(param)) is not None:
+                found.setdefault(engine, set()).add(place.unit)
+    return [(engine, [unit for unit in engine.units if unit in chosen]) for engine, chosen in found.items()]
 
 
 def _check_ranks_agree(engine: ZeroEngine, units: list[ShardUnit], write_rank: int | None) -> None:

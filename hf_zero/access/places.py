@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from hf_zero.layout import Run
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.state_access import run_of
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import clean_name
 from hf_zero.sharding.unit import ShardUnit
 
@@ -51,21 +52,12 @@ class Place:
         return self.engine.optimizer
 
 
-def managed_params(engine: ZeroEngine | None) -> Iterator[tuple[nn.Parameter, ShardUnit, FlatParam, int]]:
-    """The parameters that an engine keeps: each with its unit, its flat parameter and its index there."""
-    for unit in () if engine is None else engine.units:
-        for buffer in unit.buffers:
-            for index, param in enumerate(buffer.params):
-                yield param, unit, buffer, index
-
-
 def find_parameter(target: Target, name: str | None) -> Place | None:
     """Where hf_zero keeps one parameter; None if it does not. Raises ConfigError for an unknown name."""
-    wanted = plain_parameter(target, name)
+    param = plain_parameter(target, name)
     for engine in live_engines():
-        for param, unit, buffer, index in managed_params(engine):
-            if param is wanted:
-                return Place(engine, unit, buffer, index)
+        if (place := ParamIndex(engine.units).get(param)) is not None:
+            return Place(engine, place.unit, place.flat, place.index)
     return None
 
 

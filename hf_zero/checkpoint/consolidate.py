@@ -108,6 +108,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         hint = ", ".join(sorted(str(other.parent.parent) for other in found))
         hint = f". There are checkpoints in {hint}" if hint else ""
         raise ConsolidateError(f"{folder} holds no complete checkpoint: {path} is missing{hint}") from None
+    except OSError as error:
+        raise ConsolidateError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise ConsolidateError(f"{path} {error}") from error
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hf_zero.checkpoint import consolidate
 from hf_zero.checkpoint.consolidate import ConsolidateError, check_sizes, content_crc32, decode_manifest, file_marks
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import UnitLayout
@@ -165,15 +166,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         CheckpointError: There is none, it is damaged, or it is of a newer format. The newest whole checkpoint beside
             it is offered.
     """
-    path = manifest_path(folder)
-    try:
-        return Manifest.from_json(decode_manifest(path.read_bytes()))
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} holds no complete checkpoint: {path} is missing.{offer(folder)}") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} {error}.{offer(folder)}") from error
+    with offering(folder):
+        return Manifest.from_json(consolidate.read_manifest(Path(folder)))
 
 
 def _tensor_json(info: TensorInfo) -> dict[str, Any]:

@@ -29,10 +29,9 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.atomic_files import ChecksumWriter, written_atomically
-from hf_zero.checkpoint.consolidate import CHUNK_BYTES, CODES, WEIGHT_KINDS
+from hf_zero.checkpoint.consolidate import CHUNK_BYTES, CODES, check_manifest
 from hf_zero.checkpoint.manifest import (
     BUFFER_KIND,
-    FROZEN_DIGESTS,
     SCRIPT_NAME,
     FileInfo,
     FileRecord,
@@ -245,8 +244,7 @@ def build_manifest(info: SaveInfo, records: Sequence[FileRecord]) -> Manifest:
                 raise AssertionError(f"{name}: rank {record.rank} saved {found}, another rank {kinds[name]}")
         for name, values in record.scalars.items():
             scalars.setdefault(name, values)
-    _check_complete(info, records, kinds)
-    return Manifest(
+    manifest = Manifest(
         **vars(info),
         format_version=FORMAT_VERSION,
         hf_zero_version=package_version(),
@@ -256,6 +254,8 @@ def build_manifest(info: SaveInfo, records: Sequence[FileRecord]) -> Manifest:
         scalars=scalars,
         files=tuple(record.file for record in records),
     )
+    _check_complete(manifest, records)
+    return manifest
 
 
 def write_manifest(folder: str | Path, manifest: Manifest) -> None:
@@ -315,27 +315,17 @@ def _delete_rank_files(folder: str | Path, keep: set[str]) -> None:
             logger.warning("cannot delete %s, which no checkpoint needs any more: %s", path, error)
 
 
-def _check_complete(info: SaveInfo, records: Sequence[FileRecord], kinds: Mapping[str, Mapping[str, str]]) -> None:
+def _check_complete(manifest: Manifest, records: Sequence[FileRecord]) -> None:
     problems = []
-    laid_out = {slot.name: slot for layout in info.layouts for slot in layout.slots}
-    absent = info.extra.get(FROZEN_DIGESTS, {})
-    for name, slot in laid_out.items():
-        saved = sum(record.numels.get(name, 0) for record in records)
+    for slot in (slot for layout in manifest.layouts for slot in layout.slots):
+        saved = sum(record.numels.get(slot.name, 0) for record in records)
         if saved != slot.numel:
-            problems.append(f"{name}: {saved} of {slot.numel} elements")
-        elif saved and name not in absent and not any(kind in kinds[name] for kind in WEIGHT_KINDS):
-            problems.append(f"{name}: no weights, only {sorted(kinds[name])}")
-    named = {param.name: param.shape for param in info.params}
-    problems += [f"{name}: not in the list of parameters" for name in laid_out.keys() - named.keys()]
-    problems += [f"{name}: in no layout" for name in named.keys() - laid_out.keys()]
-    problems += [
-        f"{name}: shape {named[name]}, in the layout {slot.shape}"
-        for name, slot in laid_out.items()
-        if name in named and named[name] != slot.shape
-    ]
-    problems += [f"{alias}: tied to the unknown {name}" for alias, name in info.tied.items() if name not in named]
-    if any(layout.world_size != info.world_size for layout in info.layouts):
-        problems.append(f"layouts of another world size than {info.world_size}")
+            problems.append(f"{slot.name}: {saved} of {slot.numel} elements")
+    if not problems:
+        try:
+            check_manifest(manifest.to_json())
+        except ValueError as error:
+            problems.append(str(error))
     if problems:
         raise AssertionError("the ranks' files do not make up the model: " + "; ".join(problems))
 

@@ -184,30 +184,21 @@ class AioQueue:
         engine: "io_uring", "threads" (pread and pwrite), or "auto": io_uring where the kernel and the container allow
             it. The environment's HF_ZERO_AIO_ENGINE takes the place of "auto".
     Raises:
-        ConfigError: A setting is out of range.
         OffloadError: engine="io_uring", and the system refuses it.
     """
 
     engine: str  # what is used: "io_uring" or "threads"
 
-    def __init__(
-        self,
-        *,
-        block_size: int = 1 << 20,
-        queue_depth: int = 8,
-        threads: int = 1,
-        single_submit: bool = False,
-        overlap_events: bool = True,
-        engine: str = "auto",
-    ) -> None:
-        self.settings = AioSettings(block_size, queue_depth, threads, single_submit, overlap_events)
+    def __init__(self, settings: AioSettings | None = None, *, engine: str = "auto") -> None:
+        self.settings = mine = settings or AioSettings()
         wanted = _engine_number(engine)
-        _warn_of_many_threads(threads)
-        options = _Options(block_size, queue_depth, threads, single_submit, overlap_events, wanted)
+        _warn_of_many_threads(mine.threads)
+        sizes = (mine.block_size, mine.queue_depth, mine.threads)
+        options = _Options(*sizes, mine.single_submit, mine.overlap_events, wanted)
         used, ring_error = ctypes.c_int32(), ctypes.c_int32()
         handle = _native().hz_aio_create(ctypes.byref(options), ctypes.byref(used), ctypes.byref(ring_error))
         if handle < 0:
-            raise _creation_error(_ENGINES[wanted], threads, -handle)
+            raise _creation_error(_ENGINES[wanted], mine.threads, -handle)
         if ring_error.value:
             _log_no_io_uring(describe_errno(ring_error.value))
         self.engine = _ENGINES[used.value]
@@ -217,17 +208,6 @@ class AioQueue:
         self._requests: dict[int, _Request] = {}
         # The requests go with the finalizer: their memory must outlive the operations, whatever becomes of the queue.
         self._destroy = weakref.finalize(self, _destroy, handle, self._requests)
-
-    @classmethod
-    def from_settings(cls, settings: AioSettings, *, engine: str = "auto") -> AioQueue:
-        return cls(
-            block_size=settings.block_size,
-            queue_depth=settings.queue_depth,
-            threads=settings.threads,
-            single_submit=settings.single_submit,
-            overlap_events=settings.overlap_events,
-            engine=engine,
-        )
 
     def open(self, path: str | Path, *, write: bool = True, create: bool = False, direct: bool = True) -> AioFile:
         """Open a file; `create` makes it if it is missing, with access for this user only.

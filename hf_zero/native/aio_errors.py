@@ -29,13 +29,13 @@ class AioError(OffloadError):
 
 
 def open_error(path: Path, code: int) -> AioError:
-    text = f"cannot open {path}: {describe_errno(code)}.\n{_remedy(code, path)}"
+    text = f"cannot open {path}: {describe_errno(code)}.\n{remedy(code, path)}"
     return AioError(text, path=path, offset=None, nbytes=0, errno=code)
 
 
 def transfer_error(path: Path, code: int, *, write: bool, offset: int, nbytes: int) -> AioError:
     verb = "write" if write else "read"
-    text = f"cannot {verb} {nbytes} bytes at offset {offset} of {path}: {describe_errno(code)}.\n{_remedy(code, path)}"
+    text = f"cannot {verb} {nbytes} bytes at offset {offset} of {path}: {describe_errno(code)}.\n{remedy(code, path)}"
     return AioError(text, path=path, offset=offset, nbytes=nbytes, errno=code)
 
 
@@ -56,7 +56,8 @@ def describe_errno(code: int) -> str:
     return f"{os.strerror(code)} ({name})" if name else f"error {code}"
 
 
-def _remedy(code: int, path: Path) -> str:
+def remedy(code: int, path: Path) -> str:
+    """What to do about a failure of the system with this number."""
     if code == codes.ENOSPC:
         return f"{_free_space(path)} Free some, or point nvme_path at a larger disk."
     if code == codes.EDQUOT:
@@ -76,6 +77,7 @@ _REMEDIES = {
     codes.EPERM: "This user may not: change the permissions of the folder, or point nvme_path elsewhere.",
     codes.ENOENT: "The file or its folder does not exist: something removed it, or nvme_path is misspelled.",
     codes.ENOTDIR: "A part of the path is a file: point nvme_path at a folder.",
+    codes.EEXIST: "It is a file: point nvme_path at a folder.",
     codes.EISDIR: "That is a folder: name a file.",
     codes.EMFILE: "Too many open files in this process: raise the limit (ulimit -n).",
     codes.ENFILE: "Too many open files on this machine: raise fs.file-max.",

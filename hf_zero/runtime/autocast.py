@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.unit import ShardUnit
 
 
@@ -32,7 +33,7 @@ class AutocastCopies:
     """Watches what autograd saves while one unit's forward runs under autocast."""
 
     def __init__(self, unit: ShardUnit, device_type: str) -> None:
-        self._params = {id(param) for buffer in unit.buffers for param in buffer.params}
+        self._params = ParamIndex([unit])
         self._device_type = device_type
         self._active: list[contextlib.AbstractContextManager[None]] = []
 
@@ -77,4 +78,4 @@ class AutocastCopies:
         if node is None or node.name() != "ToCopyBackward0":
             return None
         variable = getattr(node.next_functions[0][0], "variable", None)
-        return variable if id(variable) in self._params else None
+        return variable if variable in self._params else None

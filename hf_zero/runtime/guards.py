@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.errors import StateError
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
 DeepCopy = Callable[[nn.Module, dict[int, Any]], nn.Module]
@@ -25,16 +26,16 @@ class ModelGuards:
         self._handles: list[RemovableHandle] = []
         self._overridden: list[tuple[nn.Module, str]] = []
         self._names_only = False
-        owner = {id(param): unit for unit in units if unit.on_demand for b in unit.buffers for param in b.params}
-        if not owner:
+        index = ParamIndex(unit for unit in units if unit.on_demand)
+        if not index:
             return
         for path, module in model.named_modules():
-            mine = {name: owner[id(p)] for name, p in module.named_parameters(recurse=False) if id(p) in owner}
+            mine = {name: index[p].unit for name, p in module.named_parameters(recurse=False) if p in index}
             if mine:
                 self._guard_state_dict(module, path, mine)
                 self._guard_apply(module, path, mine)
         for module in model.modules():
-            if any(id(param) in owner for param in module.parameters()):
+            if any(param in index for param in module.parameters()):
                 self._override(module, "__deepcopy__", functools.partial(deepcopy, module))
 
     def remove(self) -> None:

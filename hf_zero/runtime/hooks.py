@@ -44,6 +44,7 @@ from hf_zero.runtime.nested import map_tensors, tensors_in
 from hf_zero.runtime.outside_access import OutsideReads
 from hf_zero.runtime.param_grads import take_arrived
 from hf_zero.runtime.unshard import OnDemandParams, Phase
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.unit import ShardUnit
 
@@ -373,14 +374,14 @@ def root_modules(unit: ShardUnit, units: Iterable[ShardUnit]) -> list[nn.Module]
     """
     if unit.kind is not UnitKind.ROOT:
         raise AssertionError(f"{unit.name} is not a root unit")
-    mine = {id(param) for buffer in unit.buffers for param in buffer.params}
+    mine = ParamIndex([unit])
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     heads = {id(one.module) for one in units if one is not unit}
     paths = [path for path, module in unit.module.named_modules(remove_duplicate=False) if id(module) in heads]
     above = {path[:end] for path in paths for end, sign in enumerate(path) if sign == "."}
     found = [unit.module]
     for path, module in unit.module.named_modules():
-        owns = any(id(param) in mine for param in module.parameters(recurse=False))
+        owns = any(param in mine for param in module.parameters(recurse=False))
         if (owns or path in above) and module is not unit.module and not isinstance(module, containers):
             found.append(module)
     return found

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from hf_zero.errors import StateError
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import clean_name, named_parameters
 from hf_zero.sharding.unit import ShardUnit
 
@@ -45,14 +46,13 @@ class ModelTree:
         self._look()
 
     def _refuse_strangers(self, rank: int) -> None:
-        buffers = [buffer for unit in self._units for buffer in unit.buffers]
-        known = {id(param) for buffer in buffers for param in buffer.params}
-        names = {slot.name for buffer in buffers for slot in buffer.layout.slots}
+        known = ParamIndex(self._units)
+        names = {slot.name for unit in self._units for buffer in unit.buffers for slot in buffer.layout.slots}
         strangers = [
             clean_name(name)
             for name, param in named_parameters(self._model)
             # Who has hooks for its gradient is trained by another engine.
-            if id(param) not in known
+            if param not in known
             and (name in names or (param.requires_grad and not param._post_accumulate_grad_hooks))
         ]
         if strangers:

@@ -25,6 +25,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hf_zero.errors import StateError
 from hf_zero.runtime.unshard import OnDemandParams
+from hf_zero.sharding.param_index import ParamIndex, ParamPlace
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
 logger = logging.getLogger(__name__)
@@ -58,21 +59,15 @@ class OutsideReads:
 
     def __init__(self, model: nn.Module, params: OnDemandParams) -> None:
         self._params = params
-        self._unit_of = {id(param): unit for unit in params.units for b in unit.buffers for param in b.params}
-        self._names = {
-            id(param): slot.name
-            for unit in params.units
-            for buffer in unit.buffers
-            for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
-        }
+        self._index = ParamIndex(params.units)
         self._borrowed: list[ShardUnit] = []
         self.iterated: set[int] = set()  # ids of parameters that a loop met while they were sharded
-        self._told = False
+        self._has_logged = False
         self.is_open = False
         self._modules = [
             module
             for module in model.modules()
-            if any(id(param) in self._unit_of for param in module.parameters(recurse=False))
+            if any(param in self._index for param in module.parameters(recurse=False))
         ]
         for module in self._modules:
             module._parameters = _OwnParameters(module._parameters, self)
@@ -101,38 +96,40 @@ class OutsideReads:
 
     def on_read(self, param: Any) -> None:
         """`param` was taken from its module by name. See [Note: Reads outside of a forward]."""
-        unit = self._unit_of.get(id(param))
-        if unit is None:
+        place = self._index.get(param)
+        if place is None:
             return
+        unit = place.unit
         if unit.state is not UnitState.FULL:
             with torch.no_grad(), temporarily_clear_interpreter_stack():
                 self._params.unshard(unit)
             self._borrowed.append(unit)
-            self._tell(param, unit)
+            self._log_first(place)
         if torch.is_grad_enabled() and unit in self._borrowed:
             self._params.hold_for_backward(unit)
 
     def on_iteration(self, param: Any) -> None:
         """`param` was met in a loop over the module's parameters."""
-        unit = self._unit_of.get(id(param))
-        if unit is not None and unit.state is not UnitState.FULL:
+        place = self._index.get(param)
+        if place is not None and place.unit.state is not UnitState.FULL:
             self.iterated.add(id(param))
 
     def check_gradient(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         """Raise if `grad` was computed from a placeholder that a loop over parameters came across."""
         if id(param) in self.iterated and bool(torch.isnan(grad).any()):
             raise StateError(
-                f"the gradient of {self._names[id(param)]} is NaN, and its value was read in this step by a loop over "
-                "parameters() while it was sharded.\nMake parameters whole around the loss and its backward: "
-                "`with hf_zero.gathered_params(model): ...`; or read them from their modules (module.weight)."
+                f"the gradient of {self._index[param].slot.name} is NaN, and its value was read in this step by a "
+                "loop over parameters() while it was sharded.\nMake parameters whole around the loss and its "
+                "backward: `with hf_zero.gathered_params(model): ...`; or read them from their modules "
+                "(module.weight)."
             )
 
-    def _tell(self, param: Any, unit: ShardUnit) -> None:
-        if not self._told and unit.buffers[0].rank == 0:
-            self._told = True
+    def _log_first(self, place: ParamPlace) -> None:
+        if not self._has_logged and place.flat.rank == 0:
+            self._has_logged = True
             logger.warning(
                 "%s was read outside of the forward of %s: it is gathered once more, and with gradients on it stays "
                 "whole until the end of backward",
-                self._names[id(param)],
-                unit.name,
+                place.slot.name,
+                place.unit.name,
             )

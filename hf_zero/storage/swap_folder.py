@@ -32,6 +32,7 @@ import torch
 
 from hf_zero.errors import OffloadError
 from hf_zero.native.aio import AioQueue, AioSettings
+from hf_zero.native.aio_errors import remedy
 
 try:
     import fcntl
@@ -45,16 +46,6 @@ _UNBORN = ".new-"
 _UNBORN_MAX_AGE_S = 3600.0
 _NAME = re.compile(r"[A-Za-z0-9_]+-[0-9]+-[0-9a-f]{8}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_REMEDIES = {
-    errno.EACCES: "Give this user the right to write there, or set nvme_path to another folder.",
-    errno.EPERM: "Give this user the right to write there, or set nvme_path to another folder.",
-    errno.EROFS: "The file system is mounted read-only: remount it, or set nvme_path to a folder that can be written.",
-    errno.ENOTDIR: "A part of the path is a file: set nvme_path to a folder.",
-    errno.EEXIST: "It is a file: set nvme_path to a folder.",
-    errno.ENOSPC: "The disk is full: free some space, or set nvme_path to a folder on another disk.",
-    errno.EFBIG: "The file size limit is reached: see `ulimit -f` and the limits of the file system.",
-    errno.EDQUOT: "The quota is used up: free some space, or set nvme_path to a folder on another disk.",
-}
 
 # Keys start at multiples of this, so that their reads and writes can go past the page cache.
 ALIGNMENT = 4096
@@ -186,8 +177,11 @@ def _make_parent(parent: Path) -> None:
 
 
 def _refused(nvme_path: str | Path, error: OSError) -> OffloadError:
+    code, path = error.errno or 0, Path(error.filename or nvme_path)
     where = f" (at {error.filename})" if error.filename and str(error.filename) != str(nvme_path) else ""
-    return OffloadError(f"nvme_path {nvme_path} cannot be used{where}: {error.strerror or error}. {_remedy(error)}")
+    return OffloadError(
+        f"nvme_path {nvme_path} cannot be used{where}: {error.strerror or error}. {remedy(code, path)}"
+    )
 
 
 def _host() -> str:
@@ -267,14 +261,14 @@ class SwapFile:
         self._damage: str | None = None
         self._end = 0  # of the regions given out; the file is larger, because it grows in steps
         self._free: dict[int, list[int]] = {}  # size -> offsets
-        self._queue = AioQueue.from_settings(aio)
+        self._queue = AioQueue(aio)
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             self._queue.close()
             if isinstance(error, FileExistsError):
                 raise AssertionError(f"two stores have the name {path}") from error
-            raise OffloadError(f"{path} cannot be made: {error.strerror}. {_remedy(error)}") from error
+            raise OffloadError(f"{path} cannot be made: {error.strerror}. {remedy(error.errno or 0, path)}") from error
         try:
             self._file = self._queue.open(path, write=True, create=False)
         except BaseException:
@@ -357,7 +351,7 @@ class SwapFile:
         disk = os.statvfs(self.path.parent)
         raise OffloadError(
             f"{self.path} cannot grow: {needed} bytes are needed and {disk.f_bavail * disk.f_frsize} bytes are free "
-            f"({error.strerror}). {_remedy(error)}"
+            f"({error.strerror}). {remedy(error.errno or 0, self.path)}"
         ) from error
 
     def _grow(self, nbytes: int) -> OSError | None:
@@ -374,7 +368,3 @@ class SwapFile:
                 os.ftruncate(self._fd, self._size)
             return error
         return None
-
-
-def _remedy(error: OSError) -> str:
-    return _REMEDIES.get(error.errno or 0, "Set nvme_path to a folder on a local disk that can be written.")

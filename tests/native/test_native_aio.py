@@ -73,7 +73,7 @@ def content(path: Path) -> torch.Tensor:
 
 @contextlib.contextmanager
 def queue_of(engine: str, **settings: int) -> Iterator[AioQueue]:
-    queue = AioQueue(engine=engine, **{"block_size": BLOCK, **settings})
+    queue = AioQueue(AioSettings(**{"block_size": BLOCK, **settings}), engine=engine)
     assert queue.engine == engine
     yield queue
     queue.close()
@@ -219,12 +219,12 @@ def test_single_submit(tmp_path: Path, single: bool) -> None:
 
 def test_settings_out_of_range_are_all_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        AioQueue(block_size=0, queue_depth=0, threads=0)
+        AioSettings(block_size=0, queue_depth=0, threads=0)
     for name in ("aio.block_size=0", "aio.queue_depth=0", "aio.intra_op_parallelism=0"):
         assert name in str(caught.value)
     with pytest.raises(ConfigError, match="engine='libaio' must be one of auto, io_uring, threads"):
         AioQueue(engine="libaio")
-    queue = AioQueue.from_settings(AioSettings(block_size=5000))
+    queue = AioQueue(AioSettings(block_size=5000))
     with contextlib.closing(queue):
         queue.open(tmp_path / "data", create=True, direct=False)
         with pytest.raises(ConfigError, match=r"aio\.block_size=5000 must be a multiple of 4096"):
@@ -243,7 +243,7 @@ def test_engine_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_threads_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     threads = 4 * len(os.sched_getaffinity(0)) + 1
     for _ in range(2):
-        AioQueue(threads=threads, queue_depth=1).close()
+        AioQueue(AioSettings(threads=threads, queue_depth=1)).close()
     assert len([record for record in caplog.records if "intra_op_parallelism" in record.message]) == 1
 
 
@@ -298,7 +298,7 @@ def test_other_threads_run_during_wait(engine: str, tmp_path: Path) -> None:
 
 
 def test_close_waits_and_tickets_stay(engine: str, tmp_path: Path) -> None:
-    queue = AioQueue(engine=engine, block_size=BLOCK)
+    queue = AioQueue(AioSettings(block_size=BLOCK), engine=engine)
     file = queue.open(tmp_path / "data", create=True)
     data = [noise(100 * BLOCK, seed) for seed in range(3)]
     tickets = [queue.write(file, part, index * 100 * BLOCK) for index, part in enumerate(data)]
@@ -323,7 +323,7 @@ def test_close_waits_and_tickets_stay(engine: str, tmp_path: Path) -> None:
 def test_dropped_queue_finishes_and_leaves_no_thread(engine: str, tmp_path: Path) -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/task"))
-    queue = AioQueue(engine=engine, block_size=BLOCK)
+    queue = AioQueue(AioSettings(block_size=BLOCK), engine=engine)
     file = queue.open(tmp_path / "data", create=True)
     assert len(os.listdir("/proc/self/task")) > before
     data = noise(200 * BLOCK, seed=9)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.native.aio import AioError, AioFile, AioQueue
+from hf_zero.native.aio import AioError, AioFile, AioQueue, AioSettings
 from tests.native.test_native_aio import at_address, content, io_uring_works, noise
 
 # Most of them start processes of their own.
@@ -30,7 +30,7 @@ MIB = 1 << 20
 def queue(request: pytest.FixtureRequest) -> Iterator[AioQueue]:
     if request.param == "io_uring" and not io_uring_works():
         pytest.skip("no io_uring here")
-    queue = AioQueue(engine=request.param, block_size=BLOCK)
+    queue = AioQueue(AioSettings(block_size=BLOCK), engine=request.param)
     yield queue
     queue.close()
 
