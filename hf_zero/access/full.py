@@ -1,17 +1,26 @@
-"""Full parameters, gradients and optimizer state of a sharded model, for reading; parameters for editing too."""
+"""Reads and sets full parameters, gradients and optimizer state of a sharded model, at all stages and on all media."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
-from hf_zero.access.places import Target, find_parameter, parameters_of, plain_parameter
+from hf_zero.access.places import (
+    Place,
+    Target,
+    check_value,
+    find_parameter,
+    managed_parameter,
+    parameters_of,
+    plain_parameter,
+)
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.sharded_init import open_construction
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.optim.state_access import slice_of
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.unit import ShardUnit
 
@@ -117,6 +126,110 @@ def full_optimizer_state(target: Target, kind: str, name: str | None = None) -> 
     return place.optimizer.full_state(place.buffer, place.index, kind)
 
 
+# -------------------------------------------------------------------- setting
+@torch.no_grad()
+def set_full_param(target: Target, value: torch.Tensor, name: str | None = None) -> None:
+    """Set one full parameter: the master weights to `value`, the 16-bit copy to what it rounds to.
+
+    All ranks must call, with the same `value` of the parameter's shape, of any floating type, on any device. No
+    communication but the check of that.
+
+    Args:
+        target: The parameter itself, or the model and the parameter's `name` in it.
+    Raises:
+        ConfigError: Wrong shape or type, ranks with other values, no such name; on all ranks.
+        StateError: Not all ranks called; between forward and backward, or inside gathered_params.
+    """
+    place = find_parameter(target, name)
+    if place is None:
+        plain_parameter(target, name).copy_(value)
+        return
+    _check_full(place, value, "set_full_param")
+    _set_full(place, value)
+
+
+@torch.no_grad()
+def set_full_grad(target: Target, value: torch.Tensor, name: str | None = None) -> None:
+    """Replace one parameter's gradient, between backward and step; the step uses it as it is.
+
+    In the place of what `full_grad` shows: the mean over ranks, after clipping if that has been done. Norms are
+    computed again. A parameter without a gradient gets one. All ranks must call, with the same `value` of the
+    parameter's shape.
+
+    Args:
+        target: The parameter itself, or the model and the parameter's `name` in it.
+    Raises:
+        ConfigError: Wrong shape or type, ranks with other values, no such name; on all ranks.
+        StateError: Not all ranks called; the model has no optimizer yet; the parameter is frozen.
+    """
+    place = find_parameter(target, name)
+    if place is None:
+        param = plain_parameter(target, name)
+        param.grad = value.to(param).clone()
+        return
+    _check_full(place, value, "set_full_grad")
+    place.optimizer.set_grad(place.buffer, place.index, _own_slice(place, value))
+
+
+@torch.no_grad()
+def set_full_optimizer_state(target: Target, kind: str, value: torch.Tensor | float, name: str | None = None) -> None:
+    """Replace one kind of a parameter's optimizer state, such as "exp_avg"; "master" is `set_full_param`.
+
+    All ranks must call, with the same `value`: of the parameter's shape, or a number for a state that is one ("step").
+
+    Args:
+        target: The parameter itself, or the model and the parameter's `name` in it.
+    Raises:
+        ConfigError: Wrong shape or type, ranks with other values, no such name; on all ranks.
+        StateError: Not all ranks called; the model has no optimizer yet; no such state, or none before the first
+            update.
+    """
+    place = managed_parameter(target, name, "set_full_optimizer_state")
+    value = torch.as_tensor(value)
+    _check_full(place, value, "set_full_optimizer_state", number=True)
+    if kind == "master":
+        _set_full(place, value)
+        return
+    place.engine.finish_updates()
+    number = value.dim() == 0 and place.shape != ()
+    mine = value if number else _own_slice(place, value)
+    place.optimizer.set_state(place.buffer, place.index, kind, mine, number=number)
+
+
+def update_full_grads(
+    target: Target | Iterable[Target], update: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace the gradient of every parameter that has one by `update(gradient, parameter)`, one after the other.
+
+    Between backward and step; see `full_grad` and `set_full_grad`. All ranks must call. The function gets a full
+    gradient, which it may change in place, and the parameter as it is: a placeholder at stage 3 outside of
+    gathered_params. It must return the same on every rank.
+
+    Args:
+        target: A model, a parameter, or an iterable of either.
+    Raises:
+        ConfigError: Wrong shape or type, ranks with other values; on all ranks.
+        StateError: Not all ranks called; the model has no optimizer yet.
+    """
+    for param in parameters_of(target):
+        _update_grad(param, update)
+
+
+@torch.no_grad()
+def _update_grad(param: nn.Parameter, update: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]) -> None:
+    place = find_parameter(param, None)
+    if place is None:
+        if param.grad is not None:
+            param.grad = update(param.grad, param)
+        return
+    if not place.buffer.layout.trainable:
+        return
+    grad = place.optimizer.full_grad(place.buffer, place.index)
+    if grad is not None:
+        set_full_grad(param, update(grad, param))
+
+
+# -------------------------------------------------------------------- inside
 def _units_by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ZeroEngine, list[ShardUnit]]]:
     """The units that hold these parameters, in an order that is the same on all ranks."""
     indices = [(engine, ParamIndex(engine.units)) for engine in live_engines()]
@@ -142,3 +255,22 @@ def _check_ranks_agree(engine: ZeroEngine, units: list[ShardUnit], write_rank: i
             + "\n".join(said)
             + "\nGive all ranks the same arguments."
         )
+
+
+def _set_full(place: Place, value: torch.Tensor) -> None:
+    place.engine.weights.check_idle([place.unit])
+    place.engine.finish_updates()
+    place.engine.weights.set_unit(place.unit, {place.name: value})
+
+
+def _own_slice(place: Place, value: torch.Tensor) -> torch.Tensor | None:
+    run = place.run
+    return None if run is None else slice_of(value, run)
+
+
+def _check_full(place: Place, value: torch.Tensor, what: str, *, number: bool = False) -> None:
+    def fits() -> None:
+        if tuple(value.shape) != place.shape and not (number and value.dim() == 0):
+            raise ConfigError(f"{what}: {place.name} has shape {place.shape}, the value {tuple(value.shape)}")
+
+    check_value(place, value, what, fits, same=True, number=number)

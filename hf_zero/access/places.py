@@ -1,8 +1,8 @@
-"""Where hf_zero keeps a parameter: in which engine, unit and flat parameter."""
+"""Where hf_zero keeps a parameter (engine, unit, flat parameter), and checks of what is passed for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from hf_zero.errors import ConfigError, StateError
 from hf_zero.layout import Run
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.state_access import run_of
+from hf_zero.runtime.edit_watch import fingerprint
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import clean_name
@@ -106,3 +107,44 @@ def parameters_of(target: Target | Iterable[Target], names: Iterable[str] | None
     if isinstance(target, nn.Parameter):
         return [target]
     return [param for one in target for param in parameters_of(one)]
+
+
+# -------------------------------------------------------------------- what is passed for it
+def managed_parameter(target: Target, name: str | None, what: str) -> Place:
+    """As `find_parameter`, but StateError for a parameter that hf_zero does not keep; `what` was called."""
+    place = find_parameter(target, name)
+    if place is None:
+        raise StateError(f"{what} is for parameters that hf_zero manages, and this is a plain one: use torch's own")
+    return place
+
+
+def check_value(
+    place: Place,
+    value: torch.Tensor | None,
+    what: str,
+    fits: Callable[[], None],
+    *,
+    same: bool,
+    number: bool = False,
+) -> None:
+    """Raise ConfigError on all ranks unless each has a value that fits, and with `same` the same one.
+
+    All ranks must call. `fits` raises ConfigError for another shape; with `number` a 0-dim value may be of any type.
+    """
+
+    def digest() -> int:
+        if value is not None and not value.is_floating_point() and not (number and value.dim() == 0):
+            kinds = f"{place.name} is {place.buffer.dtype}, the value {value.dtype}"
+            raise ConfigError(f"{what}: {kinds}: pass a float type")
+        fits()
+        return 0 if value is None else int(fingerprint(value.detach().to(torch.float64).reshape(-1)))
+
+    engine = place.engine
+    engine.require_all_ranks(what)
+    digests = engine.comm.together(what, digest, catch=(ConfigError,), raise_as=ConfigError)
+    others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
+    if same and others:
+        raise ConfigError(
+            f"{what}: rank(s) {others} passed other values for {place.name} than rank 0. All ranks must pass the same "
+            "(broadcast it first, or set it inside gathered_params(..., write_rank=0))."
+        )

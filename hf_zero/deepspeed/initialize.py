@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.config.resolved import DEFAULT
+from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.deepspeed.script_arguments import adopt_local_rank, config_of
 from hf_zero.distributed.processes import init_distributed, join_processes
 from hf_zero.engine.engine import ZeroEngine
@@ -47,7 +48,7 @@ def initialize(
     distributed_port: int | None = None,
     mpu: Any = None,
     mesh_param: Any = None,
-) -> tuple[ZeroEngine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
+) -> tuple[DeepSpeedEngine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
     """Train `model` with ZeRO; the signature is deepspeed.initialize's. All ranks must call.
 
     Args:
@@ -99,13 +100,13 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def shard(
     model: ModelT, config: ZeroConfig | Mapping[str, Any] | str | Path | None = None, *, train: bool = False
 ) -> ModelT:
-    """Spread a second model over the ranks: a reference, a teacher, a reward model. All ranks must call.
+    """Shard a second model over the ranks: a reference, a teacher, a reward model. All ranks must call.
 
     It has an engine of its own, with its own stage and offload, beside that of the model in training. The model is
     changed in place and returned: call it as before, on all ranks in the same order.
 
     Args:
-        config: A path, a dict, a JSON string or a ZeroConfig; None means stage 3. What it says of training does not
+        config: A path, a dict, a JSON string or a ZeroConfig; None means stage 3. Its keys of training do not
             count where `train` is false.
         train: False freezes all parameters, so that there are neither gradients nor masters. True leaves them alone;
             engine_of(model).attach_optimizer(optimizer) then trains it.
@@ -122,11 +123,12 @@ def shard(
     return model
 
 
-def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool, replace: bool = False) -> ZeroEngine:
+def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool, replace: bool = False) -> DeepSpeedEngine:
     construction = open_construction()
     if construction is not None:
         construction.settle(model)
     engine = new_engine(model, resolved, train=train, replace=replace)
+    assert isinstance(engine, DeepSpeedEngine)
     engine.before_teardown(log_account)
     if engine.is_sharded and hasattr(model, "save_pretrained"):  # a model of transformers or PEFT
         from hf_zero.hf.models.install import install_on_model
