@@ -47,8 +47,8 @@ def check_run(config: ZeroConfig, args: Any, model: nn.Module | None = None) -> 
 def check_world_size(seen: int, by: str) -> None:
     """Raise where `by`, which counts `seen` processes, has missed others that will train with this one.
 
-    accelerate counts one process where it finds no accelerator and was not told to use the CPU. hf_zero would join the
-    processes all the same, and each of them would train on all the data and write rank 0's files.
+    accelerate counts one process where it finds no accelerator and is not configured to use the CPU. hf_zero would
+    join the processes all the same, and each of them would train on all the data and write rank 0's files.
 
     Raises:
         ConfigError: On every rank, for what is wrong is the same on all.
@@ -130,7 +130,7 @@ def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
 
 
 def parallelism_conflicts(parallelism: Any) -> list[Problem]:
-    """Dimensions of accelerate's ParallelismConfig that cut or wrap the model themselves."""
+    """Dimensions of accelerate's ParallelismConfig that shard or wrap the model themselves."""
     names = [
         name
         for name in ("tp", "cp", "sp", "dp_shard", "dp_replicate")
@@ -207,8 +207,8 @@ def _packed_names(model: nn.Module) -> list[str]:
     return [name for name, dtype in types.items() if dtype.itemsize == 1 and dtype != torch.bool]
 
 
-def tell_missed_sharding(model: nn.Module) -> None:
-    """Say so where a model was loaded whole on every rank, because the configuration came too late."""
+def warn_of_missed_sharding(model: nn.Module) -> None:
+    """Warn where a model was loaded unsharded on every rank, because the configuration came too late."""
     loaded_from = getattr(getattr(model, "config", None), "name_or_path", "")
     if loaded_from and not engines_inside(model):
         logger.warning(
