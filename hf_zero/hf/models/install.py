@@ -21,14 +21,12 @@ _RESIZE = "resize_token_embeddings"
 
 
 def install_on_model(engine: ZeroEngine) -> None:
-    """Let saving, generating and resizing work on shards; until the engine, and what replaces it, leaves the model."""
-    if _install not in engine.installs:
+    """Let saving, generating and resizing work on shards; until the engine leaves the model."""
+    if engine.is_sharded:
         engine.install(_install)
 
 
 def _install(engine: ZeroEngine) -> None:
-    if not engine.is_sharded:
-        return
     install_save_pretrained(engine.module, engine)
     install_generate(engine.module, engine)
     for module in engine.module.modules():
@@ -58,7 +56,7 @@ def _resize(
             engine.params.reshard(unit)
         raise
     # Rank 0's values win: new rows may have been drawn with other seeds elsewhere.
-    renew(engine.module, [engine], engine.config, managed=engine.managed, train=engine.trains)
+    install_on_model(renew(engine.module, [engine], engine.config, managed=engine.managed, train=engine.trains))
     return resized
 
 
