@@ -108,24 +108,15 @@ def check_rivals(config: ZeroConfig, args: Any) -> None:
 def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
     """TrainingArguments that cannot be right under the configuration."""
     problems = parallelism_conflicts(getattr(args, "parallelism_config", None))
-
-    def add(name: str, text: str, remedy: str) -> None:
-        problems.append(Problem(f"TrainingArguments.{name}", text, remedy))
-
     if config.stage == 3 and args.save_only_model and config.get(_WEIGHTS_FLAG) is False:
-        add(
-            "save_only_model",
-            "save_only_model is set, but stage3_gather_16bit_weights_on_model_save is false: nothing would be saved.",
-            "Remove one of them.",
-        )
+        text = f"save_only_model is set, but {_WEIGHTS_FLAG.rpartition('.')[2]} is false: nothing would be saved."
+        problems.append(Problem("TrainingArguments.save_only_model", text, "Remove one of them."))
     for flag in ("bf16_full_eval", "fp16_full_eval"):
         block = flag[:4]
         if getattr(args, flag) and config.get(f"{block}.enabled") in (None, False):
-            add(
-                flag,
-                f"{flag} casts the live model for evaluation, which the engine that owns its memory does not allow.",
-                f'Add "{block}": {{"enabled": "auto"}} to the configuration, or remove {flag}.',
-            )
+            text = f"{flag} casts the live model for evaluation, which the engine that owns its memory does not allow."
+            remedy = f'Add "{block}": {{"enabled": "auto"}} to the configuration, or remove {flag}.'
+            problems.append(Problem(f"TrainingArguments.{flag}", text, remedy))
     return problems
 
 

@@ -49,14 +49,8 @@ class PatchPoint:
         return None
 
 
-@dataclass(frozen=True)
-class _Patch:
-    point: PatchPoint
-    original: Callable[..., Any]
-    ours: Callable[..., Any]
-
-
-def _patch(point: PatchPoint) -> _Patch:
+def _patch(point: PatchPoint) -> tuple[PatchPoint, Any, Any]:
+    """Put the function of `point` into its class; returns what was there, and what is there now."""
     original = point.owner.__dict__[point.name]
     plain = _plain(original)
 
@@ -66,7 +60,7 @@ def _patch(point: PatchPoint) -> _Patch:
 
     ours: Any = type(original)(function) if isinstance(original, staticmethod | classmethod) else function
     setattr(point.owner, point.name, ours)
-    return _Patch(point, original, ours)
+    return point, original, ours
 
 
 def _plain(method: Any) -> Callable[..., Any]:
@@ -81,7 +75,7 @@ class Activation:
         self.config: ZeroConfig | None = None
         # Given to `enable`: serves arguments without `zero`, and Accelerators that user code makes.
         self.enabled: ZeroConfig | None = None
-        self._patches: list[_Patch] = []
+        self._patches: list[tuple[PatchPoint, Any, Any]] = []  # with the original and ours
         self._held_back = 0
 
     def activate(self, config: ZeroConfig, patch_points: list[PatchPoint], *, for_everyone: bool) -> None:
@@ -99,13 +93,12 @@ class Activation:
 
     def deactivate(self) -> None:
         """Forget the configuration and put every original back."""
-        for patch in reversed(self._patches):
-            owner, name = patch.point.owner, patch.point.name
-            if owner.__dict__.get(name) is patch.ours:
-                setattr(owner, name, patch.original)
+        for point, original, ours in reversed(self._patches):
+            if point.owner.__dict__.get(point.name) is ours:
+                setattr(point.owner, point.name, original)
             else:
                 # Somebody wrapped our wrapper. It passes through while nothing is active, so it may stay.
-                logger.warning("%s.%s was patched again by other code and stays so", owner.__name__, name)
+                logger.warning("%s.%s was patched again by other code and stays so", point.owner.__name__, point.name)
         self._patches.clear()
         self.config = None
         self.enabled = None

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
 from transformers.core_model_loading import build_glob_alternation
+from transformers.modeling_utils import load_state_dict
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
@@ -127,8 +128,6 @@ class ShardedLoad:
         return {name: tensor for file in self._files for name, tensor in file.tensors.items()}
 
     def _unpickle(self, paths: list[str]) -> dict[str, Any]:
-        from transformers.modeling_utils import load_state_dict
-
         merged: dict[str, Any] = {}
         for path in paths:
             merged.update(load_state_dict(path, weights_only=self._load_config.weights_only))

@@ -238,7 +238,9 @@ def save(
 @_in_place_of("_save_optimizer_and_scheduler", "output_dir", needs=_engine)
 def save_optimizer_and_scheduler(self: Any, orig: Original, engine: ZeroEngine, output_dir: str) -> None:
     """Every rank writes its shards of masters and optimizer state; the writer adds the scheduler."""
-    engine.write_checkpoint(output_dir, exclude_frozen_parameters=_has_frozen_weights_elsewhere(self, engine))
+    # Frozen weights are left out where another file has them: the model's beside, or that of an adapter's base.
+    elsewhere = keeps_base(self.model) if is_peft_model(self.model) else writes_weights(engine)
+    engine.write_checkpoint(output_dir, exclude_frozen_parameters=elsewhere)
     if self.args.should_save:
         write_scheduler(self, output_dir)
 
@@ -281,13 +283,6 @@ def load_rng_state(self: Any, orig: Original, engine: ZeroEngine, checkpoint: st
     """Every rank reads a file of its own."""
     if checkpoint is not None:
         read_on_all(engine.comm, rng_state_file(self, checkpoint), lambda: orig(checkpoint))
-
-
-def _has_frozen_weights_elsewhere(trainer: Any, engine: ZeroEngine) -> bool:
-    """Whether the engine's files can do without frozen weights: they are in the model's file beside, or the base's."""
-    if is_peft_model(trainer.model):
-        return keeps_base(trainer.model)
-    return writes_weights(engine)
 
 
 @_in_place_of("_load_best_model", needs=_engine)
