@@ -97,8 +97,6 @@ def renew(
     for engine in engines:
         engine.homes.close()
     renewed = engine_class()(model, config, managed=managed, built=built, train=train)
-    for install in dict.fromkeys(install for engine in engines for install in engine.installs):
-        renewed.install(install)
     for other in dict.fromkeys(engine.comm for engine in engines if engine.comm is not comm):
         end_unless_shared(other)
     return renewed

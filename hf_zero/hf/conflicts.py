@@ -47,8 +47,8 @@ def check_run(config: ZeroConfig, args: Any, model: nn.Module | None = None) -> 
 def check_world_size(seen: int, by: str) -> None:
     """Raise where `by`, which counts `seen` processes, has missed others that will train with this one.
 
-    accelerate counts one process where it finds no accelerator and was not told to use the CPU. hf_zero would join the
-    processes all the same, and each of them would train on all the data and write rank 0's files.
+    accelerate counts one process where it finds no accelerator and is not configured to use the CPU. hf_zero would
+    join the processes all the same, and each of them would train on all the data and write rank 0's files.
 
     Raises:
         ConfigError: On every rank, for what is wrong is the same on all.
@@ -108,29 +108,20 @@ def check_rivals(config: ZeroConfig, args: Any) -> None:
 def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
     """TrainingArguments that cannot be right under the configuration."""
     problems = parallelism_conflicts(getattr(args, "parallelism_config", None))
-
-    def add(name: str, text: str, remedy: str) -> None:
-        problems.append(Problem(f"TrainingArguments.{name}", text, remedy))
-
     if config.stage == 3 and args.save_only_model and config.get(_WEIGHTS_FLAG) is False:
-        add(
-            "save_only_model",
-            "save_only_model is set, but stage3_gather_16bit_weights_on_model_save is false: nothing would be saved.",
-            "Remove one of them.",
-        )
+        text = f"save_only_model is set, but {_WEIGHTS_FLAG.rpartition('.')[2]} is false: nothing would be saved."
+        problems.append(Problem("TrainingArguments.save_only_model", text, "Remove one of them."))
     for flag in ("bf16_full_eval", "fp16_full_eval"):
         block = flag[:4]
         if getattr(args, flag) and config.get(f"{block}.enabled") in (None, False):
-            add(
-                flag,
-                f"{flag} casts the live model for evaluation, which the engine that owns its memory does not allow.",
-                f'Add "{block}": {{"enabled": "auto"}} to the configuration, or remove {flag}.',
-            )
+            text = f"{flag} casts the live model for evaluation, which the engine that owns its memory does not allow."
+            remedy = f'Add "{block}": {{"enabled": "auto"}} to the configuration, or remove {flag}.'
+            problems.append(Problem(f"TrainingArguments.{flag}", text, remedy))
     return problems
 
 
 def parallelism_conflicts(parallelism: Any) -> list[Problem]:
-    """Dimensions of accelerate's ParallelismConfig that cut or wrap the model themselves."""
+    """Dimensions of accelerate's ParallelismConfig that shard or wrap the model themselves."""
     names = [
         name
         for name in ("tp", "cp", "sp", "dp_shard", "dp_replicate")
@@ -207,8 +198,8 @@ def _packed_names(model: nn.Module) -> list[str]:
     return [name for name, dtype in types.items() if dtype.itemsize == 1 and dtype != torch.bool]
 
 
-def tell_missed_sharding(model: nn.Module) -> None:
-    """Say so where a model was loaded whole on every rank, because the configuration came too late."""
+def warn_of_missed_sharding(model: nn.Module) -> None:
+    """Warn where a model was loaded unsharded on every rank, because the configuration came too late."""
     loaded_from = getattr(getattr(model, "config", None), "name_or_path", "")
     if loaded_from and not engines_inside(model):
         logger.warning(

@@ -24,7 +24,7 @@ def enable(config: ZeroConfig | str | Path | Mapping[str, Any]) -> None:
     Args:
         config: Path of a JSON file, a dict, a JSON string, or a ZeroConfig.
     Raises:
-        ConfigError: The configuration is wrong, accelerate was told to use DeepSpeed, or this version of
+        ConfigError: The configuration is wrong, accelerate is configured for DeepSpeed, or this version of
             transformers or accelerate lacks a patch point.
     """
     check_environment()

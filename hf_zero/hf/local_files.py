@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,11 +44,7 @@ def write_on_all(comm: Comm, path: Any, work: Callable[[], _T]) -> _T:
         CheckpointError: On every rank, if any rank could not write. It names rank, path and reason.
     """
 
-    def write() -> _T:
-        with writing(path):
-            return work()
-
-    return _shared(comm, "writing files", write)
+    return _on_all(comm, "writing files", writing(path), work)
 
 
 def read_on_all(comm: Comm, path: Any, work: Callable[[], _T]) -> _T:
@@ -57,20 +54,27 @@ def read_on_all(comm: Comm, path: Any, work: Callable[[], _T]) -> _T:
         CheckpointError: On every rank, if the file of any rank is damaged. It names rank, path and reason.
     """
 
-    def read() -> _T:
-        try:
-            return work()
-        except ZeroError as error:
-            raise _LocalError(str(error)) from error
-        except Exception as error:  # a damaged pickle may raise anything
-            raise _LocalError(f"cannot read {path}, it is damaged: {_reason(error)}") from error
-
-    return _shared(comm, "reading files", read)
+    return _on_all(comm, "reading files", _reading(path), work)
 
 
-def _shared(comm: Comm, what: str, work: Callable[[], _T]) -> _T:
+@contextlib.contextmanager
+def _reading(path: Any) -> Iterator[None]:
+    try:
+        yield
+    except ZeroError as error:
+        raise _LocalError(str(error)) from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise _LocalError(f"cannot read {path}, it is damaged: {_reason(error)}") from error
+
+
+def _on_all(comm: Comm, what: str, block: AbstractContextManager[None], work: Callable[[], _T]) -> _T:
     results: list[_T] = []  # they do not travel
-    comm.together(what, lambda: results.append(work()), catch=(_LocalError,), raise_as=CheckpointError)
+
+    def act() -> None:
+        with block:
+            results.append(work())
+
+    comm.together(what, act, catch=(_LocalError,), raise_as=CheckpointError)
     return results[0]
 
 

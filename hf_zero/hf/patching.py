@@ -1,7 +1,8 @@
 """What is in force in this process: the active configuration, and our functions in transformers and accelerate.
 
-A patch point is a method of theirs that acts through one of our functions. They are checked by name and signature
-first: an upgrade that renamed one is an error that says so, never a run without ZeRO.
+Methods of classes are replaced while a configuration is in force, methods of one model while it has an engine. A patch
+point is a method of a class that acts through one of our functions. It is checked by name and signature first: an
+upgrade that renamed one is an error that says so, never a run without ZeRO.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+from torch import nn
+
 from hf_zero.config import ZeroConfig
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -23,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PatchPoint:
-    """A method of a foreign class that ours wraps: `wrap(original)` is put in its place.
+    """A method of a foreign class: a call of it becomes `function(original, *args, **kwargs)`.
 
-    For static and class methods `wrap` gets and gives the plain function.
+    `original` is the plain function, of static and class methods too.
     """
 
     owner: type
     name: str
     parameters: tuple[str, ...]  # leading ones after the first
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    function: Callable[..., Any]
 
     def problem(self) -> str | None:
         """Why the patch point cannot be used, or None."""
@@ -45,20 +49,18 @@ class PatchPoint:
         return None
 
 
-@dataclass(frozen=True)
-class _Patch:
-    point: PatchPoint
-    original: Callable[..., Any]
-    ours: Callable[..., Any]
-
-
-def _patch(point: PatchPoint) -> _Patch:
+def _patch(point: PatchPoint) -> tuple[PatchPoint, Any, Any]:
+    """Put the function of `point` into its class; returns what was there, and what is there now."""
     original = point.owner.__dict__[point.name]
-    ours: Any = functools.wraps(_plain(original))(point.wrap(_plain(original)))
-    if isinstance(original, staticmethod | classmethod):
-        ours = type(original)(ours)
+    plain = _plain(original)
+
+    @functools.wraps(plain)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return point.function(plain, *args, **kwargs)
+
+    ours: Any = type(original)(function) if isinstance(original, staticmethod | classmethod) else function
     setattr(point.owner, point.name, ours)
-    return _Patch(point, original, ours)
+    return point, original, ours
 
 
 def _plain(method: Any) -> Callable[..., Any]:
@@ -73,7 +75,7 @@ class Activation:
         self.config: ZeroConfig | None = None
         # Given to `enable`: serves arguments without `zero`, and Accelerators that user code makes.
         self.enabled: ZeroConfig | None = None
-        self._patches: list[_Patch] = []
+        self._patches: list[tuple[PatchPoint, Any, Any]] = []  # with the original and ours
         self._held_back = 0
 
     def activate(self, config: ZeroConfig, patch_points: list[PatchPoint], *, for_everyone: bool) -> None:
@@ -91,13 +93,12 @@ class Activation:
 
     def deactivate(self) -> None:
         """Forget the configuration and put every original back."""
-        for patch in reversed(self._patches):
-            owner, name = patch.point.owner, patch.point.name
-            if owner.__dict__.get(name) is patch.ours:
-                setattr(owner, name, patch.original)
+        for point, original, ours in reversed(self._patches):
+            if point.owner.__dict__.get(point.name) is ours:
+                setattr(point.owner, point.name, original)
             else:
                 # Somebody wrapped our wrapper. It passes through while nothing is active, so it may stay.
-                logger.warning("%s.%s was patched again by other code and stays so", owner.__name__, name)
+                logger.warning("%s.%s was patched again by other code and stays so", point.owner.__name__, point.name)
         self._patches.clear()
         self.config = None
         self.enabled = None
@@ -115,6 +116,31 @@ class Activation:
             yield
         finally:
             self._held_back -= 1
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, `owner.name` is `value`."""
+    original = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def replace_method(module: nn.Module, name: str, engine: ZeroEngine, method: Callable[..., Any]) -> None:
+    """Let `module.name(...)` call `method(original, ...)`, until the engine leaves the model."""
+    own = module.__dict__.get(name)
+    original = getattr(module, name)
+    module.__dict__[name] = functools.wraps(original)(functools.partial(method, original))
+
+    def undo() -> None:
+        module.__dict__.pop(name, None)
+        if own is not None:
+            module.__dict__[name] = own
+
+    engine.on_uninstall(undo)
 
 
 def check_patch_points(patch_points: list[PatchPoint]) -> None:

@@ -1,7 +1,8 @@
 """Parameters that are frozen when their units are made and require gradients later: they get masters and gradients.
 
-A frozen buffer is split into what stays frozen and what is trained from now on. Buffers that are trained already, and
-their optimizer state, stay as they are. Freezing needs nothing: a parameter without gradient is left alone.
+A frozen flat parameter is split into what stays frozen and what is trained from now on, or goes on as a trained one
+where all of it is. Those that are trained already, and their optimizer state, stay as they are. Freezing needs
+nothing: a parameter without gradient is left alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.hooks import in_backward
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.home import FlatParamSpec
+from hf_zero.sharding.home import FlatParamSpec, Placement
 from hf_zero.sharding.unit import ShardUnit
 
 
@@ -81,20 +82,22 @@ class Unfreeze:
         self._count += 1
         flat_specs = list(self._flat_specs(unit, old, comm))
         self._built.homes.admit(flat_specs)
-        alone = len(flat_specs) == 1 and flat_specs[0].layout.bucket_numel == old.layout.bucket_numel
-        with torch.no_grad():
-            if alone:
-                self._params.reshard(unit)
-                old.check_placeholders()
-            else:
+        placements = [self._built.homes.placement_of(flat_spec) for flat_spec in flat_specs]
+        if len(flat_specs) == 1 and old.can_become(flat_specs[0], old.params, placements[0], comm):
+            self._params.reshard(unit)
+            old.check_placeholders()
+            old.become(flat_specs[0].layout, placements[0])
+            new = [old]
+        else:
+            with torch.no_grad():
                 self._params.unshard(unit)
-            new = [self._buffer(flat_spec, old, comm, alone) for flat_spec in flat_specs]
-            unit.replace(old, new)
-            if alone and unit.on_demand:
-                new[0].release()
-            elif not alone:
+                new = [
+                    self._copy(flat_spec, placement, old, comm)
+                    for flat_spec, placement in zip(flat_specs, placements, strict=True)
+                ]
+                unit.replace(old, new)
                 self._params.reshard(unit)
-        old.discard()
+            old.discard()
         plan = self._settings.plan(unit.kind, comm.world_size)
         trained = next(flat for flat in new if flat.layout.trainable)
         return make_grads(trained, self._settings, comm, self._built.pool, self._built.homes, eager=plan.eager)
@@ -118,18 +121,11 @@ class Unfreeze:
                 )
                 yield FlatParamSpec(layout, old.dtype, old.on_demand)
 
-    def _buffer(self, flat_spec: FlatParamSpec, old: FlatParam, comm: Comm, alone: bool) -> FlatParam:
+    def _copy(self, flat_spec: FlatParamSpec, placement: Placement, old: FlatParam, comm: Comm) -> FlatParam:
         by_name = {slot.name: param for slot, param in zip(old.layout.slots, old.params, strict=True)}
         members = [by_name[slot.name] for slot in flat_spec.layout.slots]
-
-        def fill(buffer: FlatParam) -> None:
-            if alone and buffer.fits(old, members):
-                buffer.fill_from(old, share=True)
-            else:
-                buffer.fill_from_params()
-
-        home = self._built.homes.placement_of(flat_spec)
+        fill, on_demand = FlatParam.fill_from_params, old.on_demand
         with comm.stop_together():
             return FlatParam(
-                flat_spec.layout, members, comm, home, on_demand=old.on_demand, dtype=old.dtype, fill=fill
+                flat_spec.layout, members, comm, placement, on_demand=on_demand, dtype=old.dtype, fill=fill
             )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.hf.models.from_pretrained import LOADS
+from hf_zero.hf.models.from_pretrained import LoadReport, ShardedLoad
 from tests.harness.ranks import run_ranks
 from tests.hf.architectures import ARCHITECTURES, save_all
 
@@ -29,6 +29,18 @@ def ties(model: nn.Module) -> set[frozenset[str]]:
 
 
 def load_both(root: Path, names: list[str], threshold: int) -> dict[str, Any]:
+    read, reports = ShardedLoad.read, []
+
+    def noted(load: ShardedLoad) -> LoadReport:
+        reports.append(read(load))
+        return reports[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedLoad, "read", noted)
+        return _load_both(root, names, threshold, reports)
+
+
+def _load_both(root: Path, names: list[str], threshold: int, reports: list[LoadReport]) -> dict[str, Any]:
     """For each architecture, what differs between the two loads on this rank: nothing, one hopes."""
     rank = torch.distributed.get_rank()
     world = torch.distributed.get_world_size()
@@ -40,6 +52,7 @@ def load_both(root: Path, names: list[str], threshold: int) -> dict[str, Any]:
         zero = {"stage": 3, "stage3_param_persistence_threshold": threshold}
         hf_zero.enable({"zero_optimization": zero})
         torch.manual_seed(5 + rank)
+        reports.clear()
         try:
             model, info = one.load_as.from_pretrained(root / name, output_loading_info=True, **one.options)
         finally:
@@ -64,8 +77,7 @@ def load_both(root: Path, names: list[str], threshold: int) -> dict[str, Any]:
                 differences.append(f"{key} differs")
         if model.training or any(not p.requires_grad for p in model.parameters()):
             differences.append("mode or requires_grad")
-        report = LOADS.last
-        assert report is not None
+        [report] = reports
         outcome[name] = (differences, report.bytes_read, report.bytes_stored, world)
     return outcome
 

@@ -20,7 +20,7 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler  # from accele
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from hf_zero.config import ZeroConfig
+from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.optim.registry import optimizer_of
@@ -36,7 +36,7 @@ class Dummies:
     """What was built for one Accelerator in the place of dummies, and how its schedulers step.
 
     Args:
-        arguments_of: What the Accelerator says about keys that TrainingArguments would say.
+        arguments_of: The values of an Accelerator for keys that TrainingArguments would give.
     """
 
     def __init__(
@@ -115,12 +115,8 @@ class Dummies:
         for known, made in self._optimizers:
             if known is dummy:
                 return made
-        filled = self._config.filled_in(
-            {"optimizer.params.lr": dummy.lr, "optimizer.params.weight_decay": dummy.weight_decay}
-        )
-        block = filled.resolve(
-            self._arguments_of(self._accelerator), None, self._accelerator.num_processes, client_scheduler=True
-        ).optimizer
+        values = {"optimizer.params.lr": dummy.lr, "optimizer.params.weight_decay": dummy.weight_decay}
+        block = self._resolve(values, client_scheduler=True).optimizer
         if block is None:
             more = {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs}
             unknown = sorted(set(more) - set(inspect.signature(torch.optim.AdamW).parameters))
@@ -163,13 +159,15 @@ class Dummies:
         block = None
         if dummy.lr_scheduler_callable is None:
             self._check_length(dummy)
-            filled = self._config.filled_in(self._values(dummy, optimizer))
-            block = filled.resolve(
-                self._arguments_of(self._accelerator), None, self._accelerator.num_processes, client_optimizer=True
-            ).scheduler
+            block = self._resolve(self._values(dummy, optimizer), client_optimizer=True).scheduler
         scheduler = choose_scheduler(dummy.lr_scheduler_callable, block, optimizer)
         self._schedulers.append(scheduler)
         return scheduler
+
+    def _resolve(self, values: dict[str, Any], **brought: bool) -> ResolvedConfig:
+        """With `values` in the place of "auto"."""
+        arguments, world_size = self._arguments_of(self._accelerator), self._accelerator.num_processes
+        return self._config.filled_in(values).resolve(arguments, None, world_size, **brought)
 
     def _real(self, optimizer: Any) -> torch.optim.Optimizer:
         """The torch optimizer that a DummyScheduler was made for."""

@@ -1,6 +1,6 @@
-"""What a plain accelerate loop says for values that TrainingArguments would give: as accelerate does for DeepSpeed.
+"""The values of a plain accelerate loop for what TrainingArguments would give: as accelerate does for DeepSpeed.
 
-Accumulation that the Accelerator was not told of comes from the file; a batch size that the file leaves open comes
+Accumulation that the Accelerator does not set comes from the file; a batch size that the file leaves open comes
 from the loaders that are prepared with the model.
 """
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_accumulation(accelerator: Accelerator, config: ZeroConfig) -> None:
-    """Let an Accelerator that has the default, 1, accumulate as often as the file says.
+    """Let an Accelerator that has the default, 1, accumulate as often as the file sets.
 
     Another number that differs from the file's is a contradiction, which resolving reports.
     """
@@ -48,15 +48,15 @@ def batch_of_loaders(accelerator: Accelerator, config: ZeroConfig, prepared: Ite
 
 
 def arguments_of(accelerator: Accelerator, per_device: int | None) -> Any:
-    """What a plain Accelerator says about keys that TrainingArguments would say."""
-    said: dict[str, Any] = {"gradient_accumulation_steps": accelerator.gradient_accumulation_steps}
+    """The values of a plain Accelerator for keys that TrainingArguments would give."""
+    values: dict[str, Any] = {"gradient_accumulation_steps": accelerator.gradient_accumulation_steps}
     if per_device is not None:
-        said["per_device_train_batch_size"] = per_device
+        values["per_device_train_batch_size"] = per_device
     if accelerator.mixed_precision in ("bf16", "fp16"):
-        # "no" is the default, so it says nothing.
+        # "no" is the default, so it sets nothing.
         for kind in ("bf16", "fp16"):
-            said |= {kind: accelerator.mixed_precision == kind, f"{kind}_full_eval": False}
-    return SimpleNamespace(**said)
+            values |= {kind: accelerator.mixed_precision == kind, f"{kind}_full_eval": False}
+    return SimpleNamespace(**values)
 
 
 def scaling_of(scaler: Any) -> LossScaling | None:

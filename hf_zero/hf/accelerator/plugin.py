@@ -31,7 +31,7 @@ from hf_zero.hf.accelerator.dummies import Dummies
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.accelerator.plain_loop import arguments_of, batch_of_loaders, scaling_of, take_accumulation
 from hf_zero.hf.accelerator.save_state import AcceleratorState
-from hf_zero.hf.conflicts import accelerator_conflicts, check_world_size, model_conflicts, tell_missed_sharding
+from hf_zero.hf.conflicts import accelerator_conflicts, check_world_size, model_conflicts, warn_of_missed_sharding
 from hf_zero.hf.models.install import install_on_model
 from hf_zero.hf.patching import ACTIVATION, PatchPoint
 
@@ -84,10 +84,10 @@ class ZeroPlugin:
             take_accumulation(accelerator, self.config)
         resolved = self.resolve(accelerator)
         if not isinstance(accelerator, ZeroAcceleratorMixin):
-            accelerator.__class__ = _zero_class(type(accelerator))
+            accelerator.__class__ = _zero_class(type(accelerator))  # type: ignore[arg-type]  # a class is hashable
         accelerator.zero_plugin = self
         # Trainer builds the scheduler itself.
-        self.dummies = None if self._args is not None else Dummies(self.config, accelerator, self._said_by)
+        self.dummies = None if self._args is not None else Dummies(self.config, accelerator, self._arguments)
         if resolved.dtype is not None or resolved.precision.autocast is not None:
             # The engine casts, parameters or operations, so accelerate's autocast must not act as well.
             accelerator.native_amp = False
@@ -104,26 +104,27 @@ class ZeroPlugin:
 
         So do the scheduler's, without `num_training_steps`.
         """
-        world_size, later = accelerator.num_processes, num_training_steps is None
-        if self._args is not None:
-            args = self._args
-            if self._per_device_batch is not None:
-                args = copy.copy(args)
-                args.per_device_train_batch_size = self._per_device_batch
-            resolved = self.config.resolve(
-                args, model, world_size, num_training_steps=num_training_steps, client_scheduler=later
-            )
-        else:
-            resolved = self.config.resolve(
-                self._said_by(accelerator), model, world_size, client_optimizer=True, client_scheduler=True
-            )
+        resolved = self.config.resolve(
+            self._arguments(accelerator),
+            model,
+            accelerator.num_processes,
+            num_training_steps=num_training_steps,
+            client_optimizer=self._args is None,
+            client_scheduler=num_training_steps is None,
+        )
         if self._scaling is None:
             return resolved
         precision = dataclasses.replace(resolved.precision, scaling=self._scaling, skip_nonfinite=True)
         return dataclasses.replace(resolved, precision=precision)
 
-    def _said_by(self, accelerator: Accelerator) -> Any:
-        return arguments_of(accelerator, self._per_device_batch)
+    def _arguments(self, accelerator: Accelerator) -> Any:
+        """What "auto" values come from: the Trainer's arguments, or the Accelerator in their place."""
+        if self._args is None:
+            return arguments_of(accelerator, self._per_device_batch)
+        args = copy.copy(self._args)
+        if self._per_device_batch is not None:
+            args.per_device_train_batch_size = self._per_device_batch
+        return args
 
     def create_engine(self, accelerator: Accelerator, model: nn.Module, *, train: bool) -> ZeroEngine | None:
         """Build the engine of `model`, which may have been loaded in shards. All ranks must call.
@@ -136,7 +137,7 @@ class ZeroPlugin:
             return None
         raise_all(self.config.source, model_conflicts(model, resolved.stage))
         if resolved.stage == 3 and accelerator.num_processes > 1 and accelerator.is_main_process:
-            tell_missed_sharding(model)
+            warn_of_missed_sharding(model)
         # Trainer and accelerate scale the loss for accumulation, and ZeroAcceleratedOptimizer sees to clipping.
         engine = new_engine(
             model,
@@ -161,12 +162,9 @@ class ZeroPlugin:
         block = resolved.optimizer
         if block is not None and block["type"] != type(optimizer).__name__:
             logger.warning("the optimizer block is not used: the script made its own %s", type(optimizer).__name__)
-        if self._args is not None:  # Trainer clips by itself
-            return ZeroAcceleratedOptimizer(attached, engine, clipping=0.0, clipping_is_fixed=False)
+        clipping = 0.0 if self._args is not None else resolved.gradient_clipping  # Trainer clips by itself
         is_fixed = resolved.origins.get("gradient_clipping") == "file"
-        return ZeroAcceleratedOptimizer(
-            attached, engine, clipping=resolved.gradient_clipping, clipping_is_fixed=is_fixed
-        )
+        return ZeroAcceleratedOptimizer(attached, engine, clipping=clipping, clipping_is_fixed=is_fixed)
 
 
 class ZeroAcceleratorMixin(AcceleratorState):
@@ -221,8 +219,7 @@ class ZeroAcceleratorMixin(AcceleratorState):
                     "\nMake a new optimizer for the model, or a new Trainer; to go on where it was, load a checkpoint."
                 )
         else:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            engine = self._attached_engine(optimizer) or self._engine_for(params)
+            engine = self._engine_for(optimizer)
             if engine is None:
                 raise StateError(
                     "accelerator.prepare got an optimizer whose parameters belong to no prepared model.\n"
@@ -240,19 +237,15 @@ class ZeroAcceleratorMixin(AcceleratorState):
         wrapped = dummies.wrap(scheduler) if dummies is not None else None
         return super().prepare_scheduler(scheduler) if wrapped is None else wrapped
 
-    def _attached_engine(self, optimizer: torch.optim.Optimizer) -> ZeroEngine | None:
-        for engine in self._engines():
+    def _engine_for(self, optimizer: torch.optim.Optimizer) -> ZeroEngine | None:
+        """The engine that `optimizer` is attached to, or that of the model to which all its parameters belong."""
+        engines = self._engines()
+        for engine in engines:
             if engine.optimizer is not None and engine.optimizer.optimizer is optimizer:
                 return engine
-        return None
-
-    def _engine_for(self, params: Iterable[torch.Tensor]) -> ZeroEngine | None:
-        """The engine of the model that all of `params` belong to."""
-        wanted = {id(param) for param in params}
-        for engine in self._engines():
-            if wanted and wanted <= {id(param) for param in engine.module.parameters()}:
-                return engine
-        return None
+        wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        holding = (engine for engine in engines if wanted <= {id(param) for param in engine.module.parameters()})
+        return next(holding, None) if wanted else None
 
     # ---------------------------------------------------------------- training
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -324,26 +317,19 @@ class ZeroAcceleratorMixin(AcceleratorState):
         return super().free_memory(*objects)
 
 
-# Accelerator class -> the same with the mixin in front.
-_ZERO_CLASSES: dict[type, type] = {}
-
-
+@functools.cache
 def _zero_class(base: type) -> type:
-    if base not in _ZERO_CLASSES:
-        _ZERO_CLASSES[base] = type(f"Zero{base.__name__}", (ZeroAcceleratorMixin, base), {})
-    return _ZERO_CLASSES[base]
+    return type(f"Zero{base.__name__}", (ZeroAcceleratorMixin, base), {})
 
 
 def accelerator_patch_points() -> list[PatchPoint]:
     """The one method of accelerate that `enable` acts through."""
-    return [PatchPoint(Accelerator, "__init__", ("device_placement", "split_batches", "mixed_precision"), _wrap_init)]
+    parameters = ("device_placement", "split_batches", "mixed_precision")
+    return [PatchPoint(Accelerator, "__init__", parameters, _init)]
 
 
-def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __init__(self: Accelerator, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        config = ACTIVATION.accelerator_config
-        if config is not None:
-            ZeroPlugin(config).attach(self)
-
-    return __init__
+def _init(original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    config = ACTIVATION.accelerator_config
+    if config is not None:
+        ZeroPlugin(config).attach(self)

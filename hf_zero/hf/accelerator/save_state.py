@@ -1,4 +1,4 @@
-"""Whole weights and checkpoints of the models that an Accelerator has prepared: half of the plugin's mixin."""
+"""Full weights and checkpoints of the models that an Accelerator has prepared: half of the plugin's mixin."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AcceleratorState(Accelerator):
         return [engine for model in self._models if (engine := engine_of(model)) is not None]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Whole weights: of a sharded model on the ranks that write, {} elsewhere; else on every rank.
+        """Full weights: of a sharded model on the ranks that write, {} elsewhere; else on every rank.
 
         All ranks must call where the model is sharded.
         """
@@ -95,7 +95,7 @@ class AcceleratorState(Accelerator):
 
 
 def writes_weights(engine: ZeroEngine) -> bool:
-    """Whether whole weights are written beside the engine's own files: always, unless they were turned off."""
+    """Whether full weights are written beside the engine's own files: always, unless they were turned off."""
     return engine.config.stage < 3 or engine.config.zero.stage3_gather_16bit_weights_on_model_save is not False
 
 

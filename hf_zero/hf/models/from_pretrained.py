@@ -1,8 +1,9 @@
 """`from_pretrained` at stage 3: the model is built on the meta device, and every rank reads its own slices.
 
 transformers' own loader decides everything (names, conversions, types, what is missing). It is given stored tensors
-that have not been read, and where it would put a tensor into the model, this rank's part of it is placed instead. The
-model comes out under an engine for inference, which Trainer, accelerate or `initialize` renew for training.
+that have not been read, and where it would put a tensor into the model, this rank's slice of it is placed instead. The
+model comes out under an engine for inference. Trainer, accelerate or `initialize` replace that for training, with the
+same flat parameters where their layout stays (engine/replace.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import dataclasses
 import functools
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +21,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
 from transformers.core_model_loading import build_glob_alternation
+from transformers.modeling_utils import load_state_dict
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
-from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.factory import engine_class
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.hf.models.install import install_on_model
 from hf_zero.hf.models.name_matching import Match, match_stored
 from hf_zero.hf.models.shard_placer import ShardPlacer
 from hf_zero.hf.models.stored import LazyTensor, StoredFile, StoredTensor, open_files
-from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units
+from hf_zero.hf.patching import replaced
+from hf_zero.runtime.build import BuildSettings, build_units
 from hf_zero.runtime.memory_report import cast_line
 from hf_zero.sharding.flat_param import FlatParam
 
@@ -40,8 +41,17 @@ logger = logging.getLogger(__name__)
 _SETTER = "set_param_for_module"
 
 
+@dataclass(frozen=True)
+class LoadReport:
+    """What one rank did to load a model."""
+
+    bytes_read: int  # from safetensors files
+    bytes_stored: int  # in them, of all tensors
+    seconds: float  # of reading
+
+
 class ShardedLoad:
-    """One `from_pretrained` under way. All ranks must make it, and call its methods in order.
+    """One `from_pretrained` under way. All ranks must make it and call `load`, then `finish`.
 
     Args:
         load_config: transformers' LoadStateDictConfig.
@@ -50,29 +60,55 @@ class ShardedLoad:
     def __init__(self, model: PreTrainedModel, config: ResolvedConfig, load_config: Any) -> None:
         self._model = model
         self._config = config
-        self._load_config = load_config
+        # A device_map that names the ranks' kind of device has transformers reserve memory for the full model.
+        self._load_config = dataclasses.replace(load_config, device_map=None)
         self._files: list[StoredFile] = []
         self._params: dict[str, nn.Parameter] = {}  # live name -> ours, tied names alike
         self._comm = Comm.join(timeout_s=config.desync_timeout)
-        self._refuse()
+        self._refuse(load_config.device_map)
 
-    def _refuse(self) -> None:
+    def _refuse(self, places: Mapping[str, Any] | None) -> None:
         name = type(self._model).__name__
         if self._load_config.hf_quantizer is not None:
             raise ConfigError(
                 f"{name} is quantized, and stage 3 cannot cut quantized parameters.\nUse stage 2, or load it "
                 "unquantized."
             )
-        places = self._load_config.device_map
         if places is not None and {torch.device(place).type for place in places.values()} != {self._comm.device.type}:
             raise ConfigError(
                 f"{name} was asked for with device_map={places}, but at stage 3 every rank places its own part of "
                 "each parameter.\nRemove device_map."
             )
 
+    def load(self, original: Callable[..., Any], state_dict: Mapping[str, Any] | None, paths: list[str] | None) -> Any:
+        """In the place of `original`, PreTrainedModel._load_pretrained_model."""
+        try:
+            given = self._prepare(self._open(state_dict, paths))
+            with self._placing():
+                outcome = original(self._model, given, None, self._load_config)
+            report = self.read()
+        finally:
+            self._close()
+        logger.info(
+            "hf_zero: this rank read %.2f of %.2f GB of %s in %.2f s (%.2f GB/s)",
+            report.bytes_read / 1e9,
+            report.bytes_stored / 1e9,
+            type(self._model).__name__,
+            report.seconds,
+            report.bytes_read / 1e9 / max(report.seconds, 1e-9),
+        )
+        return outcome
+
+    def finish(self, original: Callable[..., Any], info: Any) -> Any:
+        """In the place of `original`, PreTrainedModel._finalize_model_loading; the model gets its engine."""
+        outcome = original(self._model, self._load_config, info)
+        self._take_initialised()
+        self._make_engine()
+        return outcome
+
     # ---------------------------------------------------------------- what is stored
-    def open(self, state_dict: Mapping[str, Any] | None, paths: list[str] | None) -> dict[str, Any]:
-        """Stored name -> stored tensor, or a whole one where it was given or is not in safetensors files.
+    def _open(self, state_dict: Mapping[str, Any] | None, paths: list[str] | None) -> dict[str, Any]:
+        """Stored name -> stored tensor, or a full one where it was given or is not in safetensors files.
 
         Raises:
             CheckpointError: On every rank, what is wrong with the files on any.
@@ -92,8 +128,6 @@ class ShardedLoad:
         return {name: tensor for file in self._files for name, tensor in file.tensors.items()}
 
     def _unpickle(self, paths: list[str]) -> dict[str, Any]:
-        from transformers.modeling_utils import load_state_dict
-
         merged: dict[str, Any] = {}
         for path in paths:
             merged.update(load_state_dict(path, weights_only=self._load_config.weights_only))
@@ -110,7 +144,7 @@ class ShardedLoad:
             )
 
     # ---------------------------------------------------------------- units without values
-    def prepare(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+    def _prepare(self, stored: Mapping[str, Any]) -> dict[str, Any]:
         """Build the model's units; returns what transformers' loader is to be given for `stored`."""
         model = self._model
         live = model.state_dict()
@@ -137,14 +171,14 @@ class ShardedLoad:
         for target, source in self._model.all_tied_weights_keys.items():
             if target in key_of and source in key_of:
                 pairs.append((key_of[target], key_of[source]))
-        same = [self._my_part_is_equal(stored[first], stored[second]) for first, second in pairs]
+        same = [self._my_slice_is_equal(stored[first], stored[second]) for first, second in pairs]
         if not pairs:
             return dict(stored)
         votes = self._comm.vote(torch.tensor([float(one) for one in same], dtype=torch.float64), "tied weights")
         twice = {pair[0] for pair, equal in zip(pairs, votes.all(0).tolist(), strict=True) if equal}
         return {key: value for key, value in stored.items() if key not in twice}
 
-    def _my_part_is_equal(self, first: Any, second: Any) -> bool:
+    def _my_slice_is_equal(self, first: Any, second: Any) -> bool:
         if tuple(first.shape) != tuple(second.shape) or first.dtype != second.dtype:
             return False
         numel = int(torch.Size(first.shape).numel())
@@ -173,16 +207,15 @@ class ShardedLoad:
 
     # ---------------------------------------------------------------- values
     @contextlib.contextmanager
-    def placing(self) -> Iterator[None]:
+    def _placing(self) -> Iterator[None]:
         """Inside, what transformers' loader puts into the model is placed into the shards."""
-        original = getattr(core_model_loading, _SETTER)
+        setter = functools.partial(self._set, getattr(core_model_loading, _SETTER))
         asynchronous = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its threads would read all experts ahead
-        setattr(core_model_loading, _SETTER, functools.partial(self._set, original))
         try:
-            yield
+            with replaced(core_model_loading, _SETTER, setter):
+                yield
         finally:
-            setattr(core_model_loading, _SETTER, original)
             if asynchronous is None:
                 del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
             else:
@@ -213,16 +246,15 @@ class ShardedLoad:
 
         errors = (CheckpointError, OSError)
         seconds = self._comm.together("reading of weights", work, catch=errors, raise_as=CheckpointError)
-        self.close()
         stored = sum(tensor.nbytes for file in self._files for tensor in file.tensors.values())
         return LoadReport(sum(file.bytes_read for file in self._files), stored, seconds[self._comm.rank])
 
-    def close(self) -> None:
+    def _close(self) -> None:
         for file in self._files:
             file.close()
 
     # ---------------------------------------------------------------- what transformers initialised, and the engine
-    def take_initialised(self) -> None:
+    def _take_initialised(self) -> None:
         """Move parameters that the files do not have, and transformers initialised, into their shards.
 
         All ranks must call; rank 0's values win, because ranks may have different seeds.
@@ -235,96 +267,21 @@ class ShardedLoad:
             mine = replaced.get(id(param))
             if mine is None:
                 mine = replaced[id(param)] = self._params[live]
-                whole = param.detach().to(self._comm.device)
-                self._comm.broadcast(whole, f"first values of {live}")
+                full = param.detach().to(self._comm.device)
+                self._comm.broadcast(full, f"first values of {live}")
                 with torch.no_grad():
-                    self._placer.place(mine, whole)
+                    self._placer.place(mine, full)
             module._parameters[name] = mine
         self._placer.read(show=False)
 
-    def finish(self) -> ZeroEngine:
-        """Put the model under its engine. All ranks must call."""
-        built: BuiltUnits = self._built
-        for unit in built.units:
-            if unit.on_demand:
-                for buffer in unit.buffers:
-                    buffer.release()  # some initialisations replace a parameter's data
+    def _make_engine(self) -> None:
+        for buffer in (buffer for unit in self._built.units for buffer in unit.buffers):
+            if buffer.on_demand:
+                buffer.release()  # some initialisations replace a parameter's data
             else:
-                for buffer in unit.buffers:
-                    buffer.gather_start()
-                    buffer.gather_finish()
-        engine = engine_class()(self._model, self._config, built=built, train=False)
-        install_on_model(engine)
-        return engine
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What one rank did to load a model."""
-
-    bytes_read: int  # from safetensors files
-    bytes_stored: int  # in them, of all tensors
-    seconds: float  # of reading
-
-
-class Loads:
-    """The loads under way, between the two steps of transformers' from_pretrained."""
-
-    last: LoadReport | None
-
-    def __init__(self) -> None:
-        self.last = None
-        self._started: weakref.WeakKeyDictionary[nn.Module, ShardedLoad] = weakref.WeakKeyDictionary()
-
-    def start(self, model: PreTrainedModel, load: ShardedLoad, report: LoadReport) -> None:
-        self._started[model] = load
-        self.last = report
-
-    def take(self, model: PreTrainedModel) -> ShardedLoad | None:
-        return self._started.pop(model, None)
-
-
-LOADS = Loads()
-
-
-def load_pretrained_model(
-    config: ResolvedConfig, orig: Callable[..., Any], model: Any, state_dict: Any, files: Any, load_config: Any
-) -> Any:
-    """PreTrainedModel._load_pretrained_model, in shards. All ranks must call."""
-    load = ShardedLoad(model, config, load_config)
-    load_config = _without_device_map(load_config)
-    try:
-        given = load.prepare(load.open(state_dict, files))
-        with load.placing():
-            outcome = orig(model, given, None, load_config)
-        report = load.read()
-    finally:
-        load.close()
-    logger.info(
-        "hf_zero: this rank read %.2f of %.2f GB of %s in %.2f s (%.2f GB/s)",
-        report.bytes_read / 1e9,
-        report.bytes_stored / 1e9,
-        type(model).__name__,
-        report.seconds,
-        report.bytes_read / 1e9 / max(report.seconds, 1e-9),
-    )
-    LOADS.start(model, load, report)
-    return outcome
-
-
-def _without_device_map(load_config: Any) -> Any:
-    """One that names the ranks' kind of device changes nothing here, but has transformers reserve the whole model."""
-    return dataclasses.replace(load_config, device_map=None)
-
-
-def finalize_model_loading(orig: Callable[..., Any], model: Any, load_config: Any, info: Any) -> Any:
-    """PreTrainedModel._finalize_model_loading: what was initialised goes into shards, and the engine on the model."""
-    load = LOADS.take(model)
-    outcome = orig(model, load_config if load is None else _without_device_map(load_config), info)
-    if load is not None:
-        load.take_initialised()
-        load.finish()
-    return outcome
+                buffer.gather_start()
+                buffer.gather_finish()
+        install_on_model(engine_class()(self._model, self._config, built=self._built, train=False))
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
@@ -336,7 +293,7 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Paramete
 
 
 def _quietly_tie(model: PreTrainedModel, missing: set[str]) -> None:
-    """Tie on the meta device what transformers will tie after loading, so that it is cut once."""
+    """Tie on the meta device what transformers will tie after loading, so that it is sharded once."""
     log = logging.getLogger("transformers.modeling_utils")
     before = log.level
     log.setLevel(logging.ERROR)  # what there is to warn of comes again with the real tying

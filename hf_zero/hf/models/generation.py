@@ -1,9 +1,9 @@
 """`generate` of a sharded model: on all ranks together, with the weights gathered once or token by token.
 
 [Note: Once or stream]
-Gathered once, the model is whole on every rank from the first token to the last: a rank then needs nobody else, and
-ends where its own sequences end. Streamed, every forward gathers the layers one by one, so all ranks must run equally
-many forwards: transformers' `synced_gpus` has the ranks that are done go on until the last one is.
+Gathered once, the model is unsharded on every rank from the first token to the last: a rank then needs nobody else,
+and ends where its own sequences end. Streamed, every forward gathers the layers one by one, so all ranks must run
+equally many forwards: transformers' `synced_gpus` has the ranks that are done go on until the last one is.
 An evaluation that generates for batch after batch gathers once for all of them.
 """
 
@@ -23,6 +23,7 @@ from torch import nn
 
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import StateError
+from hf_zero.hf.patching import replace_method
 from hf_zero.native.machine import available_bytes
 from hf_zero.sharding.unit import UnitState
 
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 # activations and the logits need the rest.
 SHARE_FOR_WEIGHTS = 0.5
 # What makes the number of forwards depend on the content of a rank's prompts. `synced_gpus` cannot level that out:
-# assisted decoding appends to sequences that have ended, and a prompt in pieces is forwarded before the first vote.
+# assisted decoding appends to sequences that have ended, and a chunked prompt is forwarded before the first vote.
 _UNEVEN = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "prefill_chunk_size")
 _GIB = 1 << 30
 # What calls in a row gather together; None outside of `calls_in_a_row`.
@@ -41,7 +42,7 @@ _ROW: ContextVar[ExitStack | None] = ContextVar("_ROW", default=None)
 
 @contextmanager
 def calls_in_a_row() -> Iterator[None]:
-    """Weights that `generate` gathers once stay whole from its first call in the block to the end of the block.
+    """Weights that `generate` gathers once stay unsharded from its first call in the block to the end of the block.
 
     Forwards there need no other rank then. All ranks must enter, and nothing inside may train or write weights.
     """
@@ -64,28 +65,7 @@ def install_generate(model: nn.Module, engine: ZeroEngine) -> None:
     for module in model.modules():
         for name, around in (("generate", calls.generate), ("init_continuous_batching", calls.continuous_batching)):
             if callable(getattr(type(module), name, None)):
-                _wrap(module, name, around, engine)
-
-
-_Around = Callable[[Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _wrap(module: nn.Module, name: str, around: _Around, engine: ZeroEngine) -> None:
-    """Put `around(original, module, args, kwargs)` in the place of a method of one module, until the teardown."""
-    own = module.__dict__.get(name)
-    original: Callable[..., Any] = getattr(module, name)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, module, args, kwargs)
-
-    def undo() -> None:
-        module.__dict__.pop(name, None)
-        if own is not None:
-            module.__dict__[name] = own
-
-    module.__dict__[name] = wrapped
-    engine.on_uninstall(undo)
+                replace_method(module, name, engine, functools.partial(around, module))
 
 
 # ---------------------------------------------------------------- calls
@@ -97,10 +77,8 @@ class _Calls:
         self._synced: bool | None = None  # of the call under way; None outside of any
         self._told: bool | None = None  # the decision that was logged last
 
-    def generate(
-        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """All ranks must call, unless all units are whole."""
+    def generate(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """All ranks must call, unless all units are unsharded."""
         bound = inspect.signature(original).bind(*args, **kwargs)
         given = _by_name(bound)
         with self._gathered(given):
@@ -111,9 +89,7 @@ class _Calls:
                 bound.arguments["synced_gpus"] = self._synced
             return original(*bound.args, **bound.kwargs)
 
-    def continuous_batching(
-        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def continuous_batching(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Continuous batching takes no notice of other ranks, and forwards in a thread of its own."""
         raise StateError(
             f"rank {self._engine.rank}: continuous batching (generate_batch, init_continuous_batching, "
@@ -148,13 +124,13 @@ class _Calls:
             return False
         _need_all_ranks(engine)
         engine.finish_updates()
-        if self._fits_whole():
+        if self._fits_unsharded():
             longest.enter_context(engine.weights.gathered(engine.units))
             return False
         stack.enter_context(engine.params.streaming())
         return engine.world_size > 1
 
-    def _fits_whole(self) -> bool:
+    def _fits_unsharded(self) -> bool:
         """[Note: Once or stream]. The same on all ranks; all must call."""
         engine = self._engine
         choice = engine.config.gather_for_generation

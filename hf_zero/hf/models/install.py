@@ -2,21 +2,69 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.replace import renew
+from hf_zero.errors import StateError
 from hf_zero.hf.models.generation import install_generate
-from hf_zero.hf.models.resizing import install_resize
 from hf_zero.hf.models.saving import install_save_pretrained
+from hf_zero.hf.patching import replace_method
+from hf_zero.sharding.unit import ShardUnit
+
+_RESIZE = "resize_token_embeddings"
 
 
 def install_on_model(engine: ZeroEngine) -> None:
-    """Let saving, generating and resizing work on shards; until the engine, and what replaces it, leaves the model."""
-    if _install not in engine.installs:
+    """Let saving, generating and resizing work on shards; until the engine leaves the model."""
+    if engine.is_sharded:
         engine.install(_install)
 
 
 def _install(engine: ZeroEngine) -> None:
-    if not engine.is_sharded:
-        return
     install_save_pretrained(engine.module, engine)
     install_generate(engine.module, engine)
-    install_resize(engine.module, engine)
+    for module in engine.module.modules():
+        if isinstance(module, PreTrainedModel):
+            replace_method(module, _RESIZE, engine, functools.partial(_resize, module, engine))
+
+
+def _resize(
+    module: PreTrainedModel, engine: ZeroEngine, original: Callable[..., nn.Module], *args: Any, **kwargs: Any
+) -> nn.Module:
+    """On unsharded embeddings; then the units are built anew. All ranks must call."""
+    if not any(value is not None for value in (*args, *kwargs.values())):
+        return original(*args, **kwargs)  # only asks for the embeddings
+    engine.require_all_ranks(_RESIZE)
+    if engine.optimizer is not None:
+        raise StateError(
+            f"rank {engine.rank}: {_RESIZE} came after the model met its optimizer, which refers to shards of the old "
+            "size.\nResize before the Trainer starts to train, or before accelerator.prepare or hf_zero.initialize."
+        )
+    units = _embedding_units(module, engine)
+    for unit in units:
+        engine.params.unshard(unit)
+    try:
+        resized = original(*args, **kwargs)
+    except BaseException:
+        for unit in units:
+            engine.params.reshard(unit)
+        raise
+    # Rank 0's values win: new rows may have been drawn with other seeds elsewhere.
+    install_on_model(renew(engine.module, [engine], engine.config, managed=engine.managed, train=engine.trains))
+    return resized
+
+
+def _embedding_units(module: PreTrainedModel, engine: ZeroEngine) -> list[ShardUnit]:
+    modules = [module.get_input_embeddings(), module.get_output_embeddings()]
+    wanted = {id(param) for one in modules if one is not None for param in one.parameters()}
+    return [
+        unit
+        for unit in engine.units
+        if unit.on_demand and any(id(param) in wanted for buffer in unit.buffers for param in buffer.params)
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -18,21 +19,21 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.processes import join_processes
 from hf_zero.engine.sharded_init import ShardedConstruction
 from hf_zero.errors import ConfigError
-from hf_zero.hf.models.building import constructing
-from hf_zero.hf.models.from_pretrained import finalize_model_loading, load_pretrained_model
-from hf_zero.hf.patching import ACTIVATION, PatchPoint
+from hf_zero.hf.models.from_pretrained import ShardedLoad
+from hf_zero.hf.models.install import install_on_model
+from hf_zero.hf.patching import ACTIVATION, PatchPoint, replaced
 
 
 def shards_on(config: ZeroConfig | None) -> bool:
     """Whether parameters are to be in shards from the start. All ranks must call."""
     if config is None or config.stage < 3:
         return False
-    # One rank alone has nothing to cut, unless the parameters are to live elsewhere.
+    # One rank alone has nothing to shard, unless the parameters are offloaded.
     return join_processes() > 1 or config.get("zero_optimization.offload_param.device", "none") != "none"
 
 
 def resolve_for(config: ZeroConfig, model: Any) -> ResolvedConfig:
-    """What `config` says of keeping the parameters of `model`."""
+    """What of `config` concerns the parameters of `model`, resolved."""
     kept = config.for_parameters(types=not _DTYPE_GIVEN.get())
     return kept.resolve(model=model, world_size=join_processes(), client_optimizer=True)
 
@@ -61,7 +62,7 @@ def sharded_init(
             `bf16.enabled` or `fp16.enabled` gives parameters that type when the block ends, where `keep_fp32` or the
             model does not keep them in fp32; masters start from there, as with DeepSpeed.
         enabled: False makes the block do nothing.
-        dtype: torch.bfloat16, torch.float16, or torch.float32 (as constructed), in the place of what `config` says.
+        dtype: torch.bfloat16, torch.float16, or torch.float32 (as constructed), in the place of what `config` sets.
     Raises:
         ConfigError: The configuration is wrong.
         StateError: A constructor initialises parameters that are further below it than its children, outside of
@@ -73,12 +74,31 @@ def sharded_init(
         return
     if dtype is not None:
         loaded = _with_dtype(loaded, dtype)
+    construction = ShardedConstruction(Comm.join(), functools.partial(resolve_for, loaded))
     token = _BUILDING.set(True)
     try:
-        with constructing(ShardedConstruction(Comm.join(), functools.partial(resolve_for, loaded))):
+        with construction.watching(), _unsharded_for_initialization(construction):
             yield
+        for engine in construction.finish():
+            install_on_model(engine)
     finally:
         _BUILDING.reset(token)
+
+
+@contextlib.contextmanager
+def _unsharded_for_initialization(construction: ShardedConstruction) -> Iterator[None]:
+    """Inside, `_init_weights` finds unsharded parameters: of the module that it initializes, and of its children."""
+    original: Callable[..., None] = PreTrainedModel.__dict__["_initialize_weights"]
+
+    @functools.wraps(original)
+    def _initialize_weights(self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
+        if getattr(module, "_is_hf_initialized", False):
+            return
+        with construction.whole([module, *module.children()]):
+            original(self, module, is_custom_code)
+
+    with replaced(PreTrainedModel, "_initialize_weights", _initialize_weights):
+        yield
 
 
 def _with_dtype(config: ZeroConfig, dtype: torch.dtype) -> ZeroConfig:
@@ -94,24 +114,30 @@ def _builds_on_meta() -> bool:
     return torch.get_default_device().type == "meta"
 
 
-def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _load_pretrained_model(
-        model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
-    ) -> Any:
-        config = ACTIVATION.config
-        if config is None or expected_keys is not None or not shards_on(config):
-            return original(model, state_dict, checkpoint_files, load_config, expected_keys)
-        resolved = resolve_for(config, model)
-        return load_pretrained_model(resolved, original, model, state_dict, checkpoint_files, load_config)
-
-    return _load_pretrained_model
+# Between the two steps of transformers' from_pretrained.
+_LOADS: weakref.WeakKeyDictionary[nn.Module, ShardedLoad] = weakref.WeakKeyDictionary()
 
 
-def _wrap_finalize(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
-        return finalize_model_loading(original, model, load_config, loading_info)
+def _load_pretrained_model(
+    original: Callable[..., Any],
+    model: PreTrainedModel,
+    state_dict: Any,
+    checkpoint_files: Any,
+    load_config: Any,
+    expected_keys: Any = None,
+) -> Any:
+    config = ACTIVATION.config
+    if config is None or expected_keys is not None or not shards_on(config):
+        return original(model, state_dict, checkpoint_files, load_config, expected_keys)
+    load = ShardedLoad(model, resolve_for(config, model), load_config)
+    outcome = load.load(original, state_dict, checkpoint_files)
+    _LOADS[model] = load
+    return outcome
 
-    return _finalize_model_loading
+
+def _finalize_model_loading(original: Callable[..., Any], model: Any, load_config: Any, loading_info: Any) -> Any:
+    load = _LOADS.pop(model, None)
+    return original(model, load_config, loading_info) if load is None else load.finish(original, loading_info)
 
 
 @contextlib.contextmanager
@@ -125,28 +151,23 @@ def _dtype_of(kwargs: Mapping[str, Any]) -> Iterator[None]:
         _DTYPE_GIVEN.reset(token)
 
 
-def _wrap_from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
-    def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
-        with _dtype_of(kwargs):
-            return original(cls, *args, **kwargs)
-
-    return from_pretrained
+def _from_pretrained(original: Callable[..., Any], cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+    with _dtype_of(kwargs):
+        return original(cls, *args, **kwargs)
 
 
-def _wrap_from_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _from_config(cls: type[PreTrainedModel], config: Any, **kwargs: Any) -> Any:
-        with _dtype_of(kwargs), sharded_init(ACTIVATION.config, enabled=ACTIVATION.config is not None):
-            return original(cls, config, **kwargs)
-
-    return _from_config
+def _from_config(original: Callable[..., Any], cls: type[PreTrainedModel], config: Any, **kwargs: Any) -> Any:
+    with _dtype_of(kwargs), sharded_init(ACTIVATION.config, enabled=ACTIVATION.config is not None):
+        return original(cls, config, **kwargs)
 
 
 def model_patch_points() -> list[PatchPoint]:
     """What `from_pretrained` and `from_config` go through."""
     files = ("state_dict", "checkpoint_files", "load_config")
+    loading = ("load_config", "loading_info")
     return [
-        PatchPoint(PreTrainedModel, "_load_pretrained_model", files, _wrap_load),
-        PatchPoint(PreTrainedModel, "_finalize_model_loading", ("load_config", "loading_info"), _wrap_finalize),
-        PatchPoint(PreTrainedModel, "from_pretrained", ("pretrained_model_name_or_path",), _wrap_from_pretrained),
-        PatchPoint(PreTrainedModel, "_from_config", ("config",), _wrap_from_config),
+        PatchPoint(PreTrainedModel, "_load_pretrained_model", files, _load_pretrained_model),
+        PatchPoint(PreTrainedModel, "_finalize_model_loading", loading, _finalize_model_loading),
+        PatchPoint(PreTrainedModel, "from_pretrained", ("pretrained_model_name_or_path",), _from_pretrained),
+        PatchPoint(PreTrainedModel, "_from_config", ("config",), _from_config),
     ]

@@ -19,19 +19,14 @@ from transformers.utils import is_peft_available
 
 from hf_zero.access.full import gathered_params
 from hf_zero.errors import CheckpointError
+from hf_zero.runtime.full_weights import own_tensors
 
 _ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def live_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters (placeholders where sharded) and persistent buffers by state dict name, tied names included."""
-    state: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        path = f"{prefix}." if prefix else ""
-        state.update({path + name: param for name, param in module._parameters.items() if param is not None})
-        kept = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-        state.update({path + name: b for name, b in kept.items() if name not in module._non_persistent_buffers_set})
-    return state
+    return dict(own_tensors(model))
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -59,7 +54,7 @@ def computes_its_adapters(model: Any) -> bool:
 
 @contextlib.contextmanager
 def names_of_saved_modules(model: nn.Module) -> Iterator[None]:
-    """Inside, PEFT may ask the modules that it saves whole (`modules_to_save`) for their names while they are sharded.
+    """Inside, PEFT may ask the modules that it saves in full (`modules_to_save`) for names while they are sharded.
 
     It takes the keys of their state dict, and the tensors from the state dict it was given.
     """
@@ -79,8 +74,8 @@ def names_of_saved_modules(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole_prompt_encoders(model: nn.Module) -> Iterator[None]:
-    """Inside, prompt encoders are whole: PEFT runs them to save them. All ranks must enter and leave together."""
+def unsharded_prompt_encoders(model: nn.Module) -> Iterator[None]:
+    """Inside, prompt encoders are unsharded: PEFT runs them to save them. All ranks must enter and leave together."""
     names = [name for name in live_state(model) if name.startswith("prompt_encoder.")] if is_peft_model(model) else []
     if not names:
         yield

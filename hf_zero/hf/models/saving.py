@@ -1,8 +1,7 @@
-"""Saves sharded models into Hugging Face weight folders, and pushes them: whole weights, from all ranks together."""
+"""Saves sharded models into Hugging Face weight folders, and pushes them: full weights, from all ranks together."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,21 +16,22 @@ from hf_zero.hf.models.peft import (
     is_peft_model,
     live_state,
     names_of_saved_modules,
-    whole_prompt_encoders,
+    unsharded_prompt_encoders,
 )
+from hf_zero.hf.patching import replace_method
 
 
 def full_weights(
     model: nn.Module, engine: ZeroEngine, *, keep: bool, embeddings: bool | str = "auto"
 ) -> dict[str, torch.Tensor]:
-    """What `model.save_pretrained` needs: the whole state dict, or a PEFT model's adapters.
+    """What `model.save_pretrained` needs: the full state dict, or a PEFT model's adapters.
 
     All ranks must call where the model is sharded.
 
     Args:
         embeddings: `save_embedding_layers` of PEFT's save_pretrained.
     Returns:
-        Whole tensors where `keep` is true (on the CPU if the model is sharded), nothing elsewhere.
+        Full tensors where `keep` is true (on the CPU if the model is sharded), nothing elsewhere.
     """
     if not engine.is_sharded:
         return apart(live_state(model)) if keep else {}
@@ -49,45 +49,39 @@ def full_weights(
 def apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same memory, as tensors with a storage each; names of one tensor still share theirs.
 
-    Whole parameters lie one behind the other in flat parameters, and accelerate takes all tensors of one storage for
-    tied: it would save the first of them only.
+    Unsharded parameters lie one behind the other in flat parameters, and accelerate takes all tensors of one storage
+    for tied: it would save the first of them only.
     """
     return {name: torch.utils.dlpack.from_dlpack(tensor.detach()) for name, tensor in state.items()}
 
 
 def install_save_pretrained(model: nn.Module, engine: ZeroEngine) -> None:
-    """Let `save_pretrained` and `push_to_hub`, called on all ranks, write whole weights on one; until the teardown."""
+    """Let `save_pretrained` and `push_to_hub`, called on all ranks, write full weights on one; until the teardown."""
     if getattr(model, "save_pretrained", None) is None or "save_pretrained" in model.__dict__:
         return
     saving = _Saving(model, engine)
-    replaced = {"save_pretrained": saving.save_pretrained}
+    replace_method(model, "save_pretrained", engine, saving.save_pretrained)
     if getattr(model, "push_to_hub", None) is not None:
-        replaced["push_to_hub"] = saving.push_to_hub
-    for name, method in replaced.items():
-        model.__dict__[name] = functools.wraps(getattr(model, name))(functools.partial(method))
-        engine.on_uninstall(functools.partial(model.__dict__.pop, name, None))
+        replace_method(model, "push_to_hub", engine, saving.push_to_hub)
 
 
 class _Saving:
-    """What takes the place of a model's own methods."""
+    """What takes the place of a model's own methods, which come as `original`."""
 
     def __init__(self, model: Any, engine: ZeroEngine) -> None:
         self._model = model
         self._engine = engine
-        self._save: Callable[..., Any] = model.save_pretrained
-        self._push: Callable[..., Any] = getattr(model, "push_to_hub", self._save)
-        self._signature = inspect.signature(self._save)
         self._gathered: dict[str, torch.Tensor] | None = None  # for the save inside of a push
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """All ranks must call, but where the caller brings a `state_dict`."""
-        given = self._signature.bind(*args, **kwargs).arguments
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
         given.update(given.pop("kwargs", {}))
         if self._gathered is not None:
-            return self._write(*args, **{**kwargs, "state_dict": self._gathered})
+            return self._write(original, *args, **{**kwargs, "state_dict": self._gathered})
         if given.get("state_dict") is not None:
             with names_of_saved_modules(self._model):
-                return self._save(*args, **kwargs)
+                return original(*args, **kwargs)
         engine = self._engine
         engine.require_all_ranks("save_pretrained")
         writes = bool(given.get("is_main_process", engine.rank == 0))
@@ -95,11 +89,11 @@ class _Saving:
         weights = full_weights(self._model, engine, keep=writes, embeddings=embeddings)
 
         def write() -> Any:
-            return self._write(*args, **{**kwargs, "state_dict": weights}) if writes else None
+            return self._write(original, *args, **{**kwargs, "state_dict": weights}) if writes else None
 
         return write_on_all(engine.comm, given.get("save_directory"), write)
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+    def push_to_hub(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """All ranks must call. The first one pushes, and returns what the model's own method does; others None.
 
         They do not wait for it: an upload may take longer than any collective.
@@ -111,10 +105,10 @@ class _Saving:
             return None
         self._gathered = weights
         try:
-            return self._push(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             self._gathered = None
 
-    def _write(self, *args: Any, **kwargs: Any) -> Any:
-        with names_of_saved_modules(self._model), whole_prompt_encoders(self._model):
-            return self._save(*args, **kwargs)
+    def _write(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with names_of_saved_modules(self._model), unsharded_prompt_encoders(self._model):
+            return original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Puts values into the shards of units that were built without any: each rank its own runs, nothing whole."""
+"""Puts values into the shards of units that were built without any: each rank its own slices, nothing unsharded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -24,53 +23,40 @@ _CHUNK_BYTES = 1 << 24
 _MAX_THREADS = 8
 
 
-@dataclass(frozen=True)
-class _Target:
-    """This rank's part of one parameter."""
-
-    buffer: FlatParam
-    run: Run | None  # None: this rank owns nothing of it
+_Target = tuple[FlatParam, Run]  # this rank's slice of one parameter
 
 
 class ShardPlacer:
     """Writes parameters into the shards of `units`, by parameter.
 
-    Whole tensors are cut and written at once. Stored ones are noted, and `read` reads this rank's parts of them all.
+    Full tensors are sharded and written at once. Stored ones are noted, and `read` reads this rank's slices of all.
     """
 
     def __init__(self, units: Iterable[ShardUnit]) -> None:
-        self._targets: dict[int, _Target] = {}
+        self._targets: dict[int, _Target] = {}  # id(parameter) ->; not of those that this rank owns nothing of
         self._noted: list[tuple[_Target, StoredTensor]] = []
-        self._shards: dict[int, ShardTensor] = {}  # id(buffer) -> its shard in memory
-        self._buffers: list[FlatParam] = []
+        self._shards: dict[FlatParam, ShardTensor] = {}  # in memory
         for unit in units:
             for buffer in unit.buffers:
                 runs = {run.name: run for run in buffer.layout.runs(buffer.rank)}
-                self._buffers.append(buffer)
                 for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
-                    self._targets[id(param)] = _Target(buffer, runs.get(slot.name))
+                    if slot.name in runs:
+                        self._targets[id(param)] = buffer, runs[slot.name]
 
     def place(self, param: nn.Parameter, value: torch.Tensor | LazyTensor) -> None:
-        """Give `param` its values: a whole tensor of its shape, or a stored one that `read` will read."""
-        target = self._targets[id(param)]
-        if target.run is None:
-            return
-        if isinstance(value, LazyTensor):
+        """Give `param` its values: a full tensor of its shape, or a stored one that `read` will read."""
+        target = self._targets.get(id(param))
+        if target is not None and isinstance(value, LazyTensor):
             self._noted.append((target, value.stored))
-            return
-        flat = value.detach().reshape(-1)
-        for piece, view in _spots(self._shard(target.buffer), target.run):
-            view.copy_(flat[piece.start : piece.end])
+        elif target is not None and isinstance(value, torch.Tensor):
+            flat = value.detach().reshape(-1)
+            for piece, view in self._spots(target):
+                view.copy_(flat[piece.start : piece.end])
 
     def read(self, *, show: bool) -> float:
         """Read what was noted; returns the seconds it took. `show` draws a progress bar. No communication."""
         start = time.monotonic()
-        jobs = [
-            (stored, piece.start, view)
-            for target, stored in self._noted
-            if target.run is not None
-            for piece, view in _spots(self._shard(target.buffer), target.run)
-        ]
+        jobs = [(stored, piece.start, view) for target, stored in self._noted for piece, view in self._spots(target)]
         total = sum(view.numel() * stored.dtype.itemsize for stored, _, view in jobs)
         # In the order of the files, whatever the order of the parameters.
         jobs.sort(key=lambda job: (str(job[0].file.path), job[0].offset, job[1]))
@@ -87,28 +73,25 @@ class ShardPlacer:
         self._keep()
         return time.monotonic() - start
 
-    def _shard(self, buffer: FlatParam) -> ShardTensor:
-        if id(buffer) not in self._shards:
+    def _spots(self, target: _Target) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Every slice of a parameter that this rank owns, and its place in the shard, 1-D."""
+        buffer, run = target
+        if buffer not in self._shards:
             shard = buffer.shard
             if not isinstance(shard, ShardTensor):  # on disk: written in one go, by `_keep`
-                layout = buffer.layout
-                memory = torch.zeros(layout.shard_numel, dtype=buffer.dtype)
-                shard = ShardTensor(layout, buffer.rank, memory, in_full=False)
-            self._shards[id(buffer)] = shard
-        return self._shards[id(buffer)]
+                memory = torch.zeros(buffer.layout.shard_numel, dtype=buffer.dtype)
+                shard = ShardTensor(buffer.layout, buffer.rank, memory, in_full=False)
+            self._shards[buffer] = shard
+        shard = self._shards[buffer]
+        for piece in run.pieces:
+            start = piece.flat_offset if shard.in_full else piece.shard_offset
+            yield piece, shard.memory[start : start + piece.numel]
 
     def _keep(self) -> None:
-        for buffer in self._buffers:
-            shard = self._shards.pop(id(buffer), None)
-            if shard is not None and shard is not buffer.shard:
+        for buffer, shard in self._shards.items():
+            if shard is not buffer.shard:
                 buffer.shard.copy_from(shard)
-
-
-def _spots(shard: ShardTensor, run: Run) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Every piece of `run` and its place in `shard`, 1-D."""
-    for piece in run.pieces:
-        start = piece.flat_offset if shard.in_full else piece.shard_offset
-        yield piece, shard.memory[start : start + piece.numel]
+        self._shards.clear()
 
 
 def _read_piece(stored: StoredTensor, start: int, view: torch.Tensor) -> int:

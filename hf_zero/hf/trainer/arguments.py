@@ -39,7 +39,7 @@ class ZeroArgumentsMixin:
         if self.zero is None:
             super().__post_init__()  # type: ignore[misc]
             return
-        # Problems of the file wait, to be told together with what it contradicts in the arguments.
+        # Problems of the file are kept, to be reported together with what it contradicts in the arguments.
         config = ZeroConfig.load(self.zero, defer=True)
         check_rivals(config, self)
         check_environment()
@@ -62,10 +62,9 @@ class ZeroArgumentsMixin:
         return {name: value for name, value in self.__dict__.items() if name != "_zero_config"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        base = type(self).__bases__[-1]
-        if _MADE.get(base) is not type(self):
+        if type(self).__module__ != __name__:
             return super().__reduce_ex__(protocol)
-        return TrainingArguments._blank, (base,), self.__getstate__()
+        return TrainingArguments._blank, (type(self).__bases__[-1],), self.__getstate__()
 
     @classmethod
     def _blank(cls, base: type[Any]) -> Any:
@@ -95,17 +94,14 @@ class Seq2SeqTrainingArguments(ZeroArgumentsMixin, transformers.Seq2SeqTrainingA
     zero: dict[str, Any] | str | None = dataclasses.field(default=None, metadata={"help": _HELP})
 
 
-# Base -> the class that zero_arguments made from it.
-_MADE: dict[type[Any], type[Any]] = {}
+# Base -> its class with `zero`; zero_arguments adds to them.
+_MADE: dict[type[Any], type[Any]] = {one.__bases__[1]: one for one in (TrainingArguments, Seq2SeqTrainingArguments)}
 
 
 def zero_arguments(base: type[_Arguments]) -> type[_Arguments]:
     """`base`, a dataclass of training arguments such as trl's SFTConfig, with `zero`. Equal for equal `base`."""
     if issubclass(base, ZeroArgumentsMixin):
         return base
-    for ready in (TrainingArguments, Seq2SeqTrainingArguments):
-        if ready.__bases__[1] is base:
-            return ready
     if base not in _MADE:
         _MADE[base] = dataclasses.make_dataclass(
             f"Zero{base.__name__}",

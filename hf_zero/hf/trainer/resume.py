@@ -1,26 +1,31 @@
-"""Which `checkpoint-N` folders of a Trainer are whole, and which one a resume takes.
+"""Which `checkpoint-N` folders of a Trainer are complete, which one a resume takes, and the small files in them.
 
-A folder is whole when `trainer_state.json`, which Trainer writes last, is there, and the sharded state in `zero/` was
-committed with all its files, unless only the model was saved.
+A folder is complete when `trainer_state.json`, which Trainer writes last, is there, and the sharded state in `zero/`
+was committed with all its files, unless only the model was saved.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import reissue_pt_warnings
 
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, check_files, manifest_path, offer, read_manifest, zero_folder
 from hf_zero.checkpoint.published_weights import damaged_files
+from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.processes import all_ranks_give
 from hf_zero.errors import CheckpointError
+from hf_zero.hf.local_files import read_on_all, writing
+from hf_zero.optim.schedules.base import Schedule
 
 logger = logging.getLogger(__name__)
-
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def has_sharded_state(folder: str | Path) -> bool:
@@ -34,7 +39,7 @@ def lacks_frozen_weights(folder: str | Path) -> bool:
 
 
 def why_torn(folder: str | Path) -> str | None:
-    """What shows that a save to `folder` was cut off or has been damaged since, or None."""
+    """Why the save in `folder` is incomplete or damaged, or None."""
     if zero_folder(folder).is_dir():
         try:
             check_files(folder, read_manifest(folder))
@@ -66,12 +71,12 @@ def agree_on_checkpoint(args: Any, asked: str | bool) -> str:
 
 
 def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, quiet: bool = False) -> str:
-    """The folder that `resume_from_checkpoint=asked` means: the newest whole one for True, else the one named.
+    """The folder that `resume_from_checkpoint=asked` means: the newest complete one for True, else the one named.
 
     Args:
-        quiet: Do not say which newer folders are passed over.
+        quiet: Do not log which newer folders are passed over.
     Raises:
-        CheckpointError: There is none, or the one named is not whole; the newest whole one is offered.
+        CheckpointError: There is none, or the one named is incomplete; the newest complete one is offered.
     """
     if asked is not True:
         folder = Path(str(asked))
@@ -80,7 +85,7 @@ def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, qu
             raise CheckpointError(f"Can't find a valid checkpoint at {folder}: {reason}{offer(folder)}")
         _check_usable(folder)
         return str(folder)
-    for path in _numbered(Path(output_dir)):
+    for path in _numbered(Path(output_dir), "checkpoint-"):
         reason = why_torn(path)
         if reason is None:
             _check_usable(path)
@@ -114,28 +119,67 @@ def _check_usable(folder: Path) -> None:
         )
 
 
-def _numbered(folder: Path) -> list[Path]:
-    """`checkpoint-N` folders, the largest N first."""
+def _numbered(folder: Path, prefix: str) -> list[Path]:
+    """`prefix`N folders, the largest N first."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = _CHECKPOINT.fullmatch(path.name)
+        match = re.fullmatch(rf"{prefix}(\d+)", path.name)
         if match is not None and path.is_dir():
             found.append((int(match.group(1)), path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
+def rng_state_file(trainer: Any, folder: str) -> str:
+    """Of this rank, as Trainer names it."""
+    args = trainer.args
+    return os.path.join(folder, f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth")
+
+
+def write_scheduler(trainer: Any, folder: str) -> None:
+    path = os.path.join(folder, SCHEDULER_NAME)
+    with warnings.catch_warnings(record=True) as caught, writing(path):
+        torch.save(trainer.lr_scheduler.state_dict(), path)
+    reissue_pt_warnings(caught)
+
+
+def read_scheduler(trainer: Any, comm: Comm, folder: str) -> None:
+    """All ranks must call. Raises CheckpointError on every rank: no such file, damaged, or of another schedule."""
+    path = os.path.join(folder, SCHEDULER_NAME)
+
+    def read() -> None:
+        if not os.path.isfile(path):
+            raise CheckpointError(f"cannot resume from {folder}: {SCHEDULER_NAME} is missing.")
+        with warnings.catch_warnings(record=True) as caught:
+            state = torch.load(path, weights_only=True)
+        reissue_pt_warnings(caught)
+        _check_schedule(trainer.lr_scheduler, state, folder)
+        trainer.lr_scheduler.load_state_dict(state)
+
+    read_on_all(comm, path, read)
+
+
+def _check_schedule(scheduler: Any, state: dict[str, Any], checkpoint: str) -> None:
+    """A schedule of the configuration and one of Trainer's keep different states."""
+    if ("last_batch_iteration" in state) == isinstance(scheduler, Schedule):
+        return
+    how = "with" if "last_batch_iteration" in state else "without"
+    raise CheckpointError(
+        f"cannot resume from {checkpoint}: it was written {how} a scheduler block, and this run's schedule is "
+        f"{type(scheduler).__name__}. Use the same configuration, or start anew from its weights."
+    )
+
+
 def state_to_load(project: Any, input_dir: str | None) -> str:
-    """The folder that `accelerator.load_state(input_dir)` means; without one, the newest whole one of its project.
+    """The folder that `accelerator.load_state(input_dir)` means; without one, the newest complete one of its project.
 
     Raises:
         CheckpointError: There is none, or the one named has no sharded state.
     """
     if input_dir is None and project.automatic_checkpoint_naming:
         root = Path(project.project_dir) / "checkpoints"
-        numbered = {int(path.name.rpartition("_")[2]): path for path in root.glob("checkpoint_*")}
-        for _, path in sorted(numbered.items(), reverse=True):
-            if has_sharded_state(path):
-                return str(path)
+        newest = next(filter(has_sharded_state, _numbered(root, "checkpoint_")), None)
+        if newest is not None:
+            return str(newest)
         raise CheckpointError(f"{root} holds no whole checkpoint.")
     if input_dir is None:
         raise CheckpointError("accelerator.load_state needs a folder, or automatic_checkpoint_naming in its project.")

@@ -1,6 +1,6 @@
 """Trainer under ZeRO: what differs from the stock Trainer, written once and used in two ways.
 
-Each function below stands for one method of transformers.Trainer and gets the method it replaces as `orig`.
+Each function that is `_in_place_of` a method of transformers.Trainer gets that method, bound, as `orig`.
 `ZeroTrainerMixin` puts them in front of a Trainer class; `enable` puts them into transformers.Trainer itself, so that
 unmodified subclasses inherit them. Where ZeRO is not in force they do what the stock Trainer does.
 """
@@ -30,21 +30,59 @@ from hf_zero.hf.accelerator.save_state import writes_weights
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.local_files import read_on_all, write_on_all, writing
 from hf_zero.hf.models.generation import calls_in_a_row
-from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_base, whole_prompt_encoders
+from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_base, unsharded_prompt_encoders
 from hf_zero.hf.models.restore import restore_weights
 from hf_zero.hf.models.saving import full_weights
 from hf_zero.hf.patching import ACTIVATION, PatchPoint
 from hf_zero.hf.trainer.out_of_memory import run_attempt
-from hf_zero.hf.trainer.resume import agree_on_checkpoint, has_sharded_state, lacks_frozen_weights
-from hf_zero.hf.trainer.trainer_files import read_scheduler, rng_state_file, write_scheduler
+from hf_zero.hf.trainer.resume import (
+    agree_on_checkpoint,
+    has_sharded_state,
+    lacks_frozen_weights,
+    read_scheduler,
+    rng_state_file,
+    write_scheduler,
+)
 from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.deepspeed import choose_scheduler
 
 logger = logging.getLogger(__name__)
 
 Original = Callable[..., Any]
+# Method of transformers.Trainer -> what takes its place, and the leading parameters that it must have.
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
 
 
+def _plugin(trainer: Any) -> ZeroPlugin | None:
+    accelerator = getattr(trainer, "accelerator", None)
+    return accelerator.zero_plugin if isinstance(accelerator, ZeroAcceleratorMixin) else None
+
+
+def _engine(trainer: Any) -> ZeroEngine | None:
+    return engine_of(trainer.model) if _plugin(trainer) is not None else None
+
+
+def _in_place_of(name: str, *parameters: str, needs: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+    """Put the decorated function in the place of `Trainer.name`, which takes `parameters` first.
+
+    Args:
+        needs: `_plugin` or `_engine`, which the function gets after `orig`; where there is none, `orig` runs alone.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def act(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Any:
+            if needs is None:
+                return function(self, orig, *args, **kwargs)
+            found = needs(self)
+            return orig(*args, **kwargs) if found is None else function(self, orig, found, *args, **kwargs)
+
+        _FUNCTIONS[name] = act, parameters
+        return function
+
+    return register
+
+
+@_in_place_of("create_accelerator_and_postprocess")
 def create_accelerator(self: Any, orig: Original) -> None:
     """Make the Accelerator and put it under ZeRO, with the configuration of the arguments or the enabled one."""
     config = getattr(self.args, "zero_config", None) or ACTIVATION.enabled
@@ -63,17 +101,19 @@ def create_accelerator(self: Any, orig: Original) -> None:
     ZeroPlugin(config, args=self.args).attach(self.accelerator)
 
 
-def move_model_to_device(self: Any, orig: Original, model: nn.Module, device: torch.device) -> None:
-    """Leave a model alone that an engine has placed, or will place part by part (stage 3)."""
-    plugin = _plugin(self)
-    if plugin is None or (plugin.config.stage < 3 and engine_of(model) is None):
+@_in_place_of("_move_model_to_device", "model", "device", needs=_plugin)
+def move_model_to_device(
+    self: Any, orig: Original, plugin: ZeroPlugin, model: nn.Module, device: torch.device
+) -> None:
+    """Leave a model alone that an engine has placed, or will place shard by shard (stage 3)."""
+    if plugin.config.stage < 3 and engine_of(model) is None:
         orig(model, device)
 
 
-def create_optimizer(self: Any, orig: Original, model: nn.Module | None = None) -> Any:
+@_in_place_of("create_optimizer", "model", needs=_plugin)
+def create_optimizer(self: Any, orig: Original, plugin: ZeroPlugin, model: nn.Module | None = None) -> Any:
     """Make the optimizer that the configuration's `optimizer` block names, if it has one, over Trainer's groups."""
-    plugin = _plugin(self)
-    if plugin is None or self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+    if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
         return orig(model)
     block = plugin.resolve(self.accelerator, self.model).optimizer
     if block is None:
@@ -85,11 +125,13 @@ def create_optimizer(self: Any, orig: Original, model: nn.Module | None = None) 
         self.optimizer_cls_and_kwargs = None
 
 
-def create_scheduler(self: Any, orig: Original, num_training_steps: int, optimizer: Any = None) -> Any:
+@_in_place_of("create_scheduler", "num_training_steps", "optimizer", needs=_plugin)
+def create_scheduler(
+    self: Any, orig: Original, plugin: ZeroPlugin, num_training_steps: int, optimizer: Any = None
+) -> Any:
     """Make the scheduler that the configuration's `scheduler` block names, if it has one, in place of Trainer's."""
-    plugin = _plugin(self)
-    block = None if plugin is None else plugin.config.get("scheduler")
-    if plugin is None or block is None:
+    block = plugin.config.get("scheduler")
+    if block is None:
         return orig(num_training_steps, optimizer)
     if self.lr_scheduler is None:
         resolved = plugin.resolve(self.accelerator, self.model, num_training_steps)
@@ -103,41 +145,42 @@ def create_scheduler(self: Any, orig: Original, num_training_steps: int, optimiz
     return self.lr_scheduler
 
 
+@_in_place_of("train", "resume_from_checkpoint", needs=_plugin)
 def train(
-    self: Any, orig: Original, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    self: Any,
+    orig: Original,
+    plugin: ZeroPlugin,
+    resume_from_checkpoint: str | bool | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Resume from the newest whole checkpoint where the stock Trainer takes the newest of all."""
-    if _plugin(self) is not None and resume_from_checkpoint:
+    """Resume from the newest complete checkpoint where the stock Trainer takes the newest of all."""
+    if resume_from_checkpoint:
         resume_from_checkpoint = agree_on_checkpoint(self.args, resume_from_checkpoint)
-    if _plugin(self) is not None:
-        _mix_references_by_shards(self)
-        _tell_unused_block(self)
+    _mix_references_by_shards(self)
+    _warn_of_unused_block(self, plugin)
     result = orig(resume_from_checkpoint, *args, **kwargs)
-    finish_updates(self)
     if (engine := _engine(self)) is not None:
+        engine.finish_updates()
         log_account(engine)
     return result
 
 
-def _tell_unused_block(trainer: Any) -> None:
+def _warn_of_unused_block(trainer: Any, plugin: ZeroPlugin) -> None:
     """A Trainer's own create_scheduler decides whether the configuration's block counts."""
-    plugin, method = _plugin(trainer), "create_scheduler"
+    method = "create_scheduler"
     owner = next(one for one in type(trainer).__mro__ if method in one.__dict__)
-    stock = owner is ZeroTrainerMixin or owner is transformers.Trainer
-    if (
-        not stock
-        and plugin is not None
-        and plugin.config.get("scheduler") is not None
-        and trainer.args.process_index == 0
-    ):
+    if owner is ZeroTrainerMixin or owner is transformers.Trainer or plugin.config.get("scheduler") is None:
+        return
+    if trainer.args.process_index == 0:
         logger.warning("%s.%s: the scheduler block counts only if it calls super().%s", owner.__name__, method, method)
 
 
-def inner_training_loop(self: Any, orig: Original, batch_size: int | None = None, **kwargs: Any) -> Any:
+@_in_place_of("_inner_training_loop", "batch_size", "args", needs=_plugin)
+def inner_training_loop(
+    self: Any, orig: Original, plugin: ZeroPlugin, batch_size: int | None = None, **kwargs: Any
+) -> Any:
     """Let all ranks stop where one is out of memory, and all of them try again under auto_find_batch_size."""
-    plugin = _plugin(self)
-    if plugin is None:
-        return orig(batch_size, **kwargs)
     return run_attempt(self, plugin, orig, batch_size, **kwargs)
 
 
@@ -145,20 +188,13 @@ def _mix_references_by_shards(trainer: Any) -> None:
     """TRL's callback that moves a reference towards the policy writes to parameters, which may be placeholders."""
     for callback in trainer.callback_handler.callbacks:
         if callable(getattr(type(callback), "sync_target_model", None)):
-            callback.sync_target_model = _mix_weights
+            callback.sync_target_model = lambda model, target, alpha: copy_weights(model, target, tau=alpha)
 
 
-def _mix_weights(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
-    copy_weights(model, target_model, tau=alpha)
-
-
-def save_checkpoint(self: Any, orig: Original, *args: Any, **kwargs: Any) -> None:
+@_in_place_of("_save_checkpoint", "model", "trial", needs=_engine)
+def save_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, **kwargs: Any) -> None:
     """What is saved has every update, delayed ones too; what one rank cannot write is an error of all."""
-    finish_updates(self)
-    engine = _engine(self)
-    if engine is None:
-        orig(*args, **kwargs)
-        return
+    engine.finish_updates()
     self._zero_saves_on_all_ranks = True
     try:
         folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
@@ -167,16 +203,16 @@ def save_checkpoint(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Non
         del self._zero_saves_on_all_ranks
 
 
-def finish_updates(trainer: Any) -> None:
-    engine = _engine(trainer)
-    if engine is not None:
-        engine.finish_updates()
-
-
-def save(self: Any, orig: Original, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-    """Gather whole weights on the ranks that write them. All ranks must call where the model is sharded."""
-    engine = _engine(self)
-    if engine is None or state_dict is not None:
+@_in_place_of("_save", "output_dir", "state_dict", needs=_engine)
+def save(
+    self: Any,
+    orig: Original,
+    engine: ZeroEngine,
+    output_dir: str | None = None,
+    state_dict: dict[str, Any] | None = None,
+) -> None:
+    """Gather full weights on the ranks that write them. All ranks must call where the model is sharded."""
+    if state_dict is not None:
         orig(output_dir, state_dict=state_dict)
         return
     if engine.is_sharded:
@@ -187,42 +223,40 @@ def save(self: Any, orig: Original, output_dir: str | None = None, state_dict: d
     weights = full_weights(self.model, engine, keep=self.args.should_save) if writes else {}
 
     def write() -> None:
-        with whole_prompt_encoders(self.model):
+        with unsharded_prompt_encoders(self.model):
             orig(folder, state_dict=weights)
         if not writes:
             remove_dummy_checkpoint(self.args.should_save, folder, ["model.safetensors"])
 
-    # Whole parameters may be saved by one rank alone, in a script of its own.
+    # Unsharded parameters may be saved by one rank alone, in a script of its own.
     if engine.is_sharded or getattr(self, "_zero_saves_on_all_ranks", False):
         write_on_all(engine.comm, folder, write)
     else:
         write()
 
 
-def save_optimizer_and_scheduler(self: Any, orig: Original, output_dir: str) -> None:
-    """Every rank writes its pieces of masters and optimizer state; the writer adds the scheduler."""
-    engine = _engine(self)
-    if engine is None:
-        orig(output_dir)
-        return
-    engine.write_checkpoint(output_dir, exclude_frozen_parameters=_has_frozen_weights_elsewhere(self, engine))
+@_in_place_of("_save_optimizer_and_scheduler", "output_dir", needs=_engine)
+def save_optimizer_and_scheduler(self: Any, orig: Original, engine: ZeroEngine, output_dir: str) -> None:
+    """Every rank writes its shards of masters and optimizer state; the writer adds the scheduler."""
+    # Frozen weights are left out where another file has them: the model's beside, or that of an adapter's base.
+    elsewhere = keeps_base(self.model) if is_peft_model(self.model) else writes_weights(engine)
+    engine.write_checkpoint(output_dir, exclude_frozen_parameters=elsewhere)
     if self.args.should_save:
         write_scheduler(self, output_dir)
 
 
-def save_rng_state(self: Any, orig: Original, output_dir: str) -> None:
+@_in_place_of("_save_rng_state", "output_dir", needs=_engine)
+def save_rng_state(self: Any, orig: Original, engine: ZeroEngine, output_dir: str) -> None:
     """Every rank writes a file of its own."""
-    with writing(rng_state_file(self, output_dir)) if _engine(self) is not None else nullcontext():
+    with writing(rng_state_file(self, output_dir)):
         orig(output_dir)
 
 
+@_in_place_of("_load_from_checkpoint", "resume_from_checkpoint", "model", needs=_plugin)
 def load_from_checkpoint(
-    self: Any, orig: Original, resume_from_checkpoint: str, model: nn.Module | None = None
+    self: Any, orig: Original, plugin: ZeroPlugin, resume_from_checkpoint: str, model: nn.Module | None = None
 ) -> None:
     """Load weights before the model is prepared, unless the engine will load them with the optimizer state."""
-    if _plugin(self) is None:
-        orig(resume_from_checkpoint, model)
-        return
     target = self.model if model is None else model
     # Frozen weights that are in no file either, those of a PEFT model's base, are compared when the engine loads.
     if not has_sharded_state(resume_from_checkpoint) or (
@@ -231,11 +265,10 @@ def load_from_checkpoint(
         restore_weights(target, Path(resume_from_checkpoint), engine_of(target))
 
 
-def load_optimizer_and_scheduler(self: Any, orig: Original, checkpoint: str | None) -> None:
+@_in_place_of("_load_optimizer_and_scheduler", "checkpoint", needs=_engine)
+def load_optimizer_and_scheduler(self: Any, orig: Original, engine: ZeroEngine, checkpoint: str | None) -> None:
     """Load weights, masters, optimizer state and scheduler. Comes after the model is prepared, on all ranks."""
-    engine = _engine(self)
-    if checkpoint is None or engine is None:
-        orig(checkpoint)
+    if checkpoint is None:
         return
     if not has_sharded_state(checkpoint):
         if self.args.process_index == 0:
@@ -245,28 +278,16 @@ def load_optimizer_and_scheduler(self: Any, orig: Original, checkpoint: str | No
     read_scheduler(self, engine.comm, checkpoint)
 
 
-def load_rng_state(self: Any, orig: Original, checkpoint: str | None) -> None:
+@_in_place_of("_load_rng_state", "checkpoint", needs=_engine)
+def load_rng_state(self: Any, orig: Original, engine: ZeroEngine, checkpoint: str | None) -> None:
     """Every rank reads a file of its own."""
-    engine = _engine(self)
-    if checkpoint is None or engine is None:
-        orig(checkpoint)
-        return
-    read_on_all(engine.comm, rng_state_file(self, checkpoint), lambda: orig(checkpoint))
+    if checkpoint is not None:
+        read_on_all(engine.comm, rng_state_file(self, checkpoint), lambda: orig(checkpoint))
 
 
-def _has_frozen_weights_elsewhere(trainer: Any, engine: ZeroEngine) -> bool:
-    """Whether the engine's files can do without frozen weights: they are in the model's file beside, or the base's."""
-    if is_peft_model(trainer.model):
-        return keeps_base(trainer.model)
-    return writes_weights(engine)
-
-
-def load_best_model(self: Any, orig: Original) -> None:
+@_in_place_of("_load_best_model", needs=_engine)
+def load_best_model(self: Any, orig: Original, engine: ZeroEngine) -> None:
     """Load the best checkpoint's weights into the live shards: from its masters where it has them."""
-    engine = _engine(self)
-    if engine is None:
-        orig()
-        return
     best = self.state.best_model_checkpoint
     logger.info("Loading best model from %s (score: %s).", best, self.state.best_metric)
     if has_sharded_state(best):  # frozen weights have not moved since
@@ -275,58 +296,26 @@ def load_best_model(self: Any, orig: Original) -> None:
         restore_weights(self.model, Path(best), engine)
 
 
-def prepare_for_training(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Any:
+@_in_place_of("_prepare_for_training", "max_steps", "train_dataloader", "resume_from_checkpoint", needs=_plugin)
+def prepare_for_training(self: Any, orig: Original, plugin: ZeroPlugin, *args: Any, **kwargs: Any) -> Any:
     """The engine is where scripts look for DeepSpeed's."""
     prepared = orig(*args, **kwargs)
-    engine = _engine(self)
-    if engine is not None:
+    if (engine := _engine(self)) is not None:
         self.deepspeed = engine  # Trainer's own attribute, None elsewhere
     return prepared
 
 
-def _plugin(trainer: Any) -> ZeroPlugin | None:
-    accelerator = getattr(trainer, "accelerator", None)
-    return accelerator.zero_plugin if isinstance(accelerator, ZeroAcceleratorMixin) else None
-
-
-def _engine(trainer: Any) -> ZeroEngine | None:
-    return engine_of(trainer.model) if _plugin(trainer) is not None else None
-
-
-def get_learning_rate(self: Any, orig: Original) -> float:
+@_in_place_of("_get_learning_rate", needs=_engine)
+def get_learning_rate(self: Any, orig: Original, engine: ZeroEngine) -> Any:
     """0 until a first step has been applied: while fp16's loss scale is still too high, nothing is learned."""
-    engine = _engine(self)
-    if engine is not None and engine.skipped_steps and engine.skipped_steps == engine.global_steps:
-        return 0.0
-    rate: float = orig()
-    return rate
+    return 0.0 if engine.skipped_steps and engine.skipped_steps == engine.global_steps else orig()
 
 
+@_in_place_of("evaluation_loop", "dataloader", "description")
 def evaluation_loop(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Any:
-    """Where every batch is generated for, one gather serves the whole loop."""
+    """Where every batch is generated for, one gather serves all of them."""
     with calls_in_a_row() if getattr(self.args, "predict_with_generate", False) else nullcontext():
         return orig(*args, **kwargs)
-
-
-_SEAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "create_accelerator_and_postprocess": (create_accelerator, ()),
-    "_move_model_to_device": (move_model_to_device, ("model", "device")),
-    "create_optimizer": (create_optimizer, ("model",)),
-    "create_scheduler": (create_scheduler, ("num_training_steps", "optimizer")),
-    "train": (train, ("resume_from_checkpoint",)),
-    "_inner_training_loop": (inner_training_loop, ("batch_size", "args")),
-    "_save": (save, ("output_dir", "state_dict")),
-    "_save_checkpoint": (save_checkpoint, ("model", "trial")),
-    "_prepare_for_training": (prepare_for_training, ("max_steps", "train_dataloader", "resume_from_checkpoint")),
-    "_save_optimizer_and_scheduler": (save_optimizer_and_scheduler, ("output_dir",)),
-    "_load_from_checkpoint": (load_from_checkpoint, ("resume_from_checkpoint", "model")),
-    "_load_optimizer_and_scheduler": (load_optimizer_and_scheduler, ("checkpoint",)),
-    "_save_rng_state": (save_rng_state, ("output_dir",)),
-    "_load_rng_state": (load_rng_state, ("checkpoint",)),
-    "_load_best_model": (load_best_model, ()),
-    "_get_learning_rate": (get_learning_rate, ()),
-    "evaluation_loop": (evaluation_loop, ("dataloader", "description")),
-}
 
 
 class ZeroTrainerMixin:
@@ -340,20 +329,16 @@ class ZeroTrainerMixin:
         """The engine of the model, once it has one. While it trains, `trainer.deepspeed` is the same."""
         return _engine(self)
 
-    def _stock(self, name: str) -> Original:
-        method: Original = getattr(super(), name)
-        return method
-
 
 def _in_front(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(getattr(transformers.Trainer, name))
     def method(self: ZeroTrainerMixin, *args: Any, **kwargs: Any) -> Any:
-        return function(self, self._stock(name), *args, **kwargs)
+        return function(self, getattr(super(ZeroTrainerMixin, self), name), *args, **kwargs)
 
     return method
 
 
-for _name, (_function, _) in _SEAMS.items():
+for _name, (_function, _) in _FUNCTIONS.items():
     setattr(ZeroTrainerMixin, _name, _in_front(_name, _function))
 
 
@@ -368,15 +353,12 @@ class Seq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):
 def trainer_patch_points() -> list[PatchPoint]:
     """The methods of transformers.Trainer that `enable` and the mixin act through."""
     return [
-        PatchPoint(transformers.Trainer, name, parameters, functools.partial(_wrap, function))
-        for name, (function, parameters) in _SEAMS.items()
+        PatchPoint(transformers.Trainer, name, parameters, functools.partial(_act, function))
+        for name, (function, parameters) in _FUNCTIONS.items()
     ]
 
 
-def _wrap(function: Callable[..., Any], original: Original) -> Original:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = functools.partial(original, self)
-        # The mixin has acted already when its `super()` call comes here.
-        return bound(*args, **kwargs) if isinstance(self, ZeroTrainerMixin) else function(self, bound, *args, **kwargs)
-
-    return method
+def _act(function: Callable[..., Any], original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    bound = functools.partial(original, self)
+    # The mixin has acted already when its `super()` call comes here.
+    return bound(*args, **kwargs) if isinstance(self, ZeroTrainerMixin) else function(self, bound, *args, **kwargs)
