@@ -127,9 +127,8 @@ class ModelTree:
             mine, below = module._parameters, module._modules
             if len(mine) != len(params) or len(below) != len(modules):
                 break
-            if not all(map(operator.is_, mine.values(), params)) or not all(
-                map(operator.is_, below.values(), modules)
-            ):
+            same = all(map(operator.is_, mine.values(), params))
+            if not (same and all(map(operator.is_, below.values(), modules))):
                 break
         else:
             return
