@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed.failure_reason import publish_reason, published_reason
 from hf_zero.distributed.operation_log import OperationCheck, OperationLog
 from hf_zero.distributed.process_group import Link
+from hf_zero.distributed.store_protocol import publish_reason, published_reason
 from hf_zero.distributed.work import Finish, Pending
 from hf_zero.errors import DivergenceError, StateError, ZeroError
 

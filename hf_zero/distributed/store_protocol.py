@@ -1,4 +1,4 @@
-"""Who has come to a call that needs every rank, found out without a collective, so that a rank alone can say so."""
+"""What ranks tell each other through the key-value store, without a collective: who has come, and why one left."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import collections
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
 from hf_zero.distributed.processes import call_site
-from hf_zero.errors import StateError
+from hf_zero.errors import DivergenceError, OffloadError, OutOfMemoryError, StateError, ZeroError
 
 # Seconds that a call which needs every rank waits for the others before it says who is missing.
 PRESENCE_TIMEOUT_S = 12.0
-
-
 # Seconds between two looks at the connections: who has gone will not come.
 _LOOK_EVERY_S = 0.25
+_KINDS: dict[str, type[ZeroError]] = {
+    one.__name__: one for one in (DivergenceError, OffloadError, OutOfMemoryError, StateError)
+}
 
 
 class LostRankError(Exception):
@@ -25,7 +27,7 @@ class LostRankError(Exception):
 
 
 class Presence:
-    """The calls of one group so far, counted by name. Goes through the key-value store."""
+    """The calls of one group that need every rank, counted by name."""
 
     def __init__(self) -> None:
         self._calls: dict[str, int] = collections.Counter()
@@ -72,7 +74,7 @@ class Presence:
 
 def _missing(keys: list[str], rank: int, timeout_s: float, ended_ranks: Callable[[], list[int]]) -> list[int]:
     """Ranks that have not come within `timeout_s`; this rank has then not come either."""
-    store = dist.distributed_c10d._get_default_store()
+    store = _store()
     store.set(keys[rank], "1")
     now = time.monotonic()
     deadline, look_at = now + timeout_s, now + _LOOK_EVERY_S
@@ -90,3 +92,26 @@ def _missing(keys: list[str], rank: int, timeout_s: float, ended_ranks: Callable
         time.sleep(pause)
         pause = min(2 * pause, 0.01)
     return []
+
+
+def publish_reason(group: str, reason: ZeroError) -> None:
+    """Before this rank closes its connections in `group`."""
+    _store().set(_key(group), f"{type(reason).__name__}\n{reason}")
+
+
+def published_reason(group: str) -> ZeroError | None:
+    """What a rank of `group` published: an error of the same kind and text."""
+    try:
+        published = _store().get(_key(group)).decode() if _store().check([_key(group)]) else None
+    except RuntimeError:  # the store has gone with the process that held it
+        return None
+    kind, _, text = (published or "").partition("\n")
+    return _KINDS[kind](text) if published is not None else None
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _key(group: str) -> str:
+    return f"hf_zero/{group}/failure"

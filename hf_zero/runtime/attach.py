@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.runtime.guards import DeepCopy, ModelGuards
+from hf_zero.runtime.guards import DeepCopy, ModelGuards, ModelTree
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks, in_backward
 from hf_zero.runtime.loss_scale import LossScale
-from hf_zero.runtime.model_tree import ModelTree
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.partition import UnitKind
