@@ -32,11 +32,11 @@ if not torch.cuda.is_available():
 # The files that take longest, in this order and before all others: two workers that share the files end together then.
 # By name, wherever they lie.
 _LONG = """
-    test_docs test_parity test_optimizers test_offload_parity test_operation_order test_lora_matrix test_recipe_lora
-    test_recipe_zero_offload test_documents_language_model test_launched test_entries test_peft test_launch
-    test_cluster test_lost_ranks test_parity_variants test_traps_misuse test_adapter_checkpoints
-    test_recipe_zero_inference test_documents_trainer test_schedule_runs test_fuzz test_trl test_harness test_fp16
-    test_generation_ranks
+    test_operation_order test_parity test_launched test_offload_parity test_documents_language_model test_optimizers
+    test_launch test_fuzz test_entries test_parity_variants test_docs test_lora_matrix test_peft test_estimate_plan
+    test_recipe_zero_offload test_adapter_checkpoints test_recipe_lora test_checkpoint_crashes test_resume
+    test_communication_keys test_recipe_zero_inference test_documents_trainer test_teardown test_cluster
+    test_lost_ranks test_traps_misuse test_schedule_runs test_trl test_harness test_fp16 test_generation_ranks
 """.split()
 
 

@@ -205,6 +205,7 @@ engine.comm.barrier("the last operation")
 """
 
 
+@pytest.mark.slow
 def test_no_thread_of_gloo_outlives_python(tmp_path: Path) -> None:
     """One that still held tensors of the last operation would abort the process: a good job reported SIGABRT."""
     done = launch(tmp_path, "--num_gpus", 2, "--no_local_rank", write_script(tmp_path, KEEPS_ITS_ENGINE))

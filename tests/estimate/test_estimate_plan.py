@@ -106,12 +106,15 @@ class _Lines(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def planned(config: dict[str, Any], world_size: int, rank: int, **changes: Any) -> tuple[Plan, Profile]:
+def planned(config: dict[str, Any], world_size: int, **changes: Any) -> tuple[list[Plan], Profile]:
+    """A plan per rank. What a forward keeps is measured once."""
     with torch.device("meta"):
         model = llama(**changes)
     resolved = ZeroConfig.load(config).resolve(model=model, world_size=world_size, client_optimizer=True)
     profile = measure(model, resolved, batch("meta"), on_host=True)
-    return plan_model(model, resolved, rank=rank, on_host=True, profile=profile), profile
+    return [
+        plan_model(model, resolved, rank=rank, on_host=True, profile=profile) for rank in range(world_size)
+    ], profile
 
 
 @pytest.mark.slow
@@ -120,9 +123,9 @@ def test_plan_is_the_report_of_the_run(world_size: int, tmp_path: Path) -> None:
     all_jobs = jobs(str(tmp_path))
     by_rank = run_ranks(measured, world_size, all_jobs, timeout=240)
     wrong = []
-    for rank in range(world_size):
-        for (name, config), report in zip(all_jobs, by_rank[rank], strict=True):
-            plan, _ = planned(copy.deepcopy(config), world_size, rank)
+    for (name, config), *reports in zip(all_jobs, *by_rank, strict=True):
+        plans, _ = planned(copy.deepcopy(config), world_size)
+        for rank, (plan, report) in enumerate(zip(plans, reports, strict=True)):
             if plan.report != report:
                 differences = {
                     key: (plan.report[key], report[key]) for key in report if plan.report[key] != report[key]
@@ -134,7 +137,7 @@ def test_plan_is_the_report_of_the_run(world_size: int, tmp_path: Path) -> None:
 
 def test_activations_are_those_of_a_real_forward() -> None:
     """What the forward keeps, counted on meta, is what autograd saves of real tensors in a real forward."""
-    plain, profile = planned({"zero_optimization": {"stage": 3}}, 2, 0)
+    (plain, _), profile = planned({"zero_optimization": {"stage": 3}}, 2)
     model = llama()
     owned = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     saved: dict[int, int] = {}
@@ -156,7 +159,7 @@ def test_activations_are_those_of_a_real_forward() -> None:
 
 
 def test_checkpointing_keeps_less() -> None:
-    _, plain = planned({"zero_optimization": {"stage": 3}}, 2, 0, num_hidden_layers=6)
+    _, plain = planned({"zero_optimization": {"stage": 3}}, 2, num_hidden_layers=6)
     with torch.device("meta"):
         model = llama(num_hidden_layers=6)
     model.gradient_checkpointing_enable()  # type: ignore[operator]

@@ -133,7 +133,7 @@ def test_a_model_that_is_never_compared_is_reported() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["--list"], 0, "experts, by rank: diverging, local"),
+        pytest.param(["--list"], 0, "experts, by rank: diverging, local", marks=pytest.mark.slow),
         (["--only", "nothing"], 2, "--only 'nothing' is no model"),
         (["--replay", "7"], 2, "SEED:NUMBER is meant"),
         (["--shrink"], 2, "--shrink needs --replay"),

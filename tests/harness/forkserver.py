@@ -49,6 +49,8 @@ _WITH = {
     ],
     "trl": ["trl.trainer.sft_trainer"],
 }
+# Tables that are made at the first call: transformers compiles a thousand regular expressions before it saves a model.
+_MADE_AT_A_CALL = {"transformers": ("transformers.conversion_mapping", "get_checkpoint_conversion_mapping", "llama")}
 _ON_TRANSFORMERS = ("hf_zero.hf.", "hf_zero.run", "hf_zero.deepspeed.zero", "hf_zero.cli.meta_model")
 
 
@@ -110,6 +112,10 @@ def _warm_up() -> None:
         for name in names:
             with contextlib.suppress(Exception):  # not installed, or broken: a rank that needs it reports it
                 importlib.import_module(name)
+        if package in _MADE_AT_A_CALL:
+            module, function, argument = _MADE_AT_A_CALL[package]
+            with contextlib.suppress(Exception):  # another version of the package
+                getattr(importlib.import_module(module), function)(argument)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"an import has started {threads - 1} thread(s): a fork would lose them"
 

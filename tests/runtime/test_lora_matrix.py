@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_zero
 from tests.harness.ranks import run_ranks
 
-WORLD, STEPS, VOCAB = 2, 3, 29
+WORLD, STEPS, VOCAB = 2, 2, 29
 KINDS = ("lora", "own_lora", "frozen_norms", "full")
 OFFLOADS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -46,7 +46,7 @@ def check(runs: list[tuple[Case, Options]]) -> None:
 
 
 # The fast part: most models at every stage, 2 ranks.
-SLOW_MODELS = ("plain", "unused", "unequal", "non_reentrant")  # "plain" is crossed
+SLOW_MODELS = ("plain", "twice", "tied", "unused", "unequal", "non_reentrant")  # "plain" is crossed
 
 
 @pytest.mark.parametrize(
