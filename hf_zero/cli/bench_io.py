@@ -97,7 +97,7 @@ def fio_speed(path: Path, size: int, setting: Setting, mode: str, fio_engine: st
 
 
 def our_speed(path: Path, buffer: torch.Tensor, setting: Setting, mode: str) -> float:
-    """Bytes per second of one request for all of the buffer."""
+    """Bytes per second of one request for the whole buffer."""
     from hf_zero.native.aio import AioQueue
 
     queue = AioQueue(

@@ -229,17 +229,18 @@ class Reports:
     @classmethod
     def of(cls, run: Run, config: ResolvedConfig, device: torch.device, batch_size: Callable[[], int]) -> Reports:
         """What `config` asks for. Call on the rank that speaks; shows the configuration for `dump_state`."""
-        if config.dump_state:
+        settings = config.settings
+        if settings["dump_state"]:
             log_line(start_text(config))
         clock = clock_of(device)
         watchers: list[Watcher] = []
         if config.steps_per_print > 0:
             watchers.append(ProgressLines(run, config.steps_per_print))
-            if config.settings.get("timers.throughput.enabled", True):
+            if settings.get("timers.throughput.enabled", True):
                 watchers.append(ThroughputLines(clock, config.steps_per_print, batch_size))
-        if config.wall_clock_breakdown:
+        if settings["wall_clock_breakdown"]:
             watchers.append(WallClockLines(clock))
-        if config.memory_breakdown:
+        if settings["memory_breakdown"]:
             watchers.append(MemoryLines())
         return cls(watchers)
 
