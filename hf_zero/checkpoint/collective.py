@@ -45,7 +45,7 @@ from hf_zero.layout import Run
 from hf_zero.optim.param_groups import OwnedRun
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.updates.elementwise import FileState
-from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.flat_param import FlatParam, gather_resident
 from hf_zero.sharding.partition import clean_name, tied_names
 from hf_zero.sharding.shard import Shard, ShardTensor
 from hf_zero.sharding.unit import ShardUnit
@@ -57,7 +57,7 @@ _BROKEN_OFF = "after the broken load"
 
 @dataclass(frozen=True)
 class Session:
-    """What of an engine goes into a checkpoint."""
+    """The parts of an engine that go into a checkpoint."""
 
     model: nn.Module
     units: list[ShardUnit]
@@ -112,7 +112,7 @@ def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool
     session = replace(session, exclude_frozen=exclude_frozen)
     if session.optimizer is not None:
         session.optimizer.check_active("a checkpoint")
-        owned = list(session.optimizer.owned_runs())
+        owned = session.optimizer.owned
         session = replace(session, file_state=session.optimizer.strategy.file_state(owned))
     shared: dict[str, Any] = {}
     if session.exclude_frozen:
@@ -158,7 +158,7 @@ def _frozen_shards(session: Session) -> FrozenShards:
 
 
 def _info(session: Session, client_state: Any, shared: dict[str, Any]) -> SaveInfo:
-    """`shared`: what ranks have found out together."""
+    """`shared`: entries of `extra` that the ranks have agreed on."""
     layouts = tuple(buffer.layout for buffer in session.buffers)
     dtypes = {slot.name: layout.dtype for layout in layouts for slot in layout.slots}
     aliases = tied_names(session.model)
@@ -213,8 +213,8 @@ def _in_no_unit(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _run_states(session: Session) -> Iterator[RunState]:
-    """Everything this rank owns."""
-    owned = _owned_by_name(session.optimizer)
+    """What this rank owns of every parameter, and of its optimizer state."""
+    owned = {} if session.optimizer is None else {one.run.name: one for one in session.optimizer.owned}
     for buffer in session.buffers:
         for run in buffer.layout.runs(buffer.rank):
             if buffer.master is None:
@@ -259,10 +259,6 @@ def _attached(optimizer: ShardedOptimizer | None) -> list[tuple[str, dict[FlatPa
     return [] if optimizer is None else [(ATTACHED + kind, shards) for kind, shards in optimizer.attached.items()]
 
 
-def _owned_by_name(optimizer: ShardedOptimizer | None) -> dict[str, OwnedRun]:
-    return {} if optimizer is None else {owned.run.name: owned for owned in optimizer.owned_runs()}
-
-
 # -------------------------------------------------------------------- load
 def load(session: Session, folder: Path, parts: Parts) -> Loaded:
     """Restore from `folder`, written at any world size and stage. All ranks must call.
@@ -277,7 +273,7 @@ def load(session: Session, folder: Path, parts: Parts) -> Loaded:
         check_frozen(comm, reader, _frozen_shards(session))
         with _half_loaded(session.optimizer, folder, parts):
             together(comm, "weights", lambda: _load_weights(session, reader))
-            _gather_weights(session)
+            gather_resident(session.buffers)  # communicates, so no rank may have failed before
             if parts.optimizer and session.optimizer is not None:
                 together(comm, "optimizer state", lambda: _load_optimizer(session, reader))
                 together(comm, "state beside the optimizer's", lambda: _load_attached(session, reader))
@@ -342,14 +338,6 @@ def _load_weights(session: Session, reader: CheckpointReader) -> None:
             value.copy_(reader.read_buffer(name).view(value.shape))
 
 
-def _gather_weights(session: Session) -> None:
-    """Make those parameters whole that are so between uses. Communicates, so no rank may have failed before."""
-    for buffer in session.buffers:
-        if not buffer.on_demand and buffer.layout.world_size > 1:
-            buffer.gather_start()
-            buffer.gather_finish()
-
-
 def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
     """Hyperparameters first: where a state belongs depends on them."""
     optimizer = session.optimizer
@@ -357,10 +345,10 @@ def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
     load_groups(optimizer.param_groups, reader.manifest.param_groups)
     group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
     optimizer.state.clear()
-    for owned in optimizer.owned_runs():
+    for owned in optimizer.owned:
         if owned.native:
             optimizer.load_native_state(owned, read_states(reader, owned.run.name, owned.run, owned.masters, {})[0])
-    for name, pieces, tensors in optimizer.strategy.places(list(optimizer.owned_runs())):
+    for name, pieces, tensors in optimizer.strategy.places(optimizer.owned):
         group = group_of.get(id(tensors[0]), {}) if tensors else {}
         for tensor, state in zip(tensors, read_states(reader, name, pieces, tensors, group), strict=True):
             if state:

@@ -1,8 +1,7 @@
-"""One parameter's optimizer state in the files: what of it is cut as the parameter is, numbers, and tensors of other
-shapes.
+"""One parameter's optimizer state in the files: what is sharded as the parameter is, numbers, tensors of other shapes.
 
-The last are those of optimizers that need whole parameters, such as Adafactor's row and column means. They are small,
-and stand whole among the buffers, under names that no buffer of a model has.
+The last are those of optimizers that need unsharded parameters, such as Adafactor's row and column means. They are
+small, and are stored unsharded among the buffers, under names that no buffer of a model has.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from hf_zero.checkpoint.consolidate import CODES, WEIGHT_KINDS
 from hf_zero.checkpoint.manifest import STATE_MARK, Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
+from hf_zero.checkpoint.scheduler_state import like
 from hf_zero.checkpoint.writer import Chunked, Scalar
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Run
@@ -176,7 +176,7 @@ def group_numbers(optimizer: ShardedOptimizer) -> dict[str, int]:
     if len(optimizer.param_groups) < 2:
         return {}
     group_of = {id(tensor): n for n, group in enumerate(optimizer.param_groups) for tensor in group["params"]}
-    runs = list(optimizer.owned_runs())
+    runs = optimizer.owned
     tensors: dict[str, Sequence[torch.Tensor]] = {owned.run.name: owned.masters for owned in runs if owned.native}
     tensors.update({name: held for name, _, held in optimizer.strategy.places(runs)})
     return {name: group_of[id(held[0])] for name, held in tensors.items() if held}
@@ -195,31 +195,15 @@ def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, A
     Raises:
         CheckpointError: A value is of another kind than the optimizer's.
     """
+    remedy = "Use the same optimizer over the same parameter groups, or load with load_optimizer_states=False"
     taken = [
-        (number, group, key, value)
+        (group, key, like(group[key], value, f"parameter group {number}: {key}", remedy))
         for number, (group, values) in enumerate(zip(groups, saved, strict=False))
         for key, value in values.items()
         if key in group and value is not None and key not in _OWN_CHOICE
     ]
-    for number, group, key, value in taken:
-        if not _is_alike(group[key], value):
-            raise CheckpointError(
-                f"parameter group {number}: {key} is {value!r} in the checkpoint, and {group[key]!r} in this run: "
-                "expected a value of the same kind"
-            )
-    for _, group, key, value in taken:
+    for group, key, value in taken:
         if isinstance(group[key], torch.Tensor):  # a captured graph reads it where it is
             group[key].fill_(value)
         else:
-            group[key] = tuple(value) if isinstance(group[key], tuple) else value
-
-
-def _is_alike(mine: Any, saved: Any) -> bool:
-    """Whether a value from JSON can stand where this one does."""
-    if isinstance(mine, torch.Tensor):
-        return isinstance(saved, int | float)
-    if isinstance(mine, tuple | list) and isinstance(saved, list):
-        return len(mine) == len(saved) and all(_is_alike(one, other) for one, other in zip(mine, saved, strict=True))
-    if isinstance(mine, bool) or isinstance(saved, bool):
-        return mine is None or isinstance(mine, bool) == isinstance(saved, bool)
-    return mine is None or isinstance(mine, int | float) == isinstance(saved, int | float)
+            group[key] = value

@@ -13,6 +13,7 @@ import torch
 
 from hf_zero.errors import CheckpointError
 
+_REMEDY = "Use the same scheduler over the same parameter groups, or load with load_lr_scheduler_states=False"
 STATE, CLASS = "lr_scheduler", "lr_scheduler_class"  # in the manifest's `extra`
 
 
@@ -51,29 +52,33 @@ def state_for(scheduler: Any, extra: Mapping[str, Any]) -> dict[str, Any] | None
     state = dict(scheduler.state_dict())
     for key, value in extra[STATE].items():
         if value is not None:
-            state[key] = _like(state.get(key), value, f"{mine}.{key}")
+            state[key] = like(state.get(key), value, f"{mine}.{key}", _REMEDY)
     return state
 
 
-def _like(own: Any, saved: Any, where: str) -> Any:
-    """`saved`, which comes from JSON, in the kind that `own` has."""
+def like(own: Any, saved: Any, where: str, remedy: str) -> Any:
+    """`saved`, which comes from JSON, in the kind that `own` has.
+
+    Raises:
+        CheckpointError: It is of another kind; the message names `where`, and the remedy.
+    """
     if own is None or saved is None:
         return saved
-    if isinstance(own, torch.Tensor) and own.dim() == 0 and isinstance(saved, int | float):
-        return torch.tensor(saved, dtype=own.dtype, device=own.device)
-    if isinstance(own, dict) and isinstance(saved, dict):
+    if isinstance(own, torch.Tensor) and own.dim() == 0:
+        if isinstance(saved, int | float):
+            return torch.tensor(saved, dtype=own.dtype, device=own.device)
+    elif isinstance(own, dict) and isinstance(saved, dict):
         numbered = bool(own) and all(isinstance(key, int) for key in own)
         keys = {key: int(key) if numbered and key.lstrip("-").isdecimal() else key for key in saved}
-        return type(own)({keys[key]: _like(own.get(keys[key]), value, where) for key, value in saved.items()})
-    if isinstance(own, list | tuple) and isinstance(saved, list):
+        return type(own)({keys[key]: like(own.get(keys[key]), value, where, remedy) for key, value in saved.items()})
+    elif isinstance(own, list | tuple) and isinstance(saved, list):
         if len(own) == len(saved):
-            return type(own)(_like(one, value, where) for one, value in zip(own, saved, strict=True))
+            return type(own)(like(one, value, where, remedy) for one, value in zip(own, saved, strict=True))
     elif isinstance(own, str | bool) or isinstance(saved, bool):
         if type(own) is type(saved):
             return saved
-    elif not isinstance(own, int | float) or isinstance(saved, int | float):
+    elif isinstance(own, int | float) == isinstance(saved, int | float):
         return saved
     raise CheckpointError(
-        f"{where} is {own!r} in this run, and {saved!r} in the checkpoint: expected a value of the same kind. Use the "
-        "same scheduler over the same parameter groups, or load with load_lr_scheduler_states=False"
+        f"{where} is {own!r} in this run, and {saved!r} in the checkpoint: expected a value of the same kind. {remedy}"
     )

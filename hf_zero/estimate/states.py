@@ -13,10 +13,10 @@ from hf_zero.config import ResolvedConfig
 from hf_zero.errors import ConfigError
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.offload.host_state import HostState
-from hf_zero.optim.offload.param_writer import make_sink, must_stage
+from hf_zero.optim.offload.param_writer import make_writer, must_stage
 from hf_zero.optim.param_groups import CutGroups
 from hf_zero.optim.registry import check_native, check_optimizer, needs_whole, optimizer_of
-from hf_zero.optim.updates.sub_groups import sub_groups
+from hf_zero.optim.updates.elementwise import sub_groups
 from hf_zero.runtime.build import BuiltUnits
 
 
@@ -59,15 +59,15 @@ class PlannedStates:
             self._owned = CutGroups(self._optimizer).take(built.grads)
         settings = HostAdamSettings.of(config, built.homes.host, clips=config.gradient_clipping > 0)
         native = [buffer for buffer in built.grads if buffer.flat.home.native]
-        runs = {id(b): [owned for owned in self._owned if owned.buffer is b] for b in native}
-        self._native = [HostState(b, runs[id(b)], settings.moments_dtype) for b in native if runs[id(b)]]
+        runs = {b: [owned for owned in self._owned if owned.buffer is b] for b in native}
+        self._native = [HostState(b, runs[b], settings.moments_dtype) for b in native if runs[b]]
         delayed = settings.delay_from is not None
         self.early = settings.early and not delayed and any(s.master.store.can_stage for s in self._native)
         self.lent_bytes = 0  # gradients on the device that a delayed update reads beside those of the next step
         for state in self._native:
             may_be_early = settings.early and not delayed and state.master.store.can_stage
             staged = must_stage(state.flat) or delayed or may_be_early
-            make_sink(state.flat, settings.host, staged=staged)
+            make_writer(state.flat, settings.host, staged=staged)
             if delayed:
                 lent, _ = state.grads.lend(_Reader(), swap=True)
                 self.lent_bytes += 0 if state.grads.on_host else lent.nbytes
@@ -76,7 +76,7 @@ class PlannedStates:
         """One step of the torch optimizer on the shards that it updates, as ShardedOptimizer calls it."""
         if self._optimizer is None:
             return
-        everything = {id(buffer): [True] * len(buffer.flat.params) for buffer in self._built.grads}
+        everything = {buffer: [True] * len(buffer.flat.params) for buffer in self._built.grads}
         for group in sub_groups(self._optimizer, self._owned, everything):
             for master, grad in group:
                 master.grad = grad.to(master.dtype)

@@ -11,9 +11,9 @@ import ctypes
 import itertools
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,32 @@ _NONE = 0
 _TYPES = {torch.float32: 1, torch.float64: 2, torch.bfloat16: 3, torch.float16: 4}  # hz_dtype
 _SPAN = struct.Struct("@6q5d2i")  # hz_adam_span
 _BATCH = struct.Struct("@5P3qPqd4i")  # hz_adam_batch
+
+
+class AdamRule(NamedTuple):
+    """What of a param group decides an update: the last fields of `AdamSpan`."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool  # AdamW (True) or L2 (False)
+    bias_correction: bool
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> AdamRule:
+        """From a param group of torch's Adam or AdamW, or of CPUAdam."""
+        beta1, beta2 = group["betas"]
+        return cls(
+            float(group["lr"]),
+            float(beta1),
+            float(beta2),
+            float(group["eps"]),
+            float(group["weight_decay"]),
+            bool(group.get("decoupled_weight_decay", group.get("adamw_mode", False))),
+            bool(group.get("bias_correction", True)),
+        )
 
 
 class AdamSpan(NamedTuple):

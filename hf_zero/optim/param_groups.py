@@ -47,7 +47,7 @@ def own_run(buffer: GradAccumulator, index: int, run: Run) -> OwnedRun:
 
 
 def _same_cut(a: list[torch.Tensor], b: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Two lists that tile one run, one of them perhaps in one piece, cut at the same places."""
+    """Two lists that tile one run, one of them perhaps in one tensor, split at the same places."""
     if len(a) == len(b):
         return a, b
     if len(a) == 1:
@@ -58,7 +58,7 @@ def _same_cut(a: list[torch.Tensor], b: list[torch.Tensor]) -> tuple[list[torch.
 
 
 def cut_state(state: dict[str, Any], owned: OwnedRun) -> dict[torch.Tensor, dict[str, Any]]:
-    """State that the optimizer had for a whole parameter, for the tensors that this rank updates of it."""
+    """State that the optimizer had for an unsharded parameter, for the tensors that this rank updates of it."""
     numel = owned.buffer.flat.layout.slots[owned.index].numel
     cut: dict[torch.Tensor, dict[str, Any]] = {master: {} for master in owned.masters}
     for key, value in state.items():
@@ -74,7 +74,7 @@ def cut_state(state: dict[str, Any], owned: OwnedRun) -> dict[torch.Tensor, dict
 
 
 class CutGroups:
-    """Puts the elements that this rank updates into an optimizer's param groups, in the place of whole parameters.
+    """Puts the elements that this rank updates into an optimizer's param groups, in place of unsharded parameters.
 
     Parameters without masters wait, with their group, until `take` gets a buffer that trains them.
     """
@@ -100,22 +100,23 @@ class CutGroups:
 
     def take(self, buffers: Sequence[GradAccumulator]) -> list[OwnedRun]:
         """What this rank updates of the waiting parameters that are in `buffers`."""
-        places = {id(p): (buffer, i) for buffer in buffers for i, p in enumerate(buffer.flat.params)}
-        runs = {id(b): {run.name: run for run in b.flat.layout.runs(b.flat.rank)} for b in buffers}
+        places: dict[torch.Tensor, tuple[GradAccumulator, int]]
+        places = {p: (buffer, i) for buffer in buffers for i, p in enumerate(buffer.flat.params)}
+        runs = {b: {run.name: run for run in b.flat.layout.runs(b.flat.rank)} for b in buffers}
         taken: list[OwnedRun] = []
         left = []
         self.native_state = []
         wholes = self._adopt(places)
         for group, param in self._waiting:
-            if id(param) not in places:
+            if param not in places:
                 left.append((group, param))
                 continue
-            buffer, index = places[id(param)]
-            run = runs[id(buffer)].get(buffer.flat.layout.slots[index].name)
+            buffer, index = places[param]
+            run = runs[buffer].get(buffer.flat.layout.slots[index].name)
             owned = own_run(buffer, index, run) if run is not None else None
             taken += [owned] if owned is not None else []
-            if id(param) in wholes:
-                self._hold_unsharded(group, param, wholes[id(param)])
+            if param in wholes:
+                self._hold_unsharded(group, param, wholes[param])
                 continue
             if owned is None:
                 continue  # other ranks own all of it
@@ -124,11 +125,11 @@ class CutGroups:
         self._waiting = left
         return taken
 
-    def _adopt(self, places: Mapping[int, tuple[GradAccumulator, int]]) -> dict[int, WholeParam]:
-        """Owners of those of the waiting parameters that are needed whole, by the parameter's id."""
+    def _adopt(self, places: Mapping[torch.Tensor, tuple[GradAccumulator, int]]) -> dict[torch.Tensor, WholeParam]:
+        """Owners of those of the waiting parameters that are needed unsharded, by parameter."""
         if self._owners is None:
             return {}
-        wanted = [id(param) for group, param in self._waiting if id(param) in places and self._owners.wants(group)]
+        wanted = [param for group, param in self._waiting if param in places and self._owners.wants(group)]
         return dict(zip(wanted, self._owners.adopt([places[one] for one in wanted]), strict=True))
 
     def _hold_unsharded(self, group: dict[str, Any], param: torch.Tensor, adopted: WholeParam) -> None:

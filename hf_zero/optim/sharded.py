@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from hf_zero.optim.state_access import (
     write_state,
 )
 from hf_zero.optim.step_ballot import WindowFacts, clip_coefficient, settle_window
-from hf_zero.optim.updates.choose import make_owners, make_update
+from hf_zero.optim.updates.whole_params import make_owners, make_update
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.prefetch import UseOrder
 from hf_zero.runtime.reduce_schedule import GradReducer
@@ -86,14 +86,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._offload = offload.for_groups(optimizer.param_groups)
         owners = make_owners(optimizer, comm, sharded=sharded)
         self._cut = CutGroups(optimizer, owners)
-        self._owned = self._cut.take(reducer.buffers)
+        self.owned = self._cut.take(reducer.buffers)  # what this rank updates, in the order of the param groups
         self._cut.refuse_strangers()
         self.strategy = make_update(optimizer, reducer, comm, owners)
         self._native: HostAdam | None = None
         if native:
             with comm.stop_together():
-                self._native = HostAdam([], [], self._offload, self._comm.device)
-            self._update_natively(self._owned, reducer.buffers)
+                self._native = HostAdam(self._offload, self._comm.device)
+            self._update_natively(self.owned, reducer.buffers)
 
     # ---------------------------------------------------------------- the optimizer's face
     @property
@@ -124,8 +124,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         given = param_group["params"]
         params = [given] if isinstance(given, torch.Tensor) else list(given)
         held = [buffer for buffer in self._reducer.buffers if any(buffer.flat is flat for flat in self._native_flats)]
-        late = {id(param) for buffer in held for param in buffer.flat.params}
-        if any(id(param) in late for param in params):
+        late = {param for buffer in held for param in buffer.flat.params}
+        if any(param in late for param in params):
             raise StateError(
                 "add_param_group: these parameters lie in one buffer with others whose offloaded update has begun.\n"
                 "Give the optimizer all trainable parameters from the start, or freeze the new ones until they join."
@@ -174,13 +174,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._forget_window()
             self._after_step()
             return
-        has_grad = {id(buffer): facts.has_grad[i] for i, buffer in enumerate(self._reducer.buffers)}
+        has_grad = {buffer: facts.has_grad[i] for i, buffer in enumerate(self._reducer.buffers)}
         changed = False
         if self._native is not None:
             with self._comm.stop_together():
                 changed = self._native.step(has_grad, self._factor)
         with self._direct.allowed():
-            self.strategy.update(self._owned, has_grad)
+            self.strategy.update(self.owned, has_grad)
         self._publish(native_too=changed)
         self._forget_window()
         self._after_step()
@@ -314,12 +314,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return mine if mine is not None else joined_state([self.state.get(master, {}) for master in owned.masters])
 
     def _owned_of(self, flat: FlatParam, index: int) -> OwnedRun | None:
-        return next((one for one in self._owned if one.buffer.flat is flat and one.index == index), None)
+        return next((one for one in self.owned if one.buffer.flat is flat and one.index == index), None)
 
     def _settled(self, flat: FlatParam, index: int) -> tuple[GradAccumulator, float] | None:
         """(where the gradient of this window is, what clipping multiplies it with); None if no rank has one."""
-        window = (self._reducer, self._comm, self._orders, self.param_groups)
-        facts = self._facts or settle_window(*window, closes=False)
+        facts = self._facts or self._ballot(closes=False)
         for number, grads in enumerate(self._reducer.buffers):
             if grads.flat is flat and facts.has_grad[number][index]:
                 return grads, self._factor if flat.home.native else 1.0  # elsewhere the gradient itself was scaled
@@ -329,11 +328,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _settle(self, purpose: str = "step") -> WindowFacts:
         if self._reducer.shown.collect_all() or self._facts is None:
-            window = self._reducer, self._comm, self._orders, self.param_groups
-            self._facts = settle_window(*window, purpose=purpose)
+            self._facts = self._ballot(purpose=purpose)
             if self.guard.accepts(self._facts.norm):
                 self.last_norm = self._facts.norm
         return self._facts
+
+    def _ballot(self, **options: Any) -> WindowFacts:
+        return settle_window(self._reducer, self._comm, self._orders, self.param_groups, **options)
 
     def _publish(self, *, native_too: bool) -> None:
         """Masters -> parameters: cast, and gather where parameters stay whole on ranks that own a part each."""
@@ -355,11 +356,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self.finish_updates()
         runs = self._cut.take(added)
-        self._owned.extend(runs)
+        self.owned.extend(runs)
         native = [buffer for buffer in added if buffer.flat.home.native]
         if native:
             check_native(self.optimizer)
-            self._native = self._native or HostAdam([], [], self._offload, self._comm.device)
+            self._native = self._native or HostAdam(self._offload, self._comm.device)
             self._update_natively(runs, native)
 
     def _update_natively(self, runs: Sequence[OwnedRun], buffers: Sequence[GradAccumulator]) -> None:
@@ -394,7 +395,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
         held = sum(one.nbytes for state in self.state.values() for one in state.values() if torch.is_tensor(one))
         held += sum(shard.nbytes for shards in self.attached.values() for shard in shards.values())
         return held + self.strategy.state_bytes() + (0 if self._native is None else self._native.moment_bytes())
-
-    def owned_runs(self) -> Iterator[OwnedRun]:
-        """What this rank updates, in the order of the param groups."""
-        yield from self._owned

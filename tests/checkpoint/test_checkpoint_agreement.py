@@ -248,7 +248,7 @@ def devices(folder: str) -> None:
     steps(engine, 0, 1)
     engine.save_checkpoint(folder, "a")
     with open_checkpoint(Path(folder, "a")) as reader:
-        owned = next(owned for owned in engine.optimizer.owned_runs() if owned.run.numel > 1)
+        owned = next(owned for owned in engine.optimizer.owned if owned.run.numel > 1)
         there = [torch.empty_like(master, device="meta") for master in owned.masters]
         reference = torch.nn.Parameter(torch.empty(2, device="meta"))
         for flags in ({}, {"fused": True}, {"capturable": True}, {"fused": None, "capturable": False}):

@@ -270,7 +270,7 @@ def look_at_gradients(stage: int) -> tuple[bool, dict[str, tuple[int, int]]]:
     assert engine.optimizer is not None
     alias = True
     mine: dict[str, tuple[int, int]] = {}
-    for owned in engine.optimizer.owned_runs():
+    for owned in engine.optimizer.owned:
         memory = owned.buffer.shard.memory.untyped_storage().data_ptr()
         alias &= all(grad.untyped_storage().data_ptr() == memory for grad in owned.grads)
         layout = owned.buffer.flat.layout

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hf_zero.distributed import processes
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.clocks import DeviceClock
-from hf_zero.optim.offload import param_writer as sink
+from hf_zero.optim.offload import param_writer
 from hf_zero.optim.offload.update_worker import UpdateWorker
 from tests.harness.ranks import RankFailure, run_ranks
 
@@ -101,7 +101,7 @@ def test_events_are_recorded_on_a_stream_of_their_device(calls: Calls, monkeypat
     shard: Any = SimpleNamespace(
         memory=SimpleNamespace(device=torch.device("cuda", 3), dtype=torch.float32), parts=[torch.zeros(2)]
     )
-    staged = object.__new__(sink.StagedSink)
+    staged = object.__new__(param_writer.StagedWriter)
     staged._shard, staged._staged = shard, SimpleNamespace(parts=[torch.ones(2)])  # type: ignore[assignment]
     staged.publish()
     assert shard.parts[0].tolist() == [1.0, 1.0]

@@ -127,7 +127,7 @@ def train_offloaded(case: Case, block: dict[str, Any], *, native: bool = True) -
     options = Options(2, zero=(("offload_optimizer", {"device": "cpu"}),))
     engine = hf_zero.initialize(model=build(case), config={**zero_config(case, options), "optimizer": block})[0]
     assert engine.optimizer is not None
-    assert {run.native for run in engine.optimizer.owned_runs()} == {native}
+    assert {run.native for run in engine.optimizer.owned} == {native}
     return train(engine, case, 2, range(case.steps))
 
 

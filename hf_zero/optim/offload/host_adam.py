@@ -24,7 +24,7 @@ import torch
 from hf_zero.config import ResolvedConfig
 from hf_zero.native.library import library
 from hf_zero.optim.offload.host_state import MOMENTS, HostState, Hyper, UpdateJob
-from hf_zero.optim.offload.param_writer import ParamSink, make_sink, must_stage
+from hf_zero.optim.offload.param_writer import ParamWriter, make_writer, must_stage
 from hf_zero.optim.offload.update_worker import UpdateWorker
 from hf_zero.optim.param_groups import OwnedRun
 from hf_zero.runtime.grad_accumulator import GradAccumulator
@@ -56,45 +56,41 @@ class HostAdamSettings:
 
 
 class HostAdam:
-    """Native Adam for the gradient buffers whose states are offloaded.
+    """Native Adam for the gradient buffers whose states are offloaded, of which `take_in` tells.
 
     Args:
-        owned: What this rank updates, with its param group: the groups are read at every step.
-        order: Gradient buffers in the order in which the next forward needs their parameters.
         device: That gradients come from and parameters go to.
     """
 
-    def __init__(
-        self,
-        owned: Sequence[tuple[OwnedRun, Mapping[str, Any]]],
-        order: Sequence[GradAccumulator],
-        settings: HostAdamSettings,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, settings: HostAdamSettings, device: torch.device) -> None:
         library()  # a missing one is said here, not in the middle of the first step
         self._settings = settings
         self._worker = UpdateWorker(device)
         weakref.finalize(self, self._worker.close).atexit = False
         self._groups: dict[int, Mapping[str, Any]] = {}
-        self.states: dict[int, HostState] = {}
-        self._sinks: dict[tuple[int, bool], ParamSink] = {}
-        self._early: dict[int, UpdateJob] = {}
+        self.states: dict[GradAccumulator, HostState] = {}
+        self._writers: dict[tuple[HostState, bool], ParamWriter] = {}
+        self._early: dict[GradAccumulator, UpdateJob] = {}
         self._clipped_last = False
         self._delayed: list[UpdateJob] = []
         self._running: list[UpdateJob] = []
         self._is_waiting = False  # an update is delayed
         self._step = 0
-        self.take_in(owned, order)
 
     def take_in(self, owned: Sequence[tuple[OwnedRun, Mapping[str, Any]]], order: Sequence[GradAccumulator]) -> None:
-        """Update the buffers of `order` too; `owned` as for the constructor."""
-        by_buffer: dict[int, list[OwnedRun]] = {}
+        """Update more buffers.
+
+        Args:
+            owned: What this rank updates, with its param group: the groups are read at every step.
+            order: The buffers in the order in which the next forward needs their parameters.
+        """
+        by_buffer: dict[GradAccumulator, list[OwnedRun]] = {}
         for run, group in owned:
             self._groups[id(run)] = group
-            by_buffer.setdefault(id(run.buffer), []).append(run)
+            by_buffer.setdefault(run.buffer, []).append(run)
         for buffer in order:
-            if id(buffer) in by_buffer:
-                self.states[id(buffer)] = HostState(buffer, by_buffer[id(buffer)], self._settings.moments_dtype)
+            if buffer in by_buffer:
+                self.states[buffer] = HostState(buffer, by_buffer[buffer], self._settings.moments_dtype)
 
     def restart_at(self, step: int) -> None:
         """`step` updates have been made before, in another run."""
@@ -103,11 +99,11 @@ class HostAdam:
     # ---------------------------------------------------------------- in backward
     def gradient_is_final(self, buffer: GradAccumulator) -> None:
         """The gradient of `buffer` is complete: start its update now if it can be undone. See [Note]."""
-        state = self.states.get(id(buffer))
-        if state is None or not self._may_start_early(state) or id(buffer) in self._early:
+        state = self.states.get(buffer)
+        if state is None or not self._may_start_early(state) or buffer in self._early:
             return
         job = self._make_job(state, [True] * len(state.owned), 1.0, staged=True)
-        self._early[id(buffer)] = job
+        self._early[buffer] = job
         self._worker.submit([job])
 
     def _may_start_early(self, state: HostState) -> bool:
@@ -120,19 +116,19 @@ class HostAdam:
         )
 
     def rollback(self) -> None:
-        """The window is given up: undo what was started early."""
+        """The accumulation window is given up: undo what was started early."""
         jobs, self._early = list(self._early.values()), {}
         for job in jobs:
             job.rollback()
 
     # ---------------------------------------------------------------- the step
-    def step(self, has_grad: Mapping[int, Sequence[bool]], factor: float) -> bool:
+    def step(self, has_grad: Mapping[GradAccumulator, Sequence[bool]], factor: float) -> bool:
         """Start the updates of this step; return whether parameters change now: the same on all ranks.
 
         A rank may own nothing of a buffer, or of all, and still takes part in what follows from a change.
 
         Args:
-            has_grad: By id of the gradient buffer: whether each of its parameters had a gradient on any rank.
+            has_grad: By gradient accumulator: whether each of its parameters had a gradient on any rank.
             factor: Multiplies all gradients.
         """
         self._clipped_last = factor != 1.0
@@ -158,7 +154,7 @@ class HostAdam:
             job.state.flat.update = job
         return True
 
-    def _take_early(self, key: int, present: list[bool], factor: float) -> UpdateJob | None:
+    def _take_early(self, key: GradAccumulator, present: list[bool], factor: float) -> UpdateJob | None:
         job = self._early.pop(key, None)
         if job is None:
             return None
@@ -169,9 +165,9 @@ class HostAdam:
 
     def _make_job(self, state: HostState, present: list[bool], factor: float, *, staged: bool) -> UpdateJob:
         delayed = self._is_delayed()
-        sink = self._sink(state, staged=staged)
+        writer = self._writer(state, staged=staged)
         states_staged = staged and not delayed
-        job = UpdateJob(state, self._hypers(state, present), factor, sink, staged=states_staged)
+        job = UpdateJob(state, self._hypers(state, present), factor, writer, staged=states_staged)
         job.borrow(swap=delayed)
         return job
 
@@ -180,12 +176,12 @@ class HostAdam:
             Hyper.of(self._groups[id(run)]) if there else None for run, there in zip(state.owned, present, strict=True)
         ]
 
-    def _sink(self, state: HostState, *, staged: bool) -> ParamSink:
+    def _writer(self, state: HostState, *, staged: bool) -> ParamWriter:
         staged = staged or must_stage(state.flat)
-        key = (id(state), staged)
-        if key not in self._sinks:
-            self._sinks[key] = make_sink(state.flat, self._settings.host, staged=staged)
-        return self._sinks[key]
+        key = (state, staged)
+        if key not in self._writers:
+            self._writers[key] = make_writer(state.flat, self._settings.host, staged=staged)
+        return self._writers[key]
 
     def _is_delayed(self) -> bool:
         return self._settings.delay_from is not None and self._step >= self._settings.delay_from
@@ -225,7 +221,7 @@ class HostAdam:
         state.steps[number] = int(values.get("step", 0))
 
     def _find(self, owned: OwnedRun) -> tuple[HostState, int]:
-        state = self.states[id(owned.buffer)]
+        state = self.states[owned.buffer]
         return state, state.owned.index(owned)
 
     def moment_bytes(self) -> int:
@@ -235,6 +231,6 @@ class HostAdam:
         self._worker.close()
         for state in self.states.values():
             state.drop()
-        for sink in self._sinks.values():
-            sink.close_for_good()
-        self._sinks.clear()
+        for writer in self._writers.values():
+            writer.close_for_good()
+        self._writers.clear()

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.native.adam import AdamSpan, adam_step
-from hf_zero.optim.offload.param_writer import ParamSink
+from hf_zero.native.adam import AdamRule, AdamSpan, adam_step
+from hf_zero.optim.offload.param_writer import ParamWriter
 from hf_zero.optim.param_groups import OwnedRun
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.sharding.shard import ShardTensor, StoredShard
@@ -22,28 +22,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Hyper:
     """What of a param group decides an update, as it was when the step was asked for."""
 
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool  # AdamW's decay
-    bias_correction: bool
+    rule: AdamRule
     maximize: bool
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Hyper:
-        beta1, beta2 = group["betas"]
-        return cls(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=bool(group.get("decoupled_weight_decay", group.get("adamw_mode", False))),
-            bias_correction=bool(group.get("bias_correction", True)),
-            maximize=bool(group.get("maximize", False)),
-        )
+        return cls(AdamRule.of(group), bool(group.get("maximize", False)))
 
 
 @dataclass(frozen=True)
@@ -108,13 +92,13 @@ class UpdateJob:
     """
 
     def __init__(
-        self, state: HostState, hypers: list[Hyper | None], factor: float, sink: ParamSink, *, staged: bool
+        self, state: HostState, hypers: list[Hyper | None], factor: float, writer: ParamWriter, *, staged: bool
     ) -> None:
         self.state = state
         self.hypers = hypers
         self.factor = factor
         self.staged = staged
-        self._sink = sink
+        self._writer = writer
         self._grads: ShardTensor | None = None
         self._arriving: torch.Event | None = None  # the gradient has reached the host
         self._reduces = 0
@@ -144,7 +128,7 @@ class UpdateJob:
         assert grads is not None
         if self._arriving is not None:
             self._arriving.synchronize()
-        out = self._sink.open() if state.cuts else None
+        out = self._writer.open() if state.cuts else None
         for tile in range(len(state.cuts)):
             with store.borrow(state.keys(tile), write=True, staged=self.staged) as borrow:
                 if tile + 1 < len(state.cuts):
@@ -159,7 +143,7 @@ class UpdateJob:
                         scale = -self.factor if maximize else self.factor
                         adam_step(spans, master, exp_avg, exp_avg_sq, grads.memory, grad_scale=scale, out=out)
         if state.cuts:
-            self._sink.close()
+            self._writer.close()
         self._grads = None
         self._over.set()
 
@@ -167,30 +151,19 @@ class UpdateJob:
         """Parameters that are not updated: they are their masters, rounded."""
         for cut in self.state.cuts[tile]:
             if self.hypers[cut.number] is None and out is not None:
-                place = cut.in_full if self._sink.in_full else cut.in_shard
+                place = cut.in_full if self._writer.in_full else cut.in_shard
                 out[place : place + cut.numel].copy_(master[cut.start : cut.start + cut.numel])
 
     def _spans(self, tile: int, grads_in_full: bool, maximize: bool) -> Iterator[AdamSpan]:
-        out_in_full = self._sink.in_full
+        out_in_full = self._writer.in_full
         for cut in self.state.cuts[tile]:
             hyper = self.hypers[cut.number]
             if hyper is None or hyper.maximize != maximize:
                 continue
-            yield AdamSpan(
-                start=cut.start,
-                numel=cut.numel,
-                grad_start=cut.in_full if grads_in_full else cut.in_shard,
-                out_start=cut.in_full if out_in_full else cut.in_shard,
-                index=cut.in_param,
-                step=self.state.steps[cut.number] + 1,
-                lr=hyper.lr,
-                beta1=hyper.beta1,
-                beta2=hyper.beta2,
-                eps=hyper.eps,
-                weight_decay=hyper.weight_decay,
-                decoupled=hyper.decoupled,
-                bias_correction=hyper.bias_correction,
-            )
+            grad_start = cut.in_full if grads_in_full else cut.in_shard
+            out_start = cut.in_full if out_in_full else cut.in_shard
+            step = self.state.steps[cut.number] + 1
+            yield AdamSpan(cut.start, cut.numel, grad_start, out_start, cut.in_param, step, *hyper.rule)
 
     def fail(self, error: BaseException) -> None:
         self._error = error
@@ -213,7 +186,7 @@ class UpdateJob:
         if not self._published and self._committed:
             self._published = True
             self._settle_states()
-            self._sink.publish()
+            self._writer.publish()
 
     def rollback(self) -> None:
         """Undo a staged update whose step was not taken."""
@@ -221,7 +194,7 @@ class UpdateJob:
         for tile in range(len(self.state.cuts)):
             self.state.master.store.rollback(self.state.keys(tile))
         if self.state.cuts:
-            self._sink.discard()
+            self._writer.discard()
 
     def _settle_states(self) -> None:
         for number, hyper in enumerate(self.hypers):

@@ -1,7 +1,7 @@
 """Where an update on the host puts the new parameters, and when gathers see them.
 
 An update is made of `open` and `close` on the thread that updates, then `publish` or `discard` on the thread that
-trains. Between them nobody sees the new values, unless the sink is direct.
+trains. Between them nobody sees the new values, unless the writer is direct.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_zero.storage.base import BorrowedTensors
 from hf_zero.storage.host import HostStore
 
 
-class ParamSink(abc.ABC):
+class ParamWriter(abc.ABC):
     """Takes the updated parameters of one flat parameter."""
 
     in_full = False  # whether what `open` gives is indexed by places in the flat parameter, not in the shard
@@ -42,7 +42,7 @@ class ParamSink(abc.ABC):
         return None
 
 
-class DirectSink(ParamSink):
+class DirectWriter(ParamWriter):
     """The update writes into the shard itself: host memory that nobody reads meanwhile."""
 
     def __init__(self, shard: ShardTensor) -> None:
@@ -56,7 +56,7 @@ class DirectSink(ParamSink):
         raise AssertionError("a direct update cannot be undone")
 
 
-class StagedSink(ParamSink):
+class StagedWriter(ParamWriter):
     """The update writes into host memory of its own, from which the shard is set at `publish`.
 
     For a shard on another device, and for an update that runs while the old parameters are in use.
@@ -87,7 +87,7 @@ class StagedSink(ParamSink):
         self._host.drop(f"{self._shard.layout.name}/staged")
 
 
-class StoredSink(ParamSink):
+class StoredWriter(ParamWriter):
     """The shard is on a slow medium: the update fills a loan of it, which is written when it is closed."""
 
     def __init__(self, shard: StoredShard, *, staged: bool) -> None:
@@ -119,14 +119,14 @@ def must_stage(flat: FlatParam) -> bool:
     return isinstance(flat.shard, ShardTensor) and not flat.shard_is_on_host
 
 
-def make_sink(flat: FlatParam, host: HostStore, *, staged: bool) -> ParamSink:
-    """The sink for the parameters of `flat`.
+def make_writer(flat: FlatParam, host: HostStore, *, staged: bool) -> ParamWriter:
+    """The writer for the parameters of `flat`.
 
     Args:
         staged: The update may run while its old parameters are in use, or be undone.
     """
     shard = flat.shard
     if isinstance(shard, StoredShard):
-        return StoredSink(shard, staged=staged)
+        return StoredWriter(shard, staged=staged)
     assert isinstance(shard, ShardTensor)
-    return StagedSink(shard, host) if staged else DirectSink(shard)
+    return StagedWriter(shard, host) if staged else DirectWriter(shard)

@@ -13,8 +13,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.native.adam import AdamBatch, AdamSpan, adam_step_batches
-from hf_zero.optim.optimizers.base import CheckedOptimizer
+from hf_zero.native.adam import AdamBatch, AdamRule, AdamSpan, adam_step_batches
+from hf_zero.optim.optimizers.base import CheckedOptimizer, run_closure, settings_of
 
 _WIDE = (torch.float32, torch.float64)  # parameters that are their own masters
 _NARROW = (torch.bfloat16, torch.float16)
@@ -52,18 +52,7 @@ class CPUAdam(CheckedOptimizer):
         fp32_optimizer_states: bool = True,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adamw_mode": adamw_mode,
-            "bias_correction": bias_correction,
-            "amsgrad": amsgrad,
-            "fp32_optimizer_states": fp32_optimizer_states,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, settings_of(locals()))
 
     def problems_of(self, group: Mapping[str, Any]) -> list[str]:
         wrong = super().problems_of(group)
@@ -78,10 +67,7 @@ class CPUAdam(CheckedOptimizer):
             ConfigError: A parameter or gradient is not one that this optimizer can update, e.g. not in CPU memory.
             NativeError: The native library is missing. Nothing has been changed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         with torch.no_grad():
             updates = [
                 _Update(parameter, self.state[parameter], group)
@@ -157,7 +143,7 @@ class _Update:
         if grad.dtype == torch.float64:
             grad = grad.to(master.dtype)
         self.batch = AdamBatch(
-            [_span(group, master.numel(), int(self._step) + 1)],
+            [AdamSpan(0, master.numel(), 0, 0, 0, int(self._step) + 1, *AdamRule.of(group))],
             master,
             self._flat(state["exp_avg"]),
             self._flat(state["exp_avg_sq"]),
@@ -180,25 +166,6 @@ class _Update:
         self._step += 1
         # The library writes behind autograd's back: a graph that saved the old values must notice, as with torch's.
         torch.autograd.graph.increment_version(self._parameter)
-
-
-def _span(group: dict[str, Any], numel: int, step: int) -> AdamSpan:
-    beta1, beta2 = group["betas"]
-    return AdamSpan(
-        start=0,
-        numel=numel,
-        grad_start=0,
-        out_start=0,
-        index=0,
-        step=step,
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=bool(group["adamw_mode"]),
-        bias_correction=bool(group["bias_correction"]),
-    )
 
 
 def _master_dtype(parameter: torch.Tensor) -> torch.dtype:

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
-from hf_zero.optim.optimizers.base import CheckedOptimizer, run_closure
+from hf_zero.optim.optimizers.base import CheckedOptimizer, follow_gradient, run_closure, settings_of, wide_gradient
 
 # (tensors, their squared norms [n, 2] of weights and update) -> the squared norms of the parameters they belong to
 Combine = Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]
@@ -47,20 +47,11 @@ class Lamb(CheckedOptimizer):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        if amsgrad:
+        settings = settings_of(locals())
+        if settings.pop("amsgrad"):
             raise ConfigError("Lamb: amsgrad=True is not part of LAMB: leave it out")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": tuple(betas),
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }
         self._ratios: list[torch.Tensor] = []
-        super().__init__(params, defaults)
+        super().__init__(params, settings)
 
     def get_lamb_coeffs(self) -> list[float]:
         """The trust ratios of the last step, one per tensor that had a gradient, in the order of the groups."""
@@ -75,10 +66,10 @@ class Lamb(CheckedOptimizer):
                 whole parameters; called once, for n = 0 too.
         """
         loss = run_closure(closure)
-        todo = [(group, param) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        todo = self.with_gradient()
         squares = []
         for group, param in todo:
-            self._take_gradient(group, param)
+            follow_gradient(self.state[param], wide_gradient(param), group["betas"])
             update = self._update_of(group, param)
             squares.append(torch.stack([_square(param), _square(update)]))
         device = todo[0][1].device if todo else None
@@ -92,20 +83,6 @@ class Lamb(CheckedOptimizer):
             update = self._update_of(group, param).mul_(ratio)
             param.add_(update.to(param.dtype), alpha=-_step_size(group, int(self.state[param]["step"])))
         return loss
-
-    def _take_gradient(self, group: dict[str, Any], param: torch.Tensor) -> None:
-        assert param.grad is not None
-        state = self.state[param]
-        wide = torch.promote_types(param.dtype, torch.float32)
-        if not state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(param, dtype=wide)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=wide)
-        beta1, beta2 = group["betas"]
-        grad = param.grad.to(wide)
-        state["step"] += 1
-        state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
     def _update_of(self, group: dict[str, Any], param: torch.Tensor) -> torch.Tensor:
         state, eps = self.state[param], group["eps"]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
-from hf_zero.optim.optimizers.base import CheckedOptimizer, run_closure
+from hf_zero.optim.optimizers.base import SeparateUpdates, adam_update
 from hf_zero.optim.optimizers.orthogonal import METHODS, orthogonalized, rows_to_columns
 
 _MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
 _ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0, "adam_w_mode": True}
 
 
-class Muon(CheckedOptimizer):
+class Muon(SeparateUpdates):
     """DeepSpeed's "Muon": two kinds of param groups, told apart by `use_muon`, which a group may set itself.
 
     Groups without `use_muon` are split: parameters of two or more dimensions are Muon's, except those in `others`; the
@@ -52,15 +51,7 @@ class Muon(CheckedOptimizer):
         adam_w_mode: bool = True,
         others: Iterable[torch.Tensor] = (),
     ) -> None:
-        shared = {
-            "lr": lr,
-            "momentum": momentum,
-            "betas": None if betas is None else tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "ns_method": ns_method,
-            "adam_w_mode": adam_w_mode,
-        }
+        shared = {**locals(), "betas": None if betas is None else tuple(betas)}
         self._halves = {True: _settings(_MUON, shared, muon_lr), False: _settings(_ADAM, shared, adam_lr)}
         self._others = {id(param) for param in others}
         groups: list[Any] = list(params)
@@ -99,16 +90,11 @@ class Muon(CheckedOptimizer):
             wrong.append(f"use_muon is for matrices, not for parameters of shapes {flat[:5]}")
         return wrong
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` returns."""
-        loss = run_closure(closure)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    grad = param.grad.to(torch.promote_types(param.dtype, torch.float32))
-                    (self._muon if group["use_muon"] else self._adam)(group, param, grad)
-        return loss
+    def update(self, group: Mapping[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
+        if group["use_muon"]:
+            self._muon(group, param, grad)
+        else:
+            adam_update(group, param, grad, self.state[param], decoupled=group["adam_w_mode"], corrected=True)
 
     def _muon(self, group: Mapping[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
         state = self.state[param]
@@ -121,22 +107,6 @@ class Muon(CheckedOptimizer):
         update.mul_(rows_to_columns(param.size(-2), param.size(-1)))
         param.mul_(1 - float(group["lr"]) * group["weight_decay"])
         param.add_(update.to(param.dtype), alpha=-float(group["lr"]))
-
-    def _adam(self, group: Mapping[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
-        state, (beta1, beta2), lr = self.state[param], group["betas"], float(group["lr"])
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
-        if not group["adam_w_mode"]:
-            grad = grad.add(param.to(grad.dtype), alpha=group["weight_decay"])
-        state["step"] += 1
-        step = int(state["step"])
-        first = state["exp_avg"].lerp_(grad, 1 - beta1)
-        second = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-        if group["adam_w_mode"]:
-            param.mul_(1 - lr * group["weight_decay"])
-        param.add_((first / root).to(param.dtype), alpha=-lr / (1 - beta1**step))
 
 
 def _settings(defaults: Mapping[str, Any], shared: Mapping[str, Any], lr: float | None) -> dict[str, Any]:

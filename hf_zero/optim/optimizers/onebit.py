@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.optim.optimizers.base import CheckedOptimizer, run_closure
+from hf_zero.optim.optimizers.base import CheckedOptimizer, follow_gradient, run_closure, wide_gradient
 
 # (parameters, their momenta): makes each momentum the compressed mean over the ranks, in place
 Exchange = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
@@ -61,9 +61,15 @@ class OneBitAdam(CheckedOptimizer):
         """
         loss = run_closure(closure)
         frozen = self.is_frozen
-        todo = [(group, param) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        todo = self.with_gradient()
         for group, param in todo:
-            self._take_gradient(group, param, frozen)
+            if frozen and not self.state[param]:
+                raise StateError(
+                    f"OneBitAdam: a parameter of shape {tuple(param.shape)} has its first gradient after "
+                    f"{self.freeze_step} steps, when the variance is frozen.\nTrain it from the start, or raise "
+                    "freeze_step."
+                )
+            follow_gradient(self.state[param], wide_gradient(param), group["betas"], variance=not frozen)
         params = [param for _, param in todo]
         if frozen:
             momenta = [self.state[param]["exp_avg"] for param in params]
@@ -77,24 +83,3 @@ class OneBitAdam(CheckedOptimizer):
             update.add_(param.to(update.dtype), alpha=group["weight_decay"])
             param.add_(update.to(param.dtype), alpha=-float(group["lr"]))
         return loss
-
-    def _take_gradient(self, group: dict[str, Any], param: torch.Tensor, frozen: bool) -> None:
-        assert param.grad is not None
-        state = self.state[param]
-        wide = torch.promote_types(param.dtype, torch.float32)
-        if not state:
-            if frozen:
-                raise StateError(
-                    f"OneBitAdam: a parameter of shape {tuple(param.shape)} has its first gradient after "
-                    f"{self.freeze_step} steps, when the variance is frozen.\nTrain it from the start, or raise "
-                    "freeze_step."
-                )
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(param, dtype=wide)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=wide)
-        beta1, beta2 = group["betas"]
-        grad = param.grad.to(wide)
-        state["step"] += 1
-        state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
-        if not frozen:
-            state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)

@@ -86,12 +86,17 @@ class Schedule(LRScheduler):
         self._step_count = iteration + 2  # the first is that of the constructor
         self._go_to(iteration)
 
-    def _check(self, optimizer: Optimizer, **params: Any) -> None:
-        """Raise ConfigError for parameters that cannot be right, each with key, value, what was expected, remedy."""
+    def _check(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ConfigError for parameters that cannot be right, each with key, value, what was expected, remedy.
+
+        Args:
+            arguments: All of a constructor's: its `locals()` at the start.
+        """
         kind = next(one.__name__ for one in type(self).__mro__ if one.__name__ in SCHEDULER_TYPES)
-        given = {name: value for name, value in params.items() if value is not None}
+        other = ("self", "__class__", "optimizer", "last_batch_iteration")
+        given = {name: value for name, value in arguments.items() if name not in other and value is not None}
         found = list(value_faults(kind, given)) or list(faults(kind, given))
-        groups = len(optimizer.param_groups)
+        groups = len(arguments["optimizer"].param_groups)
         for name, value in given.items():
             if isinstance(value, list | tuple) and len(value) != groups:
                 wrong = f"expected a number, or {groups} numbers, one for each param group of the optimizer"

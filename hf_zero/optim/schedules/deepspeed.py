@@ -38,13 +38,7 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        self._check(
-            optimizer,
-            lr_range_test_min_lr=lr_range_test_min_lr,
-            lr_range_test_step_size=lr_range_test_step_size,
-            lr_range_test_step_rate=lr_range_test_step_rate,
-            lr_range_test_staircase=lr_range_test_staircase,
-        )
+        self._check(locals())
         self.min_lrs = per_group(optimizer, lr_range_test_min_lr)
         self.step_size = lr_range_test_step_size
         self.step_rate = lr_range_test_step_rate
@@ -84,8 +78,7 @@ class OneCycle(Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in _ONE_CYCLE}
-        self._check(optimizer, **given)
+        self._check(locals())
         self.min_lrs, self.max_lrs = per_group(optimizer, cycle_min_lr), per_group(optimizer, cycle_max_lr)
         self.first, self.second = cycle_first_step_size, cycle_second_step_size
         if self.second is None:
@@ -169,13 +162,7 @@ class WarmupLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         warmup_num_steps = _warmup_steps(warmup_num_steps)
-        self._check(
-            optimizer,
-            warmup_min_lr=warmup_min_lr,
-            warmup_max_lr=warmup_max_lr,
-            warmup_num_steps=warmup_num_steps,
-            warmup_type=warmup_type,
-        )
+        self._check(locals())
         self._set(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -213,14 +200,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         warmup_num_steps = _warmup_steps(warmup_num_steps)
-        self._check(
-            optimizer,
-            total_num_steps=total_num_steps,
-            warmup_min_lr=warmup_min_lr,
-            warmup_max_lr=warmup_max_lr,
-            warmup_num_steps=warmup_num_steps,
-            warmup_type=warmup_type,
-        )
+        self._check(locals())
         self.total_num_steps = total_num_steps or 0
         self._set(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
         Schedule.__init__(self, optimizer, last_batch_iteration)
@@ -249,14 +229,7 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         warmup_num_steps = _warmup_steps(warmup_num_steps)
-        self._check(
-            optimizer,
-            total_num_steps=total_num_steps,
-            warmup_min_ratio=warmup_min_ratio,
-            warmup_num_steps=warmup_num_steps,
-            cos_min_ratio=cos_min_ratio,
-            warmup_type=warmup_type,
-        )
+        self._check(locals())
         self.total_num_steps = total_num_steps or 0
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), warmup_type
@@ -279,7 +252,6 @@ class WarmupCosineLR(Schedule):
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * height)
 
 
-_ONE_CYCLE = frozenset(name for name in OneCycle.__init__.__annotations__ if name.startswith(("cycle", "decay")))
 SCHEDULES: dict[str, type[Schedule]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }

@@ -19,7 +19,6 @@ import torch
 from hf_zero.distributed.comm import Comm
 
 _BITS = 8
-_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)

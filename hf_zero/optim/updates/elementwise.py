@@ -1,7 +1,7 @@
 """How a torch optimizer is run over the elements that this rank updates: one strategy per kind of optimizer.
 
 Most optimizers treat every element by itself and are simply called. Others need more than a shard: Lamb the norms of
-whole parameters, OneBitAdam gradients that no rank has averaged, some the whole parameters (whole_params.py).
+unsharded parameters, OneBitAdam gradients that no rank has averaged, some the unsharded parameters (whole_params.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_zero.optim.optimizers.onebit import OneBitAdam
 from hf_zero.optim.param_groups import OwnedRun
 from hf_zero.optim.registry import needs_whole
 from hf_zero.optim.updates.compressed_mean import SignMean
-from hf_zero.optim.updates.sub_groups import sub_groups
+from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.sharding.flat_param import FlatParam
 
@@ -28,14 +28,15 @@ from hf_zero.sharding.flat_param import FlatParam
 StatePlace = tuple[str, Run | Sequence[Piece], Sequence[torch.Tensor]]
 # From a kind to the whole state of one parameter, None before the first update; all ranks must call
 StateReader = Callable[[str], torch.Tensor | None]
-HasGrad = Mapping[int, Sequence[bool]]  # id of a gradient buffer -> per parameter: on any rank
+HasGrad = Mapping[GradAccumulator, Sequence[bool]]  # per parameter: whether any rank had a gradient
+Pair = tuple[torch.Tensor, torch.Tensor]  # a tensor that the optimizer holds, and its gradient
 
 
 @dataclass(frozen=True)
 class FileState:
-    """Optimizer state of parameters that are updated whole, in the form in which checkpoints hold it."""
+    """Optimizer state of parameters that are updated unsharded, in the form in which checkpoints hold it."""
 
-    # By name, for each tensor of this rank's run: what has the parameter's shape, cut as the run is; and numbers.
+    # By name, for each tensor of this rank's run: what has the parameter's shape, sharded as the run is; and numbers.
     parts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
     # By name and kind: tensors of other shapes, whole, on all ranks.
     odd: Mapping[tuple[str, str], torch.Tensor] = field(default_factory=dict)
@@ -111,6 +112,35 @@ class TorchUpdate:
         return list(owned)
 
 
+def sub_groups(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedRun], has_grad: HasGrad) -> list[list[Pair]]:
+    """What this rank updates, in groups of at most `sub_group_size` elements; a larger tensor is a group of its own.
+
+    torch's foreach updates make several temporaries as large as everything that one call updates, and leave tensors
+    without a gradient alone: called once per group, they make them as large as a group. As in DeepSpeed, the user's
+    step hooks run once per call.
+
+    There is always a group, perhaps an empty one: the optimizer is called in every step. Other optimizers than torch's
+    get everything in one: they may count their calls, or look at all tensors together.
+
+    Args:
+        has_grad: By gradient accumulator: whether each of its parameters had a gradient on any rank.
+    """
+    present = [run for run in owned if has_grad[run.buffer][run.index]]
+    pairs = [(run, pair) for run in present for pair in zip(run.masters, run.grads, strict=False)]
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return [[pair for _, pair in pairs]]
+    groups: list[list[Pair]] = [[]]
+    size = 0
+    for run, pair in pairs:
+        numel = pair[0].numel()
+        if groups[-1] and size + numel > run.buffer.flat.home.sub_group_numel:
+            groups.append([])
+            size = 0
+        groups[-1].append(pair)
+        size += numel
+    return groups
+
+
 class LambUpdate(TorchUpdate):
     """Lamb on shards: squared norms per parameter, summed over the ranks by one all-reduce."""
 
@@ -119,14 +149,14 @@ class LambUpdate(TorchUpdate):
     def call(self, owned: Sequence[OwnedRun]) -> None:
         firsts, total = {}, 0
         for buffer in self.reducer.buffers:
-            firsts[id(buffer)] = total
+            firsts[buffer] = total
             total += len(buffer.flat.params)
-        places = {id(master): firsts[id(one.buffer)] + one.index for one in owned for master in one.masters}
+        places = {master: firsts[one.buffer] + one.index for one in owned for master in one.masters}
         sharded = any(buffer.flat.layout.world_size > 1 for buffer in self.reducer.buffers)
 
         def combine(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> torch.Tensor:
             device = self.comm.device
-            index = torch.tensor([places[id(tensor)] for tensor in tensors], dtype=torch.long, device=device)
+            index = torch.tensor([places[tensor] for tensor in tensors], dtype=torch.long, device=device)
             whole = torch.zeros(total, 2, dtype=torch.float64, device=device)
             whole.index_add_(0, index, squares.to(device))
             if sharded:
@@ -161,11 +191,3 @@ class OneBitUpdate(TorchUpdate):
         frozen = self.optimizer.is_frozen
         for buffer in self.reducer.buffers:
             buffer.stay_local(frozen)
-
-
-def give_gradients(owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
-    """Let masters have the gradients of this window, where any rank had one."""
-    for one in owned:
-        present = has_grad[id(one.buffer)][one.index]
-        for master, grad in zip(one.masters, one.grads, strict=False):
-            master.grad = grad.to(master.dtype) if present else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.layout import Run, Slot, UnitLayout
+from hf_zero.layout import Run, Slot
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 
 
@@ -65,11 +65,14 @@ class Owners:
         for place in sorted(range(len(places)), key=lambda place: -sizes[place]):
             owners[place] = self._loads.index(min(self._loads))
             self._loads[owners[place]] += sizes[place]
-        kept = {id(buffer): _runs_by_rank(buffer.flat.layout) for buffer in {id(b): b for b, _ in places}.values()}
+        kept: dict[GradAccumulator, list[dict[str, Run]]] = {}  # by rank, by parameter
+        for buffer in dict.fromkeys(buffer for buffer, _ in places):
+            layout = buffer.flat.layout
+            kept[buffer] = [{run.name: run for run in layout.runs(rank)} for rank in range(layout.world_size)]
         adopted = []
         for (buffer, index), owner in zip(places, owners, strict=True):
             name = buffer.flat.layout.slots[index].name
-            runs = tuple(by_name.get(name) for by_name in kept[id(buffer)])
+            runs = tuple(by_name.get(name) for by_name in kept[buffer])
             adopted.append(WholeParam(buffer, index, owner, runs, self._tensor(buffer, index, owner)))
             adopted[-1].release()
         self.params += adopted
@@ -81,8 +84,3 @@ class Owners:
         assert buffer.flat.master is not None
         shape = buffer.flat.layout.slots[index].shape
         return torch.empty(shape, dtype=buffer.flat.master.dtype, device=self._device)
-
-
-def _runs_by_rank(layout: UnitLayout) -> list[dict[str, Run]]:
-    """For each rank what it keeps, by parameter."""
-    return [{run.name: run for run in layout.runs(rank)} for rank in range(layout.world_size)]

@@ -11,7 +11,7 @@ step it also holds gradient and master of what it owns, as much again as its own
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,19 @@ import torch
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.layout import Piece
+from hf_zero.optim.optimizers.lamb import Lamb
+from hf_zero.optim.optimizers.onebit import OneBitAdam
 from hf_zero.optim.param_groups import OwnedRun
-from hf_zero.optim.updates.elementwise import FileState, HasGrad, StatePlace, StateReader, TorchUpdate, give_gradients
+from hf_zero.optim.registry import needs_whole
+from hf_zero.optim.updates.elementwise import (
+    FileState,
+    HasGrad,
+    LambUpdate,
+    OneBitUpdate,
+    StatePlace,
+    StateReader,
+    TorchUpdate,
+)
 from hf_zero.optim.updates.owners import Owners, WholeParam
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.sharding.flat_param import FlatParam
@@ -48,10 +59,13 @@ class WholeUpdate(TorchUpdate):
         self._owners = owners
 
     def update(self, owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
-        kept = {(id(one.buffer), one.index): one for one in owned}
-        wholes = [param for param in self._owners.params if has_grad[id(param.buffer)][param.index]]
+        kept = {(one.buffer, one.index): one for one in owned}
+        wholes = [param for param in self._owners.params if has_grad[param.buffer][param.index]]
         plain = self.elementwise(owned)
-        give_gradients(plain, has_grad)
+        for run in plain:
+            present = has_grad[run.buffer][run.index]
+            for master, grad in zip(run.masters, run.grads, strict=False):
+                master.grad = grad.to(master.dtype) if present else None
         for one in wholes:
             if one.whole is not None:
                 one.whole.grad = torch.empty(one.slot.shape, dtype=one.dtype, device=one.whole.device)
@@ -60,7 +74,7 @@ class WholeUpdate(TorchUpdate):
         def moves(of_whole: Callable[[torch.Tensor], Any], of_run: Callable[[OwnedRun], Any]) -> list[_Move]:
             result = []
             for param in wholes:
-                run = kept.get((id(param.buffer), param.index))
+                run = kept.get((param.buffer, param.index))
                 whole = None if param.whole is None else of_whole(param.whole).view(-1)
                 result.append(_Move(param, param.dtype, whole, [] if run is None else of_run(run)))
             return result
@@ -78,38 +92,41 @@ class WholeUpdate(TorchUpdate):
 
     def elementwise(self, owned: Sequence[OwnedRun]) -> list[OwnedRun]:
         """Those of `owned` that are updated where they are."""
-        wholes = {(id(param.buffer), param.index) for param in self._owners.params}
-        return [one for one in owned if (id(one.buffer), one.index) not in wholes]
+        wholes = {(param.buffer, param.index) for param in self._owners.params}
+        return [one for one in owned if (one.buffer, one.index) not in wholes]
 
     # ---------------------------------------------------------------- moving
     def _bring(self, moves: Sequence[_Move], what: str) -> None:
-        """Fill `whole` on the owners with the pieces of all ranks. All ranks must call."""
+        """Fill `whole` on the owners with the slices of all ranks. All ranks must call."""
         for dtype, batch in _batches(moves):
             keep, own = self._sizes(batch)
-            sent = torch.cat(
-                [piece.reshape(-1).to(self.comm.device, dtype) for piece in self._kept_by_owner(batch)]
-                or [torch.empty(0, dtype=dtype, device=self.comm.device)]
-            )
-            received = torch.empty(sum(own), dtype=dtype, device=self.comm.device)
-            self.comm.all_to_all(received, sent, what, (own, keep)).wait()
-            at = 0
-            for place in self._owned_by_rank(batch):
-                place.copy_(received[at : at + place.numel()])
-                at += place.numel()
+            self._exchange(self._kept_by_owner(batch), keep, self._owned_by_rank(batch), own, dtype, what)
 
     def _spread(self, moves: Sequence[_Move], what: str) -> None:
-        """Fill the pieces of all ranks from `whole` on the owners. All ranks must call."""
+        """Fill the slices of all ranks from `whole` on the owners. All ranks must call."""
         for dtype, batch in _batches(moves):
             keep, own = self._sizes(batch)
-            sent = torch.cat(
-                list(self._owned_by_rank(batch)) or [torch.empty(0, dtype=dtype, device=self.comm.device)]
-            )
-            received = torch.empty(sum(keep), dtype=dtype, device=self.comm.device)
-            self.comm.all_to_all(received, sent, what, (keep, own)).wait()
-            at = 0
-            for piece in self._kept_by_owner(batch):
-                piece.view(-1).copy_(received[at : at + piece.numel()])
-                at += piece.numel()
+            self._exchange(self._owned_by_rank(batch), own, self._kept_by_owner(batch), keep, dtype, what)
+
+    def _exchange(
+        self,
+        sources: Iterable[torch.Tensor],
+        sent_sizes: list[int],
+        targets: Iterable[torch.Tensor],
+        received_sizes: list[int],
+        dtype: torch.dtype,
+        what: str,
+    ) -> None:
+        """One all-to-all: `sources` to the ranks in order, `sent_sizes` elements to each, and so from them."""
+        device = self.comm.device
+        empty = torch.empty(0, dtype=dtype, device=device)
+        sent = torch.cat([source.reshape(-1).to(device, dtype) for source in sources] or [empty])
+        received = torch.empty(sum(received_sizes), dtype=dtype, device=device)
+        self.comm.all_to_all(received, sent, what, (received_sizes, sent_sizes)).wait()
+        at = 0
+        for target in targets:
+            target.view(-1).copy_(received[at : at + target.numel()])
+            at += target.numel()
 
     def _sizes(self, batch: Sequence[_Move]) -> tuple[list[int], list[int]]:
         """Elements that this rank keeps for each owner, and elements that it owns by who keeps them."""
@@ -223,3 +240,23 @@ def _batches(moves: Sequence[_Move]) -> Iterator[tuple[torch.dtype, list[_Move]]
         numel += move.param.slot.numel
     if batch:
         yield batch[0].dtype, batch
+
+
+# -------------------------------------------------------------------- which update an optimizer gets
+_SPECIAL: dict[type, type[TorchUpdate]] = {Lamb: LambUpdate, OneBitAdam: OneBitUpdate}
+
+
+def make_owners(optimizer: torch.optim.Optimizer, comm: Comm, *, sharded: bool) -> Owners | None:
+    """Deals out the parameters that `optimizer` needs whole; None where it needs none, or has all of them."""
+    wants = needs_whole(optimizer)
+    return Owners(comm.rank, comm.world_size, comm.device, wants) if sharded and wants is not None else None
+
+
+def make_update(
+    optimizer: torch.optim.Optimizer, reducer: GradReducer, comm: Comm, owners: Owners | None
+) -> TorchUpdate:
+    """The strategy for `optimizer`."""
+    if owners is not None:
+        return WholeUpdate(optimizer, reducer, comm, owners)
+    kind = next((update for known, update in _SPECIAL.items() if isinstance(optimizer, known)), TorchUpdate)
+    return kind(optimizer, reducer, comm)
