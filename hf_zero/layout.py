@@ -71,7 +71,7 @@ class Run:
     """All elements of one parameter in one shard: contiguous in the shard, made of one or more pieces."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole parameter
+    shape: tuple[int, ...]  # of the full parameter
     pieces: tuple[Piece, ...]
 
     @property

@@ -224,7 +224,7 @@ def header(args: argparse.Namespace, numel: dict[str, int]) -> list[str]:
             config = zero_config(name, args, sizes[0].hidden)["zero_optimization"]
             lines.append(f"{name}: {json.dumps(config)}, else defaults")
     if args.world == 1 and any(name.startswith("zero3") for name in args.variants):
-        lines.append("zero3 on one rank: parameters stay whole, as at stage 2 (there is nothing to gather)")
+        lines.append("zero3 on one rank: parameters stay unsharded, as at stage 2 (there is nothing to gather)")
     return lines
 
 

@@ -287,7 +287,7 @@ def load(session: Session, folder: Path, parts: Parts) -> Loaded:
 
 @contextlib.contextmanager
 def _half_loaded(optimizer: ShardedOptimizer | None, folder: Path, parts: Parts) -> Iterator[None]:
-    """An error inside leaves a part of a checkpoint: then there is neither a step nor a save until a load is whole."""
+    """An error inside leaves a part of a checkpoint: then there is no step and no save until a load is complete."""
     was_broken = optimizer is not None and optimizer.suspended != ""
     if optimizer is not None:
         optimizer.suspended = f"{_BROKEN_OFF} of {folder}: load a checkpoint with its optimizer state first"
@@ -295,7 +295,7 @@ def _half_loaded(optimizer: ShardedOptimizer | None, folder: Path, parts: Parts)
         yield
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}\nThe model now holds a part of {folder}: load a whole checkpoint before it trains on."
+            f"{error}\nThe model now holds a part of {folder}: load a complete checkpoint before it trains on."
         ) from error
     if optimizer is not None and (parts.optimizer or not was_broken):
         optimizer.suspended = ""

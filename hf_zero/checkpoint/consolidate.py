@@ -66,7 +66,7 @@ Advance = Callable[[int], None]  # called with the bytes done since the last cal
 
 
 class ConsolidateError(RuntimeError):
-    """The checkpoint is not whole, or the output cannot be written; the message names the file."""
+    """The checkpoint is not complete, or the output cannot be written; the message names the file."""
 
 
 @dataclass(frozen=True)
@@ -375,7 +375,7 @@ def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
         else:
             wrong += [f"{path} is damaged: it has {found} bytes, not {size}"] if found != size else []
     if wrong:
-        raise ConsolidateError(f"{folder} is not whole: {'; '.join(wrong)}")
+        raise ConsolidateError(f"{folder} is not complete: {'; '.join(wrong)}")
 
 
 class RankFiles:
@@ -725,7 +725,7 @@ def consolidate(
     Returns a summary fit for JSON. `progress` is called with the bytes done, and all bytes.
 
     Raises:
-        ConsolidateError: The checkpoint is not whole, `out` is in use, or the disk is full; nothing is left of `out`.
+        ConsolidateError: The checkpoint is not complete, `out` is in use, the disk is full; nothing is left of `out`.
     """
     folder = Path(folder)
     out = folder / "consolidated" if out is None else Path(out)

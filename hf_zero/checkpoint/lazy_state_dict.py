@@ -1,4 +1,4 @@
-"""Whole tensors of a checkpoint folder, read one by one as they are asked for.
+"""Full tensors of a checkpoint folder, read one by one as they are asked for.
 
 Needs no engine and no process group. Which name of a model takes which name of the checkpoint is decided here, too;
 who writes the values into the model is not.

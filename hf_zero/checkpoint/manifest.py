@@ -163,7 +163,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read and check the manifest of a checkpoint folder.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or it is of a newer format. The newest whole checkpoint beside
+        CheckpointError: There is none, it is damaged, or of a newer format. The newest complete checkpoint beside
             it is offered.
     """
     with offering(folder):
@@ -181,7 +181,7 @@ def _tensor_info(data: Mapping[str, Any]) -> TensorInfo:
 # -------------------------------------------------------------------- do the files agree?
 @contextlib.contextmanager
 def offering(folder: str | Path) -> Iterator[None]:
-    """An error of reading the rank files inside becomes a CheckpointError that offers the newest whole checkpoint."""
+    """An error of reading rank files inside becomes a CheckpointError that offers the newest complete checkpoint."""
     try:
         yield
     except ConsolidateError as error:
@@ -192,7 +192,7 @@ def check_files(folder: str | Path, manifest: Manifest) -> None:
     """Every file of the manifest is there with its size.
 
     Raises:
-        CheckpointError: Files are missing or truncated; all are listed, and the newest whole checkpoint is offered.
+        CheckpointError: Files are missing or truncated; all are listed, and the newest complete checkpoint is offered.
     """
     with offering(folder):
         check_sizes(Path(folder), {file.name: file.size for file in manifest.files})
@@ -220,10 +220,10 @@ def newest_complete_checkpoint(parent: str | Path, exclude: str | Path | None = 
 
 
 def offer(folder: str | Path) -> str:
-    """A sentence that names the newest whole checkpoint in `folder` or beside it; empty where there is none."""
+    """A sentence that names the newest complete checkpoint in `folder` or beside it; empty where there is none."""
     folder = Path(folder)
     inside = newest_complete_checkpoint(folder)
     if inside is not None:
-        return f" The newest whole checkpoint inside it is {inside}."
+        return f" The newest complete checkpoint inside it is {inside}."
     beside = newest_complete_checkpoint(folder.resolve().parent, exclude=folder)
-    return "" if beside is None else f" The newest whole checkpoint beside it is {beside}."
+    return "" if beside is None else f" The newest complete checkpoint beside it is {beside}."

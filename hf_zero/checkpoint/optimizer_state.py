@@ -99,7 +99,7 @@ def read_states(
             state[key] = scalar.clone() if isinstance(scalar, torch.Tensor) else scalar
     for info in reader.manifest.buffers:
         owner, mark, kind = info.name.partition(STATE_MARK)
-        if mark and owner == name:  # the optimizer needs whole parameters, so it holds one tensor
+        if mark and owner == name:  # the optimizer needs full parameters, so it holds one tensor
             states[0][kind] = reader.read_buffer(info.name).to(device)
     return states
 

@@ -24,10 +24,10 @@ from hf_zero.layout import Piece, Run, Slot, UnitLayout
 
 
 def open_checkpoint(folder: str | Path) -> CheckpointReader:
-    """Open a checkpoint folder and check that it is whole (all files there, at their size).
+    """Open a checkpoint folder and check that it is complete (all files there, at their size).
 
     Raises:
-        CheckpointError: No manifest, a damaged one, files missing or truncated (all are listed); the newest whole
+        CheckpointError: No manifest, a damaged one, files missing or truncated (all are listed); the newest complete
             checkpoint beside it is offered.
     """
     return CheckpointReader(Path(folder), read_manifest(folder))
@@ -118,7 +118,7 @@ class CheckpointReader:
         """Read this rank's share of the files whole (all of them at world size 1): are checksums and headers right?
 
         Raises:
-            CheckpointError: Files have changed, or do not hold what the manifest says; the newest whole checkpoint is
+            CheckpointError: Files have changed, or differ from the manifest; the newest complete checkpoint is
                 offered.
         """
         ranks = range(rank, len(self.manifest.files), world_size)
@@ -163,7 +163,7 @@ class CheckpointReader:
         return self.read(name, kind, pieces).to(dtype)
 
     def read_full(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The whole parameter in its own shape, converted to `dtype`."""
+        """The full parameter in its own shape, converted to `dtype`."""
         slot = self._slot(name)
         return self.read_weights(name, [Piece(slot.name, 0, slot.numel, 0, 0)], dtype).view(slot.shape)
 

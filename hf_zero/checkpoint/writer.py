@@ -9,7 +9,7 @@
     5  every rank  wait for rank 0's result, so that no rank starts the next save into the folder before it is decided
 
 A folder holds a checkpoint exactly if it has a manifest, and the manifest names its files. A save into a folder that
-holds a checkpoint already writes rank files under new names, so the old checkpoint stays whole until one rename
+holds a checkpoint already writes rank files under new names, so the old checkpoint stays complete until one rename
 replaces the manifest; only then its files are deleted. Whenever the processes die, what the folder holds is the old
 checkpoint or the new one (or none, if there was none).
 """
@@ -311,7 +311,7 @@ def _delete_rank_files(folder: str | Path, keep: set[str]) -> None:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            # The checkpoint is whole without it: not worth failing a training run for.
+            # The checkpoint is complete without it: not worth failing a training run for.
             logger.warning("cannot delete %s, which no checkpoint needs any more: %s", path, error)
 
 

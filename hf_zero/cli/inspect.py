@@ -19,7 +19,7 @@ from hf_zero.cli.text import format_bytes, plural, print_table
 from hf_zero.errors import CheckpointError
 
 NAME = "inspect"
-SUMMARY = "show layout, sizes and versions of a checkpoint, and check that it is whole"
+SUMMARY = "show layout, sizes and versions of a checkpoint, and check that it is complete"
 EXAMPLES = """
 hf-zero inspect outputs/checkpoint-500
 hf-zero inspect outputs/checkpoint-500 --verify

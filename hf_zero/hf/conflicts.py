@@ -203,7 +203,7 @@ def warn_of_missed_sharding(model: nn.Module) -> None:
     loaded_from = getattr(getattr(model, "config", None), "name_or_path", "")
     if loaded_from and not engines_inside(model):
         logger.warning(
-            "%s was loaded whole on every rank (%.2f GB each) before it was cut. To load each rank's part only, make "
+            "%s was loaded in full on every rank (%.2f GB each) before it was sharded. To load shards only, make "
             "TrainingArguments(zero=...), or call hf_zero.enable(...), before from_pretrained.",
             loaded_from,
             sum(param.numel() * param.element_size() for param in model.parameters()) / 1e9,

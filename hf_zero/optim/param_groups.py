@@ -84,7 +84,7 @@ class CutGroups:
     ]  # of the runs taken last that are updated natively: what the optimizer had for them
 
     def __init__(self, optimizer: torch.optim.Optimizer, owners: Owners | None = None) -> None:
-        """`owners` deals out the parameters that the optimizer needs whole."""
+        """`owners` deals out the parameters that the optimizer needs in full."""
         self._owners = owners
         self._state = dict(optimizer.state)
         self._live_state = optimizer.state

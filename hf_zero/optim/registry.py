@@ -1,7 +1,7 @@
 """What of each optimizer matters here: whether its update is right on shards, who can make it, and its fused form.
 
 A shard is a range of elements. An optimizer is right on it if it treats every element by itself; one that looks at the
-whole matrix, at its shape, or at all parameters together needs more, or is refused by name.
+full matrix, at its shape, or at all parameters together needs more, or is refused by name.
 """
 
 from __future__ import annotations
@@ -80,24 +80,24 @@ _OWN_BY_NAME = {kind.__name__: kind for kind in (Lamb, Lion, Muon, OneBitAdam, U
 assert _OWN_BY_NAME.keys() >= OWN_OPTIMIZERS.keys()
 
 # Classes that users bring: what each needs that a shard has not, and what to use instead.
-_MATRIX, _BLOCKS = "the whole matrix", "quantisation blocks that a shard cuts"
-_NORM, _ALL = "the norm of the whole parameter", "inner products over all parameters"
+_MATRIX, _BLOCKS = "the full matrix", "quantisation blocks that a shard cuts"
+_NORM, _ALL = "the norm of the full parameter", "inner products over all parameters"
 _REFUSED = {
-    "Adafactor": "row and column means of the whole matrix",
-    **dict.fromkeys(("Muon", "MuonWithAuxAdam"), "the whole momentum matrix"),
+    "Adafactor": "row and column means of the full matrix",
+    **dict.fromkeys(("Muon", "MuonWithAuxAdam"), "the full momentum matrix"),
     **dict.fromkeys(("LBFGS", "Prodigy", "DAdaptAdam"), _ALL),
     "SparseAdam": "sparse gradients",
     **dict.fromkeys(("Lamb", "LAMB", "FusedLamb", "LARS"), _NORM),
     **dict.fromkeys(("Lion8bit", "Adam8bit", "AdamW8bit"), _BLOCKS),
     **dict.fromkeys("Shampoo DistributedShampoo SOAP GaLoreAdamW GaLoreAdafactor APOLLOAdamW".split(), _MATRIX),
     "LOMO": "gradients inside backward",
-    "AdaLomo": "row and column means of the whole matrix",
+    "AdaLomo": "row and column means of the full matrix",
     "ScheduleFreeWrapper": "a second copy of the parameters that it swaps itself",
 }
 _INSTEAD = {
     **dict.fromkeys(("Lamb", "LAMB", "FusedLamb"), "hf_zero.optim.Lamb, which asks the other ranks for it"),
-    "Adafactor": "the Adafactor of torch.optim or transformers, which gets whole matrices",
-    **dict.fromkeys(("Muon", "MuonWithAuxAdam"), "torch.optim.Muon or hf_zero.optim.Muon, which get whole matrices"),
+    "Adafactor": "the Adafactor of torch.optim or transformers, which gets full matrices",
+    **dict.fromkeys(("Muon", "MuonWithAuxAdam"), "torch.optim.Muon or hf_zero.optim.Muon, which get full matrices"),
 }
 _ELEMENTWISE_INSTEAD = "an elementwise optimizer (torch.optim.AdamW, Adam, SGD, ...)"
 
@@ -133,7 +133,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
         return
     if spec is not None and spec.updates is Updates.REPLICAS:
         raise ConfigError(
-            "optimizer OneBitAdam needs stage 0: each rank compresses the momentum of whole parameters, made of its "
+            "optimizer OneBitAdam needs stage 0: each rank compresses the momentum of full parameters, made of its "
             "own gradient.\nSet zero_optimization.stage to 0, or use torch.optim.AdamW."
         )
     kinds = type(optimizer).__mro__
@@ -148,7 +148,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
     if not known and not allow_untested:
         raise ConfigError(
             f"optimizer {_name(optimizer)} is not known to treat every element by itself, and at stages 1-3 it would "
-            "see ranges of elements instead of whole parameters.\n"
+            "see ranges of elements instead of full parameters.\n"
             "If it does, set zero_allow_untested_optimizer: true; else use torch.optim.AdamW or stage 0."
         )
 

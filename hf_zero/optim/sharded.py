@@ -337,7 +337,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return settle_window(self._reducer, self._comm, self._orders, self.param_groups, **options)
 
     def _publish(self, *, native_too: bool) -> None:
-        """Masters -> parameters: cast, and gather where parameters stay whole on ranks that own a part each."""
+        """Masters -> parameters: cast, and gather where parameters stay unsharded on ranks that own a part each."""
         changed = []
         for buffer in self._reducer.buffers:
             if not buffer.flat.home.native:
@@ -367,7 +367,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self._native is not None
         groups = {id(master): group for group in self.optimizer.param_groups for master in group["params"]}
         owned = [(run, groups[id(run.masters[0])]) for run in runs if run.native]
-        # Backward in the order of reduces is forward; what is whole for everybody is waited for, so it comes first.
+        # Backward in the order of reduces is forward; what is never sharded is waited for, so it comes first.
         order = sorted(buffers, key=lambda buffer: (buffer.flat.on_demand, -buffers.index(buffer)))
         self._native_flats += [buffer.flat for buffer in order if buffer.flat.home.native]
         with self._comm.stop_together():

@@ -29,7 +29,7 @@ ParamGroups = Sequence[Mapping[str, Any]]
 class WindowFacts:
     """The outcome of the vote, equal on all ranks."""
 
-    norm: float  # L2 norm of the whole mean gradient, before clipping
+    norm: float  # L2 norm of the full mean gradient, before clipping
     has_grad: tuple[tuple[bool, ...], ...]  # per gradient buffer, per parameter: on any rank
 
 

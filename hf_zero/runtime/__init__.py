@@ -1,1 +1,1 @@
-"""When parameters are whole and when gradients are reduced."""
+"""When parameters are unsharded and when gradients are reduced."""

@@ -107,7 +107,7 @@ def build_units(
 ) -> BuiltUnits:
     """Take the model's parameters over. All ranks must call; rank 0's values win.
 
-    `fill` gives a flat parameter its first values: from whole parameters, unless they are elsewhere. `reuse` gives one
+    `fill` gives a flat parameter its first values: from full parameters, unless they are elsewhere. `reuse` gives one
     that is there already, or None.
     Raises ConfigError for parameters that cannot be cut, DivergenceError if the ranks built different models,
     OffloadError where a folder to offload to cannot be used.

@@ -1,4 +1,4 @@
-"""Notices what was written to whole parameters, and by which rank."""
+"""Notices what was written to full parameters, and by which rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHUNK = 1 << 17
 
 
 class EditWatch:
-    """Remembers whole parameters and says later which of them this rank has written to.
+    """Remembers full parameters and says later which of them this rank has written to.
 
     Args:
         by_value: Compare fingerprints of their bits, before and after: sees every change, and no write that changes

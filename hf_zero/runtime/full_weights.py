@@ -1,4 +1,4 @@
-"""Whole weights out of a sharded model and back, one unit at a time."""
+"""Full weights out of a sharded model and back, one unit at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class FullWeights:
-    """Reads and writes the weights of one engine's model as whole tensors."""
+    """Reads and writes the weights of one engine's model as full tensors."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class FullWeights:
 
     @contextlib.contextmanager
     def gathered(self, units: Iterable[ShardUnit]) -> Iterator[None]:
-        """Make `units` whole inside the block, for reading. All ranks must call."""
+        """Unshard `units` inside the block, for reading. All ranks must call."""
         wanted = [unit for unit in units if unit.state is not UnitState.FULL]
         if wanted:
             with self._comm.coalesced("weights"):
@@ -80,7 +80,7 @@ class FullWeights:
 
     @contextlib.contextmanager
     def edited(self, units: Iterable[ShardUnit], write_rank: int) -> Iterator[None]:
-        """Make `units` whole inside the block and keep the edits of `write_rank`: all or none. All ranks must call.
+        """Unshard `units` inside the block and keep the edits of `write_rank`: all or none. All ranks must call.
 
         Raises StateError on every rank, with nothing kept, if another rank wrote or any rank left by an exception.
         """
@@ -89,7 +89,7 @@ class FullWeights:
         self._before_write()
         with self.gathered(units):
             buffers = [buffer for unit in units for buffer in unit.buffers]
-            # What is whole for ever is edited in place. Masters are no copy of it: they may be the same memory.
+            # What is never sharded is edited in place. Masters are no copy of it: they may be the same memory.
             resident = [buffer for buffer in buffers if not buffer.on_demand]
             writes = self._comm.rank == write_rank
             saved = [buffer.full.to("cpu", copy=True) for buffer in resident] if writes else []
@@ -215,7 +215,7 @@ class FullWeights:
                     tensor.copy_(state[given[name]])
 
     def set_unit(self, unit: ShardUnit, state: Mapping[str, torch.Tensor]) -> None:
-        """Set parameters of a unit that is not in use, masters too, from whole tensors. No communication.
+        """Set parameters of a unit that is not in use, masters too, from full tensors. No communication.
 
         `state` must be the same on every rank, with the shapes of the parameters.
         """
@@ -245,7 +245,7 @@ class FullWeights:
 
 
 def share_resident(buffer: FlatParam) -> None:
-    """Where parameters are whole for ever: make them so again from what each rank owns. All ranks must call."""
+    """Where parameters are never sharded: make them so again from what each rank owns. All ranks must call."""
     if buffer.on_demand:
         return
     if buffer.layout.world_size > 1:

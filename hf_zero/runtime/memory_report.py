@@ -59,7 +59,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def start_line(config: ResolvedConfig, world_size: int, units: Sequence[ShardUnit], reducer: GradReducer) -> str:
-    """Stage, units and the types of gradients in one sentence, and at stage 3 DeepSpeed's line on what stays whole."""
+    """Stage, units and types of gradients in one sentence, and at stage 3 DeepSpeed's on persistent parameters."""
     kept = [unit for unit in units if unit.kind is UnitKind.PERSISTENT]
     grads = sorted({f"{buffer.dtype}".removeprefix("torch.") for buffer in reducer.buffers})
     numel = sum(buffer.layout.numel for unit in kept for buffer in unit.buffers)

@@ -1,8 +1,8 @@
-"""Makes parameters whole that are read outside of their layer's forward: a fused loss, a penalty, a child's weight.
+"""Unshards parameters that are read outside of their layer's forward: a fused loss, a penalty, a child's weight.
 
 [Note: Reads outside of a forward]
 From the start of the model's forward to the end of its backward, reading `module.weight` of a released unit gathers
-the unit. With gradients on it stays whole until the end of backward, because autograd looks at the parameter again
+the unit. With gradients on it stays unsharded until the end of backward, because autograd looks at the parameter again
 there, and it is whole in every further backward before the step. That costs the memory of that unit, and nothing where
 nobody reads. All ranks must read the same parameters in the same order, as they must call the same layers. A compiled
 graph takes what it finds, so other layers are to be read outside of it.
@@ -82,7 +82,7 @@ class OutsideReads:
 
     def open(self) -> None:
         """A forward of the model begins: from here on a read means the value."""
-        # Token by token every read counts: what is whole to the end is read as in a plain model.
+        # Token by token every read counts: what is unsharded to the end is read as in a plain model.
         self.is_open = torch.is_grad_enabled() or not self._params.all_pinned
         if not self._params.awaits_backward:  # else the gradients of an earlier forward are still to be checked
             self.iterated.clear()
@@ -119,7 +119,7 @@ class OutsideReads:
         if id(param) in self.iterated and bool(torch.isnan(grad).any()):
             raise StateError(
                 f"the gradient of {self._index[param].slot.name} is NaN, and its value was read in this step by a "
-                "loop over parameters() while it was sharded.\nMake parameters whole around the loss and its "
+                "loop over parameters() while it was sharded.\nUnshard the parameters around the loss and its "
                 "backward: `with hf_zero.gathered_params(model): ...`; or read them from their modules "
                 "(module.weight)."
             )
@@ -129,7 +129,7 @@ class OutsideReads:
             self._has_logged = True
             logger.warning(
                 "%s was read outside of the forward of %s: it is gathered once more, and with gradients on it stays "
-                "whole until the end of backward",
+                "unsharded until the end of backward",
                 place.slot.name,
                 place.unit.name,
             )

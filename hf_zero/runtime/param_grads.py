@@ -1,7 +1,7 @@
 """What `parameter.grad` shows between a backward and the step, and what the user has done to it.
 
 [Note: parameter.grad]
-Gradients live in flat parameters. Where a rank holds the whole mean of a parameter's gradient (stage 0 after the last
+Gradients live in flat parameters. Where a rank holds the full mean of a parameter's gradient (stage 0 after the last
 backward of a window), `.grad` is a view of it: torch's clipping works, and edits count. Everywhere else `.grad` is a
 stand-in with the sizes of the gradient and no values: whoever touches it gets an error that names the right call.
 `.grad = None` drops the gradient, as in torch. What is shown goes before the next forward or backward, so that
@@ -34,7 +34,7 @@ _ACCUMULATES = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)  # in aut
 
 
 class GradStandIn(torch.Tensor):
-    """In the place of a gradient that is not whole on this rank. See [Note: parameter.grad]."""
+    """In the place of a gradient that is not complete on this rank. See [Note: parameter.grad]."""
 
     parameter: str  # its name
     added: torch.Tensor | None  # what autograd has added meanwhile

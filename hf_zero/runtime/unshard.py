@@ -1,4 +1,4 @@
-"""When the parameters of a unit are whole."""
+"""When the parameters of a unit are unsharded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OnDemandParams:
     Invariants:
       - A unit is FULL from `before_use` to `after_use`, recomputation included; a held unit stays FULL until
         `release_all`, a pinned one until the end of the block that pinned it, or a step, which changes its values.
-      - What is whole and not in use (gathered ahead, or kept) stays within `stage3_max_live_parameters`, but for the
+      - What is unsharded and not in use (prefetched or kept) stays within `stage3_max_live_parameters`, but for the
         next unit where the limits admit it.
       - What is gathered, kept and released when depends on nothing but the order of uses, which is that of all ranks.
     """
@@ -44,8 +44,8 @@ class OnDemandParams:
     ) -> None:
         """`on_left(unit)` is called in backward, at the same point on all ranks, when `unit` has had its last use.
 
-        `on_used(unit, late)` is called while `unit` is whole: before it is released after a use, and at both ends of
-        backward. `late`: backward has begun.
+        `on_used(unit, late)` is called while `unit` is unsharded: before it is resharded after a use, and at both
+        ends of backward. `late`: backward has begun.
         """
         self.units = [unit for unit in units if unit.on_demand]
         self._on_left, self._on_used = on_left, on_used
@@ -64,7 +64,7 @@ class OnDemandParams:
         self._graph_alive = False  # an earlier one did, and its graph may still be walked
         self._phase: Phase | None = None  # the pass of the training that is under way
         self._kept: dict[int, ShardUnit] = {}  # KEPT units by id, the longest kept first
-        # Elements and bytes by id of what is whole, as they were at its gather: a unit may be cut anew meanwhile.
+        # Elements and bytes by id of what is unsharded, as they were at its gather: a unit may be cut anew meanwhile.
         self._live: dict[int, tuple[int, int]] = {}
         self.live_numel = 0
         self.peak_live_numel = 0
@@ -72,7 +72,7 @@ class OnDemandParams:
         self.peak_live_bytes = 0
 
     def before_use(self, unit: ShardUnit, phase: Phase) -> None:
-        """Make `unit` whole. All ranks must call, in the same order."""
+        """Unshard `unit`. All ranks must call, in the same order."""
         if not unit.on_demand:
             return
         # Hooks of a backward run without gradients too.
@@ -91,7 +91,7 @@ class OnDemandParams:
 
     @property
     def all_pinned(self) -> bool:
-        """Whether nothing will be gathered or released before a block ends that keeps everything whole."""
+        """Whether nothing will be gathered or released before a block ends that keeps everything unsharded."""
         return all(self._stays_unsharded(unit) for unit in self.units)
 
     def _stays_unsharded(self, unit: ShardUnit) -> bool:
@@ -122,7 +122,7 @@ class OnDemandParams:
         return before if before is not None and self._open_uses[id(before)] <= 0 else None
 
     def unshard(self, unit: ShardUnit) -> None:
-        """Make `unit` whole outside of forward and backward. All ranks must call."""
+        """Unshard `unit` outside of forward and backward. All ranks must call."""
         if unit.state is UnitState.SHARDED:
             self._start(unit)
         if unit.state is UnitState.GATHERING:
@@ -144,7 +144,7 @@ class OnDemandParams:
 
     @contextlib.contextmanager
     def pinned(self, units: Iterable[ShardUnit]) -> Iterator[None]:
-        """Keep `units` whole inside the block: forwards there need no communication. All ranks must call.
+        """Keep `units` unsharded inside the block: forwards there need no communication. All ranks must call.
 
         A step inside releases them, because it changes their values.
         """
@@ -167,7 +167,7 @@ class OnDemandParams:
     def streaming(self) -> Iterator[None]:
         """Forwards without gradients, many in a row: prefetch goes on from one to the next. All ranks must call.
 
-        Units that do not belong to a layer (embeddings, head) stay whole from the first forward to the end of the
+        Units that do not belong to a layer (embeddings, head) stay unsharded from the first forward to the end of the
         block. That is no more memory than one forward needs, which holds them while its layers come and go; it is left
         where `stage3_max_live_parameters` admits nothing ahead.
         """
@@ -193,11 +193,11 @@ class OnDemandParams:
         return bool(self._held)
 
     def stays_for_backward(self, unit: ShardUnit) -> bool:
-        """Whether `unit` is whole until the end of backward, or of a block around it."""
+        """Whether `unit` is unsharded until the end of backward, or of a block around it."""
         return id(unit) in self._held or id(unit) in self._pinned
 
     def hold(self, unit: ShardUnit) -> None:
-        """Keep `unit` whole until `release_all` (the root unit: from forward to the end of backward)."""
+        """Keep `unit` unsharded until `release_all` (the root unit: from forward to the end of backward)."""
         self._held.add(id(unit))
 
     def end_of_forward(self) -> Callable[[torch.Tensor], None]:
@@ -353,11 +353,11 @@ class OnDemandParams:
         self.live_bytes -= nbytes
 
     def _beside_use(self) -> int:
-        """Elements that are whole, or will be, and nobody uses."""
+        """Elements that are unsharded, or will be, and nobody uses."""
         return sum(unit.numel for unit in self.units if unit.state in (UnitState.GATHERING, UnitState.KEPT))
 
     def _make_room(self, numel: int, near: AbstractSet[int]) -> bool:
-        """Release kept units, except `near` ones, until `numel` more elements may be whole; return whether they may.
+        """Reshard kept units, not `near` ones, until `numel` more elements may be unsharded; return whether they may.
 
         The longest kept goes first: backward comes to it last.
         """

@@ -1,9 +1,9 @@
-"""What code outside of the engine writes to whole weights, in place: a forward that clamps its own weight, say.
+"""What code outside of the engine writes to full weights, in place: a forward that clamps its own weight, say.
 
 [Note: Writes to weights]
 torch counts writes in place, so that comparing counts shows them for nothing. Where weights are sharded between uses,
-such a write would be lost when the unit is released: it is taken over into the shard then. Where they are whole for
-ever, it is taken over into the masters before the step. Every rank takes its own part over, so the write must be the
+such a write would be lost when the unit is resharded: the shard takes it over then. Where they are never sharded, the
+masters take it over before the step. Every rank takes its own part over, so the write must be the
 same on all ranks; the vote of the step compares it, and an unequal one raises on all of them. That is what
 nn.Embedding(max_norm) meets: each rank scales the rows of its own batch.
 """
@@ -40,7 +40,7 @@ class WeightEdits:
 
     @torch.no_grad()
     def used(self, unit: ShardUnit, late: bool) -> None:
-        """An on-demand unit is whole, and its use is over. Raises StateError where a write cannot be kept.
+        """An on-demand unit is unsharded, and its use is over. Raises StateError where a write cannot be kept.
 
         Args:
             late: Backward has begun, and with it perhaps the update.

@@ -315,7 +315,7 @@ class FlatParam:
             names = [slot.name for slot, same in zip(self.layout.slots, untouched.tolist(), strict=True) if not same]
             self._placeholder_values.fill_(torch.nan)
             raise StateError(
-                f"rank {self._comm.rank}: sharded parameter(s) were written to while no rank held them whole, and the "
+                f"rank {self._comm.rank}: sharded parameter(s) were written to while they were sharded, and the "
                 f"write is lost: {', '.join(names)}.\nWrite inside `with hf_zero.gathered_params(model, "
                 "write_rank=0):`, or before the model is handed to hf_zero."
             )

@@ -24,10 +24,10 @@ class FlatParamSpec:
 class Placement:
     """Where the data of one flat parameter lives between uses, and how ranks share it after an update."""
 
-    param: ShardStore  # its shard, where parameters are whole around their use only
+    param: ShardStore  # its shard, where parameters are unsharded around their use only
     master: ShardStore  # master weights, and the moments of a native update
     copies: CopyStream  # for what goes between host and device; one for all buffers
     native: bool  # the native rule updates the masters tile by tile; else torch does, and they stay in memory
     tile_numel: int
     sub_group_numel: int = 1 << 62  # elements that one call of a torch optimizer updates
-    broadcasts: bool = False  # what is whole for ever comes from each owner by a broadcast (`allgather_partitions`)
+    broadcasts: bool = False  # what is never sharded comes from each owner by a broadcast (`allgather_partitions`)

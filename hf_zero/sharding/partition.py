@@ -29,7 +29,7 @@ class UnitKind(enum.Enum):
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """A unit before memory exists: its name, the module around whose forward it is whole, and its parameters."""
+    """A unit before memory exists: its name, the module around whose forward it is unsharded, and its parameters."""
 
     name: str
     kind: UnitKind
@@ -44,7 +44,7 @@ def partition(
     one.
 
     Args:
-        persistence_threshold: Parameters of at most this many elements stay whole
+        persistence_threshold: Parameters of at most this many elements stay unsharded
             (`stage3_param_persistence_threshold`).
         model_persistence_threshold: Most elements that may stay whole in all (`stage3_model_persistence_threshold`).
     """

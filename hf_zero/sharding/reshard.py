@@ -95,7 +95,7 @@ class LayoutChange:
             place.buffer.gather_finish()
 
     def _show_master(self, place: _Place, param: nn.Parameter) -> None:
-        """Point `param` at its whole master weights, which the buffer keeps until all its parameters have moved."""
+        """Point `param` at its full master weights, which the buffer keeps until all its parameters have moved."""
         if place.buffer not in self._masters:
             self._masters[place.buffer] = place.buffer.full_master()
         slot = place.buffer.layout.slots[place.index]

@@ -24,7 +24,7 @@ from hf_zero.sharding.partition import UnitKind
 class UnitPlan:
     """The policy of one unit."""
 
-    on_demand: bool  # parameters are whole around their use only
+    on_demand: bool  # parameters are unsharded around their use only
     sharded: bool  # each rank owns a part of parameters' master, gradient and optimizer state
     eager: bool  # gradients are reduced in every backward, not only at the boundary
 
@@ -38,8 +38,8 @@ _ROWS = {
 
 
 def plan_unit(stage: int, kind: UnitKind, world_size: int, *, offloaded: bool) -> UnitPlan:
-    """The row for `stage`. Persistent units stay whole as at stage 2; so does all in a world of one, where there is
-    nothing to gather, unless the shards are `offloaded` to another medium than the device's memory.
+    """The row for `stage`. Persistent units stay unsharded as at stage 2; so does all in a world of one, with nothing
+    to gather, unless the shards are `offloaded` to another medium than the device's memory.
     """
     if stage == 3 and (kind is UnitKind.PERSISTENT or (world_size == 1 and not offloaded)):
         return _ROWS[2]

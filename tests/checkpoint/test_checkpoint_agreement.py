@@ -162,7 +162,7 @@ def load_with_a_fault(stage: int, folder: str, place: str) -> None:
         SafetensorsFile.read = failing_read  # type: ignore[method-assign]
     text = refused(lambda: engine.load_checkpoint(folder, "a"), r"rank 1: .*Input/output error")
     assert ("calls" if place == "buffer" else "rank-0000") in text, text
-    assert ("load a whole checkpoint" in text) == (place != "first read"), "what is still unchanged"
+    assert ("load a complete checkpoint" in text) == (place != "first read"), "what is still unchanged"
     SafetensorsFile.read, CheckpointReader.read_buffer = read, method  # type: ignore[method-assign]
     engine.load_checkpoint(folder, "a")
     assert same(weights(engine), want)

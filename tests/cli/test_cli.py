@@ -72,8 +72,8 @@ def test_failed_jobs_are_status_1(capsys: Capture, tmp_path: Path) -> None:
     for name in ("inspect", "consolidate"):
         status, line = fails(capsys, name, folder)
         assert status == 1
-        assert line.startswith(f"hf-zero {name}: error: {folder} is not whole: {path} is missing")
-        assert line.endswith(f"The newest whole checkpoint beside it is {tmp_path}/checkpoint-1.\n")
+        assert line.startswith(f"hf-zero {name}: error: {folder} is not complete: {path} is missing")
+        assert line.endswith(f"The newest complete checkpoint beside it is {tmp_path}/checkpoint-1.\n")
     manifest_path(folder).unlink()
     for arguments in (["inspect", folder], ["consolidate", tmp_path, "--tag", "checkpoint-2"]):
         status, line = fails(capsys, *arguments)

@@ -185,7 +185,7 @@ def _refuse_uneven(engine: ZeroEngine, module: nn.Module, given: Mapping[str, An
                 f"rank {engine.rank}: generate with {name} runs a number of forwards that depends on the prompt, and "
                 "the weights are gathered token by token, for which all ranks must run equally many.\nSet "
                 '"gather_for_generation": "once", or generate inside `with hf_zero.gathered_params(model):`; both '
-                f"hold the whole model on every rank meanwhile. Or remove {name}."
+                f"hold the full model on every rank meanwhile. Or remove {name}."
             )
 
 

@@ -44,9 +44,9 @@ def why_torn(folder: str | Path) -> str | None:
         try:
             check_files(folder, read_manifest(folder))
         except CheckpointError as error:
-            return str(error).partition(" The newest whole checkpoint")[0]
+            return str(error).partition(" The newest complete checkpoint")[0]
     if not (Path(folder) / TRAINER_STATE_NAME).is_file():
-        return f"{folder} is not whole: {TRAINER_STATE_NAME}, which is written last, is missing."
+        return f"{folder} is not complete: {TRAINER_STATE_NAME}, which is written last, is missing."
     return next(iter(damaged_files(folder, (TRAINER_STATE_NAME, SCHEDULER_NAME))), None)
 
 
@@ -93,7 +93,7 @@ def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, qu
         if not quiet:
             logger.warning("passing over %s: %s", path.name, reason)
     raise CheckpointError(
-        f"Can't find a valid checkpoint at {output_dir}: resume_from_checkpoint=True, but it holds no whole "
+        f"Can't find a valid checkpoint at {output_dir}: resume_from_checkpoint=True, but it holds no complete "
         "checkpoint-N folder.\n"
         "Leave resume_from_checkpoint out to start from the beginning."
     )
@@ -106,7 +106,7 @@ def _check_usable(folder: Path) -> None:
     foreign = "Can't find a valid checkpoint at {}: it was written without hf_zero.\n{}"
     if (folder / OPTIMIZER_NAME).is_file():
         remedy = (
-            f"{OPTIMIZER_NAME} holds the state of whole parameters. Remove it to go on from the weights with a new "
+            f"{OPTIMIZER_NAME} holds the state of full parameters. Remove it to go on from the weights with a new "
             "optimizer state."
         )
         raise CheckpointError(foreign.format(folder, remedy))
@@ -180,7 +180,7 @@ def state_to_load(project: Any, input_dir: str | None) -> str:
         newest = next(filter(has_sharded_state, _numbered(root, "checkpoint_")), None)
         if newest is not None:
             return str(newest)
-        raise CheckpointError(f"{root} holds no whole checkpoint.")
+        raise CheckpointError(f"{root} holds no complete checkpoint.")
     if input_dir is None:
         raise CheckpointError("accelerator.load_state needs a folder, or automatic_checkpoint_naming in its project.")
     folder = Path(input_dir).expanduser()

@@ -23,7 +23,7 @@ class Lamb(CheckedOptimizer):
     r = |p| / |u|, kept between `min_coeff` and `max_coeff` (1 where a norm is zero); p = p - step_size r u, where
     step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t), or lr without bias correction.
 
-    The norms are those of whole parameters: `step(combine=...)` gives them where the tensors are shards; hf_zero does
+    The norms are those of full parameters: `step(combine=...)` gives them where the tensors are shards; hf_zero does
     so at stages 1-3.
 
     Args:
@@ -63,7 +63,7 @@ class Lamb(CheckedOptimizer):
 
         Args:
             combine: From fp64 [n, 2] squared norms of the tensors updated here (weights, update) to those of the
-                whole parameters; called once, for n = 0 too.
+                full parameters; called once, for n = 0 too.
         """
         loss = run_closure(closure)
         todo = self.with_gradient()

@@ -26,7 +26,7 @@ from hf_zero.sharding.flat_param import FlatParam
 
 # A parameter's name, elements of it, and tensors that hold these
 StatePlace = tuple[str, Run | Sequence[Piece], Sequence[torch.Tensor]]
-# From a kind to the whole state of one parameter, None before the first update; all ranks must call
+# From a kind to the full state of one parameter, None before the first update; all ranks must call
 StateReader = Callable[[str], torch.Tensor | None]
 HasGrad = Mapping[GradAccumulator, Sequence[bool]]  # per parameter: whether any rank had a gradient
 Pair = tuple[torch.Tensor, torch.Tensor]  # a tensor that the optimizer holds, and its gradient
@@ -38,7 +38,7 @@ class FileState:
 
     # By name, for each tensor of this rank's run: what has the parameter's shape, sharded as the run is; and numbers.
     parts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
-    # By name and kind: tensors of other shapes, whole, on all ranks.
+    # By name and kind: tensors of other shapes, in full, on all ranks.
     odd: Mapping[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
 
@@ -79,7 +79,7 @@ class TorchUpdate:
         """What of the state is not where the masters are, or not of their shape. All ranks must call."""
         if needs_whole(self.optimizer) is None:
             return FileState()
-        # Every rank has whole parameters.
+        # Every rank has full parameters.
         states = {one.run.name: (one, self.optimizer.state.get(one.masters[0], {})) for one in owned}
         return FileState(
             {},
@@ -103,8 +103,8 @@ class TorchUpdate:
         """Raise StateError if the state of a parameter cannot be read and set in part."""
         if self.reader_of(flat, index) is not None:
             raise StateError(
-                f"the state of {flat.layout.slots[index].name} is whole on one rank: {type(self.optimizer).__name__} "
-                "needs it so. It can be read whole, by full_optimizer_state, and not be set."
+                f"the state of {flat.layout.slots[index].name} is on one rank: {type(self.optimizer).__name__} "
+                "needs it so. It can be read in full, by full_optimizer_state, and not be set."
             )
 
     def elementwise(self, owned: Sequence[OwnedRun]) -> list[OwnedRun]:

@@ -1,4 +1,4 @@
-"""Which rank updates which whole parameter, for optimizers that need more of it than a range of elements."""
+"""Which rank updates which full parameter, for optimizers that need more of it than a range of elements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_zero.runtime.grad_accumulator import GradAccumulator
 
 @dataclass(frozen=True)
 class WholeParam:
-    """A parameter that one rank updates whole.
+    """A parameter that one rank updates in full.
 
     Invariant: between steps `whole` has shape, type and device of the parameter's master, but no memory: it is one
     NaN, expanded.
@@ -45,10 +45,10 @@ class WholeParam:
 
 
 class Owners:
-    """Deals whole parameters out to the ranks, the same on all of them.
+    """Deals full parameters out to the ranks, the same on all of them.
 
     Args:
-        wants: Whether the parameters of a param group are needed whole.
+        wants: Whether the parameters of a param group are needed in full.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, wants: Callable[[Mapping[str, Any]], bool]):

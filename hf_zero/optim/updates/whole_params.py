@@ -1,8 +1,8 @@
-"""The update of optimizers that need whole parameters, on shards: by ownership.
+"""The update of optimizers that need full parameters, on shards: by ownership.
 
 [Note: Ownership]
 Every parameter has one owner (owners.py), whose optimizer object holds it and its state. At a step the ranks send the
-owner what they keep of gradient and master, the owner's optimizer runs on whole tensors, and sends the masters back.
+owner what they keep of gradient and master, the owner's optimizer runs on full tensors, and sends the masters back.
 That is three all-to-alls per batch of parameters: each element travels three times, beside the reduce of gradients and
 the gather of parameters that other optimizers have too. Between steps an owner has no more than the state; during a
 step it also holds gradient and master of what it owns, as much again as its own shards.
@@ -164,7 +164,7 @@ class WholeUpdate(TorchUpdate):
         return None if param is None else functools.partial(self._read, param)
 
     def _read(self, param: WholeParam, kind: str) -> torch.Tensor | None:
-        """The whole state, on the compute device of every rank. All ranks must call."""
+        """The full state, on the compute device of every rank. All ranks must call."""
         name = param.slot.name
         mine = self.optimizer.state.get(param.whole, {}) if param.whole is not None else {}
         facts = {key: (tuple(one.shape), one.dtype) if _is_shaped(one) else _on_host(one) for key, one in mine.items()}
@@ -247,7 +247,7 @@ _SPECIAL: dict[type, type[TorchUpdate]] = {Lamb: LambUpdate, OneBitAdam: OneBitU
 
 
 def make_owners(optimizer: torch.optim.Optimizer, comm: Comm, *, sharded: bool) -> Owners | None:
-    """Deals out the parameters that `optimizer` needs whole; None where it needs none, or has all of them."""
+    """Deals out the parameters that `optimizer` needs in full; None where it needs none, or has all of them."""
     wants = needs_whole(optimizer)
     return Owners(comm.rank, comm.world_size, comm.device, wants) if sharded and wants is not None else None
 
