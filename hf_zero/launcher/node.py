@@ -138,12 +138,20 @@ def _run_agent(plan: JobPlan, node_rank: int, command: list[str]) -> None:
             f"rank {rank} failed on {socket.gethostname()} ({how}); the other processes were ended"
         ) from None
     except SignalException as error:
+        _end_children()
         raise LaunchFailed(f"stopped by {error.sigval.name}; all processes were ended") from None
     except DistError as error:
         reason = str(error).splitlines()[0]
         raise LaunchFailed(
             f"{socket.gethostname()} could not join the others at {host}:{plan.master_port}: {reason}"
         ) from None
+
+
+def _end_children() -> None:
+    """torch's agent ends the processes that it has started, but not those it was starting when the signal came."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,21 @@ class GradSettings:
     loss_scale: LossScale  # what losses were multiplied with; shards are free of it
 
 
+class GradState(enum.Enum):
+    """What a GradAccumulator has of the accumulation window.
+
+    Late gradients (a second backward before the step, a shared module under reentrant checkpointing) change no state:
+    they wait in `unreduced` while the state is REDUCING or REDUCED, and the next reduce adds them.
+    """
+
+    EMPTY = enum.auto()  # nothing
+    ACCUMULATING = enum.auto()  # gradients in `unreduced` only
+    REDUCING = enum.auto()  # a reduce is under way: it fills `shard`, or adds to it
+    REDUCED = enum.auto()  # `shard` holds what the reduces so far have given
+
+
 class GradAccumulator:
-    """The gradient of one flat parameter: `unreduced` while it arrives, `shard` once it is reduced.
+    """The gradient of one flat parameter: `unreduced` while it arrives, `shard` once it is reduced. See GradState.
 
     Invariants: after the reduces of a window `shard` is the plain mean over ranks of the sum over micro-steps, each
     scaled (with `gradient_allreduce_op` "sum" their sum); padding is zero.
@@ -79,7 +93,8 @@ class GradAccumulator:
         self._arrived: set[int] = set()  # in this backward
         self._under_way: list[tuple[Pending | None, torch.Tensor, torch.Tensor]] = []  # pending, its result, our part
         self._reducing: torch.Tensor | None = None  # what the reduce under way reads
-        self._empty = True  # `shard` holds nothing of this window yet
+        self._state = GradState.EMPTY
+        self._adds = False  # the reduce under way adds to what an earlier one of this window has left
         self._mean_views: list[torch.Tensor] = []  # see unsharded_mean
 
     def _make_memory(self, eager: bool) -> tuple[torch.Tensor | None, ShardTensor]:
@@ -134,6 +149,8 @@ class GradAccumulator:
         """Add the gradient of the buffer's parameter `index`."""
         if self.unreduced is None:
             self.unreduced = self._fresh_unsharded()
+        if self._state is GradState.EMPTY:
+            self._state = GradState.ACCUMULATING
         slot = self.flat.layout.slots[index]
         place = self.unreduced[slot.offset : slot.end]
         grad = grad.detach()
@@ -149,7 +166,7 @@ class GradAccumulator:
         self._arrived.add(index)
 
     def _fresh_unsharded(self) -> torch.Tensor:
-        if self._resident is not None and self._empty and not self._under_way:
+        if self._resident is not None and self._state is GradState.EMPTY:
             self._reclaim()
             return self._resident
         unsharded = self._pool.take(self.flat.layout.padded_numel, self.dtype)
@@ -178,7 +195,7 @@ class GradAccumulator:
     @property
     def is_empty(self) -> bool:
         """Nothing of a window is here."""
-        return self._empty and self.unreduced is None
+        return self._state is GradState.EMPTY
 
     # ---------------------------------------------------------------- reduce
     def reduce_start(self) -> None:
@@ -194,13 +211,15 @@ class GradAccumulator:
         layout = self.flat.layout
         self.num_reduces += 1
         self._reducing, self.unreduced = self.unreduced, None
+        self._adds = self.is_reduced
+        self._state = GradState.REDUCING
         pending: Pending | None
         for (start, numel), mine in zip(layout.buckets(), self.shard.parts, strict=True):
             bucket = self._reducing[start : start + numel]
             if len(self._under_way) == self._max_under_way:
                 self._finish_oldest()
             if layout.world_size == self._comm.world_size:
-                in_place = self._empty and not self.on_host
+                in_place = not self._adds and not self.on_host
                 result = mine if in_place else torch.empty_like(mine, device=bucket.device)
                 pending = self._reduction.parts(self._comm, result, bucket, layout.name, wire_dtype=self._wire)
             elif self._stays_local:
@@ -222,10 +241,13 @@ class GradAccumulator:
     def reduce_finish(self) -> None:
         while self._under_way:
             self._finish_oldest()
-        if self._reducing is not None:
-            self._empty = False
-            if self._reducing is not self._resident:
-                self._pool.give(self._reducing)
+        if self._state is GradState.REDUCING:
+            self._state = GradState.REDUCED
+            self._give_back_reducing()
+
+    def _give_back_reducing(self) -> None:
+        if self._reducing is not None and self._reducing is not self._resident:
+            self._pool.give(self._reducing)
         self._reducing = None
 
     def _finish_oldest(self) -> None:
@@ -242,7 +264,7 @@ class GradAccumulator:
 
     def _copy_to_host(self, result: torch.Tensor, mine: torch.Tensor) -> None:
         """Move a reduced part from the compute device to the host, or add it to what is there."""
-        if self._empty:
+        if not self._adds:
             self._on_its_way = self.flat.home.copies.copy(mine, result)
         else:
             self.wait_for_copies()
@@ -252,7 +274,7 @@ class GradAccumulator:
     @property
     def is_reduced(self) -> bool:
         """Something of this window has been reduced, so that the other ranks have a part of it."""
-        return not self._empty
+        return self._state is GradState.REDUCED or (self._state is GradState.REDUCING and self._adds)
 
     @property
     def comm_rank(self) -> int:
@@ -262,7 +284,7 @@ class GradAccumulator:
         """The mean gradient of every parameter, where this rank has all of it: views that do not count as written
         to when the buffer itself is. None where it does not, or not yet."""
         not_here = self.flat.layout.world_size > 1 or self.on_host or self.flat.home.native
-        if not_here or self._stays_local or self._empty or self.unreduced is not None:
+        if not_here or self._stays_local or not self.is_reduced or self.unreduced is not None:
             return None
         if not self._mean_views:
             slots = self.flat.layout.slots
@@ -271,7 +293,7 @@ class GradAccumulator:
 
     def put(self, index: int, grad: torch.Tensor) -> bool:
         """Take `grad` for the mean gradient of a parameter; False where this rank does not hold all of it."""
-        if self._empty and self.unreduced is None:
+        if self.is_empty:
             self.drop_missing()
         mean = self.unsharded_mean()
         if mean is None:
@@ -287,7 +309,7 @@ class GradAccumulator:
             self.unreduced[slot.offset : slot.end].zero_()
             self._written[index] = False
         self.seen[index] = False
-        if self._empty:
+        if not self.is_reduced:
             return False
         self.wait_for_copies()
         for run in self.flat.layout.runs(self.flat.rank):
@@ -307,19 +329,17 @@ class GradAccumulator:
         self.seen = [False] * len(self.seen)
         self._written = [False] * len(self._written)
         self._arrived.clear()
-        self._empty = True
+        self._state = GradState.EMPTY
 
     def forget_reduce(self) -> None:
         """A reduce was broken off, and its connections are closed."""
         self._under_way.clear()
-        if self._reducing is not None and self._reducing is not self._resident:
-            self._pool.give(self._reducing)
-        self._reducing = None
+        self._give_back_reducing()
 
     def drop_missing(self) -> None:
         """No gradient reached this shard in the window: it counts as zero."""
-        if self._empty:
+        if not self.is_reduced:
             self._reclaim()
             self.shard.zero()
-            self._empty = False
+            self._state = GradState.REDUCED
         self.wait_for_copies()

@@ -73,7 +73,7 @@ def load_late(source: Path, folder: str) -> list[str]:
     hf_zero.enable(zero_config(3))
     args = transformers.TrainingArguments(**arguments(folder, max_steps=1))
     transformers.Trainer(model=model, args=args, train_dataset=examples(20, 1)).train()
-    return [message for message in messages if "loaded whole" in message]
+    return [message for message in messages if "loaded in full" in message]
 
 
 def test_a_load_that_missed_the_sharding_is_told(tmp_path: Path) -> None:

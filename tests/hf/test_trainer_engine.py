@@ -120,7 +120,7 @@ def test_a_resume_that_cannot_be_is_an_error_before_training(tmp_path: Path) -> 
     found = run_ranks(resume, 2, str(tmp_path / "run"), True, **_EXPECT)
     _check_refused(found, tmp_path / "run" / "checkpoint-3", "neither zero/")
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")
-    _check_refused(run_ranks(resume, 2, str(tmp_path / "run"), True, **_EXPECT), tmp_path / "run", "no whole")
+    _check_refused(run_ranks(resume, 2, str(tmp_path / "run"), True, **_EXPECT), tmp_path / "run", "no complete")
 
 
 _EXPECT = {"init_group": False, "expect_error": True}

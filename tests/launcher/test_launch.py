@@ -137,6 +137,35 @@ def test_signals_end_all_processes(number: signal.Signals, tmp_path: Path) -> No
     assert not Path(f"/tmp/{job.pid}.hf_zero").exists()
 
 
+STOPPED_EARLY = """
+    import signal, subprocess, sys
+    import torch.distributed.launcher.api as api
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from hf_zero.launcher import node
+    from hf_zero.launcher.launch_plan import JobPlan
+
+    def start_and_be_stopped(config, program):
+        def run(*arguments):
+            global rank
+            rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            raise SignalException("stopped", signal.SIGTERM)
+        return run
+
+    api.elastic_launch = start_and_be_stopped
+    try:
+        node._run_agent(JobPlan((("0",),), "127.0.0.1", 29500, (sys.executable,), 1), 0, [sys.executable])
+    except node.LaunchFailed as error:
+        print(error, rank.wait(10))
+"""
+
+
+def test_a_signal_while_processes_start_leaves_none(tmp_path: Path) -> None:
+    """torch's agent knows its processes once all are started: a signal before that left them running."""
+    line = [sys.executable, str(write_script(tmp_path, STOPPED_EARLY))]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "stopped by SIGTERM; all processes were ended -9\n", done.stderr
+
+
 def two_hosts(folder: Path, names: str = "host-a host-b") -> Path:
     first, second = names.split()
     path = folder / "hosts"
