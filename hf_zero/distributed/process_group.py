@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import datetime
+import sys
 import threading
 import time
 import weakref
@@ -131,6 +132,8 @@ def _end_all() -> None:
 
     A group's destructor waits for its threads. This runs after the default group was destroyed (processes.py).
     """
+    if hasattr(sys, "last_value"):
+        return  # an exception ends the process: other ranks must not hear, and end, before the launcher sees this one
     for link in list(_LIVE):
         if link.is_gloo and link.group is not None:
             link.end()
