@@ -416,11 +416,10 @@ class Comm:
 class GroupWork:
     """An operation of a group that has started, and what is left to do once it is over. `wait` may be called again."""
 
-    def __init__(self, group: EngineGroup, what: str, finish: Finish) -> None:
-        self._group = group
-        self._what = what
-        self._finish = finish
-        self._is_over = False
+    _group: EngineGroup
+    _what: str
+    _finish: Finish
+    _is_over = False
 
     def wait(self) -> None:
         if self._is_over:
@@ -444,7 +443,7 @@ class DeviceWork(GroupWork):
     """torch's Work for which a stream of the device waits, and not the host."""
 
     def __init__(self, group: EngineGroup, link: Link, work: Any, what: str, finish: Finish = None) -> None:
-        super().__init__(group, what, finish)
+        self._group, self._what, self._finish = group, what, finish
         self._work = work
         link.note(self, work)
 
@@ -463,7 +462,7 @@ class HostWork(GroupWork):
     """
 
     def __init__(self, group: EngineGroup, call: Callable[[Any], object], what: str, finish: Finish = None) -> None:
-        super().__init__(group, what, finish)
+        self._group, self._what, self._finish = group, what, finish
         link = group.control
         if link is None:  # another thread has closed it
             raise group.failure(what, RuntimeError(_CLOSED))
