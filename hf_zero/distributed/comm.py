@@ -15,7 +15,6 @@ import collections
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from torch.profiler import record_function
 
 from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.engine_group import EngineGroup
+from hf_zero.distributed.failure_monitor import FIRST_LOOK_S, LOOK_EVERY_S, FailureMonitor
 from hf_zero.distributed.peer_memory import Gather, PeerMemory, meet_peers
 from hf_zero.distributed.process_group import Link
 from hf_zero.distributed.processes import (
@@ -41,11 +41,6 @@ from hf_zero.errors import OffloadError, ZeroError
 # Elements per collective on gloo: larger single calls fall out of the cache.
 _GLOO_BUCKET_NUMEL = 1 << 20
 _MAX_RECEIVE_BUFFERS = 8
-# Seconds until a wait looks for the first time whether it is in vain, and at most between two looks.
-_FIRST_LOOK_S = 0.05
-_LOOK_EVERY_S = 0.5
-# Seconds for what others have on their way to each other when a rank leaves: it may have been the last they had to do.
-_GRACE_S = 5.0
 _CLOSED = "its connections were closed"
 _T = TypeVar("_T")
 
@@ -484,7 +479,7 @@ class HostWork(GroupWork):
         self._running.release()
 
     def _until_over(self) -> None:
-        if not self._running.acquire(timeout=_FIRST_LOOK_S):
+        if not self._running.acquire(timeout=FIRST_LOOK_S):
             self._wait_and_look()
         self._running.release()
         error, self._error = self._error, None
@@ -497,16 +492,12 @@ class HostWork(GroupWork):
     def _wait_and_look(self) -> None:
         """Go on waiting; RuntimeError if a connection ended, or other ranks started other operations."""
         self._group.check.begin_wait()
-        broken_at: float | None = None
-        pause = _FIRST_LOOK_S
+        monitor = FailureMonitor(self._link.connections, self._group.name)
+        pause = FIRST_LOOK_S
         while True:
-            pause = min(2 * pause, _LOOK_EVERY_S)
-            if not self._link.connections.has_ended():
+            pause = min(2 * pause, LOOK_EVERY_S)
+            if monitor.look():
                 self._group.look_for_difference()
-            else:
-                broken_at = broken_at or time.monotonic()
-                if self._group.reason_of_another() is not None or time.monotonic() > broken_at + _GRACE_S:
-                    raise RuntimeError("another rank closed its connections")
             if self._running.acquire(timeout=pause):
                 return
 

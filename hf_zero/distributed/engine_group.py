@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from hf_zero.distributed.failure_monitor import FailureMonitor, watch_for
 from hf_zero.distributed.operation_log import OperationCheck, OperationLog
 from hf_zero.distributed.process_group import Link
 from hf_zero.distributed.store_protocol import publish_reason, published_reason
@@ -37,9 +39,13 @@ class EngineGroup:
         # The link itself where that is gloo
         is_gloo = self._backend == "gloo"
         self.control: Link | None = self.link if is_gloo else Link(self, self._ranks, "gloo", self._timeout_s)
+        self._disconnected = threading.Event()
         self.name: str = self.link.group.group_name
         self.rank = dist.get_rank(self.link.group)
         store = dist.distributed_c10d._get_default_store
+        if not is_gloo:
+            monitor = FailureMonitor(self.control.connections, self.name)
+            watch_for(monitor, self.disconnect, self._disconnected)
         self.check = OperationCheck(self.log, store, f"hf_zero/{self.name}", self.rank, self.world_size)
 
     # ---------------------------------------------------------------- operations
@@ -91,6 +97,7 @@ class EngineGroup:
 
     def _take_links(self) -> list[Link]:
         self.stopped = True
+        self._disconnected.set()
         links = [self.link, self.control if self.control is not self.link else None]
         self.link = self.control = None
         return [link for link in links if link is not None]
