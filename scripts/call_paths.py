@@ -3,7 +3,9 @@
     python scripts/call_paths.py
 
 Two gloo ranks train three linear layers at stage 3, one unit each. Shown is the third step of rank 0: the hook that
-gathers a layer, the one that takes a gradient, and the one that reduces a layer's gradients.
+gathers a layer, the one that takes a gradient, and the one that reduces a layer's gradients. The way is marked with a
+star: the calls from the hook to the work that a thread does, and to the wait for it (a gradient's: to where it is
+added). The others look after something on that way: checks, counters, hooks of the backward.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import hf_zero
 from hf_zero.launcher.node import free_port
 
 _PACKAGE = Path(hf_zero.__file__).parent
+_ENDS = ("comm.py:HostWork.__init__", "comm.py:HostWork.wait", ":GradAccumulator.accumulate")
 _CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0},
@@ -62,7 +65,7 @@ def calls_of_hf_zero() -> Iterator[list[list[str]]]:
             return
         if depth == 0:
             trees.append([])
-        trees[-1].append(f"{'  ' * depth}{path.relative_to(_PACKAGE)}:{frame.f_code.co_name}")
+        trees[-1].append(f"{'  ' * depth}{path.relative_to(_PACKAGE)}:{_name(frame)}")
         depth += 1
 
     sys.setprofile(watch)
@@ -70,6 +73,12 @@ def calls_of_hf_zero() -> Iterator[list[list[str]]]:
         yield trees
     finally:
         sys.setprofile(None)
+
+
+def _name(frame: FrameType) -> str:
+    owner = frame.f_locals.get("self")
+    name = frame.f_code.co_name
+    return f"{type(owner).__name__}.{name}" if owner is not None else name
 
 
 def steps(rank: int, port: int) -> None:
@@ -86,9 +95,9 @@ def steps(rank: int, port: int) -> None:
             loss.backward()
         engine.step()
     if rank == 0:
-        report("gather of a layer", tree_with(forward, "comm.py:all_gather"))
-        report("arrival of a gradient", tree_with(backward, ":accumulate"))
-        report("reduce of a layer's gradients", tree_with(backward, "comm.py:reduce_scatter"))
+        report("gather of a layer", tree_with(forward, ":Comm.all_gather"))
+        report("arrival of a gradient", tree_with(backward, ":GradAccumulator.accumulate"))
+        report("reduce of a layer's gradients", tree_with(backward, ":Comm.reduce_scatter"))
     engine.teardown()
 
 
@@ -98,9 +107,26 @@ def tree_with(trees: list[list[str]], name: str) -> list[str]:
 
 
 def report(title: str, calls: list[str]) -> None:
+    way = _way(calls)
+    print(f"\n{title}: {_size([calls[at] for at in way])} on the way; {_size(calls)} in all")
+    print("\n".join(f"{'*' if at in way else ' '} {call}" for at, call in enumerate(calls)), flush=True)
+
+
+def _size(calls: list[str]) -> str:
     files = dict.fromkeys(call.strip().partition(":")[0] for call in calls)
-    print(f"\n{title}: {len(calls)} calls in {len(files)} files: {', '.join(files)}")
-    print("\n".join(calls), flush=True)
+    return f"{len(calls)} calls over {len(files)} files"
+
+
+def _way(calls: list[str]) -> list[int]:
+    """Which of `calls` (indented by depth) lead to the ends of the way, and those."""
+    way: list[int] = []
+    above: list[int] = []
+    for at, call in enumerate(calls):
+        depth = (len(call) - len(call.lstrip())) // 2
+        above[depth:] = [at]
+        if call.endswith(_ENDS):
+            way += [one for one in above if one not in way]
+    return sorted(way)
 
 
 def main() -> None:

@@ -45,10 +45,10 @@ from hf_zero.layout import Run
 from hf_zero.optim.param_groups import OwnedRun
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.updates.elementwise import FileState
-from hf_zero.sharding.flat_param import FlatParam, gather_resident
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import clean_name, tied_names
 from hf_zero.sharding.shard import Shard, ShardTensor
-from hf_zero.sharding.unit import ShardUnit
+from hf_zero.sharding.unit import ShardUnit, gather_resident
 
 logger = logging.getLogger(__name__)
 

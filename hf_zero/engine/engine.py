@@ -413,7 +413,7 @@ class ZeroEngine(ModuleWrapper):
         """
         state_bytes = 0 if self.optimizer is None else self.optimizer.state_bytes()
         return memory_report(self.units, self.reducer, self.homes, state_bytes) | {
-            "gathered_peak": self.params.peak_live_bytes,
+            "gathered_peak": self.params.live.peak_bytes,
             "gradients_peak": self.pool.peak_live_bytes,
         }
 

@@ -175,7 +175,7 @@ class _Planner:
                 update = tracker.restart_peak()
                 between = tracker.live
         report = memory_report(built.units, reducer, built.homes, states.state_bytes) | {
-            "gathered_peak": params.peak_live_bytes,
+            "gathered_peak": params.live.peak_bytes,
             "gradients_peak": built.pool.peak_live_bytes,
         }
         lost = int(_FRAGMENTED * (moment.total - static)) if self._on_host else 0

@@ -42,6 +42,14 @@ class PretendedComm(Comm):
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         return [value] * self.world_size
 
+    def _begin(self, call: Callable[..., Any], what: str, finish: Finish = None) -> Pending:
+        return Ended(finish)
+
+    def _exchange(
+        self, places: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], what: str, finish: Finish = None
+    ) -> Pending:
+        return Ended(finish)
+
 
 class _PretendedGroup(EngineGroup):
     """Ranks that are not there."""
@@ -51,14 +59,6 @@ class _PretendedGroup(EngineGroup):
         self.name = ""
         self.log = OperationLog()
         self.stopped = False
-
-    def begin(self, call: Callable[..., Any], what: str, finish: Finish = None) -> Pending:
-        return Ended(finish)
-
-    def exchange(
-        self, places: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], what: str, finish: Finish = None
-    ) -> Pending:
-        return Ended(finish)
 
 
 class Ended:

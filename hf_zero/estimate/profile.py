@@ -75,7 +75,7 @@ class _Recorder(OnDemandParams):
     def after_use(self, unit: ShardUnit) -> None:
         self.record("after_use", unit)
 
-    def unshard(self, unit: ShardUnit) -> None:
+    def unshard(self, unit: ShardUnit, *, wait: bool = True) -> None:
         self.record("unshard", unit)
 
     def hold(self, unit: ShardUnit) -> None:

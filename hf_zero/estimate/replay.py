@@ -48,18 +48,18 @@ class _Watch:
     def __init__(self, params: OnDemandParams, tracker: StorageTracker) -> None:
         self._params = params
         self._tracker = tracker
-        self.most = Moment(tracker.live, params.live_bytes, 0)
+        self.most = Moment(tracker.live, params.live.nbytes, 0)
 
     def computing(self, activations: int) -> None:
         """The model runs between two events."""
-        self._see(self._tracker.live, self._params.live_bytes, activations)
+        self._see(self._tracker.live, self._params.live.nbytes, activations)
 
     def handling(self, act: Callable[[], None], activations: int) -> None:
         """The engine acts at an event."""
-        before = self._params.live_bytes
+        before = self._params.live.nbytes
         self._tracker.restart_peak()
         act()
-        self._see(self._tracker.restart_peak(), max(before, self._params.live_bytes), activations)
+        self._see(self._tracker.restart_peak(), max(before, self._params.live.nbytes), activations)
 
     def _see(self, tracked: int, gathered: int, activations: int) -> None:
         seen = Moment(tracked, gathered, activations)

@@ -30,8 +30,9 @@ from hf_zero.optim.updates.whole_params import make_owners, make_update
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.prefetch import UseOrder
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.sharding.flat_param import FlatParam, gather_resident
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import ShardTensor
+from hf_zero.sharding.unit import gather_resident
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

@@ -16,7 +16,7 @@ from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import clean_name, tied_names
 from hf_zero.sharding.shard import ShardTensor
-from hf_zero.sharding.unit import ShardUnit, UnitState
+from hf_zero.sharding.unit import ShardUnit, UnitState, gather_resident
 
 
 def own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -248,9 +248,7 @@ def share_resident(buffer: FlatParam) -> None:
     """Where parameters are never sharded: make them so again from what each rank owns. All ranks must call."""
     if buffer.on_demand:
         return
-    if buffer.layout.world_size > 1:
-        buffer.gather_start()
-        buffer.gather_finish()
+    gather_resident([buffer])
     torch.autograd.graph.increment_version(buffer.params)  # a backward that saved the old values must say so
 
 

@@ -24,6 +24,31 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
 
 
+class LiveUnits:
+    """Elements and bytes of the units that are unsharded on demand, and the most there were."""
+
+    def __init__(self) -> None:
+        self._units: dict[int, tuple[int, int]] = {}  # as they were at the gather: a unit may be resharded differently
+        self.numel = self.peak_numel = 0
+        self.nbytes = self.peak_bytes = 0
+
+    def add(self, unit: ShardUnit) -> None:
+        self._units[id(unit)] = unit.numel, unit.full_bytes
+        self.numel += unit.numel
+        self.nbytes += unit.full_bytes
+        self.peak_numel = max(self.peak_numel, self.numel)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+
+    def remove(self, unit: ShardUnit) -> None:
+        numel, nbytes = self._units.pop(id(unit), (0, 0))
+        self.numel -= numel
+        self.nbytes -= nbytes
+
+    def clear(self) -> None:
+        self._units.clear()
+        self.numel = self.nbytes = 0
+
+
 class OnDemandParams:
     """Gathers a unit before its use, releases it after, and starts on the next one meanwhile.
 
@@ -64,12 +89,7 @@ class OnDemandParams:
         self._graph_alive = False  # an earlier one did, and its graph may still be walked
         self._phase: Phase | None = None  # the pass of the training that is under way
         self._kept: dict[int, ShardUnit] = {}  # KEPT units by id, the longest kept first
-        # Elements and bytes by id of what is unsharded, as they were at its gather: a unit may be cut anew meanwhile.
-        self._live: dict[int, tuple[int, int]] = {}
-        self.live_numel = 0
-        self.peak_live_numel = 0
-        self.live_bytes = 0
-        self.peak_live_bytes = 0
+        self.live = LiveUnits()
 
     def before_use(self, unit: ShardUnit, phase: Phase) -> None:
         """Unshard `unit`. All ranks must call, in the same order."""
@@ -121,10 +141,13 @@ class OnDemandParams:
         before, self._last_in_backward = self._last_in_backward, unit
         return before if before is not None and self._open_uses[id(before)] <= 0 else None
 
-    def unshard(self, unit: ShardUnit) -> None:
-        """Unshard `unit` outside of forward and backward. All ranks must call."""
+    def unshard(self, unit: ShardUnit, *, wait: bool = True) -> None:
+        """Unshard `unit`, or start to. All ranks must call, in the same order."""
         if unit.state is UnitState.SHARDED:
-            self._start(unit)
+            unit.gather_start()
+            self.live.add(unit)
+        if not wait:
+            return
         if unit.state is UnitState.GATHERING:
             unit.gather_finish()
         elif unit.state is UnitState.KEPT:
@@ -140,7 +163,7 @@ class OnDemandParams:
         with torch.no_grad():
             for unit in units:
                 if unit.state is UnitState.SHARDED and not unit.is_offloaded:
-                    self._start(unit)
+                    self.unshard(unit, wait=False)
 
     @contextlib.contextmanager
     def pinned(self, units: Iterable[ShardUnit]) -> Iterator[None]:
@@ -155,7 +178,7 @@ class OnDemandParams:
                 for unit, after in itertools.zip_longest(mine, mine[1:]):
                     for one in (unit, after):  # one ahead, as in a forward
                         if one is not None and one.state is UnitState.SHARDED:
-                            self._start(one)
+                            self.unshard(one, wait=False)
                     self.unshard(unit)
             yield
         finally:
@@ -321,8 +344,7 @@ class OnDemandParams:
             order.forget()
         for unit in self.units:
             unit.forget()
-        self._live.clear()
-        self.live_numel = self.live_bytes = 0
+        self.live.clear()
 
     def release_idle(self) -> None:
         """End of a forward: give back what was gathered ahead and not used."""
@@ -333,14 +355,6 @@ class OnDemandParams:
             if unit.state in idle:
                 self._release(unit)
 
-    def _start(self, unit: ShardUnit) -> None:
-        unit.gather_start()
-        self._live[id(unit)] = unit.numel, unit.full_bytes
-        self.live_numel += unit.numel
-        self.live_bytes += unit.full_bytes
-        self.peak_live_numel = max(self.peak_live_numel, self.live_numel)
-        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
-
     def _release(self, unit: ShardUnit) -> None:
         if not unit.on_demand or unit.state is UnitState.SHARDED:
             return
@@ -348,9 +362,7 @@ class OnDemandParams:
             unit.gather_finish()
         unit.release()
         self._kept.pop(id(unit), None)
-        numel, nbytes = self._live.pop(id(unit), (0, 0))
-        self.live_numel -= numel
-        self.live_bytes -= nbytes
+        self.live.remove(unit)
 
     def _beside_use(self) -> int:
         """Elements that are unsharded, or will be, and nobody uses."""
@@ -388,4 +400,4 @@ class OnDemandParams:
                 may = self._make_room(unit.numel, near)
                 if not may and not (len(near) == 1 and self._limits.admits_next(unit.numel)):
                     return
-                self._start(unit)
+                self.unshard(unit, wait=False)

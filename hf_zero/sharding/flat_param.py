@@ -42,6 +42,7 @@ class FlatParam:
     shard: Shard  # the parameters' type
     master: Shard | None  # fp32 (fp64 for fp64 parameters)
     update: Pending | None
+    buckets: list[torch.Tensor]  # of `full`, 1-D: one all-gather each
 
     def __init__(
         self,
@@ -61,9 +62,8 @@ class FlatParam:
         self.dtype = dtype
         self.home = home
         self.update = None
-        self._comm = comm
+        self.comm = comm
         self._rank = comm.rank if layout.world_size > 1 else 0
-        self._pending: list[Pending] = []
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
@@ -80,7 +80,7 @@ class FlatParam:
             for param, slot in zip(self.params, self.layout.slots, strict=True):
                 whole[slot.offset : slot.end].copy_(param.detach().reshape(-1))
         for start, numel in self.layout.buckets():
-            self._comm.broadcast(whole[start : start + numel], f"first weights of {self.layout.name}")
+            self.comm.broadcast(whole[start : start + numel], f"first weights of {self.layout.name}")
         self._set_full(whole if master_dtype == self.dtype else whole.to(self.dtype))
         self._set_shards(ShardTensor(self.layout, self._rank, whole, in_full=True))
         self.bind_views()
@@ -124,7 +124,7 @@ class FlatParam:
         self, spec: FlatParamSpec, params: Sequence[nn.Parameter], placement: Placement, comm: Comm
     ) -> bool:
         """Whether a new flat parameter would have the memory that this one has. Names and trainability may differ."""
-        same_kind = (spec.dtype, spec.on_demand) == (self.dtype, self.on_demand) and comm is self._comm
+        same_kind = (spec.dtype, spec.on_demand) == (self.dtype, self.on_demand) and comm is self.comm
         if not same_kind or not self._is_sharded_as(spec.layout, params):
             return False
         if self.on_demand and not _can_adopt(placement.param, self.home.param):
@@ -165,7 +165,7 @@ class FlatParam:
     def _set_full(self, full: torch.Tensor) -> None:
         self.full = full
         self._views = [full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
-        self._buckets = [full[start : start + numel] for start, numel in self.layout.buckets()]
+        self.buckets = [full[start : start + numel] for start, numel in self.layout.buckets()]
 
     def _set_shards(self, values: Shard | None) -> None:
         """Make shard and master, with these values or zeros."""
@@ -182,7 +182,7 @@ class FlatParam:
             master.copy_from(values)
             return master
         if dtype == self.dtype and isinstance(self.shard, ShardTensor):
-            master_is_on_host = self._comm.computes_on_host or not self.home.master.is_on_device
+            master_is_on_host = self.comm.computes_on_host or not self.home.master.is_on_device
             if master_is_on_host == self.shard_is_on_host:
                 return self.shard
         return self._keep(values, self.home.master, "master", dtype)
@@ -200,36 +200,27 @@ class FlatParam:
         if self.on_demand and self.update is None:
             self.shard.prefetch()
 
-    def gather_start(self) -> None:
-        """Start to unshard the parameters. All ranks must call, in the same order."""
-        if self.on_demand:
-            self.check_placeholders()
-            self.check_views()
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            if self._device.type == "cpu":
-                use_huge_pages(self.full)
-        # Where the shard comes from the host, the copy and the all-gather behind it stay off the compute stream.
-        with self.home.copies.beside() if self.is_offloaded else contextlib.nullcontext():
-            for bucket, part in zip(self._buckets, self._parts_on_device(), strict=True):
-                if self.home.broadcasts and not self.on_demand:
-                    self._start_broadcasts(bucket, part)
-                else:
-                    self._pending.append(self._comm.all_gather(bucket, part, self.layout.name))
+    def allocate(self) -> None:
+        """Get memory for the unsharded parameters, which are still placeholders then."""
+        if not self.on_demand:
+            return
+        self.check_placeholders()
+        self.check_views()
+        self.full.untyped_storage().resize_(self.full_bytes)
+        if self._device.type == "cpu":
+            use_huge_pages(self.full)
 
-    def _start_broadcasts(self, bucket: torch.Tensor, part: torch.Tensor) -> None:
-        places = bucket.chunk(self._comm.world_size)
-        if places[self._rank].data_ptr() != part.data_ptr():
-            places[self._rank].copy_(part)
-        for owner, place in enumerate(places):
-            self._pending.append(self._comm.broadcast_start(place, self.layout.name, src=owner))
+    def on_copy_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Where the shard comes from the host, its copy and the all-gather behind it stay off the compute stream."""
+        return self.home.copies.beside() if self.is_offloaded else contextlib.nullcontext()
 
     @property
     def is_offloaded(self) -> bool:
         """Whether the shard, or its update, is elsewhere than on the device."""
         return self.home.master is not self.home.param or not self.home.param.is_on_device
 
-    def _parts_on_device(self) -> list[torch.Tensor]:
-        """This rank's part of every bucket, on the compute device; valid until `gather_finish`."""
+    def parts_on_device(self) -> list[torch.Tensor]:
+        """This rank's part of every bucket, on the compute device; valid until `use_gathered`."""
         if isinstance(self.shard, ShardTensor) and self.update is None:
             shard = self.shard
         else:
@@ -248,7 +239,7 @@ class FlatParam:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         """Around a read of the shard or the masters: after an update that is under way; all ranks raise its errors."""
-        with self._comm.stop_together():
+        with self.comm.stop_together():
             if self.update is not None:
                 pending, self.update = self.update, None
                 pending.wait()
@@ -260,10 +251,8 @@ class FlatParam:
             with self._reading():
                 pass
 
-    def gather_finish(self) -> None:
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
+    def use_gathered(self) -> None:
+        """All buckets are filled: point the parameters at them."""
         if self._copied is not None:
             # An all-gather in between has waited already.
             self._copied.wait(torch.accelerator.current_stream(self.full.device))
@@ -278,7 +267,6 @@ class FlatParam:
 
     def forget_gather(self) -> None:
         """A gather was broken off, and its connections are closed: what it had of other memory goes back."""
-        self._pending.clear()
         if self._borrowed is not None:
             self._borrowed.release()
         self._borrowed = self._copied = None
@@ -315,7 +303,7 @@ class FlatParam:
             names = [slot.name for slot, same in zip(self.layout.slots, untouched.tolist(), strict=True) if not same]
             self._placeholder_values.fill_(torch.nan)
             raise StateError(
-                f"rank {self._comm.rank}: sharded parameter(s) were written to while they were sharded, and the "
+                f"rank {self.comm.rank}: sharded parameter(s) were written to while they were sharded, and the "
                 f"write is lost: {', '.join(names)}.\nWrite inside `with hf_zero.gathered_params(model, "
                 "write_rank=0):`, or before the model is handed to hf_zero."
             )
@@ -332,7 +320,7 @@ class FlatParam:
             if self.on_demand:
                 self._bind(self._bound)
             raise StateError(
-                f"rank {self._comm.rank}: parameter(s) were replaced or cast after hf_zero had taken the model over, "
+                f"rank {self.comm.rank}: parameter(s) were replaced or cast after hf_zero had taken the model over, "
                 f"and updates would not reach them: {', '.join(strays[:5])} ({len(strays)} in all).\nDo not call "
                 ".to(dtype) or .half(), nor assign param.data (vector_to_parameters does), on a model in training: "
                 "set the type before, or in the configuration (bf16.enabled), and values with hf_zero.set_full_param("
@@ -355,7 +343,7 @@ class FlatParam:
         if self.layout.world_size > 1:
             name = f"masters of {self.layout.name}"
             parts = zip(self.layout.buckets(), mine.parts, strict=True)
-            for pending in [self._comm.all_gather(whole[at : at + numel], part, name) for (at, numel), part in parts]:
+            for pending in [self.comm.all_gather(whole[at : at + numel], part, name) for (at, numel), part in parts]:
                 pending.wait()
         return whole
 
@@ -368,7 +356,7 @@ class FlatParam:
     @property
     def shard_is_on_host(self) -> bool:
         """Whether the parameters' shard, where it is memory, is memory of the host."""
-        return self._comm.computes_on_host or (self.on_demand and not self.home.param.is_on_device)
+        return self.comm.computes_on_host or (self.on_demand and not self.home.param.is_on_device)
 
     @property
     def rank(self) -> int:
@@ -408,7 +396,7 @@ class FlatParam:
                 shard.drop()
         # Whoever still knows this buffer (an engine that another one replaces) must not keep the memory.
         self.full = self.full.new_empty(0)
-        self._views, self._buckets, self.master = [], [], None
+        self._views, self.buckets, self.master = [], [], None
         del self.shard
 
 
@@ -419,16 +407,3 @@ def _can_adopt(new: ShardStore, old: ShardStore) -> bool:
 def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
     """The type in which a parameter is updated: fp64 stays, everything else is fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def gather_resident(flats: Sequence[FlatParam]) -> None:
-    """Bring parameters that stay unsharded up to date from their owners. All ranks must call."""
-    gathering = []
-    for flat in flats:
-        if not flat.on_demand:
-            flat.finish_update()
-            if flat.layout.world_size > 1:
-                flat.gather_start()
-                gathering.append(flat)
-    for flat in gathering:
-        flat.gather_finish()

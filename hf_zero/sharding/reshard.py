@@ -21,7 +21,7 @@ from torch import nn
 from hf_zero.distributed.comm import Comm
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.home import FlatParamSpec, Placement
-from hf_zero.sharding.unit import ShardUnit, UnitState
+from hf_zero.sharding.unit import ShardUnit, UnitState, gather
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,7 @@ class LayoutChange:
             return
         self._gathered.add(place.buffer)
         with torch.no_grad():
-            place.buffer.gather_start()
-            place.buffer.gather_finish()
+            gather([place.buffer])
 
     def _show_master(self, place: _Place, param: nn.Parameter) -> None:
         """Point `param` at its full master weights, which the buffer keeps until all its parameters have moved."""

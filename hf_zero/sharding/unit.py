@@ -1,11 +1,14 @@
-"""A unit and its state machine."""
+"""A unit, its state machine, and the all-gathers that unshard it."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
+import torch
 from torch import nn
 
+from hf_zero.distributed.work import Pending
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitKind
 
@@ -37,6 +40,7 @@ class ShardUnit:
         self.buffers = buffers
         self.on_demand = any(buffer.on_demand for buffer in buffers)
         self.state = UnitState.FULL
+        self._gathers: list[Pending] = []
         self._measure()
 
     def _measure(self) -> None:
@@ -66,13 +70,16 @@ class ShardUnit:
         """Start to unshard the parameters. All ranks must call, in the same order."""
         self._expect(UnitState.SHARDED)
         for buffer in self.buffers:
-            buffer.gather_start()
+            self._gathers += _start_gather(buffer)
         self.state = UnitState.GATHERING
 
     def gather_finish(self) -> None:
         self._expect(UnitState.GATHERING)
+        for pending in self._gathers:
+            pending.wait()
+        self._gathers.clear()
         for buffer in self.buffers:
-            buffer.gather_finish()
+            buffer.use_gathered()
         self.state = UnitState.FULL
 
     def keep(self) -> None:
@@ -93,6 +100,7 @@ class ShardUnit:
 
     def forget(self) -> None:
         """A pass was broken off, and its connections are closed: back to SHARDED, whatever the state."""
+        self._gathers.clear()
         for buffer in self.buffers:
             buffer.forget_gather()
             buffer.release()
@@ -101,3 +109,44 @@ class ShardUnit:
     def _expect(self, state: UnitState) -> None:
         if self.state is not state:
             raise AssertionError(f"unit {self.name} is {self.state.value}, expected {state.value}")
+
+
+def _start_gather(flat: FlatParam) -> list[Pending]:
+    """Start an all-gather per bucket. All ranks must call, in the same order."""
+    flat.allocate()
+    gathers = []
+    with flat.on_copy_stream():
+        for bucket, part in zip(flat.buckets, flat.parts_on_device(), strict=True):
+            if flat.home.broadcasts and not flat.on_demand:
+                gathers += _start_broadcasts(flat, bucket, part)
+            else:
+                gathers.append(flat.comm.all_gather(bucket, part, flat.layout.name))
+    return gathers
+
+
+def _start_broadcasts(flat: FlatParam, bucket: torch.Tensor, part: torch.Tensor) -> list[Pending]:
+    places = bucket.chunk(flat.comm.world_size)
+    if places[flat.rank].data_ptr() != part.data_ptr():
+        places[flat.rank].copy_(part)
+    return [flat.comm.broadcast_start(place, flat.layout.name, src=owner) for owner, place in enumerate(places)]
+
+
+def gather(flats: Sequence[FlatParam]) -> None:
+    """Unshard flat parameters alone, not their units, or bring them up to date where they stay unsharded.
+
+    All ranks must call.
+    """
+    gathers = []
+    for flat in flats:
+        flat.finish_update()  # the gather of one runs beside the update of the next
+        if flat.on_demand or flat.layout.world_size > 1:
+            gathers += _start_gather(flat)
+    for pending in gathers:
+        pending.wait()
+    for flat in flats:
+        flat.use_gathered()
+
+
+def gather_resident(flats: Sequence[FlatParam]) -> None:
+    """Bring parameters that stay unsharded up to date from their owners. All ranks must call."""
+    gather([flat for flat in flats if not flat.on_demand])

@@ -244,7 +244,7 @@ def peak_of_stream() -> tuple[int, int]:
     model = llama(layers=6)
     engine = sharded(model)
     text(model, 0, "greedy")
-    return engine.params.peak_live_bytes, sum(unit.full_bytes for unit in engine.units)
+    return engine.params.live.peak_bytes, sum(unit.full_bytes for unit in engine.units)
 
 
 def test_streaming_never_holds_all_layers() -> None:

@@ -68,8 +68,8 @@ def _watch_one(setting: dict[str, Any], dtype: torch.dtype) -> Seen:
         events.clear()
         engine.backward(engine((torch.arange(14).view(2, 7) * (step + 3) + engine.rank) % 67))
         engine.step()
-    assert engine.params.live_numel == 0
-    return Seen(layers[0].numel, root.numel, list(events), engine.params.peak_live_numel, engine.full_state_dict(True))
+    assert engine.params.live.numel == 0
+    return Seen(layers[0].numel, root.numel, list(events), engine.params.live.peak_numel, engine.full_state_dict(True))
 
 
 def _record(events: list[tuple[str, int]], number: int, unit: ShardUnit) -> None:
@@ -287,7 +287,7 @@ def use_between_forward_and_backward(distance: int) -> list[torch.Tensor]:
             model(**case.batch(step, 2, engine.rank))
         engine.backward(loss)
         engine.step()
-        assert engine.params.live_numel == 0
+        assert engine.params.live.numel == 0
     return list(engine.full_state_dict(keep=True).values())
 
 

@@ -35,6 +35,7 @@ from hf_zero.hf.patching import replaced
 from hf_zero.runtime.build import BuildSettings, build_units
 from hf_zero.runtime.memory_report import cast_line
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.unit import gather_resident
 
 logger = logging.getLogger(__name__)
 
@@ -279,8 +280,7 @@ class ShardedLoad:
             if buffer.on_demand:
                 buffer.release()  # some initialisations replace a parameter's data
             else:
-                buffer.gather_start()
-                buffer.gather_finish()
+                gather_resident([buffer])
         install_on_model(engine_class()(self._model, self._config, built=self._built, train=False))
 
 

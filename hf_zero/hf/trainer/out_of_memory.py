@@ -32,8 +32,7 @@ def run_attempt(trainer: Any, plugin: ZeroPlugin, loop: Callable[..., Any], batc
     if finds and batch_size is not None:
         _take_batch_size(trainer, plugin, batch_size // max(1, trainer.args.n_gpu))
     try:
-        with recovery.watched():
-            return loop(batch_size, **kwargs)
+        return loop(batch_size, **kwargs)
     except RuntimeError as error:
         recovery.drop_frames(error)
         is_peer = isinstance(error, OutOfMemoryError)
