@@ -13,7 +13,6 @@ from hf_zero.layout import Run
 from hf_zero.optim.state_access import slice_of
 from hf_zero.optim.updates.owners import Owners, WholeParam
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.sharding.shard import ShardTensor, StoredShard
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,11 @@ class OwnedRun:
 
 def own_run(buffer: GradAccumulator, index: int, run: Run) -> OwnedRun:
     """What the optimizer is to hold for `run` of the buffer's parameter `index`."""
-    master = buffer.flat.master
-    if isinstance(master, StoredShard):
-        # One element of its own, expanded, as a sharded parameter is: shape, type and numel are true, values are not.
-        shape = run.shape if run.is_unsharded else (run.numel,)
-        return OwnedRun(buffer, index, run, [torch.full((), torch.nan, dtype=master.dtype).expand(shape)], [])
-    assert isinstance(master, ShardTensor)
-    masters, grads = _same_cut(master.run_tensors(run), buffer.shard.run_tensors(run))
-    return OwnedRun(buffer, index, run, masters, grads)
+    assert buffer.flat.master is not None
+    masters = buffer.flat.master.run_tensors(run)
+    if buffer.flat.home.native:
+        return OwnedRun(buffer, index, run, masters, [])
+    return OwnedRun(buffer, index, run, *_same_cut(masters, buffer.shard.run_tensors(run)))
 
 
 def _same_cut(a: list[torch.Tensor], b: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

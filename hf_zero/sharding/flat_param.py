@@ -23,7 +23,6 @@ from hf_zero.layout import UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
 from hf_zero.sharding.home import FlatParamSpec, Placement
 from hf_zero.sharding.shard import Shard, ShardTensor, StoredShard, make_shard
-from hf_zero.storage import MemoryStore
 from hf_zero.storage.base import BorrowedTensors, ShardStore
 
 
@@ -127,11 +126,11 @@ class FlatParam:
         same_kind = (spec.dtype, spec.on_demand) == (self.dtype, self.on_demand) and comm is self._comm
         if not same_kind or not self._is_sharded_as(spec.layout, params):
             return False
-        if self.on_demand and not _can_adopt(placement.param, self.home.param):
+        if self.on_demand and not placement.param.can_adopt(self.home.param):
             return False
         if self.master is None or not spec.layout.trainable:
             return True
-        return not (placement.native or self.home.native) and _can_adopt(placement.master, self.home.master)
+        return not (placement.native or self.home.native) and placement.master.can_adopt(self.home.master)
 
     def become(self, layout: UnitLayout, placement: Placement) -> None:
         """Go on as the flat parameter of `layout`, which `can_become` has admitted. No communication, no copy.
@@ -139,28 +138,17 @@ class FlatParam:
         A master is kept, made from the shard where training begins, or dropped where it ends.
         """
         self.finish_update()
-        old, before = self.layout, self.home
-        if self.master is not None and not layout.trainable:
-            self._drop_master()
-        for kind, theirs, mine in (
-            ("param", before.param, placement.param),
-            ("master", before.master, placement.master),
-        ):
-            key = f"{old.name}/{kind}"
-            if isinstance(theirs, MemoryStore) and isinstance(mine, MemoryStore) and key in theirs.usage():
-                mine.adopt(f"{layout.name}/{kind}", theirs, key)
+        own_master = None if self.master is self.shard else self.master
+        if own_master is not None and layout.trainable:
+            own_master.move(layout, placement.master)
+        elif own_master is not None:
+            own_master.drop()
+        self.shard.move(layout, placement.param)
         self.layout, self.home = layout, placement
-        for shard in self.owned().values():
-            shard.layout = layout
-        if layout.trainable and self.master is None:
+        if not layout.trainable:
+            self.master = None
+        elif self.master is None:
             self.master = self._own_master(self.shard)
-
-    def _drop_master(self) -> None:
-        if isinstance(self.master, StoredShard):
-            self.master.drop()
-        elif self.master is not self.shard:
-            self.home.master.drop(f"{self.layout.name}/master")
-        self.master = None
 
     def _set_full(self, full: torch.Tensor) -> None:
         self.full = full
@@ -181,7 +169,7 @@ class FlatParam:
             master = StoredShard(self.layout, self._rank, self.home.master, "master", dtype, tile)
             master.copy_from(values)
             return master
-        if dtype == self.dtype and isinstance(self.shard, ShardTensor):
+        if dtype == self.dtype and self.shard.in_memory is not None:
             master_is_on_host = self._comm.computes_on_host or not self.home.master.is_on_device
             if master_is_on_host == self.shard_is_on_host:
                 return self.shard
@@ -400,20 +388,12 @@ class FlatParam:
 
     def discard(self) -> None:
         """Forget the full buffer and the shards; the parameters live elsewhere by now."""
-        for kind, store in (("param", self.home.param), ("master", self.home.master)):
-            if f"{self.layout.name}/{kind}" in store.usage():
-                store.drop(f"{self.layout.name}/{kind}")
         for shard in self.owned().values():
-            if isinstance(shard, StoredShard):
-                shard.drop()
+            shard.drop()
         # Whoever still knows this buffer (an engine that another one replaces) must not keep the memory.
         self.full = self.full.new_empty(0)
         self._views, self._buckets, self.master = [], [], None
         del self.shard
-
-
-def _can_adopt(new: ShardStore, old: ShardStore) -> bool:
-    return isinstance(new, MemoryStore) and new.can_adopt(old)
 
 
 def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
