@@ -12,11 +12,11 @@ from torch import nn
 from hf_zero.access.places import named_params
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.layout import Run, UnitLayout
-from hf_zero.optim.state_access import run_of, slice_of
+from hf_zero.layout import Run
+from hf_zero.optim.state_access import slice_of
 from hf_zero.runtime.full_weights import share_resident
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.param_index import ParamIndex
+from hf_zero.sharding.param_index import ParamIndex, ParamPlace
 from hf_zero.sharding.partition import tied_names
 from hf_zero.sharding.unit import ShardUnit
 
@@ -51,26 +51,24 @@ def copy_weights(source: nn.Module, target: nn.Module, *, tau: float = 1.0) -> N
         engine.weights.check_idle(engine.units)
         for unit in engine.units:
             engine.params.reshard(unit)  # what was gathered ahead
-    changed: dict[int, FlatParam] = {}
+    changed: dict[FlatParam, None] = {}
     for source_unit, mine in values.by_unit(wanted):
         with values.gathered(source_unit):
             for to, value in mine:
-                if _mix(to, value, tau):
-                    assert to.buffer is not None
-                    changed[id(to.buffer)] = to.buffer
-    for buffer in changed.values():
-        buffer.refresh()
-        share_resident(buffer)
+                if (flat := _mix(to, value, tau)) is not None:
+                    changed[flat] = None
+    for flat in changed:
+        flat.refresh()
+        share_resident(flat)
 
 
 @dataclass(frozen=True)
 class _Target:
-    """A parameter of the target: in a flat parameter, at `index`, or plain."""
+    """A parameter of the target; a plain one has no place."""
 
     name: str
     param: nn.Parameter
-    buffer: FlatParam | None
-    index: int
+    place: ParamPlace | None
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,11 @@ class _Value:
     """What a parameter of the source is: unsharded, or this rank's shard of it."""
 
     param: nn.Parameter
-    buffer: FlatParam | None  # None: `param` is unsharded
+    flat: FlatParam | None  # None: `param` is unsharded
 
     def read(self, run: Run) -> torch.Tensor:
         """1-D [run.numel]; a run of an unsharded parameter may come from any layout."""
-        return slice_of(self.param.detach(), run) if self.buffer is None else self.buffer.shard.read_run(run)
+        return slice_of(self.param.detach(), run) if self.flat is None else self.flat.shard.read_run(run)
 
 
 class _Source:
@@ -102,7 +100,7 @@ class _Source:
             place = self._index.get(param)
             if place is None or not place.flat.on_demand:
                 at_hand.append((to, _Value(param, None)))
-            elif to.buffer is not None and to.buffer.on_demand and _same_shards(place.flat.layout, to.buffer.layout):
+            elif to.place is not None and to.place.flat.on_demand and _same_shards(place.flat, to.place.flat):
                 place.flat.finish_update()
                 at_hand.append((to, _Value(param, place.flat)))
             else:
@@ -124,8 +122,8 @@ def _targets(model: nn.Module) -> list[_Target]:
     plain = model if engine is None else engine.module
     index = ParamIndex(engine.units if engine is not None else ())
     aliases = tied_names(plain)
-    own = [(name, param, index.get(param)) for name, param in named_params(plain).items() if name not in aliases]
-    return [_Target(name, param, *((place.flat, place.index) if place else (None, 0))) for name, param, place in own]
+    own = {name: param for name, param in named_params(plain).items() if name not in aliases}
+    return [_Target(name, param, index.get(param)) for name, param in own.items()]
 
 
 def _check_names(source: _Source, wanted: list[_Target]) -> None:
@@ -142,37 +140,33 @@ def _check_names(source: _Source, wanted: list[_Target]) -> None:
         raise ConfigError("copy_weights: the models do not fit:\n  " + "\n  ".join(problems))
 
 
-def _same_shards(a: UnitLayout, b: UnitLayout) -> bool:
+def _same_shards(a: FlatParam, b: FlatParam) -> bool:
     """Whether every rank owns the same elements of the same parameters; types and names of the units may differ."""
-    return (a.world_size, a.bucket_numel, a.padded_numel, a.slots) == (
-        b.world_size,
-        b.bucket_numel,
-        b.padded_numel,
-        b.slots,
-    )
+    mine, theirs = a.layout, b.layout
+    same_sizes = (mine.world_size, mine.bucket_numel) == (theirs.world_size, theirs.bucket_numel)
+    return same_sizes and (mine.padded_numel, mine.slots) == (theirs.padded_numel, theirs.slots)
 
 
-def _mix(to: _Target, value: _Value, tau: float) -> bool:
-    """Set or mix one parameter of the target; whether its buffer is to be brought up to date from what ranks own."""
-    buffer = to.buffer
-    if buffer is None:
+def _mix(to: _Target, value: _Value, tau: float) -> FlatParam | None:
+    """Set or mix one parameter of the target; the flat parameter that is to be updated from what the ranks own."""
+    if to.place is None:
         _lerp(to.param.data, value.param.detach().to(to.param.device), tau)
-        return False
-    separate_master = buffer.master is not None and buffer.master is not buffer.shard
-    if not buffer.on_demand and value.buffer is None and not separate_master:
+        return None
+    flat = to.place.flat
+    separate_master = flat.master is not None and flat.master is not flat.shard
+    if not flat.on_demand and value.flat is None and not separate_master:
         # Unsharded on both sides: every rank does the same to all of it.
         _lerp(to.param.data, value.param.detach(), tau)
         torch.autograd.graph.increment_version(to.param)
-        return False
-    best = buffer.shard if buffer.master is None else buffer.master
-    run = run_of(buffer, to.index)
-    if run is not None:
+        return None
+    best = flat.shard if flat.master is None else flat.master
+    if (run := to.place.run) is not None:
         theirs = value.read(run)
         if tau != 1.0:
             mine = best.read_run(run).clone()
             theirs = _lerp(mine, theirs.to(mine.device), tau)
         best.write_run(run, theirs)
-    return True
+    return flat
 
 
 def _lerp(mine: torch.Tensor, theirs: torch.Tensor, tau: float) -> torch.Tensor:

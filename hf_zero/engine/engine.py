@@ -33,6 +33,7 @@ from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_
 from hf_zero.runtime.full_weights import FullWeights, own_tensors
 from hf_zero.runtime.memory_report import announce_engine, memory_report
 from hf_zero.runtime.shape_only import ShapeOnly
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import check_parameters, clean_name
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
@@ -279,11 +280,10 @@ class ZeroEngine(ModuleWrapper):
         """
         with self._attachment.naming_shards():
             state = cast(dict[str, Any], super().state_dict(*args, **kwargs))
-        sharded = [unit for unit in self.units if unit.on_demand and unit.state is not UnitState.FULL]
-        hidden = {id(param) for unit in sharded for buffer in unit.buffers for param in buffer.params}
+        hidden = ParamIndex(unit for unit in self.units if unit.on_demand and unit.state is not UnitState.FULL)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         for name, param in self.named_parameters(remove_duplicate=False):
-            if id(param) in hidden and prefix + name in state:
+            if param in hidden and prefix + name in state:
                 state[prefix + name] = ShapeOnly(param, clean_name(name.removeprefix(_CHILD)))
         return state
 

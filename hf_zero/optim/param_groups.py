@@ -98,7 +98,6 @@ class CutGroups:
         """What this rank updates of the waiting parameters that are in `buffers`."""
         places: dict[torch.Tensor, tuple[GradAccumulator, int]]
         places = {p: (buffer, i) for buffer in buffers for i, p in enumerate(buffer.flat.params)}
-        runs = {b: {run.name: run for run in b.flat.layout.runs(b.flat.rank)} for b in buffers}
         taken: list[OwnedRun] = []
         left = []
         self.native_state = []
@@ -108,7 +107,7 @@ class CutGroups:
                 left.append((group, param))
                 continue
             buffer, index = places[param]
-            run = runs[buffer].get(buffer.flat.layout.slots[index].name)
+            run = buffer.flat.run_of(index)
             owned = own_run(buffer, index, run) if run is not None else None
             taken += [owned] if owned is not None else []
             if param in wholes:

@@ -21,7 +21,6 @@ from hf_zero.optim.state_access import (
     check_kind,
     joined_state,
     read_state,
-    run_of,
     whole_state,
     write_state,
 )
@@ -250,7 +249,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def local_grad(self, flat: FlatParam, index: int) -> torch.Tensor | None:
         """What this rank owns of a gradient as the step will use it, 1-D; see fragments.local_grad."""
-        found, run = self._settled(flat, index), run_of(flat, index)
+        found, run = self._settled(flat, index), flat.run_of(index)
         return None if found is None or run is None else found[0].shard.read_run(run) * found[1]
 
     @torch.no_grad()
@@ -267,8 +266,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for native in (one for one in self._reducer.buffers if one.flat.home.native):
             native.shard.scale(self._factor)
         self._factor = 1.0
-        run = run_of(flat, index)
-        if run is not None and values is not None:
+        if (run := flat.run_of(index)) is not None and values is not None:
             grads.shard.write_run(run, values)
         grads.seen[index] = True
         self._facts = None  # the norm has changed: the step votes again
@@ -284,7 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def local_state(self, flat: FlatParam, index: int, kind: str) -> torch.Tensor | None:
         """What this rank owns of a state, 1-D, or 0-dim where it is a number; None if it owns nothing."""
-        run = run_of(flat, index)
+        run = flat.run_of(index)
         if run is not None and kind == "master" and flat.master is not None:
             return flat.master.read_run(run)
         mine = self._state_of(flat, index)

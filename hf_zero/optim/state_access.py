@@ -14,12 +14,6 @@ from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import Shard
 
 
-def run_of(flat: FlatParam, index: int) -> Run | None:
-    """What this rank owns of the buffer's parameter `index`; None if that is nothing."""
-    name = flat.layout.slots[index].name
-    return next((run for run in flat.layout.runs(flat.rank) if run.name == name), None)
-
-
 def slice_of(full: torch.Tensor, run: Run) -> torch.Tensor:
     """The elements of `run` out of its full parameter, or a tensor of that shape: 1-D [run.numel]."""
     flat = full.reshape(-1)
@@ -38,8 +32,7 @@ def assemble(
     # Every element has one owner: the sum over ranks adds zeros to it, which changes no bit. 16 bits travel as 32.
     wide = torch.promote_types(dtype, torch.float32)
     whole = torch.zeros(slot.numel, dtype=wide, device=comm.device)
-    run = run_of(flat, index)
-    if run is not None:
+    if (run := flat.run_of(index)) is not None:
         at, values = 0, read(run).reshape(-1)
         for piece in run.pieces:
             whole[piece.start : piece.end].copy_(values[at : at + piece.numel])

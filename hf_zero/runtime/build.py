@@ -21,6 +21,7 @@ from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.runtime.reduce_schedule import MAX_REDUCES
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.home import FlatParamSpec, Placement
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import UnitKind, UnitSpec, partition
 from hf_zero.sharding.placement import OffloadSettings, Placements
 from hf_zero.sharding.stages import UnitPlan, keeps_small_parameters_unsharded, plan_unit
@@ -274,19 +275,20 @@ def share_the_rest(model: nn.Module, units: Iterable[ShardUnit], comm: Comm) -> 
 
     Parameters of a class of their own (quantized ones) are left to who made them.
     """
-    held = {id(param) for unit in units for buffer in unit.buffers for param in buffer.params}
+    index, shared_params = ParamIndex(units), set[nn.Parameter]()
     for module in model.modules():
         for name, value in module._buffers.items():
             if value is not None and value.numel():
                 module._buffers[name] = _from_rank_0(value, comm, f"buffer {name}")
         for name, param in module._parameters.items():
-            if type(param) is nn.Parameter and id(param) not in held and param.numel():
+            is_left = param not in index and param not in shared_params
+            if type(param) is nn.Parameter and is_left and param.numel():
                 shared = _from_rank_0(param, comm, f"parameter {name}")
                 if torch._has_compatible_shallow_copy_type(param, shared):
                     param.data = shared
                 else:  # torch swaps no data between the CPU and devices that it does not know (the meta device, too)
                     torch.utils.swap_tensors(param, nn.Parameter(shared, param.requires_grad))
-                held.add(id(param))
+                shared_params.add(param)
 
 
 def _from_rank_0(value: torch.Tensor, comm: Comm, what: str) -> torch.Tensor:

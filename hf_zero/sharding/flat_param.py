@@ -19,7 +19,7 @@ from torch import nn
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import Pending
 from hf_zero.errors import StateError
-from hf_zero.layout import UnitLayout
+from hf_zero.layout import Run, UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
 from hf_zero.sharding.home import FlatParamSpec, Placement
 from hf_zero.sharding.shard import Shard, ShardTensor, StoredShard, make_shard
@@ -41,6 +41,7 @@ class FlatParam:
     shard: Shard  # the parameters' type
     master: Shard | None  # fp32 (fp64 for fp64 parameters)
     update: Pending | None
+    runs: dict[str, Run]  # what this rank owns, by parameter name; without those of which it owns nothing
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class FlatParam:
         self.update = None
         self._comm = comm
         self._rank = comm.rank if layout.world_size > 1 else 0
+        self.runs = runs_by_name(layout, self._rank)
         self._pending: list[Pending] = []
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
@@ -144,7 +146,7 @@ class FlatParam:
         elif own_master is not None:
             own_master.drop()
         self.shard.move(layout, placement.param)
-        self.layout, self.home = layout, placement
+        self.layout, self.home, self.runs = layout, placement, runs_by_name(layout, self._rank)
         if not layout.trainable:
             self.master = None
         elif self.master is None:
@@ -363,6 +365,10 @@ class FlatParam:
         """The rank whose shard this process holds; 0 where every rank holds everything."""
         return self._rank
 
+    def run_of(self, index: int) -> Run | None:
+        """What this rank owns of parameter `index`; None if that is nothing."""
+        return self.runs.get(self.layout.slots[index].name)
+
     @property
     def full_bytes(self) -> int:
         return self.full.numel() * self.full.element_size()
@@ -399,6 +405,11 @@ class FlatParam:
 def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
     """The type in which a parameter is updated: fp64 stays, everything else is fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def runs_by_name(layout: UnitLayout, rank: int) -> dict[str, Run]:
+    """What `rank` owns of each parameter of which it owns something."""
+    return {run.name: run for run in layout.runs(rank)}
 
 
 def gather_resident(flats: Sequence[FlatParam]) -> None:

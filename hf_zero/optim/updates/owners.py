@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.layout import Run, Slot
 from hf_zero.runtime.grad_accumulator import GradAccumulator
+from hf_zero.sharding.flat_param import runs_by_name
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Owners:
         kept: dict[GradAccumulator, list[dict[str, Run]]] = {}  # by rank, by parameter
         for buffer in dict.fromkeys(buffer for buffer, _ in places):
             layout = buffer.flat.layout
-            kept[buffer] = [{run.name: run for run in layout.runs(rank)} for rank in range(layout.world_size)]
+            kept[buffer] = [runs_by_name(layout, rank) for rank in range(layout.world_size)]
         adopted = []
         for (buffer, index), owner in zip(places, owners, strict=True):
             name = buffer.flat.layout.slots[index].name
