@@ -153,19 +153,17 @@ def _mix(to: _Target, value: _Value, tau: float) -> FlatParam | None:
         _lerp(to.param.data, value.param.detach().to(to.param.device), tau)
         return None
     flat = to.place.flat
-    separate_master = flat.master is not None and flat.master is not flat.shard
-    if not flat.on_demand and value.flat is None and not separate_master:
+    if not flat.on_demand and value.flat is None and flat.own_master is None:
         # Unsharded on both sides: every rank does the same to all of it.
         _lerp(to.param.data, value.param.detach(), tau)
         torch.autograd.graph.increment_version(to.param)
         return None
-    best = flat.shard if flat.master is None else flat.master
     if (run := to.place.run) is not None:
         theirs = value.read(run)
         if tau != 1.0:
-            mine = best.read_run(run).clone()
+            mine = flat.best.read_run(run).clone()
             theirs = _lerp(mine, theirs.to(mine.device), tau)
-        best.write_run(run, theirs)
+        flat.best.write_run(run, theirs)
     return flat
 
 

@@ -11,7 +11,7 @@ import torch
 
 from hf_zero.access.places import Place, Target, check_value, managed_parameter
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.sharding.flat_param import master_dtype_of
+from hf_zero.sharding.placement import master_dtype_of
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,7 @@ def local_param(target: Target, name: str | None = None) -> LocalPiece | None:
     """
     place = managed_parameter(target, name, "local_param")
     _wait_for_update(place, "local_param")
-    shard = place.flat.master if place.flat.master is not None else place.flat.shard
-    run = place.run
-    return None if run is None else _piece(place, shard.read_run(run))
+    return None if place.run is None else _piece(place, place.flat.best.read_run(place.run))
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ def _copy_model(engine: Engine, memo: dict[int, Any], new_engine: Callable[..., 
                 memo[id(param)] = nn.Parameter(_placeholder_of(param), requires_grad=param.requires_grad)
         copied: nn.Module = copy.deepcopy(engine.module, memo)
     settings = BuildSettings.of(engine.config, 1.0, train=False)
-    built = build_units(copied, settings, engine.comm, _Twins(engine.units, memo).fill)
+    built = build_units(copied, settings, engine.comm, _Twins(engine.units, memo).initialize)
     twin = new_engine(copied, engine.config, built=built, train=False)
     for install in engine.installs:
         twin.install(install)
@@ -82,12 +82,12 @@ class _Twins:
         params = (param for unit in units for buffer in unit.buffers for param in buffer.params)
         self._original_of: dict[nn.Parameter, nn.Parameter] = {memo[id(param)]: param for param in params}
 
-    def fill(self, buffer: FlatParam) -> None:
+    def initialize(self, buffer: FlatParam) -> None:
         """All ranks must call, in the same order."""
         originals = [self._original_of[param] for param in buffer.params]
         source = self._index[originals[0]].flat if originals else None
         if source is not None and buffer.fits(source, originals):
-            buffer.fill_from(source, share=False)
+            buffer.initialize_from(source, share=False)
             return
         units = [unit for unit in self._index.units_of(originals) if unit.state is UnitState.SHARDED]
         with torch.no_grad():
@@ -96,6 +96,6 @@ class _Twins:
                 unit.gather_finish()
             for param, original in zip(buffer.params, originals, strict=True):
                 param.data = original.detach().clone()
-            buffer.fill_from_params()
+            buffer.initialize_from_params()
             for unit in units:
                 unit.release()

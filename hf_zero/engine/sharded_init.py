@@ -27,9 +27,9 @@ from hf_zero.runtime.build import BuildSettings, build_units
 from hf_zero.runtime.edit_watch import EditWatch
 from hf_zero.runtime.memory_report import cast_line
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.home import Placement
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.placement import FlatParamSpec, Placement
 from hf_zero.sharding.reshard import LayoutChange
 from hf_zero.sharding.unit import ShardUnit, UnitState
 from hf_zero.storage import DeviceStore
@@ -124,8 +124,8 @@ class ShardedConstruction:
             world_size=self._comm.world_size,
             max_bucket_numel=self._comm.max_bucket_numel,
         )
-        fill = FlatParam.fill_from_params
-        return FlatParam(layout, list(params.values()), self._comm, self._home, on_demand=True, dtype=dtype, fill=fill)
+        spec, members = FlatParamSpec(layout, dtype, on_demand=True), list(params.values())
+        return FlatParam(spec, members, self._comm, self._home, FlatParam.initialize_from_params)
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[nn.Parameter], write_rank: int | None) -> Iterator[None]:
@@ -167,9 +167,9 @@ class ShardedConstruction:
             for start, numel in buffer.layout.buckets():
                 bucket = buffer.full[start : start + numel]
                 self._comm.broadcast(bucket, f"first weights of {unit.name}", src=write_rank)
-            buffer.accept_whole()
+            buffer.accept_edits()
 
-    def whole(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
+    def unsharded(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
         """Inside, `modules` have their own parameters unsharded; rank 0's changes are kept. All ranks must call."""
         return self.gathered((param for module in modules for param in module.parameters(recurse=False)), 0)
 
@@ -195,7 +195,7 @@ class ShardedConstruction:
             config, params = self._resolve(root), list(root.parameters())
             types = [param.dtype for param in params]
             settings = BuildSettings.of(config, 1.0, train=False)
-            built = build_units(root, settings, self._comm, layout_change.fill, reuse=layout_change.reuse)
+            built = build_units(root, settings, self._comm, layout_change.initialize, reuse=layout_change.reuse)
             engines.append(engine_class()(root, config, built=built, train=False))
             line = cast_line(types, [param.dtype for param in params])
             if line is not None and self._comm.rank == 0:

@@ -3,8 +3,8 @@
 | what changes | the new flat parameter | communication | memory beside the shards |
 |---|---|---|---|
 | trainability, names | is the old one (`reuse`) | none | none |
-| type or medium | takes the values of the old shard (`fill`) | none | its shard and its unsharded form, in turn |
-| which elements a rank owns | takes the unsharded values (`fill`) | an all-gather | one unsharded unit |
+| type or medium | takes the old shard (`initialize`) | none | its shard and its unsharded form, in turn |
+| which elements a rank owns | takes unsharded values (`initialize`) | an all-gather | one unsharded unit |
 
 Where the old engine trained, values come from its master weights, which have more digits than 16-bit parameters.
 """
@@ -18,8 +18,8 @@ from torch import nn
 
 from hf_zero.distributed.comm import Comm
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.home import FlatParamSpec, Placement
 from hf_zero.sharding.param_index import ParamIndex, ParamPlace
+from hf_zero.sharding.placement import FlatParamSpec, Placement
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
 
@@ -50,20 +50,20 @@ class LayoutChange:
         del self._left[source]
         return source
 
-    def fill(self, buffer: FlatParam) -> None:
+    def initialize(self, buffer: FlatParam) -> None:
         """Give `buffer` its first values. All ranks must call, in the same order."""
         source = self._source_of(buffer.params)
         exact = source is None or source.dtype == buffer.dtype or source.master is None or buffer.on_demand
         if source is not None and exact and buffer.fits(source, buffer.params):
             source.check_placeholders()
-            buffer.fill_from(source, share=True)
+            buffer.initialize_from(source, share=True)
         else:
             for param in buffer.params:
                 if (place := self._places.get(param)) is not None:
                     self._unshard(place)
                     if place.flat.master is not None and place.flat.master.dtype != place.flat.dtype:
                         self._show_master(place, param)  # it has more digits
-            buffer.fill_from_params()
+            buffer.initialize_from_params()
         self._moved(buffer.params)
 
     def _source_of(self, params: Sequence[nn.Parameter]) -> FlatParam | None:
