@@ -72,6 +72,3 @@ class ParamIndex:
 
     def __contains__(self, param: object) -> bool:
         return id(param) in self._places
-
-    def __len__(self) -> int:
-        return len(self._places)

@@ -158,18 +158,15 @@ class HostAdam:
         job = self._early.pop(key, None)
         if job is None:
             return None
-        if factor == 1.0 and job.has_unsharded_gradient and job.hypers == self._hypers(job.state, present):
+        if factor == 1.0 and job.gradient_is_unchanged and job.hypers == self._hypers(job.state, present):
             return job
         job.rollback()
         return None
 
     def _make_job(self, state: HostState, present: list[bool], factor: float, *, staged: bool) -> UpdateJob:
         delayed = self._is_delayed()
-        writer = self._writer(state, staged=staged)
-        states_staged = staged and not delayed
-        job = UpdateJob(state, self._hypers(state, present), factor, writer, staged=states_staged)
-        job.borrow(swap=delayed)
-        return job
+        writer, hypers = self._writer(state, staged=staged), self._hypers(state, present)
+        return UpdateJob(state, hypers, factor, writer, staged=staged and not delayed, swap=delayed)
 
     def _hypers(self, state: HostState, present: list[bool]) -> list[Hyper | None]:
         return [

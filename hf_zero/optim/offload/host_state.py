@@ -88,32 +88,35 @@ class UpdateJob:
     Args:
         hypers: By owned run; None leaves the run alone, as torch leaves a parameter without gradient.
         factor: Multiplies the gradient: the clip coefficient.
+        swap: See GradAccumulator.lend.
         staged: States go to another region of the store, so that `rollback` can undo the update.
     """
 
     def __init__(
-        self, state: HostState, hypers: list[Hyper | None], factor: float, writer: ParamWriter, *, staged: bool
+        self,
+        state: HostState,
+        hypers: list[Hyper | None],
+        factor: float,
+        writer: ParamWriter,
+        *,
+        staged: bool,
+        swap: bool,
     ) -> None:
         self.state = state
         self.hypers = hypers
         self.factor = factor
         self.staged = staged
         self._writer = writer
-        self._grads: ShardTensor | None = None
-        self._arriving: torch.Event | None = None  # the gradient has reached the host
-        self._reduces = 0
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._published = False
         self._committed = False
-
-    def borrow(self, *, swap: bool) -> None:
-        """Take the gradient; see GradAccumulator.lend."""
-        self._grads, self._arriving = self.state.grads.lend(self, swap=swap)
-        self._reduces = self.state.grads.num_reduces
+        self._grads: ShardTensor | None
+        self._grads, self._arriving = state.grads.lend(self, swap=swap)  # an event: the gradient is on the host
+        self._reduces = state.grads.num_reduces
 
     @property
-    def has_unsharded_gradient(self) -> bool:
+    def gradient_is_unchanged(self) -> bool:
         """Nothing has been added to the gradient since it was borrowed."""
         return self.state.grads.num_reduces == self._reduces
 

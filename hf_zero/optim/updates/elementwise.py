@@ -107,10 +107,6 @@ class TorchUpdate:
                 "needs it so. It can be read in full, by full_optimizer_state, and not be set."
             )
 
-    def elementwise(self, owned: Sequence[OwnedRun]) -> list[OwnedRun]:
-        """Those of `owned` that the optimizer updates where they are."""
-        return list(owned)
-
 
 def sub_groups(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedRun], has_grad: HasGrad) -> list[list[Pair]]:
     """What this rank updates, in groups of at most `sub_group_size` elements; a larger tensor is a group of its own.

@@ -11,7 +11,7 @@ step it also holds gradient and master of what it owns, as much again as its own
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,12 @@ from hf_zero.sharding.flat_param import FlatParam
 _BATCH_NUMEL = 1 << 26
 
 
+_Tensors = list[torch.Tensor]
+
+
 @dataclass(frozen=True)
 class _Move:
-    """One tensor of a parameter's shape: whole on the owner, 1-D pieces of its run elsewhere."""
+    """One tensor of a parameter's shape: in full on the owner, what each rank owns of it there."""
 
     param: WholeParam
     dtype: torch.dtype  # what travels
@@ -99,57 +102,39 @@ class WholeUpdate(TorchUpdate):
     def _bring(self, moves: Sequence[_Move], what: str) -> None:
         """Fill `whole` on the owners with the slices of all ranks. All ranks must call."""
         for dtype, batch in _batches(moves):
-            keep, own = self._sizes(batch)
-            self._exchange(self._kept_by_owner(batch), keep, self._owned_by_rank(batch), own, dtype, what)
+            self._exchange(self._kept_by_owner(batch), self._owned_by_rank(batch), dtype, what)
 
     def _spread(self, moves: Sequence[_Move], what: str) -> None:
         """Fill the slices of all ranks from `whole` on the owners. All ranks must call."""
         for dtype, batch in _batches(moves):
-            keep, own = self._sizes(batch)
-            self._exchange(self._owned_by_rank(batch), own, self._kept_by_owner(batch), keep, dtype, what)
+            self._exchange(self._owned_by_rank(batch), self._kept_by_owner(batch), dtype, what)
 
     def _exchange(
-        self,
-        sources: Iterable[torch.Tensor],
-        sent_sizes: list[int],
-        targets: Iterable[torch.Tensor],
-        received_sizes: list[int],
-        dtype: torch.dtype,
-        what: str,
+        self, sources: Sequence[_Tensors], targets: Sequence[_Tensors], dtype: torch.dtype, what: str
     ) -> None:
-        """One all-to-all: `sources` to the ranks in order, `sent_sizes` elements to each, and so from them."""
-        device = self.comm.device
-        empty = torch.empty(0, dtype=dtype, device=device)
-        sent = torch.cat([source.reshape(-1).to(device, dtype) for source in sources] or [empty])
-        received = torch.empty(sum(received_sizes), dtype=dtype, device=device)
-        self.comm.all_to_all(received, sent, what, (received_sizes, sent_sizes)).wait()
+        """One all-to-all: `sources[rank]` to each rank, one behind the other, and `targets[rank]` from it."""
+        sizes = [[sum(tensor.numel() for tensor in tensors) for tensors in side] for side in (targets, sources)]
+        empty = torch.empty(0, dtype=dtype, device=self.comm.device)
+        parts = [source.reshape(-1).to(empty) for tensors in sources for source in tensors]
+        received = empty.new_empty(sum(sizes[0]))
+        self.comm.all_to_all(received, torch.cat([empty, *parts]), what, (sizes[0], sizes[1])).wait()
         at = 0
-        for target in targets:
+        for target in (target for tensors in targets for target in tensors):
             target.view(-1).copy_(received[at : at + target.numel()])
             at += target.numel()
 
-    def _sizes(self, batch: Sequence[_Move]) -> tuple[list[int], list[int]]:
-        """Elements that this rank keeps for each owner, and elements that it owns by who keeps them."""
-        keep, own = [0] * self.comm.world_size, [0] * self.comm.world_size
+    def _kept_by_owner(self, batch: Sequence[_Move]) -> list[_Tensors]:
+        ranks = range(self.comm.world_size)
+        return [[part for move in batch if move.param.owner == owner for part in move.mine] for owner in ranks]
+
+    def _owned_by_rank(self, batch: Sequence[_Move]) -> list[_Tensors]:
+        """The slices of what this rank owns, by the rank that keeps them."""
+        owned: list[_Tensors] = [[] for _ in range(self.comm.world_size)]
         for move in batch:
-            mine = move.param.runs[self.comm.rank]
-            keep[move.param.owner] += 0 if mine is None else mine.numel
             for rank, run in enumerate(move.param.runs):
-                own[rank] += run.numel if run is not None and move.param.owner == self.comm.rank else 0
-        return keep, own
-
-    def _kept_by_owner(self, batch: Sequence[_Move]) -> Iterator[torch.Tensor]:
-        for owner in range(self.comm.world_size):
-            for move in batch:
-                if move.param.owner == owner:
-                    yield from move.mine
-
-    def _owned_by_rank(self, batch: Sequence[_Move]) -> Iterator[torch.Tensor]:
-        for rank in range(self.comm.world_size):
-            for move in batch:
-                run = move.param.runs[rank]
                 if run is not None and move.whole is not None:
-                    yield from (move.whole[piece.start : piece.end] for piece in run.pieces)
+                    owned[rank] += [move.whole[piece.start : piece.end] for piece in run.pieces]
+        return owned
 
     # ---------------------------------------------------------------- state
     def places(self, owned: Sequence[OwnedRun]) -> Iterator[StatePlace]:
