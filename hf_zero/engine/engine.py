@@ -73,7 +73,7 @@ class ZeroEngine(ModuleWrapper):
     ) -> None:
         if engine_of(model) is not None:
             raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
-        check_parameters(model, cut=config.stage == 3)  # before there is a process group to leave half made
+        check_parameters(model, sharded=config.stage == 3)  # before there is a process group to leave half made
         super().__init__(model)
         self.config = config
         self.managed = managed

@@ -2,7 +2,7 @@
 
 [Note: Views outlive a reshard]
 Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the full
-buffer is one tensor for the whole run whose storage is resized to 0 at a reshard and refilled at the next gather: a
+buffer is one tensor for all of the run whose storage is resized to 0 at a reshard and refilled at the next gather: a
 view saved in forward sees the data again once the unit is gathered in backward. The parameters themselves are pointed
 at placeholders before the memory goes, so that reading a sharded parameter gives NaN, not freed memory.
 """
@@ -395,7 +395,7 @@ class FlatParam:
         self.discard()
 
     def discard(self) -> None:
-        """Forget the full buffer and the shards; the parameters live elsewhere by now."""
+        """Forget the full buffer and the shards; the parameters have other memory by now."""
         for shard in self.owned().values():
             shard.drop()
         # Whoever still knows this one (an engine that another one replaces) must not keep the memory.
