@@ -18,9 +18,8 @@ from hf_zero.optim.state_access import assemble
 from hf_zero.runtime.full_weights import share_resident
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import tied_names
-from hf_zero.sharding.shard import ShardTensor, memory_shard
+from hf_zero.sharding.shard import MemoryShard, ShardTensor
 from hf_zero.sharding.unit import ShardUnit
-from hf_zero.storage import MemoryStore
 
 
 class ShardedEMA:
@@ -52,7 +51,6 @@ class ShardedEMA:
         self.name = name
         self._model = model
         self._engine = engine
-        self._stores: dict[str, MemoryStore] = {}  # by the keys of what we keep there
         self._optimizer = engine.optimizer
         self._shards: dict[FlatParam, ShardTensor] = {}
         if name in self._optimizer.attached:
@@ -71,9 +69,8 @@ class ShardedEMA:
     def _make_shard(self, buffer: FlatParam) -> ShardTensor:
         master, homes = buffer.master, self._engine.homes
         assert master is not None
-        store: MemoryStore = homes.device if buffer.home.master.is_on_device else homes.host
-        shard = memory_shard(buffer.layout, buffer.rank, store, self.name, master.dtype)
-        self._stores[f"{buffer.layout.name}/{self.name}"] = store
+        store = homes.device if buffer.home.master.is_on_device else homes.host
+        shard = MemoryShard(buffer.layout, buffer.rank, store, self.name, master.dtype)
         shard.copy_from(master)
         return shard
 
@@ -183,10 +180,8 @@ class ShardedEMA:
     def close(self) -> None:
         """Give the memory back; checkpoints are without the average from here on."""
         self._optimizer.attached.pop(self.name, None)
-        self._shards.clear()
-        while self._stores:
-            key, store = self._stores.popitem()
-            store.drop(key)
+        while self._shards:
+            self._shards.popitem()[1].drop()
 
 
 def _checked(decay: float) -> float:
@@ -196,8 +191,9 @@ def _checked(decay: float) -> float:
 
 
 def _exchange(average: ShardTensor, buffer: FlatParam) -> None:
-    assert isinstance(buffer.shard, ShardTensor)
-    for mine, theirs in zip(average.parts, buffer.shard.parts, strict=True):
+    shard = buffer.shard.in_memory
+    assert shard is not None  # it is the master too
+    for mine, theirs in zip(average.parts, shard.parts, strict=True):
         kept = mine.clone()
         mine.copy_(theirs)
         theirs.copy_(kept)

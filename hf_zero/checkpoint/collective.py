@@ -329,8 +329,7 @@ def _load_weights(session: Session, reader: CheckpointReader) -> None:
         for run in buffer.layout.runs(buffer.rank):
             if run.name in absent:
                 continue
-            target = buffer.shard if buffer.master is None else buffer.master
-            target.write_run(run, reader.read_weights(run.name, run, target.dtype))
+            buffer.best.write_run(run, reader.read_weights(run.name, run, buffer.best.dtype))
         buffer.refresh()
     stored = {info.name for info in reader.manifest.buffers}
     for name, value in _in_no_unit(session):

@@ -33,6 +33,7 @@ from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_
 from hf_zero.runtime.full_weights import FullWeights, own_tensors
 from hf_zero.runtime.memory_report import announce_engine, memory_report
 from hf_zero.runtime.shape_only import ShapeOnly
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import check_parameters, clean_name
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
@@ -72,7 +73,7 @@ class ZeroEngine(ModuleWrapper):
     ) -> None:
         if engine_of(model) is not None:
             raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
-        check_parameters(model, cut=config.stage == 3)  # before there is a process group to leave half made
+        check_parameters(model, sharded=config.stage == 3)  # before there is a process group to leave half made
         super().__init__(model)
         self.config = config
         self.managed = managed
@@ -279,11 +280,10 @@ class ZeroEngine(ModuleWrapper):
         """
         with self._attachment.naming_shards():
             state = cast(dict[str, Any], super().state_dict(*args, **kwargs))
-        sharded = [unit for unit in self.units if unit.on_demand and unit.state is not UnitState.FULL]
-        hidden = {id(param) for unit in sharded for buffer in unit.buffers for param in buffer.params}
+        hidden = ParamIndex(unit for unit in self.units if unit.on_demand and unit.state is not UnitState.FULL)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         for name, param in self.named_parameters(remove_duplicate=False):
-            if id(param) in hidden and prefix + name in state:
+            if param in hidden and prefix + name in state:
                 state[prefix + name] = ShapeOnly(param, clean_name(name.removeprefix(_CHILD)))
         return state
 

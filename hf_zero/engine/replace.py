@@ -92,7 +92,7 @@ def renew(
     layout_change = LayoutChange((unit for engine in engines for unit in engine.units), comm)
     accumulation = 1 if managed else config.gradient_accumulation_steps
     settings = BuildSettings.of(config, 1.0 / (comm.world_size * accumulation), train=train)
-    built = build_units(model, settings, comm, layout_change.fill, reuse=layout_change.reuse)
+    built = build_units(model, settings, comm, layout_change.initialize, reuse=layout_change.reuse)
     layout_change.finish()
     for engine in engines:
         engine.homes.close()

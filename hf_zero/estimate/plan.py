@@ -29,8 +29,8 @@ from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.home import FlatParamSpec
 from hf_zero.sharding.partition import UnitSpec
+from hf_zero.sharding.placement import FlatParamSpec
 from hf_zero.sharding.unit import ShardUnit
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -204,7 +204,7 @@ class _Planner:
 
         def fill(flat: FlatParam) -> None:
             tracker.refresh()  # those before may have been resharded
-            flat.fill_from_params()
+            flat.initialize_from_params()
 
         with tracker:
             built = make_units(specs, self._settings, self._comm, fill, PretendedPlacements)

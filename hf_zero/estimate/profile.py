@@ -173,7 +173,11 @@ def measure(model: nn.Module, config: ResolvedConfig, batch: Mapping[str, torch.
     comm = PretendedComm(0, 2, on_host=on_host)
     with _untouched(model):
         built = make_units(
-            flat_param_specs(model, settings, comm), settings, comm, FlatParam.fill_from_params, PretendedPlacements
+            flat_param_specs(model, settings, comm),
+            settings,
+            comm,
+            FlatParam.initialize_from_params,
+            PretendedPlacements,
         )
         for unit in built.units:
             if unit.on_demand:

@@ -14,8 +14,8 @@ from hf_zero.errors import ConfigError
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.offload.host_state import HostState
 from hf_zero.optim.offload.param_writer import make_writer, must_stage
-from hf_zero.optim.param_groups import CutGroups
-from hf_zero.optim.registry import check_native, check_optimizer, needs_whole, optimizer_of
+from hf_zero.optim.param_groups import ShardedGroups
+from hf_zero.optim.registry import check_native, check_optimizer, needs_unsharded, optimizer_of
 from hf_zero.optim.updates.elementwise import sub_groups
 from hf_zero.runtime.build import BuiltUnits
 
@@ -50,13 +50,13 @@ class PlannedStates:
             make = factory or (lambda params: _optimizer_of(config.optimizer, params, on_host=on_host))
             self._optimizer = make(trained)
             sharded = any(buffer.flat.layout.world_size > 1 for buffer in built.grads)
-            if sharded and needs_whole(self._optimizer) is not None:
+            if sharded and needs_unsharded(self._optimizer) is not None:
                 kind = type(self._optimizer).__name__
                 raise ConfigError(f"{kind} updates full matrices on their owner ranks, which is not planned yet")
             check_optimizer(self._optimizer, sharded=sharded, allow_untested=config.zero_allow_untested_optimizer)
             if any(buffer.flat.home.native for buffer in built.grads):
                 check_native(self._optimizer)
-            self._owned = CutGroups(self._optimizer).take(built.grads)
+            self._owned = ShardedGroups(self._optimizer).take(built.grads)
         settings = HostAdamSettings.of(config, built.homes.host, clips=config.gradient_clipping > 0)
         native = [buffer for buffer in built.grads if buffer.flat.home.native]
         runs = {b: [owned for owned in self._owned if owned.buffer is b] for b in native}

@@ -13,19 +13,18 @@ from hf_zero.errors import StateError
 from hf_zero.optim.direct_steps import DirectSteps
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdam, HostAdamSettings
-from hf_zero.optim.param_groups import CutGroups, OwnedRun
+from hf_zero.optim.param_groups import OwnedRun, ShardedGroups
 from hf_zero.optim.registry import check_group, check_native, check_optimizer
 from hf_zero.optim.state_access import (
     assemble,
     changed_state,
     check_kind,
+    full_state,
     joined_state,
     read_state,
-    run_of,
-    whole_state,
     write_state,
 )
-from hf_zero.optim.step_ballot import WindowFacts, clip_coefficient, settle_window
+from hf_zero.optim.step_ballot import StepFacts, clip_coefficient, settle_step
 from hf_zero.optim.updates.whole_params import make_owners, make_update
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.prefetch import UseOrder
@@ -42,11 +41,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     are the same dicts in the same list; only what is under "params" changes.
 
     Args:
-        optimizer: Built over the model's own parameters. State it already has is cut to the shards.
+        optimizer: Built over the model's own parameters. State it already has is sharded.
         reducer: Holds the gradient buffers of all trainable parameters.
         clip: `gradient_clipping`; 0 means the caller clips, or nobody.
         offload: How offloaded states are updated natively.
-        guard: Says which steps are left out.
+        guard: Decides which steps are left out.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip = clip
         self.guard = guard
         self._after_step = after_step
-        self._facts: WindowFacts | None = None
+        self._facts: StepFacts | None = None
         self._factor = 1.0  # what clipping multiplies natively updated gradients with, in the update itself
         self.attached: dict[str, dict[FlatParam, ShardTensor]] = {}  # kind -> shards that checkpoints hold too
         self.suspended = ""  # why there can be neither a step nor a checkpoint now
@@ -86,9 +85,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._native_flats: list[FlatParam] = []  # in the order of their updates; the same on all ranks
         self._offload = offload.for_groups(optimizer.param_groups)
         owners = make_owners(optimizer, comm, sharded=sharded)
-        self._cut = CutGroups(optimizer, owners)
-        self.owned = self._cut.take(reducer.buffers)  # what this rank updates, in the order of the param groups
-        self._cut.refuse_strangers()
+        self._groups = ShardedGroups(optimizer, owners)
+        self.owned = self._groups.take(reducer.buffers)  # what this rank updates, in the order of the param groups
+        self._groups.refuse_strangers()
         self.strategy = make_update(optimizer, reducer, comm, owners)
         self._native: HostAdam | None = None
         if native:
@@ -133,11 +132,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         check_group(self.optimizer, param_group, params)
         self.optimizer.add_param_group({**param_group, "params": []})
-        self._cut.wait_for(self.optimizer.param_groups[-1], params)
+        self._groups.wait_for(self.optimizer.param_groups[-1], params)
         self.take_in([buffer for buffer in self._reducer.buffers if buffer not in held])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget what has been accumulated in this window."""
+        """Forget the gradients of this accumulation window."""
         self._reducer.shown.discard()
         self._facts, self._factor = None, 1.0
 
@@ -157,7 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the masters from the mean gradient, bring parameters up to date, start a new window.
+        """Update the masters from the mean gradient, bring parameters up to date, start a new accumulation window.
 
         All ranks must call. A parameter that had no gradient on any rank is left alone, as torch does.
         """
@@ -211,7 +210,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_updating(self) -> bool:
-        """Whether a step has begun: ranks have agreed on the gradient, and the window is not over."""
+        """Whether a step has begun: ranks have agreed on the gradient, and the accumulation window is not over."""
         return self._facts is not None
 
     def check_active(self, what: str) -> None:
@@ -242,7 +241,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------- gradients and state of one parameter
     @torch.no_grad()
     def full_grad(self, flat: FlatParam, index: int) -> torch.Tensor | None:
-        """See access.full_grad. The window stays open: more may be accumulated after it."""
+        """See access.full_grad. More may be accumulated after it."""
         grads, factor = self._settled(flat, index) or (None, 1.0)
         if grads is None:
             return None
@@ -251,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def local_grad(self, flat: FlatParam, index: int) -> torch.Tensor | None:
         """What this rank owns of a gradient as the step will use it, 1-D; see fragments.local_grad."""
-        found, run = self._settled(flat, index), run_of(flat, index)
+        found, run = self._settled(flat, index), flat.run_of(index)
         return None if found is None or run is None else found[0].shard.read_run(run) * found[1]
 
     @torch.no_grad()
@@ -268,11 +267,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for native in (one for one in self._reducer.buffers if one.flat.home.native):
             native.shard.scale(self._factor)
         self._factor = 1.0
-        run = run_of(flat, index)
-        if run is not None and values is not None:
+        if (run := flat.run_of(index)) is not None and values is not None:
             grads.shard.write_run(run, values)
         grads.seen[index] = True
-        self._facts = None  # the norm has changed: the step votes again
+        self._facts = None  # the norm has changed: the step holds its ballot again
 
     @torch.no_grad()
     def full_state(self, flat: FlatParam, index: int, kind: str) -> torch.Tensor | None:
@@ -280,12 +278,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if kind == "master" and flat.master is not None:
             return assemble(flat, index, self._comm, flat.master.read_run, flat.master.dtype)
         read = self.strategy.reader_of(flat, index)
-        return read(kind) if read else whole_state(flat, index, kind, self._comm, self._state_of(flat, index))
+        return read(kind) if read else full_state(flat, index, kind, self._comm, self._state_of(flat, index))
 
     @torch.no_grad()
     def local_state(self, flat: FlatParam, index: int, kind: str) -> torch.Tensor | None:
         """What this rank owns of a state, 1-D, or 0-dim where it is a number; None if it owns nothing."""
-        run = run_of(flat, index)
+        run = flat.run_of(index)
         if run is not None and kind == "master" and flat.master is not None:
             return flat.master.read_run(run)
         mine = self._state_of(flat, index)
@@ -308,7 +306,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, flat: FlatParam, index: int) -> dict[str, Any] | None:
         """This rank's state of a parameter by kind; {} before the first update, None if it owns nothing of it."""
-        self.strategy.check_cut(flat, index)
+        self.strategy.check_sharded(flat, index)
         if (owned := self._owned_of(flat, index)) is None:
             return None
         mine = self.native_state(owned)
@@ -318,7 +316,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return next((one for one in self.owned if one.buffer.flat is flat and one.index == index), None)
 
     def _settled(self, flat: FlatParam, index: int) -> tuple[GradAccumulator, float] | None:
-        """(where the gradient of this window is, what clipping multiplies it with); None if no rank has one."""
+        """(where the gradient of this step is, what clipping multiplies it with); None if no rank has one."""
         facts = self._facts or self._ballot(closes=False)
         for number, grads in enumerate(self._reducer.buffers):
             if grads.flat is flat and facts.has_grad[number][index]:
@@ -327,15 +325,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- inside
     @torch.no_grad()
-    def _settle(self, purpose: str = "step") -> WindowFacts:
+    def _settle(self, purpose: str = "step") -> StepFacts:
         if self._reducer.shown.collect_all() or self._facts is None:
             self._facts = self._ballot(purpose=purpose)
             if self.guard.accepts(self._facts.norm):
                 self.last_norm = self._facts.norm
         return self._facts
 
-    def _ballot(self, **options: Any) -> WindowFacts:
-        return settle_window(self._reducer, self._comm, self._orders, self.param_groups, **options)
+    def _ballot(self, **options: Any) -> StepFacts:
+        return settle_step(self._reducer, self._comm, self._orders, self.param_groups, **options)
 
     def _publish(self, *, native_too: bool) -> None:
         """Masters -> parameters: cast, and gather where parameters stay unsharded on ranks that own a part each."""
@@ -351,12 +349,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             gather_resident(self._native_flats)
 
     def take_in(self, added: Sequence[GradAccumulator]) -> None:
-        """Update the parameters of buffers that the reducer has got since, as far as a group holds them.
+        """Update parameters whose gradients the reducer has got since, as far as a group holds them.
 
         All ranks must call.
         """
         self.finish_updates()
-        runs = self._cut.take(added)
+        runs = self._groups.take(added)
         self.owned.extend(runs)
         native = [buffer for buffer in added if buffer.flat.home.native]
         if native:
@@ -373,7 +371,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._native_flats += [buffer.flat for buffer in order if buffer.flat.home.native]
         with self._comm.stop_together():
             self._native.take_in(owned, order)
-            for run, state in self._cut.native_state:
+            for run, state in self._groups.native_state:
                 self._native.load_run(run, state)
 
     def native_state(self, owned: OwnedRun) -> dict[str, Any] | None:

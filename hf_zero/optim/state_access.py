@@ -1,4 +1,4 @@
-"""One parameter's gradient or optimizer state: put together from what the ranks own of it, read and set in part."""
+"""One parameter's gradient or optimizer state: assembled from what the ranks own of it, read and set by slice."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ from hf_zero.errors import StateError
 from hf_zero.layout import Run
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import Shard
-
-
-def run_of(flat: FlatParam, index: int) -> Run | None:
-    """What this rank owns of the buffer's parameter `index`; None if that is nothing."""
-    name = flat.layout.slots[index].name
-    return next((run for run in flat.layout.runs(flat.rank) if run.name == name), None)
 
 
 def slice_of(full: torch.Tensor, run: Run) -> torch.Tensor:
@@ -37,20 +31,19 @@ def assemble(
     slot = flat.layout.slots[index]
     # Every element has one owner: the sum over ranks adds zeros to it, which changes no bit. 16 bits travel as 32.
     wide = torch.promote_types(dtype, torch.float32)
-    whole = torch.zeros(slot.numel, dtype=wide, device=comm.device)
-    run = run_of(flat, index)
-    if run is not None:
+    full = torch.zeros(slot.numel, dtype=wide, device=comm.device)
+    if (run := flat.run_of(index)) is not None:
         at, values = 0, read(run).reshape(-1)
         for piece in run.pieces:
-            whole[piece.start : piece.end].copy_(values[at : at + piece.numel])
+            full[piece.start : piece.end].copy_(values[at : at + piece.numel])
             at += piece.numel
     if flat.layout.world_size > 1:
-        comm.all_reduce(whole, f"whole {slot.name}").wait()
-    return whole.to(dtype).view(slot.shape)
+        comm.all_reduce(full, f"full {slot.name}").wait()
+    return full.to(dtype).view(slot.shape)
 
 
 # -------------------------------------------------------------------- optimizer state
-def whole_state(
+def full_state(
     flat: FlatParam, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None
 ) -> torch.Tensor | None:
     """One kind of state of a parameter; None before the first update. All ranks must call.
@@ -107,7 +100,7 @@ def _unknown_kind(name: str, kind: str, kinds: set[str]) -> StateError:
 
 
 def _describe(value: Any) -> Any:
-    """The type of what is cut like the parameter, or the number that is the same for all of it."""
+    """The type of what is sharded like the parameter, or the number that is the same for all of it."""
     if isinstance(value, Shard):
         return value.dtype
     if isinstance(value, torch.Tensor):
@@ -123,11 +116,11 @@ def _values(value: Any, run: Run) -> torch.Tensor:
 
 
 def joined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of one run from that of the tensors which the optimizer holds for it: cut tensors become 1-D."""
+    """The state of one run from that of the tensors which the optimizer holds for it: sharded tensors become 1-D."""
     joined: dict[str, Any] = {}
     for kind, first in states[0].items():
-        cut = isinstance(first, torch.Tensor) and first.dim() > 0
-        joined[kind] = torch.cat([state[kind].reshape(-1) for state in states]) if cut else first
+        is_sharded = isinstance(first, torch.Tensor) and first.dim() > 0
+        joined[kind] = torch.cat([state[kind].reshape(-1) for state in states]) if is_sharded else first
     return joined
 
 

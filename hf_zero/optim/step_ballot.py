@@ -1,8 +1,8 @@
-"""What all ranks agree on between the last backward of a window and the optimizer step.
+"""What all ranks agree on between the last backward of an accumulation window and the optimizer step.
 
-One vote per step carries it: which gradient buffers have a rest on some rank, which parameters had a gradient on any
-rank, the squared norm, whether the ranks used their units in the same order, and whether their param groups say the
-same.
+One all-reduce of step statistics carries it: which gradient accumulators have late gradients on some rank, which
+parameters had a gradient on any rank, the squared norm, whether the ranks used their units in the same order, and
+whether their param groups are the same.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ParamGroups = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class WindowFacts:
-    """The outcome of the vote, equal on all ranks."""
+class StepFacts:
+    """The outcome of the ballot, equal on all ranks."""
 
     norm: float  # L2 norm of the full mean gradient, before clipping
     has_grad: tuple[tuple[bool, ...], ...]  # per gradient buffer, per parameter: on any rank
 
 
-def settle_window(
+def settle_step(
     reducer: GradReducer,
     comm: Comm,
     orders: Sequence[UseOrder],
@@ -41,15 +41,15 @@ def settle_window(
     *,
     closes: bool = True,
     purpose: str = "step",
-) -> WindowFacts:
-    """Bring every gradient of the window into the shards and vote. All ranks must call.
+) -> StepFacts:
+    """Bring every gradient of the accumulation window into the shards and hold the ballot. All ranks must call.
 
-    A second vote is needed only where some rank had gradients that came after their buffer's reduce.
+    A second ballot is needed only where some rank had gradients that came after the reduce of their unit.
 
     Args:
         closes: A step follows. Then StateError is raised, on all ranks, for param groups whose numbers differ between
             ranks, and for a parameter that no rank had a gradient of, where `ignore_unused_parameters` is false.
-        purpose: What the ranks vote for; DivergenceError where theirs differ, such as one rank that clips alone.
+        purpose: What the ballot is for; DivergenceError where theirs differ, such as one rank that clips alone.
     """
     reducer.settle()
     for buffer in reducer.buffers:
@@ -66,7 +66,7 @@ def settle_window(
         refuse_different(param_groups, comm)
     if closes:
         _refuse_unused(reducer.buffers, facts.has_grad)
-    return WindowFacts(math.sqrt(facts.norm_sq), tuple(facts.has_grad))
+    return StepFacts(math.sqrt(facts.norm_sq), tuple(facts.has_grad))
 
 
 def _refuse_unused(buffers: Sequence[GradAccumulator], has_grad: Sequence[Sequence[bool]]) -> None:
@@ -123,7 +123,7 @@ def _vote(
 
 
 def local_norm_sq(buffers: Sequence[GradAccumulator], comm: Comm) -> torch.Tensor:
-    """Squared L2 norm of this rank's gradient shards (padding is zero), so that the sum over ranks is the whole's.
+    """Squared L2 norm of this rank's gradient shards (padding is zero); the sum over ranks is the full gradient's.
 
     fp64 0-dim. Norms are taken per part in the gradient's type (16-bit types in fp32) and summed in fp64.
     """

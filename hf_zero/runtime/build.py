@@ -20,9 +20,9 @@ from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.runtime.reduce_schedule import MAX_REDUCES
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.home import FlatParamSpec, Placement
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import UnitKind, UnitSpec, partition
-from hf_zero.sharding.placement import OffloadSettings, Placements
+from hf_zero.sharding.placement import FlatParamSpec, OffloadSettings, Placement, Placements
 from hf_zero.sharding.stages import UnitPlan, keeps_small_parameters_unsharded, plan_unit
 from hf_zero.sharding.unit import ShardUnit
 
@@ -88,7 +88,7 @@ class BuiltUnits:
     pool: BufferPool
 
 
-Fill = Callable[[FlatParam], None]
+Initialize = Callable[[FlatParam], None]
 Reuse = Callable[[FlatParamSpec, list[nn.Parameter], Placement], FlatParam | None]
 
 
@@ -101,21 +101,21 @@ def build_units(
     model: nn.Module,
     settings: BuildSettings,
     comm: Comm,
-    fill: Fill = FlatParam.fill_from_params,
+    initialize: Initialize = FlatParam.initialize_from_params,
     *,
     reuse: Reuse | None = None,
 ) -> BuiltUnits:
     """Take the model's parameters over. All ranks must call; rank 0's values win.
 
-    `fill` gives a flat parameter its first values: from full parameters, unless they are elsewhere. `reuse` gives one
-    that is there already, or None.
+    `initialize` gives a flat parameter its first values: from full parameters, unless they are elsewhere. `reuse`
+    gives one that is there already, or None.
     Raises ConfigError for parameters that cannot be cut, DivergenceError if the ranks built different models,
     OffloadError where a folder to offload to cannot be used.
     """
     drafted = flat_param_specs(model, settings, comm)
     _tell_lost_strides([spec for spec, _ in drafted], comm)
     _check_equal(comm, [flat_spec.layout for _, mine in drafted for flat_spec in mine])
-    return make_units(drafted, settings, comm, fill, reuse=reuse)
+    return make_units(drafted, settings, comm, initialize, reuse=reuse)
 
 
 def flat_param_specs(model: nn.Module, settings: BuildSettings, comm: Comm) -> Drafted:
@@ -135,7 +135,7 @@ def make_units(
     drafted: Drafted,
     settings: BuildSettings,
     comm: Comm,
-    fill: Fill,
+    initialize: Initialize,
     homes_class: type[Placements] = Placements,
     *,
     reuse: Reuse | None = None,
@@ -153,10 +153,7 @@ def make_units(
             with comm.stop_together():  # the disk may be full on one rank
                 flat = reuse(flat_spec, members, home) if reuse is not None else None
                 if flat is None:
-                    layout, dtype = flat_spec.layout, flat_spec.dtype
-                    flat = FlatParam(
-                        layout, members, comm, home, on_demand=flat_spec.on_demand, dtype=dtype, fill=fill
-                    )
+                    flat = FlatParam(flat_spec, members, comm, home, initialize)
             buffers.append(flat)
             eager[id(flat)] = settings.plan(spec.kind, comm.world_size).eager
         unit = ShardUnit(spec.name, spec.kind, spec.module, buffers)
@@ -274,19 +271,20 @@ def share_the_rest(model: nn.Module, units: Iterable[ShardUnit], comm: Comm) -> 
 
     Parameters of a class of their own (quantized ones) are left to who made them.
     """
-    held = {id(param) for unit in units for buffer in unit.buffers for param in buffer.params}
+    index, shared_params = ParamIndex(units), set[nn.Parameter]()
     for module in model.modules():
         for name, value in module._buffers.items():
             if value is not None and value.numel():
                 module._buffers[name] = _from_rank_0(value, comm, f"buffer {name}")
         for name, param in module._parameters.items():
-            if type(param) is nn.Parameter and id(param) not in held and param.numel():
+            is_left = param not in index and param not in shared_params
+            if type(param) is nn.Parameter and is_left and param.numel():
                 shared = _from_rank_0(param, comm, f"parameter {name}")
                 if torch._has_compatible_shallow_copy_type(param, shared):
                     param.data = shared
                 else:  # torch swaps no data between the CPU and devices that it does not know (the meta device, too)
                     torch.utils.swap_tensors(param, nn.Parameter(shared, param.requires_grad))
-                held.add(id(param))
+                shared_params.add(param)
 
 
 def _from_rank_0(value: torch.Tensor, comm: Comm, what: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hf_zero.distributed.work import Pending
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.shard import ShardTensor, memory_shard
+from hf_zero.sharding.shard import MemoryShard, ShardTensor
 from hf_zero.storage import HostStore
 
 
@@ -103,7 +103,7 @@ class GradAccumulator:
         resident = None if eager else torch.zeros(layout.padded_numel, dtype=self.dtype, device=device)
         self._memories += 1
         if self.on_host:
-            return resident, memory_shard(layout, rank, self._host, f"grad/{self._memories}", self.dtype)
+            return resident, MemoryShard(layout, rank, self._host, f"grad/{self._memories}", self.dtype)
         if resident is not None:
             return resident, ShardTensor(layout, rank, resident, in_full=True)
         memory = torch.zeros(layout.shard_numel, dtype=self.dtype, device=device)

@@ -21,7 +21,7 @@ from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.hooks import in_backward
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.home import FlatParamSpec, Placement
+from hf_zero.sharding.placement import FlatParamSpec, Placement
 from hf_zero.sharding.unit import ShardUnit
 
 
@@ -124,8 +124,5 @@ class Unfreeze:
     def _copy(self, flat_spec: FlatParamSpec, placement: Placement, old: FlatParam, comm: Comm) -> FlatParam:
         by_name = {slot.name: param for slot, param in zip(old.layout.slots, old.params, strict=True)}
         members = [by_name[slot.name] for slot in flat_spec.layout.slots]
-        fill, on_demand = FlatParam.fill_from_params, old.on_demand
         with comm.stop_together():
-            return FlatParam(
-                flat_spec.layout, members, comm, placement, on_demand=on_demand, dtype=old.dtype, fill=fill
-            )
+            return FlatParam(flat_spec, members, comm, placement, FlatParam.initialize_from_params)

@@ -2,7 +2,7 @@
 
 [Note: Views outlive a reshard]
 Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the full
-buffer is one tensor for the whole run whose storage is resized to 0 at a reshard and refilled at the next gather: a
+buffer is one tensor for all of the run whose storage is resized to 0 at a reshard and refilled at the next gather: a
 view saved in forward sees the data again once the unit is gathered in backward. The parameters themselves are pointed
 at placeholders before the memory goes, so that reading a sharded parameter gives NaN, not freed memory.
 """
@@ -10,7 +10,6 @@ at placeholders before the memory goes, so that reading a sharded parameter give
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -19,11 +18,10 @@ from torch import nn
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import Pending
 from hf_zero.errors import StateError
-from hf_zero.layout import UnitLayout
+from hf_zero.layout import Run, UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
-from hf_zero.sharding.home import FlatParamSpec, Placement
+from hf_zero.sharding.placement import FlatParamSpec, Placement, master_dtype_of
 from hf_zero.sharding.shard import Shard, ShardTensor, StoredShard, make_shard
-from hf_zero.storage import MemoryStore
 from hf_zero.storage.base import BorrowedTensors, ShardStore
 
 
@@ -43,50 +41,49 @@ class FlatParam:
     master: Shard | None  # fp32 (fp64 for fp64 parameters)
     update: Pending | None
     buckets: list[torch.Tensor]  # of `full`, 1-D: one all-gather each
+    runs: dict[str, Run]  # what this rank owns, by parameter name; without those of which it owns nothing
 
     def __init__(
         self,
-        layout: UnitLayout,
+        spec: FlatParamSpec,
         params: Sequence[nn.Parameter],
         comm: Comm,
-        home: Placement,
-        *,
-        on_demand: bool,
-        dtype: torch.dtype,
-        fill: Callable[[FlatParam], None],
+        placement: Placement,
+        initialize: Callable[[FlatParam], None],
     ) -> None:
-        """`fill` gives the first values by one of the three fill_ methods. All ranks must call."""
-        self.layout = layout
+        """`initialize` gives the first values by one of the three initialize_ methods. All ranks must call."""
+        self.layout = layout = spec.layout
         self.params = list(params)
-        self.on_demand = on_demand
-        self.dtype = dtype
-        self.home = home
+        self.on_demand = spec.on_demand
+        self.dtype = spec.dtype
+        self.home = placement
         self.update = None
         self.comm = comm
         self._rank = comm.rank if layout.world_size > 1 else 0
+        self.runs = runs_by_name(layout, self._rank)
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
-        self._placeholder_values = torch.full((len(self.params),), torch.nan, dtype=dtype, device=self._device)
+        self._placeholder_values = torch.full((len(self.params),), torch.nan, dtype=self.dtype, device=self._device)
         self.placeholders = [self._placeholder_values[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
-        fill(self)
+        initialize(self)
 
     # ---------------------------------------------------------------- first values
-    def fill_from_params(self) -> None:
+    def initialize_from_params(self) -> None:
         """Initialize from unsharded parameters. All ranks must call; rank 0's values win."""
         master_dtype = master_dtype_of(self.dtype) if self.layout.trainable else self.dtype
-        whole = torch.zeros(self.layout.padded_numel, dtype=master_dtype, device=self._device)
+        values = torch.zeros(self.layout.padded_numel, dtype=master_dtype, device=self._device)
         with torch.no_grad():
             for param, slot in zip(self.params, self.layout.slots, strict=True):
-                whole[slot.offset : slot.end].copy_(param.detach().reshape(-1))
+                values[slot.offset : slot.end].copy_(param.detach().reshape(-1))
         for start, numel in self.layout.buckets():
-            self.comm.broadcast(whole[start : start + numel], f"first weights of {self.layout.name}")
-        self._set_full(whole if master_dtype == self.dtype else whole.to(self.dtype))
-        self._set_shards(ShardTensor(self.layout, self._rank, whole, in_full=True))
+            self.comm.broadcast(values[start : start + numel], f"first weights of {self.layout.name}")
+        self._set_full(values.to(self.dtype))
+        self._set_shards(ShardTensor(self.layout, self._rank, values, in_full=True))
         self.bind_views()
 
-    def fill_later(self) -> None:
-        """Start with zeros: whoever knows the values writes this rank's runs into the shard."""
+    def initialize_with_zeros(self) -> None:
+        """Start with zeros: whoever knows the values writes this rank's slices into the shard."""
         if self.layout.trainable:
             raise AssertionError(f"{self.layout.name}: masters would not follow")
         full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self._device)
@@ -94,18 +91,17 @@ class FlatParam:
         self._set_shards(None)
         self.bind_views()
 
-    def fill_from(self, old: FlatParam, *, share: bool) -> None:
-        """Take the shard of a buffer with the same parameters at the same places. No communication.
+    def initialize_from(self, old: FlatParam, *, share: bool) -> None:
+        """Take the shard of a flat parameter with the same parameters at the same places. No communication.
 
-        `share`: the old buffer will be discarded, so that its full buffer may be kept.
+        `share`: the old one will be discarded, so that its full buffer may be kept.
         """
-        best = old.master if old.master is not None else old.shard
         reuse = share and old.dtype == self.dtype and not self.on_demand
         full = old.full if reuse else torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self._device)
         if not self.on_demand and not reuse:
             full.copy_(old.full)
         self._set_full(full)
-        self._set_shards(best)
+        self._set_shards(old.best)
         self.bind_views()
 
     def fits(self, other: FlatParam, params: Sequence[nn.Parameter]) -> bool:
@@ -116,8 +112,7 @@ class FlatParam:
         mine = self.layout
         same_shards = mine.world_size == layout.world_size and mine.bucket_numel == layout.bucket_numel
         shapes = [slot.shape for slot in mine.slots] == [slot.shape for slot in layout.slots]
-        same = len(params) == len(self.params) and all(a is b for a, b in zip(params, self.params, strict=True))
-        return same_shards and shapes and same
+        return same_shards and shapes and [id(param) for param in params] == [id(param) for param in self.params]
 
     # ---------------------------------------------------------------- another engine, the same memory
     def can_become(
@@ -127,11 +122,11 @@ class FlatParam:
         same_kind = (spec.dtype, spec.on_demand) == (self.dtype, self.on_demand) and comm is self.comm
         if not same_kind or not self._is_sharded_as(spec.layout, params):
             return False
-        if self.on_demand and not _can_adopt(placement.param, self.home.param):
+        if self.on_demand and not placement.param.can_adopt(self.home.param):
             return False
         if self.master is None or not spec.layout.trainable:
             return True
-        return not (placement.native or self.home.native) and _can_adopt(placement.master, self.home.master)
+        return not (placement.native or self.home.native) and placement.master.can_adopt(self.home.master)
 
     def become(self, layout: UnitLayout, placement: Placement) -> None:
         """Go on as the flat parameter of `layout`, which `can_become` has admitted. No communication, no copy.
@@ -139,28 +134,16 @@ class FlatParam:
         A master is kept, made from the shard where training begins, or dropped where it ends.
         """
         self.finish_update()
-        old, before = self.layout, self.home
-        if self.master is not None and not layout.trainable:
-            self._drop_master()
-        for kind, theirs, mine in (
-            ("param", before.param, placement.param),
-            ("master", before.master, placement.master),
-        ):
-            key = f"{old.name}/{kind}"
-            if isinstance(theirs, MemoryStore) and isinstance(mine, MemoryStore) and key in theirs.usage():
-                mine.adopt(f"{layout.name}/{kind}", theirs, key)
-        self.layout, self.home = layout, placement
-        for shard in self.owned().values():
-            shard.layout = layout
-        if layout.trainable and self.master is None:
+        if self.own_master is not None and layout.trainable:
+            self.own_master.move(layout, placement.master)
+        elif self.own_master is not None:
+            self.own_master.drop()
+        self.shard.move(layout, placement.param)
+        self.layout, self.home, self.runs = layout, placement, runs_by_name(layout, self._rank)
+        if not layout.trainable:
+            self.master = None
+        elif self.master is None:
             self.master = self._own_master(self.shard)
-
-    def _drop_master(self) -> None:
-        if isinstance(self.master, StoredShard):
-            self.master.drop()
-        elif self.master is not self.shard:
-            self.home.master.drop(f"{self.layout.name}/master")
-        self.master = None
 
     def _set_full(self, full: torch.Tensor) -> None:
         self.full = full
@@ -169,9 +152,10 @@ class FlatParam:
 
     def _set_shards(self, values: Shard | None) -> None:
         """Make shard and master, with these values or zeros."""
-        in_full = ShardTensor(self.layout, self._rank, self.full, in_full=True)
-        keep = functools.partial(self._keep, values)
-        self.shard = keep(self.home.param, "param", self.dtype) if self.on_demand else in_full
+        if self.on_demand:
+            self.shard = self._keep(values, self.home.param, "param", self.dtype)
+        else:
+            self.shard = ShardTensor(self.layout, self._rank, self.full, in_full=True)
         self.master = self._own_master(values) if self.layout.trainable and values is not None else None
 
     def _own_master(self, values: Shard) -> Shard:
@@ -181,7 +165,7 @@ class FlatParam:
             master = StoredShard(self.layout, self._rank, self.home.master, "master", dtype, tile)
             master.copy_from(values)
             return master
-        if dtype == self.dtype and isinstance(self.shard, ShardTensor):
+        if dtype == self.dtype and self.shard.in_memory is not None:
             master_is_on_host = self.comm.computes_on_host or not self.home.master.is_on_device
             if master_is_on_host == self.shard_is_on_host:
                 return self.shard
@@ -309,7 +293,7 @@ class FlatParam:
             )
 
     def check_views(self) -> None:
-        """Raise if a parameter has left the buffer (`.to(dtype)`, `param.data = ...`): updates would miss it."""
+        """Raise if a parameter has left the full buffer (`.to(dtype)`, `param.data = ...`): updates would miss it."""
         bound = zip(self.layout.slots, self.params, self._bound, strict=True)
         strays = [
             slot.name
@@ -330,24 +314,24 @@ class FlatParam:
     # ---------------------------------------------------------------- around the optimizer step
     def refresh(self) -> None:
         """Bring the parameters' type up to date with the master weights after an update."""
-        if self.master is not None and self.master is not self.shard:
-            self.shard.copy_from(self.master)
+        if self.own_master is not None:
+            self.shard.copy_from(self.own_master)
 
     def full_master(self) -> torch.Tensor:
         """The masters of all ranks, 1-D [padded_numel], in their own type, on the device. All ranks must call."""
         assert self.master is not None
-        whole = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self._device)
-        mine = ShardTensor(self.layout, self._rank, whole, in_full=True)
+        full = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self._device)
+        mine = ShardTensor(self.layout, self._rank, full, in_full=True)
         with self._reading():
             mine.copy_from(self.master)
         if self.layout.world_size > 1:
             name = f"masters of {self.layout.name}"
             parts = zip(self.layout.buckets(), mine.parts, strict=True)
-            for pending in [self.comm.all_gather(whole[at : at + numel], part, name) for (at, numel), part in parts]:
+            for pending in [self.comm.all_gather(full[at : at + numel], part, name) for (at, numel), part in parts]:
                 pending.wait()
-        return whole
+        return full
 
-    def accept_whole(self) -> None:
+    def accept_edits(self) -> None:
         """Take edits of the gathered parameters over into the shard. There must be no master: it would be rounded."""
         if self.master is not None or not self.on_demand:
             raise AssertionError(f"{self.layout.name} has more than a shard to bring up to date")
@@ -363,19 +347,31 @@ class FlatParam:
         """The rank whose shard this process holds; 0 where every rank holds everything."""
         return self._rank
 
+    def run_of(self, index: int) -> Run | None:
+        """What this rank owns of parameter `index`; None if that is nothing."""
+        return self.runs.get(self.layout.slots[index].name)
+
     @property
     def full_bytes(self) -> int:
         return self.full.numel() * self.full.element_size()
 
     def owned(self) -> dict[str, Shard]:
-        """What this buffer keeps between uses, by what it is for."""
+        """What is kept between uses, by what it is for."""
         owned = {"parameters": self.shard}
-        if self.master is not None and self.master is not self.shard:
-            owned["master"] = self.master
-        return owned
+        return owned if self.own_master is None else owned | {"master": self.own_master}
+
+    @property
+    def own_master(self) -> Shard | None:
+        """The master weights, where they are not the shard itself."""
+        return None if self.master is self.shard else self.master
+
+    @property
+    def best(self) -> Shard:
+        """This rank's weights with all their digits: the master weights, or the shard where there are none."""
+        return self.shard if self.master is None else self.master
 
     def holds(self, index: int) -> bool:
-        """Whether a parameter is still what this buffer made it: its placeholder, or its view of the full buffer."""
+        """Whether a parameter is still what this one made it: its placeholder, or its view of the full buffer."""
         param = self.params[index]
         known = (self.placeholders[index], self._views[index])
         return any(param.data_ptr() == mine.data_ptr() and param.shape == mine.shape for mine in known)
@@ -387,23 +383,15 @@ class FlatParam:
         self.discard()
 
     def discard(self) -> None:
-        """Forget the full buffer and the shards; the parameters live elsewhere by now."""
-        for kind, store in (("param", self.home.param), ("master", self.home.master)):
-            if f"{self.layout.name}/{kind}" in store.usage():
-                store.drop(f"{self.layout.name}/{kind}")
+        """Forget the full buffer and the shards; the parameters have other memory by now."""
         for shard in self.owned().values():
-            if isinstance(shard, StoredShard):
-                shard.drop()
-        # Whoever still knows this buffer (an engine that another one replaces) must not keep the memory.
+            shard.drop()
+        # Whoever still knows this one (an engine that another one replaces) must not keep the memory.
         self.full = self.full.new_empty(0)
         self._views, self.buckets, self.master = [], [], None
         del self.shard
 
 
-def _can_adopt(new: ShardStore, old: ShardStore) -> bool:
-    return isinstance(new, MemoryStore) and new.can_adopt(old)
-
-
-def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a parameter is updated: fp64 stays, everything else is fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def runs_by_name(layout: UnitLayout, rank: int) -> dict[str, Run]:
+    """What `rank` owns of each parameter of which it owns something."""
+    return {run.name: run for run in layout.runs(rank)}

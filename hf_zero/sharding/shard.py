@@ -10,7 +10,6 @@ import torch
 
 from hf_zero.layout import Run, UnitLayout
 from hf_zero.storage.base import BorrowedTensors, ShardStore
-from hf_zero.storage.memory import MemoryStore
 
 
 class Shard(abc.ABC):
@@ -18,6 +17,8 @@ class Shard(abc.ABC):
 
     Invariant: padding elements are zero and stay zero.
     """
+
+    in_full = False  # whether it is a view of memory with the layout of the full flat parameter
 
     def __init__(self, layout: UnitLayout, rank: int, dtype: torch.dtype) -> None:
         self.layout = layout
@@ -31,6 +32,18 @@ class Shard(abc.ABC):
     @abc.abstractmethod
     def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
         """Elements [start, start + numel) of the shard in order; each chunk is valid until the next."""
+
+    @property
+    @abc.abstractmethod
+    def in_memory(self) -> ShardTensor | None:
+        """The shard itself where it stays in memory; None where its store only lends it."""
+
+    @abc.abstractmethod
+    def run_tensors(self, run: Run) -> list[torch.Tensor]:
+        """What an optimizer holds for the elements of `run`, in order: views of them, or one placeholder.
+
+        A run that is the unsharded parameter and contiguous has the parameter's shape.
+        """
 
     @abc.abstractmethod
     def read_run(self, run: Run) -> torch.Tensor:
@@ -56,13 +69,36 @@ class Shard(abc.ABC):
     def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
         """All of the shard in memory, to be read until what it is borrowed from is released."""
 
+    @abc.abstractmethod
+    def borrow_to_write(self, *, staged: bool) -> BorrowedTensors:
+        """Memory for all new values of the shard: one tensor, with `in_full` that of the full flat parameter.
+
+        `staged`: they are kept aside until `commit` or `rollback`.
+        """
+
+    def commit(self) -> None:
+        """Take the staged values; see ShardStore.commit."""
+        raise AssertionError(f"{self.layout.name}: new values of a shard in memory cannot be staged")
+
+    def rollback(self) -> None:
+        """Forget the staged values."""
+        raise AssertionError(f"{self.layout.name}: new values of a shard in memory cannot be undone")
+
     def prefetch(self) -> None:
         """Start bringing the shard into memory. A hint: it never waits."""
         return None
 
+    def move(self, layout: UnitLayout, store: ShardStore) -> None:
+        """Go on as the shard of `layout` on `store`, which can adopt what the shard is. Nothing is copied."""
+        self.layout = layout
+
+    def drop(self) -> None:
+        """Give its memory on a store back."""
+        return None
+
 
 class ShardTensor(Shard):
-    """A shard in memory: one part per bucket, one or more slices per parameter.
+    """A shard in memory, here that of its caller: one part per bucket, one or more slices per parameter.
 
     Invariant: the parts tile the shard in shard order.
 
@@ -100,11 +136,12 @@ class ShardTensor(Shard):
             yield self.parts[number][inside : inside + count]
             start += count
 
-    def run_tensors(self, run: Run) -> list[torch.Tensor]:
-        """Views of the elements of `run`, in order: one tensor where they are contiguous in memory.
+    @property
+    def in_memory(self) -> ShardTensor:
+        return self
 
-        A run that is the unsharded parameter and contiguous has the parameter's shape.
-        """
+    def run_tensors(self, run: Run) -> list[torch.Tensor]:
+        """Views: one tensor where the elements are contiguous in memory."""
         if not self.in_full:
             spans = [(run.shard_offset, run.numel)]
         else:
@@ -135,6 +172,11 @@ class ShardTensor(Shard):
     def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
         return self, None
 
+    def borrow_to_write(self, *, staged: bool) -> BorrowedTensors:
+        if staged:
+            raise AssertionError(f"{self.layout.name}: new values of a shard in memory cannot be staged")
+        return BorrowedTensors([self.memory])
+
     def scale(self, factor: float) -> None:
         if self.parts:  # a buffer of empty parameters has none, and torch refuses an empty list
             torch._foreach_mul_(self.parts, factor)
@@ -142,6 +184,23 @@ class ShardTensor(Shard):
     def zero(self) -> None:
         if self.parts:
             torch._foreach_zero_(self.parts)
+
+
+class MemoryShard(ShardTensor):
+    """A shard of zeros: the tensor LAYOUT/KIND of a store that is memory."""
+
+    def __init__(self, layout: UnitLayout, rank: int, store: ShardStore, kind: str, dtype: torch.dtype) -> None:
+        self._store, self._kind, self._key = store, kind, f"{layout.name}/{kind}"
+        store.create(self._key, layout.shard_numel, dtype)
+        super().__init__(layout, rank, store.tensor(self._key), in_full=False)
+
+    def move(self, layout: UnitLayout, store: ShardStore) -> None:
+        key = f"{layout.name}/{self._kind}"
+        store.adopt(key, self._store, self._key)
+        self.layout, self._store, self._key = layout, store, key
+
+    def drop(self) -> None:
+        self._store.drop(self._key)
 
 
 @dataclass(frozen=True)
@@ -185,6 +244,15 @@ class StoredShard(Shard):
             self.tiles.append(Tile(f"{layout.name}/{kind}/{len(self.tiles)}", start, numel))
             store.create(self.tiles[-1].key, numel, dtype)
 
+    @property
+    def in_memory(self) -> None:
+        return None
+
+    def run_tensors(self, run: Run) -> list[torch.Tensor]:
+        # One element of its own, expanded, as a sharded parameter is: shape, type and numel are true, values are not.
+        shape = run.shape if run.is_unsharded else (run.numel,)
+        return [torch.full((), torch.nan, dtype=self.dtype).expand(shape)]
+
     def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
         for tile, low, high in self._meeting(start, numel):
             with self.store.borrow([tile.key]) as borrow:
@@ -206,9 +274,24 @@ class StoredShard(Shard):
                 yield tile.start, borrow.tensors[0]
 
     def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
-        borrowed = self.store.borrow([tile.key for tile in self.tiles])  # one tile, or none
+        borrowed = self.store.borrow(self._keys)  # one tile, or none
         memory = borrowed.tensors[0] if self.tiles else torch.empty(0, dtype=self.dtype)
         return ShardTensor(self.layout, self.rank, memory, in_full=False), borrowed
+
+    def borrow_to_write(self, *, staged: bool) -> BorrowedTensors:
+        borrowed = self.store.borrow(self._keys, write=True, staged=staged, overwrite=True)
+        borrowed.tensors[0].zero_()  # padding is zero
+        return borrowed
+
+    def commit(self) -> None:
+        self.store.commit(self._keys)
+
+    def rollback(self) -> None:
+        self.store.rollback(self._keys)
+
+    @property
+    def _keys(self) -> list[str]:
+        return [tile.key for tile in self.tiles]
 
     def _meeting(self, start: int, numel: int) -> Iterator[tuple[Tile, int, int]]:
         """The tiles that [start, start + numel) meets, each with the range that it has of it."""
@@ -218,23 +301,14 @@ class StoredShard(Shard):
                 yield tile, low, high
 
     def prefetch(self) -> None:
-        self.store.prefetch([tile.key for tile in self.tiles])
+        self.store.prefetch(self._keys)
 
     def drop(self) -> None:
-        for tile in self.tiles:
-            self.store.drop(tile.key)
+        for key in self._keys:
+            self.store.drop(key)
         self.tiles = []
 
 
 def make_shard(layout: UnitLayout, rank: int, store: ShardStore, kind: str, dtype: torch.dtype) -> Shard:
     """A shard of zeros: a tensor for good where the store is memory, else one tile."""
-    if not isinstance(store, MemoryStore):
-        return StoredShard(layout, rank, store, kind, dtype)
-    return memory_shard(layout, rank, store, kind, dtype)
-
-
-def memory_shard(layout: UnitLayout, rank: int, store: MemoryStore, kind: str, dtype: torch.dtype) -> ShardTensor:
-    """A shard of zeros, which is the tensor LAYOUT/KIND of the store."""
-    key = f"{layout.name}/{kind}"
-    store.create(key, layout.shard_numel, dtype)
-    return ShardTensor(layout, rank, store.tensor(key), in_full=False)
+    return (MemoryShard if store.is_memory else StoredShard)(layout, rank, store, kind, dtype)

@@ -72,6 +72,7 @@ class ShardStore(abc.ABC):
     """
 
     can_stage = False
+    is_memory = False  # whether the content of a key is one tensor that stays where it is: `tensor`
     is_on_device = False  # whether the content is in the memory of the device that computes
 
     @abc.abstractmethod
@@ -110,6 +111,18 @@ class ShardStore(abc.ABC):
     def stats(self) -> StoreStats:
         """Zeros where a borrow is the content itself."""
         return StoreStats()
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The tensor behind `key`, where `is_memory`; it stays until `drop`, so an optimizer may hold views of it."""
+        raise AssertionError(f"{type(self).__name__} only lends tensors (is_memory is False)")
+
+    def can_adopt(self, other: ShardStore) -> bool:
+        """Whether tensors of `other` are what this store would have allocated."""
+        return False
+
+    def adopt(self, key: str, other: ShardStore, other_key: str) -> None:
+        """Take the tensor under `other_key` out of a store that passes `can_adopt`. Nothing is copied."""
+        raise AssertionError(f"{type(self).__name__} adopts nothing")
 
     def commit(self, keys: Sequence[str]) -> None:
         """Make what was written with `staged=True` the content of `keys`."""

@@ -36,7 +36,7 @@ class HostStore(MemoryStore):
     def can_adopt(self, other: ShardStore) -> bool:
         return super().can_adopt(other) and isinstance(other, HostStore) and other._memory.pins == self._memory.pins
 
-    def adopt(self, key: str, other: MemoryStore, other_key: str) -> None:
+    def adopt(self, key: str, other: ShardStore, other_key: str) -> None:
         assert isinstance(other, HostStore)
         super().adopt(key, other, other_key)
         self._blocks[key] = other._blocks.pop(other_key)

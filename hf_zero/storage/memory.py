@@ -14,6 +14,8 @@ from hf_zero.storage.base import BorrowedTensors, ShardStore
 class MemoryStore(ShardStore):
     """Every shard is one tensor; a borrow hands out the tensor itself."""
 
+    is_memory = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = device  # the one that computes
         self._tensors: dict[str, torch.Tensor] = {}
@@ -28,15 +30,13 @@ class MemoryStore(ShardStore):
         self._tensors[key] = self._allocate(key, numel, dtype)
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The one tensor behind `key`; it stays where it is until `drop`, so an optimizer may hold views of it."""
         return self._tensors[key]
 
     def can_adopt(self, other: ShardStore) -> bool:
-        """Whether tensors of `other` are what this store would have allocated."""
         return type(other) is type(self) and isinstance(other, MemoryStore) and other.device == self.device
 
-    def adopt(self, key: str, other: MemoryStore, other_key: str) -> None:
-        """Take the tensor under `other_key` out of a store that passes `can_adopt`. Nothing is copied."""
+    def adopt(self, key: str, other: ShardStore, other_key: str) -> None:
+        assert isinstance(other, MemoryStore)
         if key in self._tensors:
             raise AssertionError(f"{key} exists already")
         self._tensors[key] = other._tensors.pop(other_key)

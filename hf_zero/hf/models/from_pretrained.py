@@ -157,7 +157,7 @@ class ShardedLoad:
         settings = BuildSettings.of(self._config, 1.0, train=False)
         params = {id(param): param for param in self._params.values()}.values()
         types = [param.dtype for param in params]
-        self._built = build_units(model, settings, self._comm, FlatParam.fill_later)
+        self._built = build_units(model, settings, self._comm, FlatParam.initialize_with_zeros)
         line = cast_line(types, [param.dtype for param in params])
         if line is not None and self._comm.rank == 0:
             logger.warning("%s: %s", type(model).__name__, line)

@@ -15,6 +15,7 @@ from hf_zero.errors import StateError
 from hf_zero.hf.models.generation import install_generate
 from hf_zero.hf.models.saving import install_save_pretrained
 from hf_zero.hf.patching import replace_method
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.unit import ShardUnit
 
 _RESIZE = "resize_token_embeddings"
@@ -62,9 +63,5 @@ def _resize(
 
 def _embedding_units(module: PreTrainedModel, engine: ZeroEngine) -> list[ShardUnit]:
     modules = [module.get_input_embeddings(), module.get_output_embeddings()]
-    wanted = {id(param) for one in modules if one is not None for param in one.parameters()}
-    return [
-        unit
-        for unit in engine.units
-        if unit.on_demand and any(id(param) in wanted for buffer in unit.buffers for param in buffer.params)
-    ]
+    wanted = [param for one in modules if one is not None for param in one.parameters()]
+    return ParamIndex(unit for unit in engine.units if unit.on_demand).units_of(wanted)

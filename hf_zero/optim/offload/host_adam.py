@@ -3,12 +3,12 @@
 [Note: When an update runs]
 The numbers are those of the sequential order, whatever runs beside what:
   - At the step, jobs are submitted in the order in which the next forward needs their parameters. Parameters that are
-    whole between uses are visible to everybody, so the step waits for them; a unit that is gathered on demand is
+    unsharded between uses are visible to everybody, so the step waits for them; a unit that is gathered on demand is
     waited for at its next gather, so its update runs beside the forward.
   - Where nothing clips and the states are on disk, a buffer's job starts as soon as its gradient is complete, in
     backward. Its results go to other regions of the disk; the step takes them if what they were made from still holds
     (hyperparameters, no late gradient, no clipping by the caller), and otherwise undoes them and starts again.
-  - A delayed update (Ren et al. 2021, ZeRO-Offload, section 5.3) runs beside the whole next forward and backward, with
+  - A delayed update (Ren et al. 2021, ZeRO-Offload, section 5.3) runs beside the next forward and backward, with
     gradient memory of its own, and is published by the next step.
 """
 
@@ -49,21 +49,21 @@ class HostAdamSettings:
         )
 
     def for_groups(self, groups: Sequence[Mapping[str, Any]]) -> HostAdamSettings:
-        """These settings, unless CPUAdam says in its groups what the configuration says for torch's optimizers."""
+        """These settings, unless the groups of a CPUAdam set what the configuration sets for torch's optimizers."""
         if any(group.get("fp32_optimizer_states") is False for group in groups):
             return replace(self, moments_dtype=torch.bfloat16)
         return self
 
 
 class HostAdam:
-    """Native Adam for the gradient buffers whose states are offloaded, of which `take_in` tells.
+    """Native Adam for the flat parameters whose states are offloaded; `take_in` adds them.
 
     Args:
         device: That gradients come from and parameters go to.
     """
 
     def __init__(self, settings: HostAdamSettings, device: torch.device) -> None:
-        library()  # a missing one is said here, not in the middle of the first step
+        library()  # a missing one raises here, not in the middle of the first step
         self._settings = settings
         self._worker = UpdateWorker(device)
         weakref.finalize(self, self._worker.close).atexit = False
@@ -78,7 +78,7 @@ class HostAdam:
         self._step = 0
 
     def take_in(self, owned: Sequence[tuple[OwnedRun, Mapping[str, Any]]], order: Sequence[GradAccumulator]) -> None:
-        """Update more buffers.
+        """Update more flat parameters.
 
         Args:
             owned: What this rank updates, with its param group: the groups are read at every step.
@@ -158,18 +158,15 @@ class HostAdam:
         job = self._early.pop(key, None)
         if job is None:
             return None
-        if factor == 1.0 and job.has_unsharded_gradient and job.hypers == self._hypers(job.state, present):
+        if factor == 1.0 and job.gradient_is_unchanged and job.hypers == self._hypers(job.state, present):
             return job
         job.rollback()
         return None
 
     def _make_job(self, state: HostState, present: list[bool], factor: float, *, staged: bool) -> UpdateJob:
         delayed = self._is_delayed()
-        writer = self._writer(state, staged=staged)
-        states_staged = staged and not delayed
-        job = UpdateJob(state, self._hypers(state, present), factor, writer, staged=states_staged)
-        job.borrow(swap=delayed)
-        return job
+        writer, hypers = self._writer(state, staged=staged), self._hypers(state, present)
+        return UpdateJob(state, hypers, factor, writer, staged=staged and not delayed, swap=delayed)
 
     def _hypers(self, state: HostState, present: list[bool]) -> list[Hyper | None]:
         return [

@@ -18,7 +18,7 @@ from hf_zero.layout import Piece, Run
 from hf_zero.optim.optimizers.lamb import Lamb
 from hf_zero.optim.optimizers.onebit import OneBitAdam
 from hf_zero.optim.param_groups import OwnedRun
-from hf_zero.optim.registry import needs_whole
+from hf_zero.optim.registry import needs_unsharded
 from hf_zero.optim.updates.compressed_mean import SignMean
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.reduce_schedule import GradReducer
@@ -77,7 +77,7 @@ class TorchUpdate:
 
     def file_state(self, owned: Sequence[OwnedRun]) -> FileState:
         """What of the state is not where the masters are, or not of their shape. All ranks must call."""
-        if needs_whole(self.optimizer) is None:
+        if needs_unsharded(self.optimizer) is None:
             return FileState()
         # Every rank has full parameters.
         states = {one.run.name: (one, self.optimizer.state.get(one.masters[0], {})) for one in owned}
@@ -99,17 +99,13 @@ class TorchUpdate:
         """What reads the state of a parameter that is not where its master is; None for others."""
         return None
 
-    def check_cut(self, flat: FlatParam, index: int) -> None:
+    def check_sharded(self, flat: FlatParam, index: int) -> None:
         """Raise StateError if the state of a parameter cannot be read and set in part."""
         if self.reader_of(flat, index) is not None:
             raise StateError(
                 f"the state of {flat.layout.slots[index].name} is on one rank: {type(self.optimizer).__name__} "
                 "needs it so. It can be read in full, by full_optimizer_state, and not be set."
             )
-
-    def elementwise(self, owned: Sequence[OwnedRun]) -> list[OwnedRun]:
-        """Those of `owned` that the optimizer updates where they are."""
-        return list(owned)
 
 
 def sub_groups(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedRun], has_grad: HasGrad) -> list[list[Pair]]:
@@ -157,11 +153,11 @@ class LambUpdate(TorchUpdate):
         def combine(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> torch.Tensor:
             device = self.comm.device
             index = torch.tensor([places[tensor] for tensor in tensors], dtype=torch.long, device=device)
-            whole = torch.zeros(total, 2, dtype=torch.float64, device=device)
-            whole.index_add_(0, index, squares.to(device))
+            full = torch.zeros(total, 2, dtype=torch.float64, device=device)
+            full.index_add_(0, index, squares.to(device))
             if sharded:
-                self.comm.all_reduce(whole, "norms of parameters").wait()
-            return whole[index].to(squares.device)
+                self.comm.all_reduce(full, "norms of parameters").wait()
+            return full[index].to(squares.device)
 
         self.optimizer.step(combine=combine)
 

@@ -10,13 +10,14 @@ import torch
 
 from hf_zero.layout import Run, Slot
 from hf_zero.runtime.grad_accumulator import GradAccumulator
+from hf_zero.sharding.flat_param import runs_by_name
 
 
 @dataclass(frozen=True)
-class WholeParam:
+class OwnedParam:
     """A parameter that one rank updates in full.
 
-    Invariant: between steps `whole` has shape, type and device of the parameter's master, but no memory: it is one
+    Invariant: between steps `full` has shape, type and device of the parameter's master, but no memory: it is one
     NaN, expanded.
     """
 
@@ -24,7 +25,7 @@ class WholeParam:
     index: int  # of the parameter in the buffer
     owner: int
     runs: tuple[Run | None, ...]  # by rank: what it keeps of the master and the gradient
-    whole: torch.Tensor | None  # on the owner: what the user's optimizer holds in its param groups
+    full: torch.Tensor | None  # on the owner: what the user's optimizer holds in its param groups
 
     @property
     def slot(self) -> Slot:
@@ -37,9 +38,9 @@ class WholeParam:
 
     def release(self) -> None:
         """Forget the values."""
-        if self.whole is not None:
-            self.whole.grad = None
-            self.whole.data = torch.full((), torch.nan, dtype=self.dtype, device=self.whole.device).expand(
+        if self.full is not None:
+            self.full.grad = None
+            self.full.data = torch.full((), torch.nan, dtype=self.dtype, device=self.full.device).expand(
                 self.slot.shape
             )
 
@@ -53,12 +54,12 @@ class Owners:
 
     def __init__(self, rank: int, world_size: int, device: torch.device, wants: Callable[[Mapping[str, Any]], bool]):
         self.wants = wants
-        self.params: list[WholeParam] = []
+        self.params: list[OwnedParam] = []
         self._rank = rank
         self._device = device
         self._loads = [0] * world_size  # elements
 
-    def adopt(self, places: Sequence[tuple[GradAccumulator, int]]) -> list[WholeParam]:
+    def adopt(self, places: Sequence[tuple[GradAccumulator, int]]) -> list[OwnedParam]:
         """Find an owner for each parameter (buffer, index), in their order; the largest are dealt out first."""
         sizes = [buffer.flat.layout.slots[index].numel for buffer, index in places]
         owners = [0] * len(places)
@@ -68,12 +69,12 @@ class Owners:
         kept: dict[GradAccumulator, list[dict[str, Run]]] = {}  # by rank, by parameter
         for buffer in dict.fromkeys(buffer for buffer, _ in places):
             layout = buffer.flat.layout
-            kept[buffer] = [{run.name: run for run in layout.runs(rank)} for rank in range(layout.world_size)]
+            kept[buffer] = [runs_by_name(layout, rank) for rank in range(layout.world_size)]
         adopted = []
         for (buffer, index), owner in zip(places, owners, strict=True):
             name = buffer.flat.layout.slots[index].name
             runs = tuple(by_name.get(name) for by_name in kept[buffer])
-            adopted.append(WholeParam(buffer, index, owner, runs, self._tensor(buffer, index, owner)))
+            adopted.append(OwnedParam(buffer, index, owner, runs, self._tensor(buffer, index, owner)))
             adopted[-1].release()
         self.params += adopted
         return adopted
