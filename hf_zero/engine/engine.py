@@ -85,7 +85,7 @@ class ZeroEngine(ModuleWrapper):
         self.comm = built.comm
         share_the_rest(model, built.units, self.comm)
         self.homes, self.units, self.pool = built.homes, built.units, built.pool
-        self.loss_scale = built.settings.grads.loss_scale
+        self.loss_scale = built.loss_scale
         self.schedule = StepSchedule(
             built,
             config,
