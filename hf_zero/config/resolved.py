@@ -18,6 +18,7 @@ from hf_zero.config import batch
 from hf_zero.config.precision import Precision
 from hf_zero.config.problems import show
 from hf_zero.config.schema import AUTO, Block, Entry, Key, choice, count, dtype, flag, interval, put, real, text, texts
+from hf_zero.errors import ConfigError
 
 # Origins of values. AUTO_* were "auto" in the file.
 FILE = "file"
@@ -95,13 +96,24 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True)
 class Aio:
-    """aio: how the files of `nvme` are read and written."""
+    """aio: how the files of `nvme` are read and written.
 
-    block_size: int = key(count(1 << 20, low=1))  # bytes
-    queue_depth: int = key(count(8, low=1))
-    intra_op_parallelism: int = key(count(1, low=1))
-    single_submit: bool = key(flag(False))
+    Raises:
+        ConfigError: A value is out of range, also where it comes from Python; every one of them is named.
+    """
+
+    block_size: int = key(count(1 << 20, low=1, high=1 << 30))  # bytes of one operation
+    queue_depth: int = key(count(8, low=1, high=4096))  # operations under way at once, per thread
+    intra_op_parallelism: int = key(count(1, low=1))  # threads that submit
+    single_submit: bool = key(flag(False))  # one operation per system call, not as many as there are
+    # A free place is filled at once; False: when all operations under way are through.
     overlap_events: bool = key(flag(True))
+
+    def __post_init__(self) -> None:
+        given = ((name, getattr(self, name), row) for name, row in rows_of(Aio).items() if isinstance(row, Key))
+        wrong = [f"aio.{name}={value} must be {row.expected()}" for name, value, row in given if not row.holds(value)]
+        if wrong:
+            raise ConfigError("; ".join(wrong) + ".")
 
 
 @dataclass(frozen=True)

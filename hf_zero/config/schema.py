@@ -88,13 +88,13 @@ class Key:
     def _range(self) -> str:
         parts = []
         if self.low is not None:
-            parts.append(f"of at least {self.low:g}")
+            parts.append(f"of at least {self.low:.12g}")
         if self.above is not None:
-            parts.append(f"above {self.above:g}")
+            parts.append(f"above {self.above:.12g}")
         if self.high is not None:
-            parts.append(f"at most {self.high:g}")
+            parts.append(f"at most {self.high:.12g}")
         if self.below is not None:
-            parts.append(f"below {self.below:g}")
+            parts.append(f"below {self.below:.12g}")
         return f" {' and '.join(parts)}" if parts else ""
 
     def holds(self, number: float) -> bool:
