@@ -98,9 +98,10 @@ def fio_speed(path: Path, size: int, setting: Setting, mode: str, fio_engine: st
 
 def our_speed(path: Path, buffer: torch.Tensor, setting: Setting, mode: str) -> float:
     """Bytes per second of one request for all of the buffer."""
-    from hf_zero.native.aio import AioQueue, AioSettings
+    from hf_zero.config.resolved import Aio
+    from hf_zero.native.aio import AioQueue
 
-    queue = AioQueue(AioSettings(setting.block_size, setting.queue_depth, setting.threads), engine=setting.engine)
+    queue = AioQueue(Aio(setting.block_size, setting.queue_depth, setting.threads), engine=setting.engine)
     with contextlib.closing(queue), contextlib.closing(queue.open(path)) as file:
         start = time.perf_counter()
         queue.wait(queue.write(file, buffer, 0) if mode == "write" else queue.read(file, buffer, 0))

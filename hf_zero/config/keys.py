@@ -14,7 +14,8 @@ from hf_zero.config.optimizers import (
     SCHEDULERS,
     TORCH_OPTIMIZERS,
 )
-from hf_zero.config.resolved import Aio, OffloadOptimizer, ResolvedConfig, ZeroSection, rows_of
+from hf_zero.config.precision import LossScaling
+from hf_zero.config.resolved import Aio, OffloadOptimizer, ResolvedConfig, ZeroSection
 from hf_zero.config.schema import (
     Alias,
     Block,
@@ -29,6 +30,7 @@ from hf_zero.config.schema import (
     real,
     refused,
     refused_block,
+    rows_of,
     texts,
 )
 
@@ -72,12 +74,7 @@ FP16 = Block(
         "auto_cast": no_effect(
             flag(False, auto=True), "floating inputs are always cast to the type of the parameters"
         ),
-        "loss_scale": real(0.0, auto=True),
-        "initial_scale_power": count(16, auto=True),
-        "loss_scale_window": count(1000, low=1, auto=True),
-        "hysteresis": count(2, low=1, auto=True),
-        "consecutive_hysteresis": flag(False, auto=True),
-        "min_loss_scale": count(1, auto=True),
+        **rows_of(LossScaling),
         "fp16_master_weights_and_grads": refused(flag(False, auto=True), _FP32_MASTERS),
     },
 )

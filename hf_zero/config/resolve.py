@@ -30,10 +30,9 @@ from hf_zero.config.resolved import (
     FILE,
     INFERRED,
     ResolvedConfig,
-    values_of,
 )
 from hf_zero.config.schedules import check_block
-from hf_zero.config.schema import AUTO, BadValue, Block, Key, find, look_up, put, walk
+from hf_zero.config.schema import AUTO, BadValue, Block, Key, find, look_up, put, values_of, walk
 
 CLIPPING = "gradient_clipping"
 OFFLOAD_PARAM = f"{ZERO}.offload_param.device"

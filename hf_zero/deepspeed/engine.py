@@ -267,7 +267,7 @@ class DeepSpeedEngine(ZeroEngine):
         """
         if self.homes.closed:
             return
-        self.retire()
+        self.uninstall()
         self.homes.close()
         self.optimizer = None
 

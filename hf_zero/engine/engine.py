@@ -56,7 +56,7 @@ class ZeroEngine(ModuleWrapper):
         group: Ranks that share the model; None means all.
         device: Where parameters live and compute; None takes the accelerator of this process, or the CPU.
         built: Units of this model that were made already (see replace.py); None makes them from the parameters.
-        train: False keeps neither masters nor gradients: the model runs, and `replace.renew` makes it trainable.
+        train: False keeps neither masters nor gradients: the model runs, and `replace_engines` makes it trainable.
     All ranks must construct it. Raises ConfigError, StateError (the model has an engine), DivergenceError.
     """
 
@@ -86,7 +86,7 @@ class ZeroEngine(ModuleWrapper):
         self.comm = built.comm
         share_the_rest(model, built.units, self.comm)
         self.homes, self.units, self.pool = built.homes, built.units, built.pool
-        self.loss_scale = built.settings.grads.loss_scale
+        self.loss_scale = built.loss_scale
         self.schedule = StepSchedule(
             built,
             config,
@@ -103,11 +103,11 @@ class ZeroEngine(ModuleWrapper):
         self.reports = Reports()
         if train and self.rank == 0:
             self.reports = Reports.of(self.schedule, config, self.device, lambda: self.config.train_batch_size)
-        self._attachment = self._fit()
+        self._attachment = self._attach()
         if self.rank == 0:
             announce_engine(config, self.device, self.world_size, self.units, self.reducer, trains=train)
 
-    def _fit(self) -> ModelAttachment:
+    def _attach(self) -> ModelAttachment:
         """Put the engine on its model."""
         computes = Computes(
             torch_dtype(self.config.dtype), torch_dtype(self.config.precision.autocast), self.loss_scale
@@ -427,7 +427,7 @@ class ZeroEngine(ModuleWrapper):
             self.comm.require_all_ranks("engine.teardown", self.comm.timeout_s)
         for call in self._before_teardown:
             call(self)
-        self.retire()
+        self.uninstall()
         for unit in self.units:
             self.params.unshard(unit)
             for buffer in unit.buffers:
@@ -435,18 +435,18 @@ class ZeroEngine(ModuleWrapper):
         self.homes.close()
         end_unless_shared(self.comm)
 
-    def retire(self) -> None:
-        """Take everything off the model but its units, which another engine is to take over. All ranks must call."""
+    def uninstall(self) -> None:
+        """Leave nothing of the engine on its model but the units, for another engine. All ranks must call."""
         self.finish_updates()
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 self.params.unshard(unit)
-        self._uninstall()
+        self._detach()
         if self.optimizer is not None:
             self.optimizer.close()
         _LIVE.discard(self)
 
-    def _uninstall(self) -> None:
+    def _detach(self) -> None:
         self._attachment.uninstall()
         while self._uninstalls:
             self._uninstalls.pop()()
@@ -454,11 +454,11 @@ class ZeroEngine(ModuleWrapper):
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside, the model is a plain module with placeholders: nothing of the engine is on it."""
-        self._uninstall()
+        self._detach()
         try:
             yield
         finally:
-            self._attachment = self._fit()
+            self._attachment = self._attach()
 
     def install(self, install: Install) -> None:
         """Call `install(engine)` now and whenever the engine comes back to its model: it puts something on it."""

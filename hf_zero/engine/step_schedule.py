@@ -53,7 +53,7 @@ class StepSchedule:
         self._no_sync = False
         self._trains = trains
         self._comm: Comm = built.comm
-        self._loss_scale = built.settings.grads.loss_scale
+        self._loss_scale = built.loss_scale
         self._is_sharded = any(unit.on_demand for unit in built.units)
         self._on_new_gradients = on_new_gradients
         self.reducer = GradReducer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -67,7 +67,7 @@ class BuildSettings:
             keep_fp32=config.keep_fp32,
             train=train,
             grads=GradSettings(
-                torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), scale, LossScale()
+                torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), scale
             ),
             reduction=Reduction.of(config),
             allow_unused=zero.ignore_unused_parameters,
@@ -80,12 +80,16 @@ class BuildSettings:
 
 @dataclass(frozen=True)
 class BuiltUnits:
+    """What one engine has been built from: the parts that its parameters and gradients share."""
+
     settings: BuildSettings
     comm: Comm
     homes: Placements
     units: list[ShardUnit]
-    grads: list[GradAccumulator]  # in the order of reduces: the last layer first, root and persistent units last
     pool: BufferPool
+    loss_scale: LossScale
+    # In the order of reduces: the last layer first, root and persistent units last.
+    grads: list[GradAccumulator] = field(default_factory=list)
 
 
 Initialize = Callable[[FlatParam], None]
@@ -143,7 +147,6 @@ def make_units(
     """The second half of `build_units`: memory, and the parameters in it."""
     homes = homes_class(settings.offload, comm, [flat_spec for _, mine in drafted for flat_spec in mine])
     units: list[ShardUnit] = []
-    eager: dict[int, bool] = {}
     for spec, mine in drafted:
         params = dict(spec.params)
         buffers = []
@@ -155,7 +158,6 @@ def make_units(
                 if flat is None:
                     flat = FlatParam(flat_spec, members, comm, home, initialize)
             buffers.append(flat)
-            eager[id(flat)] = settings.plan(spec.kind, comm.world_size).eager
         unit = ShardUnit(spec.name, spec.kind, spec.module, buffers)
         if unit.on_demand:
             unit.release()
@@ -164,22 +166,23 @@ def make_units(
         "all shards"
     )  # rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own
     pool = BufferPool(comm.device, max_per_size=MAX_REDUCES if comm.computes_on_host else 0)
-    flats = [flat for unit in _reduce_order(units) for flat in unit.buffers if flat.layout.trainable]
-    grads = [make_grads(flat, settings, comm, pool, homes, eager=eager[id(flat)]) for flat in flats]
-    return BuiltUnits(settings, comm, homes, units, grads, pool)
+    built = BuiltUnits(settings, comm, homes, units, pool, LossScale())
+    for unit in _reduce_order(units):
+        built.grads.extend(make_grads(built, unit, flat) for flat in unit.buffers if flat.layout.trainable)
+    return built
 
 
-def make_grads(
-    flat: FlatParam, settings: BuildSettings, comm: Comm, pool: BufferPool, homes: Placements, *, eager: bool
-) -> GradAccumulator:
-    """The gradient memory of a trainable flat parameter."""
+def make_grads(built: BuiltUnits, unit: ShardUnit, flat: FlatParam) -> GradAccumulator:
+    """The gradient memory of a trainable flat parameter of `unit`."""
+    settings = built.settings
     return GradAccumulator(
         flat,
-        comm,
-        pool,
+        built.comm,
+        built.pool,
         settings.grads,
-        homes.host,
-        eager=eager,
+        built.homes.host,
+        built.loss_scale,
+        eager=settings.plan(unit.kind, built.comm.world_size).eager,
         reduction=settings.reduction,
         allow_unused=settings.allow_unused,
     )

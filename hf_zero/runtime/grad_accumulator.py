@@ -24,7 +24,6 @@ class GradSettings:
     accum_dtype: torch.dtype | None  # None: fp32, fp64 for fp64 parameters
     wire_dtype: torch.dtype | None  # `communication_data_type`; None: the accumulation type
     scale: float  # 1 / (world size x accumulation steps): the sum over ranks and micro-steps becomes the mean
-    loss_scale: LossScale  # what losses were multiplied with; shards are free of it
 
 
 class GradState(enum.Enum):
@@ -57,12 +56,16 @@ class GradAccumulator:
         pool: BufferPool,
         settings: GradSettings,
         host: HostStore,
+        loss_scale: LossScale,
         *,
         eager: bool,
         reduction: Reduction,
         allow_unused: bool = True,
     ) -> None:
-        """`allow_unused`: a parameter may be without gradient on all ranks in a window."""
+        """`loss_scale`: what losses were multiplied with; shards are free of it.
+
+        `allow_unused`: a parameter may be without gradient on all ranks in an accumulation window.
+        """
         self.flat = flat
         self.eager = eager
         self.allow_unused = allow_unused
@@ -70,7 +73,7 @@ class GradAccumulator:
         self._comm = comm
         self._pool = pool
         self._mean = settings.scale
-        self._loss_scale = settings.loss_scale
+        self._loss_scale = loss_scale
         self._stays_local = False  # gradients are not summed over ranks: the optimizer exchanges something smaller
         self._wire = settings.wire_dtype
         if settings.accum_dtype is not None:

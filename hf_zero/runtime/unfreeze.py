@@ -42,7 +42,6 @@ class Unfreeze:
         self, built: BuiltUnits, params: OnDemandParams, on_added: Callable[[list[GradAccumulator]], None]
     ) -> None:
         self._built = built
-        self._settings = built.settings
         self._params = params
         self._on_added = on_added
         self._count = 0
@@ -57,9 +56,9 @@ class Unfreeze:
 
     def use_scale(self, scale: float) -> None:
         """What new gradient buffers multiply with; see GradSettings."""
-        self._settings = dataclasses.replace(
-            self._settings, grads=dataclasses.replace(self._settings.grads, scale=scale)
-        )
+        settings = self._built.settings
+        grads = dataclasses.replace(settings.grads, scale=scale)
+        self._built = dataclasses.replace(self._built, settings=dataclasses.replace(settings, grads=grads))
 
     def split(self) -> list[GradAccumulator]:
         """Gradient buffers for every parameter that requires gradients by now. All ranks must call, alike.
@@ -98,9 +97,7 @@ class Unfreeze:
                 unit.replace(old, new)
                 self._params.reshard(unit)
             old.discard()
-        plan = self._settings.plan(unit.kind, comm.world_size)
-        trained = next(flat for flat in new if flat.layout.trainable)
-        return make_grads(trained, self._settings, comm, self._built.pool, self._built.homes, eager=plan.eager)
+        return make_grads(self._built, unit, next(flat for flat in new if flat.layout.trainable))
 
     def _flat_specs(self, unit: ShardUnit, old: FlatParam, comm: Comm) -> Iterator[FlatParamSpec]:
         base = old.layout.name.partition("/frozen")[0]
@@ -117,7 +114,7 @@ class Unfreeze:
                     dtype=old.layout.dtype,
                     trainable=trainable,
                     world_size=old.layout.world_size,
-                    max_bucket_numel=min(self._settings.bucket_numel, comm.max_bucket_numel or 1 << 62),
+                    max_bucket_numel=min(self._built.settings.bucket_numel, comm.max_bucket_numel or 1 << 62),
                 )
                 yield FlatParamSpec(layout, old.dtype, old.on_demand)
 

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.config.resolved import OffloadOptimizer, OffloadParam, ResolvedConfig
+from hf_zero.config.resolved import Aio, OffloadOptimizer, OffloadParam, ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import OffloadError, StateError
 from hf_zero.layout import UnitLayout
-from hf_zero.native.aio import AioSettings
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
 from hf_zero.storage.copy_stream import CopyStream
 from hf_zero.storage.staging_pool import page_rounded
@@ -64,24 +63,18 @@ class OffloadSettings:
 
     param: OffloadParam
     optimizer: OffloadOptimizer
-    aio: AioSettings
+    aio: Aio
     sub_group_numel: int  # `sub_group_size`
     native: bool  # offloaded states are updated by native code, not by torch on the host
     broadcasts: bool  # `allgather_partitions` is false
 
     @classmethod
     def of(cls, config: ResolvedConfig) -> OffloadSettings:
-        zero, aio = config.zero, config.aio
+        zero = config.zero
         return cls(
             param=zero.offload_param,
             optimizer=zero.offload_optimizer,
-            aio=AioSettings(
-                block_size=aio.block_size,
-                queue_depth=aio.queue_depth,
-                threads=aio.intra_op_parallelism,
-                single_submit=aio.single_submit,
-                overlap_events=aio.overlap_events,
-            ),
+            aio=config.aio,
             sub_group_numel=zero.sub_group_size,
             # torch's optimizers keep their state in memory.
             native=config.force_native_adam or zero.offload_optimizer.device == "nvme",

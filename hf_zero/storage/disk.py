@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_zero.config.resolved import Aio
 from hf_zero.errors import OffloadError
-from hf_zero.native.aio import AioSettings
 from hf_zero.storage.base import BorrowedTensors, ShardStore, StoreStats
 from hf_zero.storage.staging_pool import StagingBlock, StagingPool
 from hf_zero.storage.swap_folder import Region, SwapFile, SwapFolder, Transfer
@@ -99,7 +99,7 @@ class DiskStore(ShardStore):
         folder: SwapFolder,
         name: str,
         *,
-        aio: AioSettings,
+        aio: Aio,
         pool: StagingPool,
         preallocate: bool,
         read_ahead: bool = True,

@@ -30,8 +30,9 @@ from typing import NamedTuple
 
 import torch
 
+from hf_zero.config.resolved import Aio
 from hf_zero.errors import OffloadError
-from hf_zero.native.aio import AioQueue, AioSettings
+from hf_zero.native.aio import AioQueue
 from hf_zero.native.aio_errors import remedy
 
 try:
@@ -253,7 +254,7 @@ class SwapFile:
         preallocate: Reserve the disk space when the file grows, so that a full disk shows here and not at a write.
     """
 
-    def __init__(self, path: Path, *, aio: AioSettings, preallocate: bool) -> None:
+    def __init__(self, path: Path, *, aio: Aio, preallocate: bool) -> None:
         self.path = path
         self._preallocate = preallocate
         self._size = 0

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import hf_zero
 from hf_zero.engine.engine import engine_of
 from tests.harness.ranks import run_ranks
-from tests.hf.test_renewal import ZERO, save
+from tests.hf.test_replaced_engine import ZERO, save
 
 
 def files(folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.native.aio import AioSettings
+from hf_zero.config.resolved import Aio
 from hf_zero.storage import DiskStore, StagingPool, SwapFolder
 from hf_zero.storage import staging_pool as staging
 from tests.storage.test_stores import get, pattern, put, run_threads
@@ -26,7 +26,7 @@ KIB, MIB = 1 << 10, 1 << 20
 def disk_store(path: Path, pool: int | StagingPool = 256 * KIB, **options: Any) -> Iterator[DiskStore]:
     folder = SwapFolder(path, 0)
     shared = pool if isinstance(pool, StagingPool) else StagingPool(pool, device=CPU, pin=False)
-    store = DiskStore(folder, "test", aio=AioSettings(), pool=shared, **{"preallocate": False, **options})
+    store = DiskStore(folder, "test", aio=Aio(), pool=shared, **{"preallocate": False, **options})
     try:
         yield store
     finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.native.aio import AioSettings
+from hf_zero.config.resolved import Aio
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, SwapFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     store = DiskStore(
         folder,
         "test",
-        aio=AioSettings(block_size=64 << 10, queue_depth=4),
+        aio=Aio(block_size=64 << 10, queue_depth=4),
         pool=pool,
         preallocate=kind == "disk-preallocated",
         read_ahead=kind != "disk-waiting",
@@ -266,11 +266,11 @@ def test_host_memory_is_page_aligned_and_free_until_it_is_touched() -> None:
 
 _CYCLE = """
 import sys, torch
-from hf_zero.native.aio import AioSettings
+from hf_zero.config.resolved import Aio
 from hf_zero.storage import DiskStore, StagingPool, SwapFolder
 from tests.storage.test_stores import resident_bytes
 pool = StagingPool(16 << 20, device=torch.device("cpu"), pin=False)
-store = DiskStore(SwapFolder(sys.argv[1], 0), "s", aio=AioSettings(), pool=pool, preallocate=False)
+store = DiskStore(SwapFolder(sys.argv[1], 0), "s", aio=Aio(), pool=pool, preallocate=False)
 keys = [f"k{i}" for i in range(40)]
 for key in keys:
     store.create(key, 1 << 20, torch.float32)

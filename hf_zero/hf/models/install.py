@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.replace import renew
+from hf_zero.engine.replace import replace_engines
 from hf_zero.errors import StateError
 from hf_zero.hf.models.generation import install_generate
 from hf_zero.hf.models.saving import install_save_pretrained
@@ -38,7 +38,7 @@ def _install(engine: ZeroEngine) -> None:
 def _resize(
     module: PreTrainedModel, engine: ZeroEngine, original: Callable[..., nn.Module], *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """On unsharded embeddings; then the units are built anew. All ranks must call."""
+    """Resize unsharded embeddings; then replace the engine, whose units have new sizes. All ranks must call."""
     if not any(value is not None for value in (*args, *kwargs.values())):
         return original(*args, **kwargs)  # only asks for the embeddings
     engine.require_all_ranks(_RESIZE)
@@ -57,7 +57,8 @@ def _resize(
             engine.params.reshard(unit)
         raise
     # Rank 0's values win: new rows may have been drawn with other seeds elsewhere.
-    install_on_model(renew(engine.module, [engine], engine.config, managed=engine.managed, train=engine.trains))
+    settings = {"managed": engine.managed, "train": engine.trains}
+    install_on_model(replace_engines(engine.module, [engine], engine.config, **settings))
     return resized
 
 
