@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from hf_zero.cli.bench_io import Setting, fio_speed, our_speed
+from hf_zero.config.resolved import Aio
 from hf_zero.native.host_memory import transfer_memory
 
 # (block size, queue depth, "read" or "write") -> bytes per second
@@ -33,11 +34,11 @@ FIO_ENGINES = ("libaio", "io_uring")
 
 
 def ours(path: Path, buffer: torch.Tensor, engine: str) -> Run:
-    return lambda block, depth, mode: our_speed(path, buffer, Setting(engine, block, depth, 1), mode)
+    return lambda block, depth, mode: our_speed(path, buffer, Setting(engine, Aio(block, depth, 1)), mode)
 
 
 def fio(path: Path, size: int, engine: str) -> Run:
-    return lambda block, depth, mode: fio_speed(path, size, Setting(engine, block, depth, 1), mode, engine)
+    return lambda block, depth, mode: fio_speed(path, size, Setting(engine, Aio(block, depth, 1)), mode, engine)
 
 
 def deepspeed(path: Path, size: int) -> Run:
