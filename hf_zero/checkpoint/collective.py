@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.agreement import check_same, together
-from hf_zero.checkpoint.frozen_digests import FrozenShards, check_frozen, whole_digests
-from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, SaveInfo, TensorInfo
+from hf_zero.checkpoint.agreement import check_same, on_rank_0, together
+from hf_zero.checkpoint.frozen_digests import FrozenShards, check_frozen, full_digests
+from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, STATE_MARK, FileRecord, Manifest, SaveInfo, TensorInfo
 from hf_zero.checkpoint.optimizer_state import (
     ATTACHED,
     GROUP_OF,
@@ -24,7 +24,6 @@ from hf_zero.checkpoint.optimizer_state import (
     load_groups,
     package_of,
     read_states,
-    state_name,
 )
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.scheduler_state import plain, scheduler_content, state_for
@@ -67,9 +66,8 @@ class Session:
     stage: int
     global_step: int
     exclude_frozen: bool = False  # frozen weights are not saved, but their digests: [Note: Digests of frozen weights]
-    file_state: FileState = field(
-        default_factory=FileState
-    )  # while saving: optimizer state that is not where its parameter is
+    # While saving: optimizer state that is not where its parameter is.
+    file_state: FileState = field(default_factory=FileState)
 
     @property
     def buffers(self) -> list[FlatParam]:
@@ -77,7 +75,7 @@ class Session:
 
     @property
     def num_writers(self) -> int:
-        """Ranks that hold a part each; 1 where every rank holds everything."""
+        """Ranks that hold a shard each; 1 where every rank holds everything."""
         return max((buffer.layout.world_size for buffer in self.buffers), default=1)
 
 
@@ -93,59 +91,44 @@ class Parts:
 ALL_PARTS = Parts()
 
 
-@dataclass(frozen=True)
-class Loaded:
-    global_step: int
-    client_state: Any
-
-
 # -------------------------------------------------------------------- save
-def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool = False) -> Path:
+def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool = False) -> None:
     """Write a checkpoint into `folder`, with `exclude_frozen` without the weights of frozen parameters.
 
     All ranks must call. See [Note: Commit order] in writer.py.
 
-    Raises CheckpointError on every rank if any rank could not write its part; the folder's old checkpoint, if it held
-    one, is then still whole.
+    Raises CheckpointError on every rank if any rank could not write its file; the folder's old checkpoint, if it held
+    one, is then still complete.
     """
-    comm = session.comm
+    comm, optimizer = session.comm, session.optimizer
     session = replace(session, exclude_frozen=exclude_frozen)
-    if session.optimizer is not None:
-        session.optimizer.check_active("a checkpoint")
-        owned = session.optimizer.owned
-        session = replace(session, file_state=session.optimizer.strategy.file_state(owned))
+    if optimizer is not None:
+        optimizer.check_active("a checkpoint")
+        session = replace(session, file_state=optimizer.strategy.file_state(optimizer.owned))
     shared: dict[str, Any] = {}
-    if session.exclude_frozen:
-        shared[FROZEN_DIGESTS] = whole_digests(comm, _frozen_shards(session))
-    if session.optimizer is not None and len(session.optimizer.param_groups) > 1:
-        optimizer = session.optimizer
+    if exclude_frozen:
+        shared[FROZEN_DIGESTS] = full_digests(comm, _frozen_shards(session))
+    if optimizer is not None and len(optimizer.param_groups) > 1:
         by_rank = together(comm, "parameter groups", lambda: group_numbers(optimizer))
         shared[GROUP_OF] = {name: number for mine in by_rank for name, number in mine.items()}
     info = _info(session, client_state, shared)
     together(comm, "checkpoint contents", lambda: check_info(info))
-    save_id = together(comm, "checkpoint folder", lambda: prepare_folder(folder) if comm.rank == 0 else "")[0]
-    writes = comm.rank < session.num_writers
+    save_id = on_rank_0(comm, "checkpoint folder", lambda: prepare_folder(folder))
+
+    def write() -> FileRecord | None:
+        if comm.rank >= session.num_writers:
+            return None
+        states, buffers = _run_states(session), _model_buffers(session)
+        return write_rank_file(folder, comm.rank, states, buffers, save_id=save_id, info=info)
+
     try:
-        records = together(
-            comm,
-            "checkpoint files",
-            lambda: (
-                write_rank_file(
-                    folder, comm.rank, _run_states(session), _model_buffers(session), save_id=save_id, info=info
-                )
-                if writes
-                else None
-            ),
-        )
+        records = together(comm, "checkpoint files", write)
     except CheckpointError:
         if comm.rank == 0:
             discard(folder)
         raise
     written = [record for record in records if record is not None]
-    together(
-        comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)) if comm.rank == 0 else None
-    )
-    return folder
+    on_rank_0(comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)))
 
 
 def _frozen_shards(session: Session) -> FrozenShards:
@@ -159,37 +142,28 @@ def _frozen_shards(session: Session) -> FrozenShards:
 
 def _info(session: Session, client_state: Any, shared: dict[str, Any]) -> SaveInfo:
     """`shared`: entries of `extra` that the ranks have agreed on."""
+    optimizer = session.optimizer
     layouts = tuple(buffer.layout for buffer in session.buffers)
     dtypes = {slot.name: layout.dtype for layout in layouts for slot in layout.slots}
-    aliases = tied_names(session.model)
-    params = []
-    for path, param in session.model.named_parameters():
-        name = clean_name(path)
-        if name in dtypes:
-            params.append(TensorInfo(name, tuple(param.shape), dtypes[name]))
+    named = [(clean_name(path), param) for path, param in session.model.named_parameters()]
+    groups = [] if optimizer is None else optimizer.param_groups
     extra: dict[str, Any] = {"processes": session.comm.world_size, **shared}
     extra.update(scheduler_content(session.lr_scheduler))
-    if session.optimizer is not None:
-        extra["optimizer"] = type(session.optimizer.optimizer).__name__
-        extra["step_guard"] = session.optimizer.guard.state_dict()
-        extra["optimizer_package"] = package_of(session.optimizer)
+    if optimizer is not None:
+        extra["optimizer"] = type(optimizer.optimizer).__name__
+        extra["step_guard"] = optimizer.guard.state_dict()
+        extra["optimizer_package"] = package_of(optimizer)
     return SaveInfo(
         world_size=session.num_writers,
         stage=session.stage,
         layouts=layouts,
-        params=tuple(params),
-        tied=aliases,
-        param_groups=_hyperparameters(session.optimizer),
+        params=tuple(TensorInfo(name, tuple(param.shape), dtypes[name]) for name, param in named if name in dtypes),
+        tied=tied_names(session.model),
+        param_groups=[{key: plain(value) for key, value in group.items() if key != "params"} for group in groups],
         global_step=session.global_step,
         client_state=client_state,
         extra=extra,
     )
-
-
-def _hyperparameters(optimizer: ShardedOptimizer | None) -> list[dict[str, Any]]:
-    if optimizer is None:
-        return []
-    return [{key: plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _model_buffers(session: Session) -> dict[str, torch.Tensor]:
@@ -197,7 +171,7 @@ def _model_buffers(session: Session) -> dict[str, torch.Tensor]:
     if session.comm.rank != 0:
         return {}
     found = dict(_in_no_unit(session))
-    return found | {state_name(*key): value for key, value in session.file_state.odd.items()}
+    return found | {f"{name}{STATE_MARK}{kind}": value for (name, kind), value in session.file_state.odd.items()}
 
 
 def _in_no_unit(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
@@ -219,7 +193,7 @@ def _run_states(session: Session) -> Iterator[RunState]:
         for run in buffer.layout.runs(buffer.rank):
             if buffer.master is None:
                 weights = {} if session.exclude_frozen else {"param": _readable(buffer.shard, run)}
-                yield RunState(buffer.layout.name, run, weights)
+                yield RunState(run, weights)
                 continue
             tensors: dict[str, torch.Tensor | Chunked] = {"master": _readable(buffer.master, run)}
             scalars: dict[str, Scalar] = {}
@@ -227,7 +201,7 @@ def _run_states(session: Session) -> Iterator[RunState]:
             if run.name in owned and session.optimizer is not None:
                 more, scalars = _optimizer_state(session, session.optimizer, owned[run.name])
                 tensors.update(more)
-            yield RunState(buffer.layout.name, run, tensors, scalars)
+            yield RunState(run, tensors, scalars)
 
 
 def _readable(shard: Shard, run: Run) -> Chunked:
@@ -260,11 +234,11 @@ def _attached(optimizer: ShardedOptimizer | None) -> list[tuple[str, dict[FlatPa
 
 
 # -------------------------------------------------------------------- load
-def load(session: Session, folder: Path, parts: Parts) -> Loaded:
-    """Restore from `folder`, written at any world size and stage. All ranks must call.
+def load(session: Session, folder: Path, parts: Parts) -> Manifest:
+    """Restore from `folder`, written at any world size and stage; returns its manifest. All ranks must call.
 
     Raises CheckpointError on every rank: no manifest, files missing or damaged, parameters that do not fit. Nothing
-    is changed then, but where a file that was whole a moment before cannot be read.
+    is changed then, but where a file that was intact a moment before cannot be read.
     """
     comm = session.comm
     if session.optimizer is not None and not session.optimizer.suspended.startswith(_BROKEN_OFF):
@@ -282,12 +256,12 @@ def load(session: Session, folder: Path, parts: Parts) -> Loaded:
     state = state_for(session.lr_scheduler, manifest.extra) if parts.scheduler else None
     if state is not None:
         session.lr_scheduler.load_state_dict(state)
-    return Loaded(manifest.global_step, manifest.client_state)
+    return manifest
 
 
 @contextlib.contextmanager
 def _half_loaded(optimizer: ShardedOptimizer | None, folder: Path, parts: Parts) -> Iterator[None]:
-    """An error inside leaves a part of a checkpoint: then there is no step and no save until a load is complete."""
+    """After an error inside, the model is half loaded: there is no step and no save until a load is complete."""
     was_broken = optimizer is not None and optimizer.suspended != ""
     if optimizer is not None:
         optimizer.suspended = f"{_BROKEN_OFF} of {folder}: load a checkpoint with its optimizer state first"
@@ -374,13 +348,11 @@ def _load_attached(session: Session, reader: CheckpointReader, *, only: str | No
             continue
         for buffer, shard in shards.items():
             for run in buffer.layout.runs(buffer.rank):
-                found = kind if kind in reader.kinds(run.name) else "master"
-                new.update([kind] if found != kind else [])
-                values = (
-                    reader.read(run.name, kind, run)
-                    if found == kind
-                    else reader.read_weights(run.name, run, shard.dtype)
-                )
+                if kind in reader.kinds(run.name):
+                    values = reader.read(run.name, kind, run)
+                else:
+                    new.add(kind)
+                    values = reader.read_weights(run.name, run, shard.dtype)
                 shard.write_run(run, values)
     if new and session.comm.rank == 0:
         logger.warning("%s: %s starts anew from the weights", reader.folder, ", ".join(sorted(new)))

@@ -156,8 +156,8 @@ def is_count(value: Any, most: int = MOST_NUMEL) -> bool:
 
 def is_name(value: Any) -> bool:
     """Text that can be written: JSON may hold half of a character."""
-    whole = isinstance(value, str) and value.encode("utf-8", "replace").decode() == value
-    return whole and value != "" and "\0" not in value
+    can_be_encoded = isinstance(value, str) and value.encode("utf-8", "replace").decode() == value
+    return can_be_encoded and value != "" and "\0" not in value
 
 
 def is_number(value: Any) -> bool:
@@ -227,8 +227,8 @@ def check_layouts(layouts: Any, world_size: int) -> dict[str, tuple[Mapping[str,
         padded, bucket = unit["padded_numel"], unit["bucket_numel"]
         expect(type(padded) is int and padded == end + -end % world_size, f"{where}: padded_numel {padded!r}")
         expect(is_count(bucket) and bucket > 0 and bucket % world_size == 0, f"{where}: bucket_numel {bucket!r}")
-        part = bucket // world_size
-        fits = part < ALIGN or part % ALIGN == 0 if bucket < padded else bucket == max(padded, world_size)
+        shard = bucket // world_size
+        fits = shard < ALIGN or shard % ALIGN == 0 if bucket < padded else bucket == max(padded, world_size)
         expect(fits, f"{where}: bucket_numel {bucket}")
     return slots
 
@@ -302,17 +302,17 @@ def file_marks(content: Mapping[str, Any]) -> dict[str, str]:
 def segments(unit: Mapping[str, Any], offset: int, numel: int) -> list[tuple[int, int, int]]:
     """Where the elements at [offset, offset + numel) of a unit's flat parameter lie: (rank, start, numel), in order.
 
-    The flat parameter is cut into buckets, and rank r owns the r-th of `world_size` equal slices of each. What a rank
-    owns of one parameter is contiguous in its file, so a cursor per rank gives `start`, the place in that slice.
+    The flat parameter is split into buckets, and rank r owns the r-th of `world_size` equal shards of each. What a
+    rank owns of one parameter is contiguous in its file, so a cursor per rank gives `start`, the place in there.
     """
     found = []
     used = [0] * unit["world_size"]
     position, end = offset, offset + numel
     while position < end:
         bucket_start = position - position % unit["bucket_numel"]
-        part = min(unit["bucket_numel"], unit["padded_numel"] - bucket_start) // unit["world_size"]
-        rank, inside = divmod(position - bucket_start, part)
-        count = min(part - inside, end - position)
+        shard = min(unit["bucket_numel"], unit["padded_numel"] - bucket_start) // unit["world_size"]
+        rank, inside = divmod(position - bucket_start, shard)
+        count = min(shard - inside, end - position)
         found.append((rank, used[rank], count))
         used[rank] += count
         position += count
@@ -515,8 +515,8 @@ class SafetensorsFile:
         length = bytearray(8)
         self.read(memoryview(length), 0)
         size, begin = os.fstat(self._descriptor).st_size, 8 + int.from_bytes(length, "little")
-        whole = 8 < begin <= min(size, MAX_HEADER_BYTES)
-        expect(whole, f"it is no safetensors file, or its header was cut off ({size} bytes)")
+        fits = 8 < begin <= min(size, MAX_HEADER_BYTES)
+        expect(fits, f"it is no safetensors file, or its header was cut off ({size} bytes)")
         text = bytearray(begin - 8)
         self.read(memoryview(text), 8)
         try:
@@ -552,6 +552,25 @@ def check_header(header: Any, size: int, marks: Mapping[str, str]) -> dict[str, 
         end = max(end, offsets[1])
     expect(end == size, f"it describes {end} bytes of tensors, and there are {size}: it was cut off or overwritten")
     return dict(header)
+
+
+def encode_header(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[list[str], bytes]:
+    """In which order the file holds its tensors, which are given as name -> (element type, shape); and its header.
+
+    Readers view the bytes in place, so elements must start at a multiple of their size: the widest come first.
+    """
+    ordered = sorted(tensors, key=lambda name: -ITEM_BYTES[tensors[name][0]])
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in ordered:
+        code, shape = tensors[name]
+        start, end = end, end + math.prod(shape) * ITEM_BYTES[code]
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    return ordered, len(text).to_bytes(8, "little") + text
 
 
 place = threading.Lock()
@@ -603,18 +622,12 @@ def write_file(
     path: Path, tensors: Sequence[Tensor], files: RankFiles, tied: Mapping[str, str], advance: Advance
 ) -> None:
     """Write one safetensors file; the names of tied parameters go into its metadata, as safetensors.torch does."""
-    # Readers view the bytes in place, so elements must start at a multiple of their size: the widest come first.
-    ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.written])
-    header: dict[str, Any] = {"__metadata__": {**tied, "format": "pt"}}
-    end = 0
-    for tensor in ordered:
-        start, end = end, end + tensor.nbytes
-        header[tensor.name] = {"dtype": tensor.written, "shape": tensor.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 8)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    entries = {tensor.name: (tensor.written, tensor.shape) for tensor in tensors}
+    ordered, header = encode_header(entries, {**tied, "format": "pt"})
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in ordered:
+        file.write(header)
+        for tensor in (by_name[name] for name in ordered):
             for raw in files.chunks(tensor):
                 try:
                     file.write(convert(raw, tensor.stored, tensor.written).data)
@@ -629,45 +642,58 @@ def write_folder(
     folder: Path, tensors: Sequence[Tensor], shard_bytes: int, write: Callable[[Path, Sequence[Tensor]], None]
 ) -> list[str]:
     """Write model.safetensors, or numbered files of at most `shard_bytes` (or one tensor) each and their index."""
-    groups: list[list[Tensor]] = [[]]
+    by_name = {tensor.name: tensor for tensor in tensors}
+    files = split_by_size({tensor.name: tensor.nbytes for tensor in tensors}, shard_bytes, "model{}.safetensors")
+    for file, names in files.items():
+        write(folder / file, [by_name[name] for name in names])
+    totals = {"total_parameters": sum(t.numel for t in tensors), "total_size": sum(t.nbytes for t in tensors)}
+    write_index(folder / "model.safetensors.index.json", files, totals)
+    return list(files)
+
+
+def split_by_size(sizes: Mapping[str, int], most: int, pattern: str) -> dict[str, list[str]]:
+    """File -> its tensors, of which `sizes` has the bytes: in order, as many as fit into `most` bytes, at least one.
+
+    The "{}" in `pattern` becomes the number of the file where there are several.
+    """
+    groups: list[list[str]] = [[]]
     size = 0
-    for tensor in tensors:
-        if groups[-1] and size + tensor.nbytes > shard_bytes:
+    for name, nbytes in sizes.items():
+        if groups[-1] and size + nbytes > most:
             groups.append([])
             size = 0
-        groups[-1].append(tensor)
-        size += tensor.nbytes
-    count = len(groups)
-    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    names = names if count > 1 else ["model.safetensors"]
-    for name, group in zip(names, groups, strict=True):
-        write(folder / name, group)
-    if count > 1:
-        totals = {"total_parameters": sum(t.numel for t in tensors), "total_size": sum(t.nbytes for t in tensors)}
-        weight_map = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
-        index = json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2, sort_keys=True)
-        (folder / "model.safetensors.index.json").write_text(index + "\n")
-    return names
+        groups[-1].append(name)
+        size += nbytes
+    if len(groups) == 1:
+        return {pattern.format(""): groups[0]}
+    return {pattern.format(f"-{i:05d}-of-{len(groups):05d}"): group for i, group in enumerate(groups, start=1)}
+
+
+def write_index(path: Path, files: Mapping[str, Sequence[str]], totals: Mapping[str, int]) -> None:
+    """Write which of several files holds which tensor; nothing where there is one file."""
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        path.write_text(json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n")
 
 
 def save_bin(weights: Path, out: Path, tied: Mapping[str, str]) -> None:
     """Rewrite a safetensors file as torch.save does. Its pages are mapped, so they are no memory of the process."""
     import torch
 
+    with closing(SafetensorsFile(weights)) as file:
+        header = file.header()
     raw = np.memmap(weights, np.uint8, mode="c")
-    start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
     state = {}
-    for name, entry in json.loads(raw[8:start].tobytes()).items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            dtype = getattr(torch, TORCH_NAMES[entry["dtype"]])
-            # torch.save takes tensors at one address for one: an empty one must not point to its neighbour.
-            flat = torch.from_numpy(raw[start + begin : start + end]).view(dtype) if end > begin else torch.empty(0)
-            state[name] = flat.to(dtype).view(entry["shape"])
-    with out.open("xb") as file:
-        torch.save({**state, **{alias: state[name] for alias, name in tied.items()}}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    for name, stored in header.items():
+        dtype = getattr(torch, TORCH_NAMES[stored.dtype])
+        # torch.save takes tensors at one address for one: an empty one must not point to its neighbour.
+        data = raw[stored.start : stored.start + stored.nbytes]
+        flat = torch.from_numpy(data).view(dtype) if stored.nbytes else torch.empty(0, dtype=dtype)
+        state[name] = flat.view(stored.shape)
+    with out.open("xb") as saved:
+        torch.save({**state, **{alias: state[name] for alias, name in tied.items()}}, saved)
+        saved.flush()
+        os.fsync(saved.fileno())
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -693,8 +719,8 @@ def copy_model_files(folder: Path, target: Path, config: dict[str, Any] | None, 
     widest = next((FLOATS[code] for code in FLOATS if code in written), None)
     if config is not None and widest:
         nested = [value for key, value in config.items() if key.endswith("_config") and key != "quantization_config"]
-        for part in (part for part in (config, *nested) if isinstance(part, dict)):
-            part.update({key: widest for key in ("dtype", "torch_dtype") if part.get(key)})
+        for block in (block for block in (config, *nested) if isinstance(block, dict)):
+            block.update({key: widest for key in ("dtype", "torch_dtype") if block.get(key)})
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

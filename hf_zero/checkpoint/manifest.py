@@ -74,6 +74,19 @@ class SaveInfo:
     client_state: Any = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "world_size": self.world_size,
+            "stage": self.stage,
+            "global_step": self.global_step,
+            "params": [_tensor_json(info) for info in self.params],
+            "tied": dict(self.tied),
+            "param_groups": [dict(group) for group in self.param_groups],
+            "client_state": self.client_state,
+            "extra": dict(self.extra),
+            "layouts": [layout.to_json() for layout in self.layouts],
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(SaveInfo):
@@ -98,19 +111,11 @@ class Manifest(SaveInfo):
             "format_version": self.format_version,
             "hf_zero_version": self.hf_zero_version,
             "saved_at": self.saved_at,
-            "world_size": self.world_size,
-            "stage": self.stage,
-            "global_step": self.global_step,
-            "files": [{"name": file.name, "size": file.size, "crc32": file.crc32} for file in self.files],
-            "params": [_tensor_json(info) for info in self.params],
+            "files": [dict(vars(file)) for file in self.files],
             "buffers": [_tensor_json(info) for info in self.buffers],
-            "tied": dict(self.tied),
             "kinds": {name: dict(kinds) for name, kinds in self.kinds.items()},
             "scalars": {name: dict(scalars) for name, scalars in self.scalars.items()},
-            "param_groups": [dict(group) for group in self.param_groups],
-            "client_state": self.client_state,
-            "extra": dict(self.extra),
-            "layouts": [layout.to_json() for layout in self.layouts],
+            **super().to_json(),
         }
 
     @classmethod
@@ -128,13 +133,7 @@ class Manifest(SaveInfo):
 
 def marks_of(info: SaveInfo, buffers: Iterable[TensorInfo]) -> dict[str, str]:
     """What rank files say of the manifest that they belong to: see consolidate.file_marks."""
-    content = {
-        "layouts": [layout.to_json() for layout in info.layouts],
-        "params": [_tensor_json(param) for param in info.params],
-        "tied": dict(info.tied),
-        "buffers": [_tensor_json(buffer) for buffer in buffers],
-    }
-    return file_marks(content)
+    return file_marks({**info.to_json(), "buffers": [_tensor_json(buffer) for buffer in buffers]})
 
 
 def zero_folder(folder: str | Path) -> Path:

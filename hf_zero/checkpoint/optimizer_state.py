@@ -1,7 +1,7 @@
 """One parameter's optimizer state in the files: what is sharded as the parameter is, numbers, tensors of other shapes.
 
 The last are those of optimizers that need unsharded parameters, such as Adafactor's row and column means. They are
-small, and are stored unsharded among the buffers, under names that no buffer of a model has.
+small, and are stored unsharded among the buffers, under names with STATE_MARK, which no buffer of a model has.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ _SAME_STATE = frozenset(["Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedA
 _OWN_CHOICE = frozenset(["fused", "foreach", "capturable", "differentiable"])
 
 
-def state_name(name: str, kind: str) -> str:
-    """Among the buffers: a state of the parameter `name` whose shape is not the parameter's."""
-    return f"{name}{STATE_MARK}{kind}"
-
-
 def collect(
     states: Sequence[Mapping[str, Any]], owned: OwnedRun, odd: Container[tuple[str, str]]
 ) -> tuple[dict[str, torch.Tensor | Chunked], dict[str, Scalar]]:
@@ -66,7 +61,7 @@ def collect(
         elif first is not None:
             raise CheckpointError(
                 f"optimizer state {key!r} of {owned.run.name} is a {type(first).__name__}, which a checkpoint cannot "
-                "cut to another world size; use an optimizer whose state is elementwise"
+                "shard for another world size; use an optimizer whose state is elementwise"
             )
     return tensors, scalars
 

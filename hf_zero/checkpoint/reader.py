@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -60,9 +59,7 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -86,6 +83,10 @@ class CheckpointReader:
     def kinds(self, name: str) -> Mapping[str, str]:
         """Kind -> element type of what is stored of a parameter. Empty for a parameter of no elements."""
         return self.manifest.kinds.get(self._slot(name).name, {})
+
+    def weight_kind(self, name: str) -> str | None:
+        """The kind that holds the parameter itself: the master where there is one. None if it is not stored."""
+        return next((kind for kind in WEIGHT_KINDS if kind in self.kinds(name)), None)
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """Optimizer scalars of a parameter, such as "step"."""
@@ -115,7 +116,7 @@ class CheckpointReader:
             )
 
     def verify(self, rank: int = 0, world_size: int = 1, progress: Advance | None = None) -> None:
-        """Read this rank's share of the files whole (all of them at world size 1): are checksums and headers right?
+        """Check checksums and headers of this rank's share of the files (all of them at world size 1).
 
         Raises:
             CheckpointError: Files have changed, or differ from the manifest; the newest complete checkpoint is
@@ -151,11 +152,8 @@ class CheckpointReader:
         return result
 
     def read_weights(self, name: str, pieces: Run | Sequence[Piece], dtype: torch.dtype) -> torch.Tensor:
-        """1-D CPU tensor of these elements of the parameter itself, converted to `dtype`.
-
-        It is read from the master where there is one, else from the parameter (a frozen one has no master).
-        """
-        kind = next((kind for kind in WEIGHT_KINDS if kind in self.kinds(name)), None)
+        """1-D CPU tensor of these elements of the parameter itself, converted to `dtype`; see `weight_kind`."""
+        kind = self.weight_kind(name)
         if kind is None:
             if self._slot(name).numel:
                 raise CheckpointError(f"{self.folder} holds no weights of {name}, only {sorted(self.kinds(name))}")
@@ -168,7 +166,7 @@ class CheckpointReader:
         return self.read_weights(name, [Piece(slot.name, 0, slot.numel, 0, 0)], dtype).view(slot.shape)
 
     def read_buffer(self, name: str) -> torch.Tensor:
-        """A persistent buffer, whole and in its own shape and element type."""
+        """A persistent buffer, unsharded, in its own shape and element type."""
         info = self._buffers.get(name)
         if info is None:
             raise CheckpointError(f"{self.folder} holds no buffer {name!r}")

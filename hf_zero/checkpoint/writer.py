@@ -1,10 +1,10 @@
-"""Writes a checkpoint folder, in phases that the engine calls with a vote in between; no collectives here.
+"""Writes a checkpoint folder, in phases between which the ranks agree (collective.py); no collectives here.
 
 [Note: Commit order]
     0  every rank  check_info(info): what JSON cannot hold is refused before anything is written
     1  rank 0      save_id = prepare_folder(folder)            then broadcast save_id
     2  every rank  record = write_rank_file(folder, rank, runs, buffers, save_id=save_id)
-    3  every rank  vote: has every rank written its file? gather the records on rank 0
+    3  every rank  all-gather the records: has every rank written its file?
     4  rank 0      commit(folder, build_manifest(info, records)); where a rank or this failed, discard(folder)
     5  every rank  wait for rank 0's result, so that no rank starts the next save into the folder before it is decided
 
@@ -17,7 +17,6 @@ checkpoint or the new one (or none, if there was none).
 from __future__ import annotations
 
 import importlib.resources
-import json
 import logging
 import secrets
 import time
@@ -28,8 +27,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.atomic_files import ChecksumWriter, written_atomically
-from hf_zero.checkpoint.consolidate import CHUNK_BYTES, CODES, check_manifest
+from hf_zero.checkpoint.atomic_files import written_atomically
+from hf_zero.checkpoint.consolidate import CHUNK_BYTES, CODES, check_manifest, encode_header
 from hf_zero.checkpoint.manifest import (
     BUFFER_KIND,
     SCRIPT_NAME,
@@ -60,7 +59,7 @@ Scalar = float | int | bool
 
 @dataclass(frozen=True)
 class Chunked:
-    """A 1-D tensor that comes in chunks from where it is kept, so that it is never in memory as a whole."""
+    """A 1-D tensor that comes in chunks from where it is kept, so that it is never in memory in full."""
 
     numel: int
     dtype: torch.dtype
@@ -71,21 +70,10 @@ class Chunked:
 class RunState:
     """What a rank saves of one parameter: what it owns of it, and of its optimizer state."""
 
-    unit: str  # UnitLayout.name
     run: Run
     # 1-D [run.numel] each: "master" or "param", "exp_avg", "exp_avg_sq", ...
     tensors: Mapping[str, torch.Tensor | Chunked]
     scalars: Mapping[str, Scalar] = field(default_factory=dict)  # such as "step": the same on every owner
-
-
-@dataclass(frozen=True)
-class _Entry:
-    key: str
-    source: Chunked
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.numel * self.source.dtype.itemsize
 
 
 # -------------------------------------------------------------------- phase 0: every rank
@@ -122,10 +110,6 @@ def prepare_folder(folder: str | Path) -> str:
     return secrets.token_hex(4) if manifest_path(folder).exists() else ""
 
 
-def rank_file_name(rank: int, save_id: str = "") -> str:
-    return f"rank-{rank:05d}{'.' if save_id else ''}{save_id}.safetensors"
-
-
 # -------------------------------------------------------------------- phase 2: every rank
 def write_rank_file(
     folder: str | Path,
@@ -136,31 +120,37 @@ def write_rank_file(
     save_id: str = "",
     info: SaveInfo | None = None,
 ) -> FileRecord:
-    """Write this rank's pieces; they are on the disk when this returns.
+    """Write this rank's shards; they are on the disk when this returns.
 
     Tensors are written one by one in chunks, from whatever device they are on: no second copy of the state is made.
 
     Args:
         runs: Everything this rank owns. Tensors are 1-D [run.numel], in their own dtype.
-        buffers: Whole persistent buffers under their state_dict names; given by rank 0 only.
+        buffers: Persistent buffers, unsharded, under their state_dict names; given by rank 0 only.
         info: What the manifest will say; the file is marked with it.
     Raises:
         CheckpointError: The operating system refused; the message names the file, and nothing of it is left.
     """
     states = list(runs)
-    entries = [_Entry(_key(s.run.name, kind), _chunked(tensor)) for s in states for kind, tensor in s.tensors.items()]
     for state in states:
         _check_state(state)
-    infos = []
-    for name, buffer in (buffers or {}).items():
-        infos.append(TensorInfo(name, tuple(buffer.shape), dtype_name(buffer.dtype)))
-        entries.append(_Entry(_key(name, BUFFER_KIND), _chunked(buffer.detach().reshape(-1))))
-    path = zero_folder(folder) / rank_file_name(rank, save_id)
+    infos = [TensorInfo(name, tuple(one.shape), dtype_name(one.dtype)) for name, one in (buffers or {}).items()]
+    tensors = [(f"{s.run.name}::{kind}", tensor) for s in states for kind, tensor in s.tensors.items()]
+    tensors += [(f"{name}::{BUFFER_KIND}", one.detach().reshape(-1)) for name, one in (buffers or {}).items()]
+    sources = {key: _chunked(tensor) for key, tensor in tensors}
+    if len(sources) < len(tensors):
+        raise AssertionError(f"a tensor is given twice: {sorted(key for key, _ in tensors)}")
+    path = zero_folder(folder) / f"rank-{rank:05d}{'.' if save_id else ''}{save_id}.safetensors"
     marks = {} if info is None else marks_of(info, infos)
     if rank:
         marks.pop("buffers", None)
     with written_atomically(path) as file:
-        _write_safetensors(file, entries, marks)
+        entries = {key: (CODES[dtype_name(source.dtype)], [source.numel]) for key, source in sources.items()}
+        ordered, header = encode_header(entries, {"format": "pt", **marks})
+        file.write(header)
+        for tensor in (tensor for key in ordered for tensor in sources[key].chunks()):
+            for chunk in _raw_chunks(tensor):
+                file.write(chunk)
     return FileRecord(
         rank=rank,
         file=FileInfo(path.name, file.size, file.crc32),
@@ -173,10 +163,6 @@ def write_rank_file(
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _key(name: str, kind: str) -> str:
-    return f"{name}::{kind}"
 
 
 def _check_state(state: RunState) -> None:
@@ -199,27 +185,6 @@ def _chunked(tensor: torch.Tensor | Chunked) -> Chunked:
     if isinstance(tensor, Chunked):
         return tensor
     return Chunked(tensor.numel(), tensor.dtype, lambda: iter([tensor]))
-
-
-def _write_safetensors(file: ChecksumWriter, entries: Sequence[_Entry], marks: Mapping[str, str]) -> None:
-    # Readers view the bytes in place, so elements must start at a multiple of their size: the widest come first.
-    ordered = sorted(entries, key=lambda entry: -entry.source.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **marks}}
-    offset = 0
-    for entry in ordered:
-        if entry.key in header:
-            raise AssertionError(f"{entry.key} is given twice")
-        code = CODES[dtype_name(entry.source.dtype)]
-        end = offset + entry.nbytes
-        header[entry.key] = {"dtype": code, "shape": [entry.source.numel], "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for entry in ordered:
-        for tensor in entry.source.chunks():
-            for chunk in _raw_chunks(tensor):
-                file.write(chunk)
 
 
 def _raw_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:

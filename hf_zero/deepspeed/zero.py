@@ -68,7 +68,7 @@ class Init(_Block):
             given = _offloaded(given)
         self._block = sharded_init(given, enabled=enabled and module is None, dtype=dtype)
         if module is not None and enabled:
-            _shard_whole(module, given)
+            _shard_built(module, given)
 
 
 class GatheredParameters(_Block):
@@ -107,7 +107,7 @@ def _offloaded(given: Any) -> ZeroConfig:
     return ZeroConfig.load({**raw, "zero_optimization": zero})
 
 
-def _shard_whole(module: nn.Module, given: Any) -> None:
+def _shard_built(module: nn.Module, given: Any) -> None:
     trainable = [param for param in module.parameters() if param.requires_grad]
     shard(module, given)
     for param in trainable:

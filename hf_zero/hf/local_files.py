@@ -43,7 +43,6 @@ def write_on_all(comm: Comm, path: Any, work: Callable[[], _T]) -> _T:
     Raises:
         CheckpointError: On every rank, if any rank could not write. It names rank, path and reason.
     """
-
     return _on_all(comm, "writing files", writing(path), work)
 
 
@@ -53,7 +52,6 @@ def read_on_all(comm: Comm, path: Any, work: Callable[[], _T]) -> _T:
     Raises:
         CheckpointError: On every rank, if the file of any rank is damaged. It names rank, path and reason.
     """
-
     return _on_all(comm, "reading files", _reading(path), work)
 
 

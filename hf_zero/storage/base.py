@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import torch
 
@@ -50,13 +49,8 @@ class BorrowedTensors:
     def __enter__(self) -> BorrowedTensors:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.release()
-        else:
-            self.discard()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._end(keep=kind is None)
 
 
 class ShardStore(abc.ABC):
@@ -133,5 +127,5 @@ class ShardStore(abc.ABC):
         raise AssertionError(f"{type(self).__name__} cannot stage writes (can_stage is False)")
 
     def close(self) -> None:
-        """Give back files and threads; nothing of the store can be used any more. Twice is once."""
+        """Give back files and threads; nothing of the store can be used any more. A second call does nothing."""
         return None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import logging
 import os
 import platform
@@ -79,7 +80,7 @@ class SwapFolder:
         self.swept = sweep(parent)
 
     def close(self) -> None:
-        """Remove the folder. Files in it that are open stay readable through their descriptors; twice is once."""
+        """Remove the folder. Files in it that are open stay readable; a second call does nothing."""
         if self._lock < 0 or os.getpid() != self._pid:
             return
         atexit.unregister(self.close)
@@ -198,7 +199,7 @@ def _boot_id() -> str:
 
 
 class Region(NamedTuple):
-    """A part of a file; both numbers are multiples of ALIGNMENT."""
+    """A range of a file; both numbers are multiples of ALIGNMENT."""
 
     offset: int
     nbytes: int
@@ -248,7 +249,7 @@ class Transfer:
 
 
 class SwapFile:
-    """A new file with a queue of its own, and which parts of it are free. Not thread-safe.
+    """A new file with a queue of its own, and which regions of it are free. Not thread-safe.
 
     Args:
         preallocate: Reserve the disk space when the file grows, so that a full disk shows here and not at a write.
@@ -276,30 +277,23 @@ class SwapFile:
             os.close(self._fd)
             self._queue.close()
             raise
-        self.engine = self._queue.engine  # "io_uring" or "threads"
 
     @property
     def is_ours(self) -> bool:
         """False in a forked child, which must leave the file and the queue alone."""
         return os.getpid() == self._pid
 
-    @property
-    def direct(self) -> bool:
-        return self._file.direct
-
     def read(self, memory: torch.Tensor, region: Region, what: str) -> Transfer:
         """Start filling the first bytes of `memory` (uint8) from `region`."""
-        part = memory[: region.nbytes]
-        return Transfer(
-            self._queue, lambda: self._queue.read(self._file, part, region.offset), f"{what} could not be read"
-        )
+        used = memory[: region.nbytes]
+        start = functools.partial(self._queue.read, self._file, used, region.offset)
+        return Transfer(self._queue, start, f"{what} could not be read")
 
     def write(self, memory: torch.Tensor, region: Region, what: str) -> Transfer:
         """Start writing the first bytes of `memory` (uint8) to `region`."""
-        part = memory[: region.nbytes]
-        return Transfer(
-            self._queue, lambda: self._queue.write(self._file, part, region.offset), f"{what} could not be written"
-        )
+        used = memory[: region.nbytes]
+        start = functools.partial(self._queue.write, self._file, used, region.offset)
+        return Transfer(self._queue, start, f"{what} could not be written")
 
     def reserve(self, nbytes: int) -> Region:
         """Room for `nbytes`. Its content is whatever a key had there before, or zeros."""

@@ -44,7 +44,6 @@ class WholeModel:
     def rank_states(self, layouts: tuple[UnitLayout, ...], rank: int) -> list[RunState]:
         return [
             RunState(
-                layout.name,
                 run,
                 {kind: cut(tensor, run) for kind, tensor in self.state[run.name].items()},
                 self.scalars.get(run.name, {}),

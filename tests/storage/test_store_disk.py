@@ -221,7 +221,7 @@ def test_what_is_being_written_is_served_from_memory(tmp_path: Path) -> None:
 
 def test_transfers_are_aligned(tmp_path: Path) -> None:
     with disk_store(tmp_path) as store:
-        if not store._file.direct:
+        if not store._file._file.direct:
             pytest.skip("no direct access on this file system")
         for numel in (1, 7, 511, 4097, 5001):
             store.create(f"k{numel}", numel, torch.float32)

@@ -53,7 +53,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         write_behind=kind != "disk-waiting",
     )
     if kind == "disk-threads":
-        assert store.engine == "threads"
+        assert store._file._queue.engine == "threads"
     yield Made(store, pool)
     store.close()
     folder.close()
@@ -224,7 +224,7 @@ def test_close_gives_files_and_threads_back_and_twice_is_once(made: Made) -> Non
     given_back = before[0] - open_files()
     if isinstance(store, DiskStore):
         assert given_back and not store.path.exists()
-        assert store.engine != "threads" or len(os.listdir("/proc/self/task")) < before[1]
+        assert store._file._queue.engine != "threads" or len(os.listdir("/proc/self/task")) < before[1]
         with pytest.raises(AssertionError, match="is closed"):
             get(store, "k")
     if isinstance(store, HostStore):

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, core_model_loading
 from transformers.core_model_loading import build_glob_alternation
 from transformers.modeling_utils import load_state_dict
 
+from hf_zero.checkpoint.agreement import together
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.factory import engine_class
@@ -72,12 +73,12 @@ class ShardedLoad:
         name = type(self._model).__name__
         if self._load_config.hf_quantizer is not None:
             raise ConfigError(
-                f"{name} is quantized, and stage 3 cannot cut quantized parameters.\nUse stage 2, or load it "
+                f"{name} is quantized, and stage 3 cannot shard quantized parameters.\nUse stage 2, or load it "
                 "unquantized."
             )
         if places is not None and {torch.device(place).type for place in places.values()} != {self._comm.device.type}:
             raise ConfigError(
-                f"{name} was asked for with device_map={places}, but at stage 3 every rank places its own part of "
+                f"{name} was asked for with device_map={places}, but at stage 3 every rank places its own shard of "
                 "each parameter.\nRemove device_map."
             )
 
@@ -89,7 +90,8 @@ class ShardedLoad:
                 outcome = original(self._model, given, None, self._load_config)
             report = self.read()
         finally:
-            self._close()
+            for file in self._files:
+                file.close()
         logger.info(
             "hf_zero: this rank read %.2f of %.2f GB of %s in %.2f s (%.2f GB/s)",
             report.bytes_read / 1e9,
@@ -119,20 +121,15 @@ class ShardedLoad:
         if not paths:
             raise ConfigError("Neither a state dict nor checkpoint files were found.")
         if not str(paths[0]).endswith(".safetensors"):
-            return self._unpickle(paths)
+            loaded = [load_state_dict(path, weights_only=self._load_config.weights_only) for path in paths]
+            return {name: tensor for one in loaded for name, tensor in one.items()}
 
         def opened() -> None:
             self._files.extend(open_files(paths))
             self._check_index()
 
-        self._comm.together("opening of weights", opened, catch=(CheckpointError,), raise_as=CheckpointError)
+        together(self._comm, "opening of weights", opened)
         return {name: tensor for file in self._files for name, tensor in file.tensors.items()}
-
-    def _unpickle(self, paths: list[str]) -> dict[str, Any]:
-        merged: dict[str, Any] = {}
-        for path in paths:
-            merged.update(load_state_dict(path, weights_only=self._load_config.weights_only))
-        return merged
 
     def _check_index(self) -> None:
         index = self._load_config.sharded_metadata or {}
@@ -227,7 +224,7 @@ class ShardedLoad:
     ) -> None:
         param = self._params.get(name) if model is self._model else None
         if param is None:
-            original(model, name, value.whole() if isinstance(value, LazyTensor) else value, info, quantizer)
+            original(model, name, value.read() if isinstance(value, LazyTensor) else value, info, quantizer)
             return
         info.missing_keys.discard(name)
         if tuple(value.shape) != tuple(param.shape):
@@ -245,14 +242,9 @@ class ShardedLoad:
             with torch.no_grad():
                 return self._placer.read(show=show)
 
-        errors = (CheckpointError, OSError)
-        seconds = self._comm.together("reading of weights", work, catch=errors, raise_as=CheckpointError)
+        seconds = together(self._comm, "reading of weights", work)
         stored = sum(tensor.nbytes for file in self._files for tensor in file.tensors.values())
         return LoadReport(sum(file.bytes_read for file in self._files), stored, seconds[self._comm.rank])
-
-    def _close(self) -> None:
-        for file in self._files:
-            file.close()
 
     # ---------------------------------------------------------------- what transformers initialised, and the engine
     def _take_initialised(self) -> None:
@@ -261,13 +253,13 @@ class ShardedLoad:
         All ranks must call; rank 0's values win, because ranks may have different seeds.
         """
         ours = {id(param): param for param in self._params.values()}
-        replaced: dict[int, nn.Parameter] = {}
+        taken: dict[int, nn.Parameter] = {}
         for module, name, live, param in _places(self._model):
             if id(param) in ours or live not in self._params:
                 continue
-            mine = replaced.get(id(param))
+            mine = taken.get(id(param))
             if mine is None:
-                mine = replaced[id(param)] = self._params[live]
+                mine = taken[id(param)] = self._params[live]
                 full = param.detach().to(self._comm.device)
                 self._comm.broadcast(full, f"first values of {live}")
                 with torch.no_grad():

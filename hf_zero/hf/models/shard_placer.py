@@ -52,6 +52,7 @@ class ShardPlacer:
         start = time.monotonic()
         jobs = [(stored, piece.start, view) for place, stored in self._noted for piece, view in self._spots(place)]
         total = sum(view.numel() * stored.dtype.itemsize for stored, _, view in jobs)
+        num_threads = max(1, min(_MAX_THREADS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         # In the order of the files, whatever the order of the parameters.
         jobs.sort(key=lambda job: (str(job[0].file.path), job[0].offset, job[1]))
         with (
@@ -59,7 +60,7 @@ class ShardPlacer:
             bars.tqdm(
                 total=total, unit="B", unit_scale=True, desc="Reading shards", disable=None if show else True
             ) as progress,
-            ThreadPoolExecutor(_num_threads()) as pool,
+            ThreadPoolExecutor(num_threads) as pool,
         ):
             for nbytes in pool.map(lambda job: _read_piece(*job), jobs):
                 progress.update(nbytes)
@@ -101,8 +102,3 @@ def _read_piece(stored: StoredTensor, start: int, view: torch.Tensor) -> int:
         stored.read_range(start + at, part)
         view[at : at + part.numel()].copy_(part)
     return view.numel() * stored.dtype.itemsize
-
-
-def _num_threads() -> int:
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(_MAX_THREADS, usable_cores() // ranks_here))

@@ -35,9 +35,8 @@ def run_attempt(trainer: Any, plugin: ZeroPlugin, loop: Callable[..., Any], batc
         return loop(batch_size, **kwargs)
     except RuntimeError as error:
         recovery.drop_frames(error)
-        is_peer = isinstance(error, OutOfMemoryError)
-        if not is_peer:
-            _tell_others(trainer.args.process_index, error)
+        if not isinstance(error, OutOfMemoryError):  # which says that it was another rank
+            _stop_others(trainer.args.process_index, error)
         if finds and should_reduce_batch_size(error):
             recovery.recover()
             if trainer.args.process_index == 0:
@@ -53,7 +52,7 @@ def _take_batch_size(trainer: Any, plugin: ZeroPlugin, per_device: int) -> None:
         engine.config = plugin.resolve(trainer.accelerator, trainer.model)
 
 
-def _tell_others(rank: int, error: RuntimeError) -> None:
+def _stop_others(rank: int, error: RuntimeError) -> None:
     """Let the other ranks stop with this one, if it ran out of memory."""
     first = (str(error).splitlines() or [""])[0][:300]
     if should_reduce_batch_size(error) and recovery.is_updating():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -121,12 +120,9 @@ def _check_usable(folder: Path) -> None:
 
 def _numbered(folder: Path, prefix: str) -> list[Path]:
     """`prefix`N folders, the largest N first."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(rf"{prefix}(\d+)", path.name)
-        if match is not None and path.is_dir():
-            found.append((int(match.group(1)), path))
-    return [path for _, path in sorted(found, reverse=True)]
+    found = [path for path in folder.glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
+    found.sort(key=lambda path: int(path.name.removeprefix(prefix)), reverse=True)
+    return [path for path in found if path.is_dir()]
 
 
 def rng_state_file(trainer: Any, folder: str) -> str:

@@ -12,8 +12,8 @@ import torch
 
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import MemoryShard, Shard, ShardTensor
+from hf_zero.storage import HostStore
 from hf_zero.storage.base import BorrowedTensors
-from hf_zero.storage.host import HostStore
 
 
 class ParamWriter(abc.ABC):
