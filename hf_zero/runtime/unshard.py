@@ -88,7 +88,7 @@ class OnDemandParams:
         self.builds_graph = False  # this backward makes a graph of gradients: [Note: Double backward] in hooks.py
         self._graph_alive = False  # an earlier one did, and its graph may still be walked
         self._phase: Phase | None = None  # the pass of the training that is under way
-        self._kept: dict[int, ShardUnit] = {}  # KEPT units by id, the longest kept first
+        self._turns = itertools.count()
         self.live = LiveUnits()
 
     def before_use(self, unit: ShardUnit, phase: Phase) -> None:
@@ -151,7 +151,6 @@ class OnDemandParams:
         if unit.state is UnitState.GATHERING:
             unit.gather_finish()
         elif unit.state is UnitState.KEPT:
-            del self._kept[id(unit)]
             unit.use_again()
 
     def reshard(self, unit: ShardUnit) -> None:
@@ -244,8 +243,7 @@ class OnDemandParams:
             self._on_used(unit, self._phase is Phase.BACKWARD)
         room = unit.state is UnitState.FULL and self._beside_use() + unit.numel <= self._limits.live
         if room and self._is_needed_soon(unit):
-            self._kept[id(unit)] = unit
-            unit.keep()
+            unit.keep(next(self._turns))
         else:
             self._release(unit)
 
@@ -278,7 +276,7 @@ class OnDemandParams:
         if self._stream is not None and not torch.is_grad_enabled():
             return  # a step votes on the order of the training's forwards
         self._phase = Phase.FORWARD
-        for unit in list(self._kept.values()):  # of a forward whose backward has not come yet, and may never
+        for unit in self._kept():  # of a forward whose backward has not come yet, and may never
             self._release(unit)
         self.orders[Phase.FORWARD].begin()
         self._forward_trains = torch.is_grad_enabled()
@@ -336,7 +334,6 @@ class OnDemandParams:
         self._open_forwards.clear()
         self._in_graphs.clear()
         self._open_uses.clear()
-        self._kept.clear()
         self._phase = None
         self._stream = self._last_in_backward = None
         self.builds_graph = self._graph_alive = False
@@ -361,8 +358,12 @@ class OnDemandParams:
         if unit.state is UnitState.GATHERING:
             unit.gather_finish()
         unit.release()
-        self._kept.pop(id(unit), None)
         self.live.remove(unit)
+
+    def _kept(self) -> list[ShardUnit]:
+        """The longest kept first."""
+        kept = [unit for unit in self.units if unit.state is UnitState.KEPT]
+        return sorted(kept, key=lambda unit: unit.kept_at)
 
     def _beside_use(self) -> int:
         """Elements that are unsharded, or will be, and nobody uses."""
@@ -374,7 +375,7 @@ class OnDemandParams:
         The longest kept goes first: backward comes to it last.
         """
         room = self._limits.live - numel - self._beside_use()
-        for unit in list(self._kept.values()):
+        for unit in self._kept():
             if room >= 0:
                 break
             if id(unit) not in near:

@@ -40,6 +40,7 @@ class ShardUnit:
         self.buffers = buffers
         self.on_demand = any(buffer.on_demand for buffer in buffers)
         self.state = UnitState.FULL
+        self.kept_at = 0
         self._gathers: list[Pending] = []
         self._measure()
 
@@ -82,10 +83,11 @@ class ShardUnit:
             buffer.use_gathered()
         self.state = UnitState.FULL
 
-    def keep(self) -> None:
-        """Nobody uses the unit any more; it stays unsharded for a use to come."""
+    def keep(self, turn: int) -> None:
+        """Nobody uses the unit any more; it stays unsharded for a use to come. `turn` orders those that are kept."""
         self._expect(UnitState.FULL)
         self.state = UnitState.KEPT
+        self.kept_at = turn
 
     def use_again(self) -> None:
         self._expect(UnitState.KEPT)
