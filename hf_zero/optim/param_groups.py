@@ -13,6 +13,7 @@ from hf_zero.layout import Run
 from hf_zero.optim.state_access import slice_of
 from hf_zero.optim.updates.owners import OwnedParam, Owners
 from hf_zero.runtime.grad_accumulator import GradAccumulator
+from hf_zero.sharding.param_index import ParamPlace
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class OwnedRun:
     run: Run
     masters: list[torch.Tensor]  # views of the master shard: what the user's optimizer holds in its param groups
     grads: list[torch.Tensor]  # views of the gradient shard, as `masters`
+
+    def is_at(self, place: ParamPlace) -> bool:
+        return self.buffer.flat is place.flat and self.index == place.index
 
     @property
     def native(self) -> bool:

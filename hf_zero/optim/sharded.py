@@ -30,6 +30,7 @@ from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.prefetch import UseOrder
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.sharding.flat_param import FlatParam, gather_resident
+from hf_zero.sharding.param_index import ParamPlace
 from hf_zero.sharding.shard import ShardTensor
 
 
@@ -239,63 +240,63 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- gradients and state of one parameter
     @torch.no_grad()
-    def full_grad(self, flat: FlatParam, index: int) -> torch.Tensor | None:
+    def full_grad(self, place: ParamPlace) -> torch.Tensor | None:
         """See access.full_grad. More may be accumulated after it."""
-        grads, factor = self._settled(flat, index) or (None, 1.0)
+        grads, factor = self._settled(place) or (None, 1.0)
         if grads is None:
             return None
-        return assemble(flat, index, self._comm, lambda run: grads.shard.read_run(run) * factor, grads.dtype)
+        return assemble(place, self._comm, lambda run: grads.shard.read_run(run) * factor, grads.dtype)
 
     @torch.no_grad()
-    def local_grad(self, flat: FlatParam, index: int) -> torch.Tensor | None:
-        """What this rank owns of a gradient as the step will use it, 1-D; see fragments.local_grad."""
-        found, run = self._settled(flat, index), flat.run_of(index)
+    def local_grad(self, place: ParamPlace) -> torch.Tensor | None:
+        """What this rank owns of a gradient as the step will use it, 1-D; see access.local_grad."""
+        found, run = self._settled(place), place.run
         return None if found is None or run is None else found[0].shard.read_run(run) * found[1]
 
     @torch.no_grad()
-    def set_grad(self, flat: FlatParam, index: int, values: torch.Tensor | None) -> None:
+    def set_grad(self, place: ParamPlace, values: torch.Tensor | None) -> None:
         """Let the step use these values, 1-D, for the elements that this rank owns. All ranks must call.
 
         Raises StateError for a parameter without gradient memory.
         """
-        grads = next((one for one in self._reducer.buffers if one.flat is flat), None)
+        grads = next((one for one in self._reducer.buffers if one.flat is place.flat), None)
         if grads is None:
-            raise StateError(f"{flat.layout.slots[index].name} is frozen: it has no gradient")
+            raise StateError(f"{place.slot.name} is frozen: it has no gradient")
         self._settle()
         self.rollback_early()  # it has used the old values
         for native in (one for one in self._reducer.buffers if one.flat.home.native):
             native.shard.scale(self._factor)
         self._factor = 1.0
-        if (run := flat.run_of(index)) is not None and values is not None:
+        if (run := place.run) is not None and values is not None:
             grads.shard.write_run(run, values)
-        grads.seen[index] = True
+        grads.seen[place.index] = True
         self._facts = None  # the norm has changed: the step holds its ballot again
 
     @torch.no_grad()
-    def full_state(self, flat: FlatParam, index: int, kind: str) -> torch.Tensor | None:
+    def full_state(self, place: ParamPlace, kind: str) -> torch.Tensor | None:
         """See access.full_optimizer_state."""
-        if kind == "master" and flat.master is not None:
-            return assemble(flat, index, self._comm, flat.master.read_run, flat.master.dtype)
-        read = self.strategy.reader_of(flat, index)
-        return read(kind) if read else full_state(flat, index, kind, self._comm, self._state_of(flat, index))
+        if kind == "master" and (master := place.flat.master) is not None:
+            return assemble(place, self._comm, master.read_run, master.dtype)
+        read = self.strategy.reader_of(place)
+        return read(kind) if read else full_state(place, kind, self._comm, self._state_of(place))
 
     @torch.no_grad()
-    def local_state(self, flat: FlatParam, index: int, kind: str) -> torch.Tensor | None:
+    def local_state(self, place: ParamPlace, kind: str) -> torch.Tensor | None:
         """What this rank owns of a state, 1-D, or 0-dim where it is a number; None if it owns nothing."""
-        run = flat.run_of(index)
-        if run is not None and kind == "master" and flat.master is not None:
-            return flat.master.read_run(run)
-        mine = self._state_of(flat, index)
-        return None if run is None or not mine else read_state(flat, index, kind, mine, run)
+        run = place.run
+        if run is not None and kind == "master" and place.flat.master is not None:
+            return place.flat.master.read_run(run)
+        mine = self._state_of(place)
+        return None if run is None or not mine else read_state(place, kind, mine, run)
 
     @torch.no_grad()
-    def set_state(self, flat: FlatParam, index: int, kind: str, values: torch.Tensor | None, *, number: bool) -> None:
+    def set_state(self, place: ParamPlace, kind: str, values: torch.Tensor | None, *, number: bool) -> None:
         """Set what this rank owns of a state: 1-D, or 0-dim where it is a `number`. All ranks must call.
 
         Raises StateError on all ranks; see check_kind.
         """
-        owned, mine = self._owned_of(flat, index), self._state_of(flat, index)
-        check_kind(flat, index, kind, self._comm, mine, number=number)
+        owned, mine = self._owned_of(place), self._state_of(place)
+        check_kind(place, kind, self._comm, mine, number=number)
         if owned is None or values is None or not mine:
             return
         if owned.native:
@@ -303,23 +304,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             write_state([self.state[master] for master in owned.masters], kind, values)
 
-    def _state_of(self, flat: FlatParam, index: int) -> dict[str, Any] | None:
+    def _state_of(self, place: ParamPlace) -> dict[str, Any] | None:
         """This rank's state of a parameter by kind; {} before the first update, None if it owns nothing of it."""
-        self.strategy.check_sharded(flat, index)
-        if (owned := self._owned_of(flat, index)) is None:
+        self.strategy.check_sharded(place)
+        if (owned := self._owned_of(place)) is None:
             return None
         mine = self.native_state(owned)
         return mine if mine is not None else joined_state([self.state.get(master, {}) for master in owned.masters])
 
-    def _owned_of(self, flat: FlatParam, index: int) -> OwnedRun | None:
-        return next((one for one in self.owned if one.buffer.flat is flat and one.index == index), None)
+    def _owned_of(self, place: ParamPlace) -> OwnedRun | None:
+        return next((one for one in self.owned if one.is_at(place)), None)
 
-    def _settled(self, flat: FlatParam, index: int) -> tuple[GradAccumulator, float] | None:
+    def _settled(self, place: ParamPlace) -> tuple[GradAccumulator, float] | None:
         """(where the gradient of this step is, what clipping multiplies it with); None if no rank has one."""
         facts = self._facts or self._ballot(closes=False)
         for number, grads in enumerate(self._reducer.buffers):
-            if grads.flat is flat and facts.has_grad[number][index]:
-                return grads, self._factor if flat.home.native else 1.0  # elsewhere the gradient itself was scaled
+            if grads.flat is place.flat and facts.has_grad[number][place.index]:
+                return grads, self._factor if grads.flat.home.native else 1.0  # else the gradient itself was scaled
         return None
 
     # ---------------------------------------------------------------- inside

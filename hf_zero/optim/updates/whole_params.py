@@ -35,7 +35,7 @@ from hf_zero.optim.updates.elementwise import (
 )
 from hf_zero.optim.updates.owners import OwnedParam, Owners
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamPlace
 
 # Elements that one exchange moves over all ranks together: what bounds the messages' memory.
 _BATCH_NUMEL = 1 << 26
@@ -143,9 +143,9 @@ class OwnershipUpdate(TorchUpdate):
             if param.full is not None:
                 yield param.slot.name, [Piece(param.slot.name, 0, param.slot.numel, 0, 0)], [param.full]
 
-    def reader_of(self, flat: FlatParam, index: int) -> StateReader | None:
-        found = (one for one in self._owners.params if one.buffer.flat is flat and one.index == index)
-        param = next(found, None)
+    def reader_of(self, place: ParamPlace) -> StateReader | None:
+        owned = self._owners.params
+        param = next((one for one in owned if one.buffer.flat is place.flat and one.index == place.index), None)
         return None if param is None else functools.partial(self._read, param)
 
     def _read(self, param: OwnedParam, kind: str) -> torch.Tensor | None:
