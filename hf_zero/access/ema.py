@@ -68,9 +68,9 @@ class ShardedEMA:
                     yield unit, buffer
 
     def _make_shard(self, buffer: FlatParam) -> ShardTensor:
-        master, homes = buffer.master, self._engine.homes
+        master, placements = buffer.master, self._engine.placements
         assert master is not None
-        store = homes.device if buffer.home.master.is_on_device else homes.host
+        store = placements.device if buffer.placement.master.is_on_device else placements.host
         shard = MemoryShard(buffer.layout, buffer.rank, store, self.name, master.dtype)
         shard.copy_from(master)
         return shard

@@ -34,14 +34,14 @@ class OwnedRun:
 
     @property
     def native(self) -> bool:
-        return self.buffer.flat.home.native
+        return self.buffer.flat.placement.native
 
 
 def own_run(buffer: GradAccumulator, index: int, run: Run) -> OwnedRun:
     """What the optimizer is to hold for `run` of the buffer's parameter `index`."""
     assert buffer.flat.master is not None
     masters = buffer.flat.master.run_tensors(run)
-    if buffer.flat.home.native:
+    if buffer.flat.placement.native:
         return OwnedRun(buffer, index, run, masters, [])
     return OwnedRun(buffer, index, run, *_split_alike(masters, buffer.shard.run_tensors(run)))
 

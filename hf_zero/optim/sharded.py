@@ -64,7 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Not calling super().__init__: the state and the groups are the inner optimizer's own.
         sharded = any(buffer.flat.layout.world_size > 1 for buffer in reducer.buffers)
         check_optimizer(optimizer, sharded=sharded, allow_untested=allow_untested)
-        native = any(buffer.flat.home.native for buffer in reducer.buffers)
+        native = any(buffer.flat.placement.native for buffer in reducer.buffers)
         if native:
             check_native(optimizer)
         self.optimizer = optimizer
@@ -149,7 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if (factor := clip_coefficient(facts.norm, max_norm)) != 1.0:
             self._factor *= factor
             for buffer in self._reducer.buffers:
-                if not buffer.flat.home.native:
+                if not buffer.flat.placement.native:
                     buffer.shard.scale(factor)
             self._facts = dataclasses.replace(facts, norm=facts.norm * factor)
         return facts.norm
@@ -264,7 +264,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise StateError(f"{place.slot.name} is frozen: it has no gradient")
         self._settle()
         self.rollback_early()  # it has used the old values
-        for native in (one for one in self._reducer.buffers if one.flat.home.native):
+        for native in (one for one in self._reducer.buffers if one.flat.placement.native):
             native.shard.scale(self._factor)
         self._factor = 1.0
         if (run := place.run) is not None and values is not None:
@@ -320,7 +320,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         facts = self._facts or self._ballot(closes=False)
         for number, grads in enumerate(self._reducer.buffers):
             if grads.flat is place.flat and facts.has_grad[number][place.index]:
-                return grads, self._factor if grads.flat.home.native else 1.0  # else the gradient itself was scaled
+                return (
+                    grads,
+                    self._factor if grads.flat.placement.native else 1.0,
+                )  # else the gradient itself was scaled
         return None
 
     # ---------------------------------------------------------------- inside
@@ -339,7 +342,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Masters -> parameters: cast, and gather where parameters stay unsharded on ranks that own a part each."""
         changed = []
         for buffer in self._reducer.buffers:
-            if not buffer.flat.home.native:
+            if not buffer.flat.placement.native:
                 buffer.flat.refresh()
                 changed.append(buffer.flat)
         with self._comm.coalesced("updated parameters"):
@@ -356,7 +359,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.finish_updates()
         runs = self._groups.take(added)
         self.owned.extend(runs)
-        native = [buffer for buffer in added if buffer.flat.home.native]
+        native = [buffer for buffer in added if buffer.flat.placement.native]
         if native:
             check_native(self.optimizer)
             self._native = self._native or HostAdam(self._offload, self._comm.device)
@@ -368,7 +371,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         owned = [(run, groups[id(run.masters[0])]) for run in runs if run.native]
         # Backward in the order of reduces is forward; what is never sharded is waited for, so it comes first.
         order = sorted(buffers, key=lambda buffer: (buffer.flat.on_demand, -buffers.index(buffer)))
-        self._native_flats += [buffer.flat for buffer in order if buffer.flat.home.native]
+        self._native_flats += [buffer.flat for buffer in order if buffer.flat.placement.native]
         with self._comm.stop_together():
             self._native.take_in(owned, order)
             for run, state in self._groups.native_state:

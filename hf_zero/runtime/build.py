@@ -82,7 +82,7 @@ class BuildSettings:
 class BuiltUnits:
     settings: BuildSettings
     comm: Comm
-    homes: Placements
+    placements: Placements
     units: list[ShardUnit]
     grads: list[GradAccumulator]  # in the order of reduces: the last layer first, root and persistent units last
     pool: BufferPool
@@ -136,12 +136,12 @@ def make_units(
     settings: BuildSettings,
     comm: Comm,
     initialize: Initialize,
-    homes_class: type[Placements] = Placements,
+    placements_class: type[Placements] = Placements,
     *,
     reuse: Reuse | None = None,
 ) -> BuiltUnits:
     """The second half of `build_units`: memory, and the parameters in it."""
-    homes = homes_class(settings.offload, comm, [flat_spec for _, mine in drafted for flat_spec in mine])
+    placements = placements_class(settings.offload, comm, [flat_spec for _, mine in drafted for flat_spec in mine])
     units: list[ShardUnit] = []
     eager: dict[int, bool] = {}
     for spec, mine in drafted:
@@ -149,11 +149,11 @@ def make_units(
         buffers = []
         for flat_spec in mine:
             members = [params[slot.name] for slot in flat_spec.layout.slots]
-            home = homes.placement_of(flat_spec)
+            placement = placements.placement_of(flat_spec)
             with comm.stop_together():  # the disk may be full on one rank
-                flat = reuse(flat_spec, members, home) if reuse is not None else None
+                flat = reuse(flat_spec, members, placement) if reuse is not None else None
                 if flat is None:
-                    flat = FlatParam(flat_spec, members, comm, home, initialize)
+                    flat = FlatParam(flat_spec, members, comm, placement, initialize)
             buffers.append(flat)
             eager[id(flat)] = settings.plan(spec.kind, comm.world_size).eager
         unit = ShardUnit(spec.name, spec.kind, spec.module, buffers)
@@ -165,12 +165,12 @@ def make_units(
     )  # rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own
     pool = BufferPool(comm.device, max_per_size=MAX_REDUCES if comm.computes_on_host else 0)
     flats = [flat for unit in _reduce_order(units) for flat in unit.buffers if flat.layout.trainable]
-    grads = [make_grads(flat, settings, comm, pool, homes, eager=eager[id(flat)]) for flat in flats]
-    return BuiltUnits(settings, comm, homes, units, grads, pool)
+    grads = [make_grads(flat, settings, comm, pool, placements, eager=eager[id(flat)]) for flat in flats]
+    return BuiltUnits(settings, comm, placements, units, grads, pool)
 
 
 def make_grads(
-    flat: FlatParam, settings: BuildSettings, comm: Comm, pool: BufferPool, homes: Placements, *, eager: bool
+    flat: FlatParam, settings: BuildSettings, comm: Comm, pool: BufferPool, placements: Placements, *, eager: bool
 ) -> GradAccumulator:
     """The gradient memory of a trainable flat parameter."""
     return GradAccumulator(
@@ -178,7 +178,7 @@ def make_grads(
         comm,
         pool,
         settings.grads,
-        homes.host,
+        placements.host,
         eager=eager,
         reduction=settings.reduction,
         allow_unused=settings.allow_unused,

@@ -81,8 +81,8 @@ class Unfreeze:
         comm = self._built.comm
         self._count += 1
         flat_specs = list(self._flat_specs(unit, old, comm))
-        self._built.homes.admit(flat_specs)
-        placements = [self._built.homes.placement_of(flat_spec) for flat_spec in flat_specs]
+        self._built.placements.admit(flat_specs)
+        placements = [self._built.placements.placement_of(flat_spec) for flat_spec in flat_specs]
         if len(flat_specs) == 1 and old.can_become(flat_specs[0], old.params, placements[0], comm):
             self._params.reshard(unit)
             old.check_placeholders()
@@ -100,7 +100,7 @@ class Unfreeze:
             old.discard()
         plan = self._settings.plan(unit.kind, comm.world_size)
         trained = next(flat for flat in new if flat.layout.trainable)
-        return make_grads(trained, self._settings, comm, self._built.pool, self._built.homes, eager=plan.eager)
+        return make_grads(trained, self._settings, comm, self._built.pool, self._built.placements, eager=plan.eager)
 
     def _flat_specs(self, unit: ShardUnit, old: FlatParam, comm: Comm) -> Iterator[FlatParamSpec]:
         base = old.layout.name.partition("/frozen")[0]

@@ -56,9 +56,9 @@ class HostState:
         assert isinstance(master, StoredShard)
         self.master = master
         dtype = moments_dtype or master.dtype
-        home = self.flat.home
+        placement = self.flat.placement
         self.moments = [
-            StoredShard(self.flat.layout, self.flat.rank, home.master, kind, dtype, home.tile_numel)
+            StoredShard(self.flat.layout, self.flat.rank, placement.master, kind, dtype, placement.tile_numel)
             for kind in MOMENTS
         ]
         self.steps = [0] * len(owned)

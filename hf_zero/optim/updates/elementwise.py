@@ -129,7 +129,7 @@ def sub_groups(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedRun], has_
     size = 0
     for run, pair in pairs:
         numel = pair[0].numel()
-        if groups[-1] and size + numel > run.buffer.flat.home.sub_group_numel:
+        if groups[-1] and size + numel > run.buffer.flat.placement.sub_group_numel:
             groups.append([])
             size = 0
         groups[-1].append(pair)
