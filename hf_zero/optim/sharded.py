@@ -64,8 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Not calling super().__init__: the state and the groups are the inner optimizer's own.
         sharded = any(buffer.flat.layout.world_size > 1 for buffer in reducer.buffers)
         check_optimizer(optimizer, sharded=sharded, allow_untested=allow_untested)
-        native = any(buffer.flat.placement.native for buffer in reducer.buffers)
-        if native:
+        if any(buffer.flat.placement.native for buffer in reducer.buffers):
             check_native(optimizer)
         self.optimizer = optimizer
         self._direct = DirectSteps(optimizer)
@@ -90,10 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._groups.refuse_strangers()
         self.strategy = make_update(optimizer, reducer, comm, owners)
         self._native: HostAdam | None = None
-        if native:
-            with comm.stop_together():
-                self._native = HostAdam(self._offload, self._comm.device)
-            self._update_natively(self.owned, reducer.buffers)
+        self._update_natively(self.owned, reducer.buffers)
 
     # ---------------------------------------------------------------- the optimizer's face
     @property
@@ -359,20 +355,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.finish_updates()
         runs = self._groups.take(added)
         self.owned.extend(runs)
-        native = [buffer for buffer in added if buffer.flat.placement.native]
-        if native:
-            check_native(self.optimizer)
-            self._native = self._native or HostAdam(self._offload, self._comm.device)
-            self._update_natively(runs, native)
+        self._update_natively(runs, added)
 
     def _update_natively(self, runs: Sequence[OwnedRun], buffers: Sequence[GradAccumulator]) -> None:
-        assert self._native is not None
+        """Hand what is offloaded of `buffers` to the native rule."""
+        native = [buffer for buffer in buffers if buffer.flat.placement.native]
+        if not native:
+            return
+        check_native(self.optimizer)
         groups = {id(master): group for group in self.optimizer.param_groups for master in group["params"]}
         owned = [(run, groups[id(run.masters[0])]) for run in runs if run.native]
         # Backward in the order of reduces is forward; what is never sharded is waited for, so it comes first.
-        order = sorted(buffers, key=lambda buffer: (buffer.flat.on_demand, -buffers.index(buffer)))
-        self._native_flats += [buffer.flat for buffer in order if buffer.flat.placement.native]
+        order = sorted(native, key=lambda buffer: (buffer.flat.on_demand, -native.index(buffer)))
+        self._native_flats += [buffer.flat for buffer in order]
         with self._comm.stop_together():
+            self._native = self._native or HostAdam(self._offload, self._comm.device)
             self._native.take_in(owned, order)
             for run, state in self._groups.native_state:
                 self._native.load_run(run, state)
