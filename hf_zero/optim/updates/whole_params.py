@@ -115,9 +115,9 @@ class OwnershipUpdate(TorchUpdate):
         """One all-to-all: `sources[rank]` to each rank, one behind the other, and `targets[rank]` from it."""
         sizes = [[sum(tensor.numel() for tensor in tensors) for tensors in side] for side in (targets, sources)]
         empty = torch.empty(0, dtype=dtype, device=self.comm.device)
-        parts = [source.reshape(-1).to(empty) for tensors in sources for source in tensors]
+        sent = torch.cat([empty, *(source.reshape(-1).to(empty) for tensors in sources for source in tensors)])
         received = empty.new_empty(sum(sizes[0]))
-        self.comm.all_to_all(received, torch.cat([empty, *parts]), what, (sizes[0], sizes[1])).wait()
+        self.comm.all_to_all(received, sent, what, (sizes[0], sizes[1])).wait()
         at = 0
         for target in (target for tensors in targets for target in tensors):
             target.view(-1).copy_(received[at : at + target.numel()])
