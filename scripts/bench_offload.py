@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _moved(variant: Zero) -> tuple[int, int]:
     """Bytes read from and written to disk by this rank."""
-    stats = variant.engine.homes.stats().values()
+    stats = variant.engine.placements.stats().values()
     return sum(one.bytes_read for one in stats), sum(one.bytes_written for one in stats)
 
 

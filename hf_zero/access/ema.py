@@ -17,6 +17,7 @@ from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.state_access import assemble
 from hf_zero.runtime.full_weights import share_resident
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import tied_names
 from hf_zero.sharding.shard import MemoryShard, ShardTensor
 from hf_zero.sharding.unit import ShardUnit
@@ -67,9 +68,9 @@ class ShardedEMA:
                     yield unit, buffer
 
     def _make_shard(self, buffer: FlatParam) -> ShardTensor:
-        master, homes = buffer.master, self._engine.homes
+        master, placements = buffer.master, self._engine.placements
         assert master is not None
-        store = homes.device if buffer.home.master.is_on_device else homes.host
+        store = placements.device if buffer.placement.master.is_on_device else placements.host
         shard = MemoryShard(buffer.layout, buffer.rank, store, self.name, master.dtype)
         shard.copy_from(master)
         return shard
@@ -154,11 +155,12 @@ class ShardedEMA:
         self._checked_optimizer().check_active("ShardedEMA.full_state_dict")
         self._engine.require_all_ranks("ShardedEMA.full_state_dict")
         full: dict[str, torch.Tensor] = {}
+        index = ParamIndex(self._engine.units)
         for buffer, average in self._shards.items():
-            for index, slot in enumerate(buffer.layout.slots):
-                value = assemble(buffer, index, self._engine.comm, average.read_run, average.dtype)
+            for place in (index[param] for param in buffer.params):
+                value = assemble(place, self._engine.comm, average.read_run, average.dtype)
                 if keep:
-                    full[slot.name] = value.to("cpu", copy=True)
+                    full[place.slot.name] = value.to("cpu", copy=True)
         aliases = tied_names(self._engine.module)
         full.update({name: full[first] for name, first in aliases.items() if first in full})
         return full

@@ -101,7 +101,7 @@ def full_grad(target: Target, name: str | None = None) -> torch.Tensor | None:
         grad = plain_parameter(target, name).grad
         return None if grad is None else grad.detach().clone()
     place.engine.require_all_ranks("full_grad")
-    return place.optimizer.full_grad(place.flat, place.index)
+    return place.optimizer.full_grad(place)
 
 
 def full_optimizer_state(target: Target, kind: str, name: str | None = None) -> torch.Tensor | None:
@@ -123,7 +123,7 @@ def full_optimizer_state(target: Target, kind: str, name: str | None = None) -> 
         )
     place.engine.require_all_ranks("full_optimizer_state")
     place.engine.finish_updates()
-    return place.optimizer.full_state(place.flat, place.index, kind)
+    return place.optimizer.full_state(place, kind)
 
 
 # -------------------------------------------------------------------- setting
@@ -168,7 +168,7 @@ def set_full_grad(target: Target, value: torch.Tensor, name: str | None = None) 
         param.grad = value.to(param).clone()
         return
     _check_full(place, value, "set_full_grad")
-    place.optimizer.set_grad(place.flat, place.index, _own_slice(place, value))
+    place.optimizer.set_grad(place, _own_slice(place, value))
 
 
 @torch.no_grad()
@@ -193,7 +193,7 @@ def set_full_optimizer_state(target: Target, kind: str, value: torch.Tensor | fl
     place.engine.finish_updates()
     number = value.dim() == 0 and place.shape != ()
     mine = value if number else _own_slice(place, value)
-    place.optimizer.set_state(place.flat, place.index, kind, mine, number=number)
+    place.optimizer.set_state(place, kind, mine, number=number)
 
 
 def update_full_grads(
@@ -224,7 +224,7 @@ def _update_grad(param: nn.Parameter, update: Callable[[torch.Tensor, nn.Paramet
         return
     if not place.flat.layout.trainable:
         return
-    grad = place.optimizer.full_grad(place.flat, place.index)
+    grad = place.optimizer.full_grad(place)
     if grad is not None:
         set_full_grad(param, update(grad, param))
 

@@ -52,7 +52,7 @@ def local_grad(target: Target, name: str | None = None) -> LocalPiece | None:
     """
     place = managed_parameter(target, name, "local_grad")
     place.engine.require_all_ranks("local_grad")
-    return _piece(place, place.optimizer.local_grad(place.flat, place.index))
+    return _piece(place, place.optimizer.local_grad(place))
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def local_optimizer_state(target: Target, kind: str, name: str | None = None) ->
     """
     place = managed_parameter(target, name, "local_optimizer_state")
     _wait_for_update(place, "local_optimizer_state")
-    return _piece(place, place.optimizer.local_state(place.flat, place.index, kind))
+    return _piece(place, place.optimizer.local_state(place, kind))
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def set_local_grad(target: Target, values: torch.Tensor | None, name: str | None
     """
     place = managed_parameter(target, name, "set_local_grad")
     _check_local(place, values, "set_local_grad")
-    place.optimizer.set_grad(place.flat, place.index, values)
+    place.optimizer.set_grad(place, values)
 
 
 @torch.no_grad()
@@ -111,7 +111,7 @@ def set_local_optimizer_state(target: Target, kind: str, values: torch.Tensor | 
     place = managed_parameter(target, name, "set_local_optimizer_state")
     _check_local(place, values, "set_local_optimizer_state")
     place.engine.finish_updates()
-    place.optimizer.set_state(place.flat, place.index, kind, values, number=False)
+    place.optimizer.set_state(place, kind, values, number=False)
 
 
 # -------------------------------------------------------------------- inside

@@ -264,10 +264,10 @@ class DeepSpeedEngine(ZeroEngine):
         Gathers nothing: at stage 3 the model keeps placeholders only, which read as NaN. `teardown()` gives the
         plain model back. A second call does nothing.
         """
-        if self.homes.closed:
+        if self.placements.closed:
             return
         self.uninstall()
-        self.homes.close()
+        self.placements.close()
         self.optimizer = None
 
 

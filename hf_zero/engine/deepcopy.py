@@ -20,6 +20,7 @@ from hf_zero.runtime.build import BuildSettings, build_units
 from hf_zero.runtime.full_weights import FullWeights
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.param_index import ParamIndex
+from hf_zero.sharding.shard import placeholder
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
 
@@ -53,7 +54,8 @@ def _copy_model(engine: Engine, memo: dict[int, Any], new_engine: Callable[..., 
     with engine.suspended():
         for unit in engine.units:
             for param in (param for buffer in unit.buffers for param in buffer.params):
-                memo[id(param)] = nn.Parameter(_placeholder_of(param), requires_grad=param.requires_grad)
+                data = placeholder(param.shape, param.dtype, param.device)
+                memo[id(param)] = nn.Parameter(data, requires_grad=param.requires_grad)
         copied: nn.Module = copy.deepcopy(engine.module, memo)
     settings = BuildSettings.of(engine.config, 1.0, train=False)
     built = build_units(copied, settings, engine.comm, _Twins(engine.units, memo).initialize)
@@ -68,10 +70,6 @@ def _copy_part(engine: Engine, module: nn.Module, memo: dict[int, Any]) -> nn.Mo
         for param in module.parameters():
             memo[id(param)] = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
         return copy.deepcopy(module, memo)
-
-
-def _placeholder_of(param: nn.Parameter) -> torch.Tensor:
-    return torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)
 
 
 class _Twins:

@@ -85,7 +85,7 @@ class ZeroEngine(ModuleWrapper):
             built = build_units(model, BuildSettings.of(config, scale, train=train), comm)
         self.comm = built.comm
         share_the_rest(model, built.units, self.comm)
-        self.homes, self.units, self.pool = built.homes, built.units, built.pool
+        self.placements, self.units, self.pool = built.placements, built.units, built.pool
         self.loss_scale = built.loss_scale
         self.schedule = StepSchedule(
             built,
@@ -234,7 +234,7 @@ class ZeroEngine(ModuleWrapper):
             list(self.params.orders.values()),
             clip=clip,
             allow_untested=self.config.zero_allow_untested_optimizer,
-            offload=HostAdamSettings.of(self.config, self.homes.host, clips=clip > 0),
+            offload=HostAdamSettings.of(self.config, self.placements.host, clips=clip > 0),
             guard=StepGuard(self.config.precision, self.config.stage, self.loss_scale),
             after_step=self.schedule.end_step,
         )
@@ -412,7 +412,7 @@ class ZeroEngine(ModuleWrapper):
         gradients before their reduce, both inside forward and backward.
         """
         state_bytes = 0 if self.optimizer is None else self.optimizer.state_bytes()
-        return memory_report(self.units, self.reducer, self.homes, state_bytes) | {
+        return memory_report(self.units, self.reducer, self.placements, state_bytes) | {
             "gathered_peak": self.params.live.peak_bytes,
             "gradients_peak": self.pool.peak_live_bytes,
         }
@@ -432,7 +432,7 @@ class ZeroEngine(ModuleWrapper):
             self.params.unshard(unit)
             for buffer in unit.buffers:
                 buffer.detach()
-        self.homes.close()
+        self.placements.close()
         end_unless_shared(self.comm)
 
     def uninstall(self) -> None:

@@ -95,7 +95,7 @@ def replace_engines(
     built = build_units(model, settings, comm, layout_change.initialize, reuse=layout_change.reuse)
     layout_change.finish()
     for engine in engines:
-        engine.homes.close()
+        engine.placements.close()
     replacement = engine_class()(model, config, managed=managed, built=built, train=train)
     for other in dict.fromkeys(engine.comm for engine in engines if engine.comm is not comm):
         end_unless_shared(other)

@@ -52,8 +52,8 @@ class ShardedConstruction:
     def __init__(self, comm: Comm, resolve: Callable[[nn.Module], ResolvedConfig]) -> None:
         self._comm = comm
         self._resolve = resolve
-        home = DeviceStore(comm.device)
-        self._home = Placement(param=home, master=home, copies=CopyStream(comm.device), native=False, tile_numel=1)
+        store, copies = DeviceStore(comm.device), CopyStream(comm.device)
+        self._placement = Placement(param=store, master=store, copies=copies, native=False, tile_numel=1)
         self._index = ParamIndex()  # of what is in shards
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -125,7 +125,7 @@ class ShardedConstruction:
             max_bucket_numel=self._comm.max_bucket_numel,
         )
         spec, members = FlatParamSpec(layout, dtype, on_demand=True), list(params.values())
-        return FlatParam(spec, members, self._comm, self._home, FlatParam.initialize_from_params)
+        return FlatParam(spec, members, self._comm, self._placement, FlatParam.initialize_from_params)
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[nn.Parameter], write_rank: int | None) -> Iterator[None]:

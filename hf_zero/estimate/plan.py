@@ -154,7 +154,7 @@ class _Planner:
         tracker = self._tracker
         with torch.no_grad():
             built, stand_ins, start = self._build(drafted)
-            assert isinstance(built.homes, PretendedPlacements)
+            assert isinstance(built.placements, PretendedPlacements)
             micro_batch = MicroBatch()
             reducer = GradReducer(
                 built.grads,
@@ -174,13 +174,13 @@ class _Planner:
                 states.update()
                 update = tracker.restart_peak()
                 between = tracker.live
-        report = memory_report(built.units, reducer, built.homes, states.state_bytes) | {
+        report = memory_report(built.units, reducer, built.placements, states.state_bytes) | {
             "gathered_peak": params.live.peak_bytes,
             "gradients_peak": built.pool.peak_live_bytes,
         }
         lost = int(_FRAGMENTED * (moment.total - static)) if self._on_host else 0
         phases = {"start": start, "forward and backward": moment.total + lost, "update": max(update, before)}
-        staging = built.homes.staging_bytes
+        staging = built.placements.staging_bytes
         phases = {name: peak + buffer_bytes + (staging if name != "start" else 0) for name, peak in phases.items()}
         between += buffer_bytes + staging
         return self._by_medium(built, states, report, moment, static, buffer_bytes, phases, between)
@@ -222,10 +222,10 @@ class _Planner:
         phases: dict[str, int],
         between: int,
     ) -> Plan:
-        homes = built.homes
-        assert isinstance(homes, PretendedPlacements)
-        host = _by_kind(homes.host.usage())
-        disk = _by_kind({key: size for store in homes.disks.values() for key, size in store.usage().items()})
+        placements = built.placements
+        assert isinstance(placements, PretendedPlacements)
+        host = _by_kind(placements.host.usage())
+        disk = _by_kind({key: size for store in placements.disks.values() for key, size in store.usage().items()})
         device = {kind: report[kind] - host.get(kind, 0) - disk.get(kind, 0) for kind in _ORDER}
         device["gradients"] = max(device["gradients"], 0) + states.lent_bytes
         device["whole gradients"] = sum(buffer.resident_bytes for buffer in built.grads)
@@ -236,8 +236,8 @@ class _Planner:
         device["lost to the allocator"] = int(_FRAGMENTED * (moment.total - static)) if self._on_host else 0
         forward = phases["forward and backward"]
         device["update"] = max(phases["update"] - forward, 0)
-        if homes.disks:
-            host["staging"] = homes.staging_bytes
+        if placements.disks:
+            host["staging"] = placements.staging_bytes
         if states.early:
             disk["staged states"] = states.staged_bytes
         return Plan(

@@ -54,11 +54,11 @@ class PlannedStates:
                 kind = type(self._optimizer).__name__
                 raise ConfigError(f"{kind} updates full matrices on their owner ranks, which is not planned yet")
             check_optimizer(self._optimizer, sharded=sharded, allow_untested=config.zero_allow_untested_optimizer)
-            if any(buffer.flat.home.native for buffer in built.grads):
+            if any(buffer.flat.placement.native for buffer in built.grads):
                 check_native(self._optimizer)
             self._owned = ShardedGroups(self._optimizer).take(built.grads)
-        settings = HostAdamSettings.of(config, built.homes.host, clips=config.gradient_clipping > 0)
-        native = [buffer for buffer in built.grads if buffer.flat.home.native]
+        settings = HostAdamSettings.of(config, built.placements.host, clips=config.gradient_clipping > 0)
+        native = [buffer for buffer in built.grads if buffer.flat.placement.native]
         runs = {b: [owned for owned in self._owned if owned.buffer is b] for b in native}
         self._native = [HostState(b, runs[b], settings.moments_dtype) for b in native if runs[b]]
         delayed = settings.delay_from is not None

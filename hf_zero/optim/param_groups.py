@@ -13,6 +13,7 @@ from hf_zero.layout import Run
 from hf_zero.optim.state_access import slice_of
 from hf_zero.optim.updates.owners import OwnedParam, Owners
 from hf_zero.runtime.grad_accumulator import GradAccumulator
+from hf_zero.sharding.param_index import ParamPlace
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,19 @@ class OwnedRun:
     masters: list[torch.Tensor]  # views of the master shard: what the user's optimizer holds in its param groups
     grads: list[torch.Tensor]  # views of the gradient shard, as `masters`
 
+    def is_at(self, place: ParamPlace) -> bool:
+        return self.buffer.flat is place.flat and self.index == place.index
+
     @property
     def native(self) -> bool:
-        return self.buffer.flat.home.native
+        return self.buffer.flat.placement.native
 
 
 def own_run(buffer: GradAccumulator, index: int, run: Run) -> OwnedRun:
     """What the optimizer is to hold for `run` of the buffer's parameter `index`."""
     assert buffer.flat.master is not None
     masters = buffer.flat.master.run_tensors(run)
-    if buffer.flat.home.native:
+    if buffer.flat.placement.native:
         return OwnedRun(buffer, index, run, masters, [])
     return OwnedRun(buffer, index, run, *_split_alike(masters, buffer.shard.run_tensors(run)))
 

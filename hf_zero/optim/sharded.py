@@ -30,6 +30,7 @@ from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.prefetch import UseOrder
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamPlace
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.unit import gather_resident
 
@@ -64,8 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Not calling super().__init__: the state and the groups are the inner optimizer's own.
         sharded = any(buffer.flat.layout.world_size > 1 for buffer in reducer.buffers)
         check_optimizer(optimizer, sharded=sharded, allow_untested=allow_untested)
-        native = any(buffer.flat.home.native for buffer in reducer.buffers)
-        if native:
+        if any(buffer.flat.placement.native for buffer in reducer.buffers):
             check_native(optimizer)
         self.optimizer = optimizer
         self._direct = DirectSteps(optimizer)
@@ -90,10 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._groups.refuse_strangers()
         self.strategy = make_update(optimizer, reducer, comm, owners)
         self._native: HostAdam | None = None
-        if native:
-            with comm.stop_together():
-                self._native = HostAdam(self._offload, self._comm.device)
-            self._update_natively(self.owned, reducer.buffers)
+        self._update_natively(self.owned, reducer.buffers)
 
     # ---------------------------------------------------------------- the optimizer's face
     @property
@@ -149,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if (factor := clip_coefficient(facts.norm, max_norm)) != 1.0:
             self._factor *= factor
             for buffer in self._reducer.buffers:
-                if not buffer.flat.home.native:
+                if not buffer.flat.placement.native:
                     buffer.shard.scale(factor)
             self._facts = dataclasses.replace(facts, norm=facts.norm * factor)
         return facts.norm
@@ -240,63 +237,63 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- gradients and state of one parameter
     @torch.no_grad()
-    def full_grad(self, flat: FlatParam, index: int) -> torch.Tensor | None:
+    def full_grad(self, place: ParamPlace) -> torch.Tensor | None:
         """See access.full_grad. More may be accumulated after it."""
-        grads, factor = self._settled(flat, index) or (None, 1.0)
+        grads, factor = self._settled(place) or (None, 1.0)
         if grads is None:
             return None
-        return assemble(flat, index, self._comm, lambda run: grads.shard.read_run(run) * factor, grads.dtype)
+        return assemble(place, self._comm, lambda run: grads.shard.read_run(run) * factor, grads.dtype)
 
     @torch.no_grad()
-    def local_grad(self, flat: FlatParam, index: int) -> torch.Tensor | None:
-        """What this rank owns of a gradient as the step will use it, 1-D; see fragments.local_grad."""
-        found, run = self._settled(flat, index), flat.run_of(index)
+    def local_grad(self, place: ParamPlace) -> torch.Tensor | None:
+        """What this rank owns of a gradient as the step will use it, 1-D; see access.local_grad."""
+        found, run = self._settled(place), place.run
         return None if found is None or run is None else found[0].shard.read_run(run) * found[1]
 
     @torch.no_grad()
-    def set_grad(self, flat: FlatParam, index: int, values: torch.Tensor | None) -> None:
+    def set_grad(self, place: ParamPlace, values: torch.Tensor | None) -> None:
         """Let the step use these values, 1-D, for the elements that this rank owns. All ranks must call.
 
         Raises StateError for a parameter without gradient memory.
         """
-        grads = next((one for one in self._reducer.buffers if one.flat is flat), None)
+        grads = next((one for one in self._reducer.buffers if one.flat is place.flat), None)
         if grads is None:
-            raise StateError(f"{flat.layout.slots[index].name} is frozen: it has no gradient")
+            raise StateError(f"{place.slot.name} is frozen: it has no gradient")
         self._settle()
         self.rollback_early()  # it has used the old values
-        for native in (one for one in self._reducer.buffers if one.flat.home.native):
+        for native in (one for one in self._reducer.buffers if one.flat.placement.native):
             native.shard.scale(self._factor)
         self._factor = 1.0
-        if (run := flat.run_of(index)) is not None and values is not None:
+        if (run := place.run) is not None and values is not None:
             grads.shard.write_run(run, values)
-        grads.seen[index] = True
+        grads.seen[place.index] = True
         self._facts = None  # the norm has changed: the step holds its ballot again
 
     @torch.no_grad()
-    def full_state(self, flat: FlatParam, index: int, kind: str) -> torch.Tensor | None:
+    def full_state(self, place: ParamPlace, kind: str) -> torch.Tensor | None:
         """See access.full_optimizer_state."""
-        if kind == "master" and flat.master is not None:
-            return assemble(flat, index, self._comm, flat.master.read_run, flat.master.dtype)
-        read = self.strategy.reader_of(flat, index)
-        return read(kind) if read else full_state(flat, index, kind, self._comm, self._state_of(flat, index))
+        if kind == "master" and (master := place.flat.master) is not None:
+            return assemble(place, self._comm, master.read_run, master.dtype)
+        read = self.strategy.reader_of(place)
+        return read(kind) if read else full_state(place, kind, self._comm, self._state_of(place))
 
     @torch.no_grad()
-    def local_state(self, flat: FlatParam, index: int, kind: str) -> torch.Tensor | None:
+    def local_state(self, place: ParamPlace, kind: str) -> torch.Tensor | None:
         """What this rank owns of a state, 1-D, or 0-dim where it is a number; None if it owns nothing."""
-        run = flat.run_of(index)
-        if run is not None and kind == "master" and flat.master is not None:
-            return flat.master.read_run(run)
-        mine = self._state_of(flat, index)
-        return None if run is None or not mine else read_state(flat, index, kind, mine, run)
+        run = place.run
+        if run is not None and kind == "master" and place.flat.master is not None:
+            return place.flat.master.read_run(run)
+        mine = self._state_of(place)
+        return None if run is None or not mine else read_state(place, kind, mine, run)
 
     @torch.no_grad()
-    def set_state(self, flat: FlatParam, index: int, kind: str, values: torch.Tensor | None, *, number: bool) -> None:
+    def set_state(self, place: ParamPlace, kind: str, values: torch.Tensor | None, *, number: bool) -> None:
         """Set what this rank owns of a state: 1-D, or 0-dim where it is a `number`. All ranks must call.
 
         Raises StateError on all ranks; see check_kind.
         """
-        owned, mine = self._owned_of(flat, index), self._state_of(flat, index)
-        check_kind(flat, index, kind, self._comm, mine, number=number)
+        owned, mine = self._owned_of(place), self._state_of(place)
+        check_kind(place, kind, self._comm, mine, number=number)
         if owned is None or values is None or not mine:
             return
         if owned.native:
@@ -304,23 +301,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             write_state([self.state[master] for master in owned.masters], kind, values)
 
-    def _state_of(self, flat: FlatParam, index: int) -> dict[str, Any] | None:
+    def _state_of(self, place: ParamPlace) -> dict[str, Any] | None:
         """This rank's state of a parameter by kind; {} before the first update, None if it owns nothing of it."""
-        self.strategy.check_sharded(flat, index)
-        if (owned := self._owned_of(flat, index)) is None:
+        self.strategy.check_sharded(place)
+        if (owned := self._owned_of(place)) is None:
             return None
         mine = self.native_state(owned)
         return mine if mine is not None else joined_state([self.state.get(master, {}) for master in owned.masters])
 
-    def _owned_of(self, flat: FlatParam, index: int) -> OwnedRun | None:
-        return next((one for one in self.owned if one.buffer.flat is flat and one.index == index), None)
+    def _owned_of(self, place: ParamPlace) -> OwnedRun | None:
+        return next((one for one in self.owned if one.is_at(place)), None)
 
-    def _settled(self, flat: FlatParam, index: int) -> tuple[GradAccumulator, float] | None:
+    def _settled(self, place: ParamPlace) -> tuple[GradAccumulator, float] | None:
         """(where the gradient of this step is, what clipping multiplies it with); None if no rank has one."""
         facts = self._facts or self._ballot(closes=False)
         for number, grads in enumerate(self._reducer.buffers):
-            if grads.flat is flat and facts.has_grad[number][index]:
-                return grads, self._factor if flat.home.native else 1.0  # elsewhere the gradient itself was scaled
+            if grads.flat is place.flat and facts.has_grad[number][place.index]:
+                return (
+                    grads,
+                    self._factor if grads.flat.placement.native else 1.0,
+                )  # else the gradient itself was scaled
         return None
 
     # ---------------------------------------------------------------- inside
@@ -339,7 +339,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Masters -> parameters: cast, and gather where parameters stay unsharded on ranks that own a part each."""
         changed = []
         for buffer in self._reducer.buffers:
-            if not buffer.flat.home.native:
+            if not buffer.flat.placement.native:
                 buffer.flat.refresh()
                 changed.append(buffer.flat)
         with self._comm.coalesced("updated parameters"):
@@ -356,20 +356,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.finish_updates()
         runs = self._groups.take(added)
         self.owned.extend(runs)
-        native = [buffer for buffer in added if buffer.flat.home.native]
-        if native:
-            check_native(self.optimizer)
-            self._native = self._native or HostAdam(self._offload, self._comm.device)
-            self._update_natively(runs, native)
+        self._update_natively(runs, added)
 
     def _update_natively(self, runs: Sequence[OwnedRun], buffers: Sequence[GradAccumulator]) -> None:
-        assert self._native is not None
+        """Hand what is offloaded of `buffers` to the native rule."""
+        native = [buffer for buffer in buffers if buffer.flat.placement.native]
+        if not native:
+            return
+        check_native(self.optimizer)
         groups = {id(master): group for group in self.optimizer.param_groups for master in group["params"]}
         owned = [(run, groups[id(run.masters[0])]) for run in runs if run.native]
         # Backward in the order of reduces is forward; what is never sharded is waited for, so it comes first.
-        order = sorted(buffers, key=lambda buffer: (buffer.flat.on_demand, -buffers.index(buffer)))
-        self._native_flats += [buffer.flat for buffer in order if buffer.flat.home.native]
+        order = sorted(native, key=lambda buffer: (buffer.flat.on_demand, -native.index(buffer)))
+        self._native_flats += [buffer.flat for buffer in order]
         with self._comm.stop_together():
+            self._native = self._native or HostAdam(self._offload, self._comm.device)
             self._native.take_in(owned, order)
             for run, state in self._groups.native_state:
                 self._native.load_run(run, state)

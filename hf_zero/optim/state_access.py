@@ -10,7 +10,7 @@ import torch
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.layout import Run
-from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamPlace
 from hf_zero.sharding.shard import Shard
 
 
@@ -20,32 +20,28 @@ def slice_of(full: torch.Tensor, run: Run) -> torch.Tensor:
     return torch.cat([flat[piece.start : piece.end] for piece in run.pieces])
 
 
-def assemble(
-    flat: FlatParam, index: int, comm: Comm, read: Callable[[Run], torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    """A tensor of the shape of the buffer's parameter `index`, on the compute device. All ranks must call.
+def assemble(place: ParamPlace, comm: Comm, read: Callable[[Run], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the shape of a parameter, on the compute device. All ranks must call.
 
     Args:
         read: Values of a run that this rank owns, in its order.
     """
-    slot = flat.layout.slots[index]
+    slot = place.slot
     # Every element has one owner: the sum over ranks adds zeros to it, which changes no bit. 16 bits travel as 32.
     wide = torch.promote_types(dtype, torch.float32)
     full = torch.zeros(slot.numel, dtype=wide, device=comm.device)
-    if (run := flat.run_of(index)) is not None:
+    if (run := place.run) is not None:
         at, values = 0, read(run).reshape(-1)
         for piece in run.pieces:
             full[piece.start : piece.end].copy_(values[at : at + piece.numel])
             at += piece.numel
-    if flat.layout.world_size > 1:
+    if place.flat.layout.world_size > 1:
         comm.all_reduce(full, f"full {slot.name}").wait()
     return full.to(dtype).view(slot.shape)
 
 
 # -------------------------------------------------------------------- optimizer state
-def full_state(
-    flat: FlatParam, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None
-) -> torch.Tensor | None:
+def full_state(place: ParamPlace, kind: str, comm: Comm, mine: Mapping[str, Any] | None) -> torch.Tensor | None:
     """One kind of state of a parameter; None before the first update. All ranks must call.
 
     Args:
@@ -53,7 +49,7 @@ def full_state(
     Raises:
         StateError: There is state, but not of this kind.
     """
-    described = _agree_on_kind(flat, index, kind, comm, mine)
+    described = _agree_on_kind(place, kind, comm, mine)
     if described is None:
         return None
     if not isinstance(described, torch.dtype):
@@ -63,18 +59,16 @@ def full_state(
         assert mine is not None
         return _values(mine[kind], run)
 
-    return assemble(flat, index, comm, read, described)
+    return assemble(place, comm, read, described)
 
 
-def check_kind(
-    flat: FlatParam, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None, *, number: bool
-) -> None:
+def check_kind(place: ParamPlace, kind: str, comm: Comm, mine: Mapping[str, Any] | None, *, number: bool) -> None:
     """Raise StateError on all ranks unless the parameter has this kind of state, as one number or not.
 
     All ranks must call.
     """
-    slot = flat.layout.slots[index]
-    described = _agree_on_kind(flat, index, kind, comm, mine)
+    slot = place.slot
+    described = _agree_on_kind(place, kind, comm, mine)
     if described is None:
         raise StateError(f"{slot.name} has no optimizer state before the first update, so none can be set")
     if slot.shape and number == isinstance(described, torch.dtype):
@@ -82,9 +76,9 @@ def check_kind(
         raise StateError(f"optimizer state {kind!r} of {slot.name} is {wanted}")
 
 
-def _agree_on_kind(flat: FlatParam, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None) -> Any:
+def _agree_on_kind(place: ParamPlace, kind: str, comm: Comm, mine: Mapping[str, Any] | None) -> Any:
     """The type of a state on whichever rank has it, or its number; None before the first update."""
-    name = flat.layout.slots[index].name
+    name = place.slot.name
     facts = None if mine is None else {key: _describe(value) for key, value in mine.items()}
     everyone = [found for found in comm.all_gather_object(facts, f"state of {name}") if found]
     if not everyone:
@@ -124,10 +118,10 @@ def joined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def read_state(flat: FlatParam, index: int, kind: str, mine: Mapping[str, Any], run: Run) -> torch.Tensor:
+def read_state(place: ParamPlace, kind: str, mine: Mapping[str, Any], run: Run) -> torch.Tensor:
     """One kind of what this rank owns of a state, 1-D; 0-dim for a number. Raises StateError for an unknown kind."""
     if kind not in mine:
-        raise _unknown_kind(flat.layout.slots[index].name, kind, set(mine))
+        raise _unknown_kind(place.slot.name, kind, set(mine))
     return _values(mine[kind], run)
 
 

@@ -84,7 +84,7 @@ class BuiltUnits:
 
     settings: BuildSettings
     comm: Comm
-    homes: Placements
+    placements: Placements
     units: list[ShardUnit]
     pool: BufferPool
     loss_scale: LossScale
@@ -140,23 +140,23 @@ def make_units(
     settings: BuildSettings,
     comm: Comm,
     initialize: Initialize,
-    homes_class: type[Placements] = Placements,
+    placements_class: type[Placements] = Placements,
     *,
     reuse: Reuse | None = None,
 ) -> BuiltUnits:
     """The second half of `build_units`: memory, and the parameters in it."""
-    homes = homes_class(settings.offload, comm, [flat_spec for _, mine in drafted for flat_spec in mine])
+    placements = placements_class(settings.offload, comm, [flat_spec for _, mine in drafted for flat_spec in mine])
     units: list[ShardUnit] = []
     for spec, mine in drafted:
         params = dict(spec.params)
         buffers = []
         for flat_spec in mine:
             members = [params[slot.name] for slot in flat_spec.layout.slots]
-            home = homes.placement_of(flat_spec)
+            placement = placements.placement_of(flat_spec)
             with comm.stop_together():  # the disk may be full on one rank
-                flat = reuse(flat_spec, members, home) if reuse is not None else None
+                flat = reuse(flat_spec, members, placement) if reuse is not None else None
                 if flat is None:
-                    flat = FlatParam(flat_spec, members, comm, home, initialize)
+                    flat = FlatParam(flat_spec, members, comm, placement, initialize)
             buffers.append(flat)
         unit = ShardUnit(spec.name, spec.kind, spec.module, buffers)
         if unit.on_demand:
@@ -166,7 +166,7 @@ def make_units(
         "all shards"
     )  # rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own
     pool = BufferPool(comm.device, max_per_size=MAX_REDUCES if comm.computes_on_host else 0)
-    built = BuiltUnits(settings, comm, homes, units, pool, LossScale())
+    built = BuiltUnits(settings, comm, placements, units, pool, LossScale())
     for unit in _reduce_order(units):
         built.grads.extend(make_grads(built, unit, flat) for flat in unit.buffers if flat.layout.trainable)
     return built
@@ -180,7 +180,7 @@ def make_grads(built: BuiltUnits, unit: ShardUnit, flat: FlatParam) -> GradAccum
         built.comm,
         built.pool,
         settings.grads,
-        built.homes.host,
+        built.placements.host,
         built.loss_scale,
         eager=settings.plan(unit.kind, built.comm.world_size).eager,
         reduction=settings.reduction,

@@ -83,7 +83,7 @@ class GradAccumulator:
         self._max_under_way = reduction.buckets_in_flight(comm, self.dtype, self._wire)
         self._host = host
         # Reduced gradients go to the host, where the update is.
-        self.on_host = not comm.computes_on_host and not flat.home.master.is_on_device
+        self.on_host = not comm.computes_on_host and not flat.placement.master.is_on_device
         self._memories = 0
         self._resident, self.shard = self._make_memory(eager)
         self._spare: tuple[torch.Tensor | None, ShardTensor] | None = None
@@ -268,7 +268,7 @@ class GradAccumulator:
     def _copy_to_host(self, result: torch.Tensor, mine: torch.Tensor) -> None:
         """Move a reduced part from the compute device to the host, or add it to what is there."""
         if not self._adds:
-            self._on_its_way = self.flat.home.copies.copy(mine, result)
+            self._on_its_way = self.flat.placement.copies.copy(mine, result)
         else:
             self.wait_for_copies()
             mine.add_(result.to(mine.device))
@@ -286,7 +286,7 @@ class GradAccumulator:
     def unsharded_mean(self) -> list[torch.Tensor] | None:
         """The mean gradient of every parameter, where this rank has all of it: views that do not count as written
         to when the buffer itself is. None where it does not, or not yet."""
-        not_here = self.flat.layout.world_size > 1 or self.on_host or self.flat.home.native
+        not_here = self.flat.layout.world_size > 1 or self.on_host or self.flat.placement.native
         if not_here or self._stays_local or not self.is_reduced or self.unreduced is not None:
             return None
         if not self._mean_views:

@@ -76,7 +76,7 @@ def start_line(config: ResolvedConfig, world_size: int, units: Sequence[ShardUni
 
 
 def memory_report(
-    units: Iterable[ShardUnit], reducer: GradReducer, homes: Placements, state_bytes: int
+    units: Iterable[ShardUnit], reducer: GradReducer, placements: Placements, state_bytes: int
 ) -> dict[str, int]:
     """Bytes on this rank between steps, by kind and by medium; `state_bytes` are the optimizer's."""
     report = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
@@ -87,9 +87,9 @@ def memory_report(
     report["gradients"] = sum(grads.shard.nbytes for grads in reducer.buffers)
     report["optimizer"] = state_bytes
     report["total"] = sum(report.values())
-    report["disk"] = homes.disk_bytes()
-    report["host"] = sum(homes.host.usage().values())
-    report["device"] = max(report["total"] - report["disk"] - homes.host_bytes(), 0)
+    report["disk"] = placements.disk_bytes()
+    report["host"] = sum(placements.host.usage().values())
+    report["device"] = max(report["total"] - report["disk"] - placements.host_bytes(), 0)
     return report
 
 

@@ -80,8 +80,8 @@ class Unfreeze:
         comm = self._built.comm
         self._count += 1
         flat_specs = list(self._flat_specs(unit, old, comm))
-        self._built.homes.admit(flat_specs)
-        placements = [self._built.homes.placement_of(flat_spec) for flat_spec in flat_specs]
+        self._built.placements.admit(flat_specs)
+        placements = [self._built.placements.placement_of(flat_spec) for flat_spec in flat_specs]
         if len(flat_specs) == 1 and old.can_become(flat_specs[0], old.params, placements[0], comm):
             self._params.reshard(unit)
             old.check_placeholders()

@@ -56,7 +56,7 @@ class FlatParam:
         self.params = list(params)
         self.on_demand = spec.on_demand
         self.dtype = spec.dtype
-        self.home = placement
+        self.placement = placement
         self.update = None
         self.comm = comm
         self._rank = comm.rank if layout.world_size > 1 else 0
@@ -122,11 +122,11 @@ class FlatParam:
         same_kind = (spec.dtype, spec.on_demand) == (self.dtype, self.on_demand) and comm is self.comm
         if not same_kind or not self._is_sharded_as(spec.layout, params):
             return False
-        if self.on_demand and not placement.param.can_adopt(self.home.param):
+        if self.on_demand and not placement.param.can_adopt(self.placement.param):
             return False
         if self.master is None or not spec.layout.trainable:
             return True
-        return not (placement.native or self.home.native) and placement.master.can_adopt(self.home.master)
+        return not (placement.native or self.placement.native) and placement.master.can_adopt(self.placement.master)
 
     def become(self, layout: UnitLayout, placement: Placement) -> None:
         """Go on as the flat parameter of `layout`, which `can_become` has admitted. No communication, no copy.
@@ -139,7 +139,7 @@ class FlatParam:
         elif self.own_master is not None:
             self.own_master.drop()
         self.shard.move(layout, placement.param)
-        self.layout, self.home, self.runs = layout, placement, runs_by_name(layout, self._rank)
+        self.layout, self.placement, self.runs = layout, placement, runs_by_name(layout, self._rank)
         if not layout.trainable:
             self.master = None
         elif self.master is None:
@@ -153,23 +153,23 @@ class FlatParam:
     def _set_shards(self, values: Shard | None) -> None:
         """Make shard and master, with these values or zeros."""
         if self.on_demand:
-            self.shard = self._keep(values, self.home.param, "param", self.dtype)
+            self.shard = self._keep(values, self.placement.param, "param", self.dtype)
         else:
             self.shard = ShardTensor(self.layout, self._rank, self.full, in_full=True)
         self.master = self._own_master(values) if self.layout.trainable and values is not None else None
 
     def _own_master(self, values: Shard) -> Shard:
         dtype = master_dtype_of(self.dtype)
-        if self.home.native:
-            tile = self.home.tile_numel
-            master = StoredShard(self.layout, self._rank, self.home.master, "master", dtype, tile)
+        if self.placement.native:
+            tile = self.placement.tile_numel
+            master = StoredShard(self.layout, self._rank, self.placement.master, "master", dtype, tile)
             master.copy_from(values)
             return master
         if dtype == self.dtype and self.shard.in_memory is not None:
-            master_is_on_host = self.comm.computes_on_host or not self.home.master.is_on_device
+            master_is_on_host = self.comm.computes_on_host or not self.placement.master.is_on_device
             if master_is_on_host == self.shard_is_on_host:
                 return self.shard
-        return self._keep(values, self.home.master, "master", dtype)
+        return self._keep(values, self.placement.master, "master", dtype)
 
     def _keep(self, values: Shard | None, store: ShardStore, kind: str, dtype: torch.dtype) -> Shard:
         """A shard of its own with these values, or zeros."""
@@ -196,18 +196,17 @@ class FlatParam:
 
     def on_copy_stream(self) -> contextlib.AbstractContextManager[None]:
         """Where the shard comes from the host, its copy and the all-gather behind it stay off the compute stream."""
-        return self.home.copies.beside() if self.is_offloaded else contextlib.nullcontext()
+        return self.placement.copies.beside() if self.is_offloaded else contextlib.nullcontext()
 
     @property
     def is_offloaded(self) -> bool:
         """Whether the shard, or its update, is elsewhere than on the device."""
-        return self.home.master is not self.home.param or not self.home.param.is_on_device
+        return self.placement.master is not self.placement.param or not self.placement.param.is_on_device
 
     def parts_on_device(self) -> list[torch.Tensor]:
         """This rank's part of every bucket, on the compute device; valid until `use_gathered`."""
-        if isinstance(self.shard, ShardTensor) and self.update is None:
-            shard = self.shard
-        else:
+        shard = self.shard.in_memory
+        if shard is None or self.update is not None:
             with self._reading():
                 shard, self._borrowed = self.shard.borrow()
         if shard.memory.device == self.full.device:
@@ -340,7 +339,7 @@ class FlatParam:
     @property
     def shard_is_on_host(self) -> bool:
         """Whether the parameters' shard, where it is memory, is memory of the host."""
-        return self.comm.computes_on_host or (self.on_demand and not self.home.param.is_on_device)
+        return self.comm.computes_on_host or (self.on_demand and not self.placement.param.is_on_device)
 
     @property
     def rank(self) -> int:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hf_zero.layout import Run, UnitLayout
 from hf_zero.storage.base import BorrowedTensors, ShardStore
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One NaN of its own, expanded with stride 0: shape, type and device are true, there are no values."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(tuple(shape))
 
 
 class Shard(abc.ABC):
@@ -249,9 +254,7 @@ class StoredShard(Shard):
         return None
 
     def run_tensors(self, run: Run) -> list[torch.Tensor]:
-        # One element of its own, expanded, as a sharded parameter is: shape, type and numel are true, values are not.
-        shape = run.shape if run.is_unsharded else (run.numel,)
-        return [torch.full((), torch.nan, dtype=self.dtype).expand(shape)]
+        return [placeholder(run.shape if run.is_unsharded else (run.numel,), self.dtype, torch.device("cpu"))]
 
     def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
         for tile, low, high in self._meeting(start, numel):

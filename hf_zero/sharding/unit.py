@@ -119,7 +119,7 @@ def _start_gather(flat: FlatParam) -> list[Pending]:
     gathers = []
     with flat.on_copy_stream():
         for bucket, part in zip(flat.buckets, flat.parts_on_device(), strict=True):
-            if flat.home.broadcasts and not flat.on_demand:
+            if flat.placement.broadcasts and not flat.on_demand:
                 gathers += _start_broadcasts(flat, bucket, part)
             else:
                 gathers.append(flat.comm.all_gather(bucket, part, flat.layout.name))

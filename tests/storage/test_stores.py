@@ -215,6 +215,24 @@ def test_mistakes_of_the_caller(store: ShardStore) -> None:
             store.rollback(["k"])
 
 
+def test_tensors_stay_where_the_store_is_memory(made: Made) -> None:
+    """What is_memory promises to optimizers, which hold the tensors, and to an engine that takes them over."""
+    store = made.store
+    store.create("k", 511, torch.float32)
+    if not store.is_memory:
+        assert not store.can_adopt(store)
+        for call in (lambda: store.tensor("k"), lambda: store.adopt("l", store, "k")):
+            with pytest.raises(AssertionError):
+                call()
+        return
+    tensor = store.tensor("k")
+    put(store, "k", pattern(511, torch.float32, 1))
+    assert torch.equal(tensor, pattern(511, torch.float32, 1)), "a borrow is the tensor itself"
+    assert store.can_adopt(store)
+    store.adopt("l", store, "k")
+    assert store.tensor("l") is tensor and list(store.usage()) == ["l"]
+
+
 def test_close_gives_files_and_threads_back_and_twice_is_once(made: Made) -> None:
     store = made.store
     store.create("k", 7, torch.float32)

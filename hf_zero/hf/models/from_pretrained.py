@@ -36,6 +36,7 @@ from hf_zero.hf.patching import replaced
 from hf_zero.runtime.build import BuildSettings, build_units
 from hf_zero.runtime.memory_report import cast_line
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.shard import placeholder
 from hf_zero.sharding.unit import gather_resident
 
 logger = logging.getLogger(__name__)
@@ -198,8 +199,7 @@ class ShardedLoad:
                 continue
             if id(param) not in made:
                 dtype = dtype_of(live, param.dtype) if live in present else param.dtype
-                placeholder = torch.full((), torch.nan, dtype=dtype, device=self._comm.device)
-                made[id(param)] = nn.Parameter(placeholder.expand(param.shape))
+                made[id(param)] = nn.Parameter(placeholder(param.shape, dtype, self._comm.device))
                 made[id(made[id(param)])] = made[id(param)]
             self._params[live] = module._parameters[name] = made[id(param)]
 

@@ -32,9 +32,9 @@ class Hyper:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Elements of an owned run that are contiguous everywhere, and lie in one tile."""
+    """Elements of a parameter that are contiguous everywhere, and lie in one tile."""
 
-    number: int  # of the owned run
+    number: int | None  # of the owned run; None: the optimizer does not hold the parameter
     start: int  # in the tile
     numel: int
     in_shard: int
@@ -56,23 +56,22 @@ class HostState:
         assert isinstance(master, StoredShard)
         self.master = master
         dtype = moments_dtype or master.dtype
-        home = self.flat.home
+        placement = self.flat.placement
         self.moments = [
-            StoredShard(self.flat.layout, self.flat.rank, home.master, kind, dtype, home.tile_numel)
+            StoredShard(self.flat.layout, self.flat.rank, placement.master, kind, dtype, placement.tile_numel)
             for kind in MOMENTS
         ]
         self.steps = [0] * len(owned)
         self.slices = [list(self._slices(tile.start, tile.end)) for tile in master.tiles]
 
     def _slices(self, start: int, end: int) -> Iterator[_Slice]:
-        for number, owned in enumerate(self.owned):
-            for piece in owned.run.pieces:
-                low, high = max(start, piece.shard_offset), min(end, piece.shard_offset + piece.numel)
-                if low < high:
-                    skipped = low - piece.shard_offset
-                    yield _Slice(
-                        number, low - start, high - low, low, piece.flat_offset + skipped, piece.start + skipped
-                    )
+        numbers = {owned.run.name: number for number, owned in enumerate(self.owned)}
+        for piece in (piece for run in self.flat.runs.values() for piece in run.pieces):
+            low, high = max(start, piece.shard_offset), min(end, piece.shard_offset + piece.numel)
+            skipped = low - piece.shard_offset
+            in_full, in_param = piece.flat_offset + skipped, piece.start + skipped
+            if low < high:
+                yield _Slice(numbers.get(piece.name), low - start, high - low, low, in_full, in_param)
 
     def keys(self, tile: int) -> list[str]:
         return [shard.tiles[tile].key for shard in (self.master, *self.moments)]
@@ -153,15 +152,18 @@ class UpdateJob:
     def _keep_rest(self, tile: int, master: torch.Tensor, out: torch.Tensor | None) -> None:
         """Parameters that are not updated: they are their masters, rounded."""
         for part in self.state.slices[tile]:
-            if self.hypers[part.number] is None and out is not None:
+            if out is not None and self._hyper_of(part) is None:
                 place = part.in_full if self._writer.in_full else part.in_shard
                 out[place : place + part.numel].copy_(master[part.start : part.start + part.numel])
+
+    def _hyper_of(self, part: _Slice) -> Hyper | None:
+        return None if part.number is None else self.hypers[part.number]
 
     def _spans(self, tile: int, grads_in_full: bool, maximize: bool) -> Iterator[AdamSpan]:
         out_in_full = self._writer.in_full
         for part in self.state.slices[tile]:
-            hyper = self.hypers[part.number]
-            if hyper is None or hyper.maximize != maximize:
+            hyper = self._hyper_of(part)
+            if part.number is None or hyper is None or hyper.maximize != maximize:
                 continue
             grad_start = part.in_full if grads_in_full else part.in_shard
             out_start = part.in_full if out_in_full else part.in_shard

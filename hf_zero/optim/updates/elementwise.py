@@ -22,7 +22,7 @@ from hf_zero.optim.registry import needs_unsharded
 from hf_zero.optim.updates.compressed_mean import SignMean
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamPlace
 
 # A parameter's name, elements of it, and tensors that hold these
 StatePlace = tuple[str, Run | Sequence[Piece], Sequence[torch.Tensor]]
@@ -95,15 +95,15 @@ class TorchUpdate:
         """The tensors that the optimizer holds on this rank, and of which elements of which parameter."""
         yield from ((one.run.name, one.run, one.masters) for one in owned if not one.native)
 
-    def reader_of(self, flat: FlatParam, index: int) -> StateReader | None:
+    def reader_of(self, place: ParamPlace) -> StateReader | None:
         """What reads the state of a parameter that is not where its master is; None for others."""
         return None
 
-    def check_sharded(self, flat: FlatParam, index: int) -> None:
+    def check_sharded(self, place: ParamPlace) -> None:
         """Raise StateError if the state of a parameter cannot be read and set in part."""
-        if self.reader_of(flat, index) is not None:
+        if self.reader_of(place) is not None:
             raise StateError(
-                f"the state of {flat.layout.slots[index].name} is on one rank: {type(self.optimizer).__name__} "
+                f"the state of {place.slot.name} is on one rank: {type(self.optimizer).__name__} "
                 "needs it so. It can be read in full, by full_optimizer_state, and not be set."
             )
 
@@ -129,7 +129,7 @@ def sub_groups(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedRun], has_
     size = 0
     for run, pair in pairs:
         numel = pair[0].numel()
-        if groups[-1] and size + numel > run.buffer.flat.home.sub_group_numel:
+        if groups[-1] and size + numel > run.buffer.flat.placement.sub_group_numel:
             groups.append([])
             size = 0
         groups[-1].append(pair)

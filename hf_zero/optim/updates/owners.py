@@ -11,14 +11,15 @@ import torch
 from hf_zero.layout import Run, Slot
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.sharding.flat_param import runs_by_name
+from hf_zero.sharding.shard import placeholder
 
 
 @dataclass(frozen=True)
 class OwnedParam:
     """A parameter that one rank updates in full.
 
-    Invariant: between steps `full` has shape, type and device of the parameter's master, but no memory: it is one
-    NaN, expanded.
+    Invariant: between steps `full` has shape, type and device of the parameter's master, but no memory: it is a
+    placeholder.
     """
 
     buffer: GradAccumulator
@@ -40,9 +41,7 @@ class OwnedParam:
         """Forget the values."""
         if self.full is not None:
             self.full.grad = None
-            self.full.data = torch.full((), torch.nan, dtype=self.dtype, device=self.full.device).expand(
-                self.slot.shape
-            )
+            self.full.data = placeholder(self.slot.shape, self.dtype, self.full.device)
 
 
 class Owners:
@@ -72,16 +71,10 @@ class Owners:
             kept[buffer] = [runs_by_name(layout, rank) for rank in range(layout.world_size)]
         adopted = []
         for (buffer, index), owner in zip(places, owners, strict=True):
-            name = buffer.flat.layout.slots[index].name
-            runs = tuple(by_name.get(name) for by_name in kept[buffer])
-            adopted.append(OwnedParam(buffer, index, owner, runs, self._tensor(buffer, index, owner)))
-            adopted[-1].release()
+            slot, master = buffer.flat.layout.slots[index], buffer.flat.master
+            assert master is not None
+            runs = tuple(by_name.get(slot.name) for by_name in kept[buffer])
+            full = placeholder(slot.shape, master.dtype, self._device) if owner == self._rank else None
+            adopted.append(OwnedParam(buffer, index, owner, runs, full))
         self.params += adopted
         return adopted
-
-    def _tensor(self, buffer: GradAccumulator, index: int, owner: int) -> torch.Tensor | None:
-        if owner != self._rank:
-            return None
-        assert buffer.flat.master is not None
-        shape = buffer.flat.layout.slots[index].shape
-        return torch.empty(shape, dtype=buffer.flat.master.dtype, device=self._device)

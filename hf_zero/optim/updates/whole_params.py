@@ -35,7 +35,7 @@ from hf_zero.optim.updates.elementwise import (
 )
 from hf_zero.optim.updates.owners import OwnedParam, Owners
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamPlace
 
 # Elements that one exchange moves over all ranks together: what bounds the messages' memory.
 _BATCH_NUMEL = 1 << 26
@@ -115,9 +115,9 @@ class OwnershipUpdate(TorchUpdate):
         """One all-to-all: `sources[rank]` to each rank, one behind the other, and `targets[rank]` from it."""
         sizes = [[sum(tensor.numel() for tensor in tensors) for tensors in side] for side in (targets, sources)]
         empty = torch.empty(0, dtype=dtype, device=self.comm.device)
-        parts = [source.reshape(-1).to(empty) for tensors in sources for source in tensors]
+        sent = torch.cat([empty, *(source.reshape(-1).to(empty) for tensors in sources for source in tensors)])
         received = empty.new_empty(sum(sizes[0]))
-        self.comm.all_to_all(received, torch.cat([empty, *parts]), what, (sizes[0], sizes[1])).wait()
+        self.comm.all_to_all(received, sent, what, (sizes[0], sizes[1])).wait()
         at = 0
         for target in (target for tensors in targets for target in tensors):
             target.view(-1).copy_(received[at : at + target.numel()])
@@ -143,9 +143,9 @@ class OwnershipUpdate(TorchUpdate):
             if param.full is not None:
                 yield param.slot.name, [Piece(param.slot.name, 0, param.slot.numel, 0, 0)], [param.full]
 
-    def reader_of(self, flat: FlatParam, index: int) -> StateReader | None:
-        found = (one for one in self._owners.params if one.buffer.flat is flat and one.index == index)
-        param = next(found, None)
+    def reader_of(self, place: ParamPlace) -> StateReader | None:
+        owned = self._owners.params
+        param = next((one for one in owned if one.buffer.flat is place.flat and one.index == place.index), None)
         return None if param is None else functools.partial(self._read, param)
 
     def _read(self, param: OwnedParam, kind: str) -> torch.Tensor | None:
