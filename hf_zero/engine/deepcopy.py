@@ -54,7 +54,7 @@ def _copy_model(engine: Engine, memo: dict[int, Any], new_engine: Callable[..., 
             for param in (param for buffer in unit.buffers for param in buffer.params):
                 memo[id(param)] = nn.Parameter(_placeholder_of(param), requires_grad=param.requires_grad)
         copied: nn.Module = copy.deepcopy(engine.module, memo)
-    settings = BuildSettings.of(engine.config, 1.0, train=False)
+    settings = BuildSettings.of(engine.config, train=False)
     built = build_units(copied, settings, engine.comm, _Twins(engine.units, memo).fill)
     twin = new_engine(copied, engine.config, built=built, train=False)
     for install in engine.installs:

@@ -94,7 +94,7 @@ def plan_model(
         optimizer: Makes the optimizer; None takes the configuration's block, else torch's AdamW.
     """
     comm = PretendedComm(rank, config.world_size, on_host=on_host)
-    settings = BuildSettings.of(config, 1.0)
+    settings = BuildSettings.of(config)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     drafted = flat_param_specs(model, settings, comm)
     return _Planner(config, settings, comm, profile, optimizer).plan(drafted, buffers)
@@ -121,7 +121,7 @@ def plan_units(
         )
         for unit in units
     ]
-    settings = BuildSettings.of(config, 1.0, train=optimizer is not None)
+    settings = BuildSettings.of(config, train=optimizer is not None)
     nbytes = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
     return _Planner(config, settings, pretended, None, optimizer).plan(drafted, nbytes)
 

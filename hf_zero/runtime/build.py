@@ -55,8 +55,7 @@ class BuildSettings:
     offload: OffloadSettings
 
     @classmethod
-    def of(cls, config: ResolvedConfig, scale: float, *, train: bool = True) -> BuildSettings:
-        """`scale` multiplies every gradient; see GradSettings."""
+    def of(cls, config: ResolvedConfig, *, train: bool = True) -> BuildSettings:
         zero = config.zero
         return cls(
             stage=config.stage,
@@ -66,9 +65,7 @@ class BuildSettings:
             cast_to=torch_dtype(config.dtype),
             keep_fp32=config.keep_fp32,
             train=train,
-            grads=GradSettings(
-                torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), scale
-            ),
+            grads=GradSettings(torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type)),
             reduction=Reduction.of(config),
             allow_unused=zero.ignore_unused_parameters,
             offload=OffloadSettings.of(config),
