@@ -91,11 +91,8 @@ class BuiltUnits:
 
 Fill = Callable[[FlatParam], None]
 Reuse = Callable[[FlatParamSpec, list[nn.Parameter], Placement], FlatParam | None]
-
-
-Drafted = list[
-    tuple[UnitSpec, list[FlatParamSpec]]
-]  # a unit before memory exists, with the flat parameters that it will have
+# Units before memory exists, with the flat parameters that they will have.
+Drafted = list[tuple[UnitSpec, list[FlatParamSpec]]]
 
 
 def build_units(
@@ -162,9 +159,8 @@ def make_units(
         if unit.on_demand:
             unit.release()
         units.append(unit)
-    comm.barrier(
-        "all shards"
-    )  # rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own
+    # Rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own.
+    comm.barrier("all shards")
     pool = BufferPool(comm.device, max_per_size=MAX_REDUCES if comm.computes_on_host else 0)
     built = BuiltUnits(settings, comm, homes, units, pool, LossScale())
     for unit in _reduce_order(units):
