@@ -170,7 +170,7 @@ class ShardedConstruction:
                 self._comm.broadcast(bucket, f"first weights of {unit.name}", src=write_rank)
             buffer.accept_whole()
 
-    def whole(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
+    def unsharded(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
         """Inside, `modules` have their own parameters unsharded; rank 0's changes are kept. All ranks must call."""
         return self.gathered((param for module in modules for param in module.parameters(recurse=False)), 0)
 

@@ -94,7 +94,7 @@ def _unsharded_for_initialization(construction: ShardedConstruction) -> Iterator
     def _initialize_weights(self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
         if getattr(module, "_is_hf_initialized", False):
             return
-        with construction.whole([module, *module.children()]):
+        with construction.unsharded([module, *module.children()]):
             original(self, module, is_custom_code)
 
     with replaced(PreTrainedModel, "_initialize_weights", _initialize_weights):
