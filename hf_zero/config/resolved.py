@@ -33,16 +33,9 @@ from hf_zero.config.schema import (
 )
 from hf_zero.errors import ConfigError
 
-# Origins of values. AUTO_* were "auto" in the file.
+# Origins of values; resolve.py has the others.
 FILE = "file"
 DEFAULT = "default"
-ARGUMENTS = "TrainingArguments"
-INFERRED = "inferred"  # from the other batch numbers
-AUTO_FILLED = "auto"
-AUTO_PARAMETERS = "auto (from parameters)"
-AUTO_DEFAULT = "auto (default)"
-AUTO_CLIPPING = "auto (accelerate's value: no max_grad_norm is given)"
-BELOW_STAGE_3 = "no effect below stage 3"
 
 
 @dataclass(frozen=True)

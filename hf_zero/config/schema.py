@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from hf_zero.config.problems import either
@@ -218,30 +218,28 @@ def key(row: Key, name: str = "") -> Any:
 
 def rows_of(section: type[Any]) -> dict[str, Entry]:
     """The rows and blocks that the fields of a section declare."""
-    rows: dict[str, Entry] = {}
-    for one in fields(section):
-        if "row" in one.metadata:
-            rows[_name_of(one)] = one.metadata["row"]
-        elif one.default_factory is not MISSING:
-            inner: Any = one.default_factory
-            rows[_name_of(one)] = Block(always=True, keys=rows_of(inner))
-    return rows
+    return {
+        name: entry if isinstance(entry, Key) else Block(always=True, keys=rows_of(entry))
+        for _, name, entry in _declared(section)
+    }
 
 
 def values_of(section: type[Any], block: Mapping[str, Any]) -> dict[str, Any]:
     """The values of those fields in a resolved block; its other keys are refused, or there is nothing to do."""
-    values = {}
+    return {
+        attribute: block[name] if isinstance(entry, Key) else entry(**values_of(entry, block[name]))
+        for attribute, name, entry in _declared(section)
+    }
+
+
+def _declared(section: type[Any]) -> Iterator[tuple[str, str, Any]]:
+    """Of each field that declares something: its attribute, the name in the file, and the row or the inner section."""
     for one in fields(section):
+        name = one.metadata.get("name") or one.name
         if "row" in one.metadata:
-            values[one.name] = block[_name_of(one)]
+            yield one.name, name, one.metadata["row"]
         elif one.default_factory is not MISSING:
-            inner: Any = one.default_factory
-            values[one.name] = inner(**values_of(inner, block[_name_of(one)]))
-    return values
-
-
-def _name_of(one: Field[Any]) -> str:
-    return str(one.metadata.get("name") or one.name)
+            yield one.name, name, one.default_factory
 
 
 def find(root: Block, path: str) -> Entry | None:

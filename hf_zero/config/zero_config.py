@@ -71,7 +71,7 @@ class ZeroConfig:
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted path as the file has it ("auto" included), under canonical names and types."""
-        return copy.deepcopy(self._parsed.get(path, default))
+        return copy.deepcopy(look_up(self._parsed.values, path, default))
 
     def check(self) -> list[Problem]:
         """Every problem that the file has by itself: wrong keys and values, contradictions, what is not supported."""

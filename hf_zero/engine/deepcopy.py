@@ -57,7 +57,7 @@ def _copy_model(engine: Engine, memo: dict[int, Any], new_engine: Callable[..., 
                 data = placeholder(param.shape, param.dtype, param.device)
                 memo[id(param)] = nn.Parameter(data, requires_grad=param.requires_grad)
         copied: nn.Module = copy.deepcopy(engine.module, memo)
-    settings = BuildSettings.of(engine.config, 1.0, train=False)
+    settings = BuildSettings.of(engine.config, train=False)
     built = build_units(copied, settings, engine.comm, _Twins(engine.units, memo).initialize)
     twin = new_engine(copied, engine.config, built=built, train=False)
     for install in engine.installs:

@@ -78,11 +78,9 @@ class ZeroEngine(ModuleWrapper):
         self.config = config
         self.managed = managed
         self.trains = train
-        accumulation_steps = 1 if managed else config.gradient_accumulation_steps
         if built is None:
             comm = Comm.join(device, group=group, timeout_s=config.desync_timeout)
-            scale = 1 / (comm.world_size * accumulation_steps)
-            built = build_units(model, BuildSettings.of(config, scale, train=train), comm)
+            built = build_units(model, BuildSettings.of(config, train=train), comm)
         self.comm = built.comm
         share_the_rest(model, built.units, self.comm)
         self.placements, self.units, self.pool = built.placements, built.units, built.pool
@@ -90,7 +88,7 @@ class ZeroEngine(ModuleWrapper):
         self.schedule = StepSchedule(
             built,
             config,
-            accumulation_steps,
+            1 if managed else config.gradient_accumulation_steps,
             trains=train,
             on_new_gradients=lambda added: self._attachment.on_gradients(added),
         )

@@ -90,8 +90,7 @@ def replace_engines(
     for engine in engines:
         engine.uninstall()
     layout_change = LayoutChange((unit for engine in engines for unit in engine.units), comm)
-    accumulation = 1 if managed else config.gradient_accumulation_steps
-    settings = BuildSettings.of(config, 1.0 / (comm.world_size * accumulation), train=train)
+    settings = BuildSettings.of(config, train=train)
     built = build_units(model, settings, comm, layout_change.initialize, reuse=layout_change.reuse)
     layout_change.finish()
     for engine in engines:

@@ -194,7 +194,7 @@ class ShardedConstruction:
         for root in roots:
             config, params = self._resolve(root), list(root.parameters())
             types = [param.dtype for param in params]
-            settings = BuildSettings.of(config, 1.0, train=False)
+            settings = BuildSettings.of(config, train=False)
             built = build_units(root, settings, self._comm, layout_change.initialize, reuse=layout_change.reuse)
             engines.append(engine_class()(root, config, built=built, train=False))
             line = cast_line(types, [param.dtype for param in params])

@@ -43,8 +43,6 @@ class StepSchedule:
         trains: bool,
         on_new_gradients: Callable[[list[GradAccumulator]], None],
     ) -> None:
-        self.accumulation_steps = accumulation_steps
-        self.micro_steps = 0
         self.global_steps = 0
         self.step_applied = False  # the last `step` updated the parameters
         self.forced_boundary: bool | None = None  # the script's own answer, in the place of the count
@@ -68,6 +66,7 @@ class StepSchedule:
         limits = PrefetchLimits.of(config.zero)
         self.params = OnDemandParams(built.units, limits, on_left=self.reducer.unit_left, on_used=edits.used)
         self._unfreeze = Unfreeze(built, self.params, self._take_in)
+        self.accumulate_over(accumulation_steps)
 
     # ---------------------------------------------------------------- micro-batches
     def is_boundary(self) -> bool:
@@ -95,7 +94,7 @@ class StepSchedule:
         self.micro_steps = global_steps * self.accumulation_steps
 
     def accumulate_over(self, steps: int) -> None:
-        """Change the number of micro-batches of an update, between two of them."""
+        """Set the number of micro-batches of an update, between two updates."""
         self.accumulation_steps = steps
         self.restart_at(self.global_steps)
         scale = 1 / (self._comm.world_size * steps)

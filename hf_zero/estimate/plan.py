@@ -94,10 +94,9 @@ def plan_model(
         optimizer: Makes the optimizer; None takes the configuration's block, else torch's AdamW.
     """
     comm = PretendedComm(rank, config.world_size, on_host=on_host)
-    settings = BuildSettings.of(config, 1.0)
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    settings = BuildSettings.of(config)
     drafted = flat_param_specs(model, settings, comm)
-    return _Planner(config, settings, comm, profile, optimizer).plan(drafted, buffers)
+    return _Planner(config, settings, comm, profile, optimizer).plan(drafted, model.buffers())
 
 
 def plan_units(
@@ -121,9 +120,8 @@ def plan_units(
         )
         for unit in units
     ]
-    settings = BuildSettings.of(config, 1.0, train=optimizer is not None)
-    nbytes = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-    return _Planner(config, settings, pretended, None, optimizer).plan(drafted, nbytes)
+    settings = BuildSettings.of(config, train=optimizer is not None)
+    return _Planner(config, settings, pretended, None, optimizer).plan(drafted, buffers)
 
 
 def _parameters_of(unit: ShardUnit) -> Iterator[tuple[str, nn.Parameter]]:
@@ -150,8 +148,9 @@ class _Planner:
         self._optimizer = optimizer
         self._tracker = StorageTracker()
 
-    def plan(self, drafted: Drafted, buffer_bytes: int) -> Plan:
+    def plan(self, drafted: Drafted, buffers: Iterable[torch.Tensor]) -> Plan:
         tracker = self._tracker
+        buffer_bytes = sum(buffer.nbytes for buffer in buffers)
         with torch.no_grad():
             built, stand_ins, start = self._build(drafted)
             assert isinstance(built.placements, PretendedPlacements)

@@ -124,16 +124,11 @@ class PretendedDisk(ShardStore):
         return {key: numel * dtype.itemsize for key, (numel, dtype) in self._sizes.items()}
 
 
-class _NoCopies(CopyStream):
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))  # without a stream
-
-
 class PretendedPlacements(Placements):
     """Placements whose stores have sizes only: no memory, no folder, no file."""
 
     def _make_copies(self) -> CopyStream:
-        return _NoCopies()
+        return CopyStream(torch.device("cpu"))  # without a stream
 
     def _make_host(self, *, pin: bool) -> HostStore:
         return PretendedHost(META, pin=False)

@@ -169,7 +169,7 @@ def measure(model: nn.Module, config: ResolvedConfig, batch: Mapping[str, torch.
         offload_param=OffloadParam(),
         offload_optimizer=OffloadOptimizer(),
     )
-    settings = BuildSettings.of(dataclasses.replace(config, stage=3, zero=zero), 1.0)
+    settings = BuildSettings.of(dataclasses.replace(config, stage=3, zero=zero))
     comm = PretendedComm(0, 2, on_host=on_host)
     with _untouched(model):
         built = make_units(

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -66,16 +66,9 @@ class _FileInfo(ctypes.Structure):  # hz_aio_file_info
     ]
 
 
-_COUNTERS = ("submits", "operations", "completions", "refills", "max_in_flight", "bounced", "buffered")
-
-
-class _Stats(ctypes.Structure):  # hz_aio_stats
-    _fields_ = [(name, ctypes.c_int64) for name in _COUNTERS]
-
-
 @dataclass(frozen=True)
 class AioStats:
-    """Counters of a queue since it was made."""
+    """Counters of a queue since it was made: hz_aio_stats, in its order."""
 
     submits: int  # system calls that started operations
     operations: int  # started: blocks, and rests of blocks that were transferred in part
@@ -84,6 +77,10 @@ class AioStats:
     max_in_flight: int  # blocks under way at once
     bounced: int  # operations through an aligned block of the queue, because memory or offset were not aligned
     buffered: int  # operations through the page cache
+
+
+class _Stats(ctypes.Structure):
+    _fields_ = [(counter.name, ctypes.c_int64) for counter in fields(AioStats)]
 
 
 @functools.cache
@@ -245,7 +242,7 @@ class AioQueue:
         self._check_process()
         stats = _Stats()
         _native().hz_aio_stats_of(self._handle, ctypes.byref(stats))
-        return AioStats(*(getattr(stats, name) for name in _COUNTERS))
+        return AioStats(*(getattr(stats, counter.name) for counter in fields(AioStats)))
 
     def close(self) -> None:
         """Wait for everything under way and end the threads. Tickets that are left can still be waited for."""

@@ -55,8 +55,7 @@ class BuildSettings:
     offload: OffloadSettings
 
     @classmethod
-    def of(cls, config: ResolvedConfig, scale: float, *, train: bool = True) -> BuildSettings:
-        """`scale` multiplies every gradient; see GradSettings."""
+    def of(cls, config: ResolvedConfig, *, train: bool = True) -> BuildSettings:
         zero = config.zero
         return cls(
             stage=config.stage,
@@ -66,9 +65,7 @@ class BuildSettings:
             cast_to=torch_dtype(config.dtype),
             keep_fp32=config.keep_fp32,
             train=train,
-            grads=GradSettings(
-                torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), scale
-            ),
+            grads=GradSettings(torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type)),
             reduction=Reduction.of(config),
             allow_unused=zero.ignore_unused_parameters,
             offload=OffloadSettings.of(config),
@@ -94,11 +91,8 @@ class BuiltUnits:
 
 Initialize = Callable[[FlatParam], None]
 Reuse = Callable[[FlatParamSpec, list[nn.Parameter], Placement], FlatParam | None]
-
-
-Drafted = list[
-    tuple[UnitSpec, list[FlatParamSpec]]
-]  # a unit before memory exists, with the flat parameters that it will have
+# Units before memory exists, with the flat parameters that they will have.
+Drafted = list[tuple[UnitSpec, list[FlatParamSpec]]]
 
 
 def build_units(
@@ -162,9 +156,8 @@ def make_units(
         if unit.on_demand:
             unit.release()
         units.append(unit)
-    comm.barrier(
-        "all shards"
-    )  # rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own
+    # Rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own.
+    comm.barrier("all shards")
     pool = BufferPool(comm.device, max_per_size=MAX_REDUCES if comm.computes_on_host else 0)
     built = BuiltUnits(settings, comm, placements, units, pool, LossScale())
     for unit in _reduce_order(units):

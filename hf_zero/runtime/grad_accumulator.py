@@ -23,7 +23,6 @@ class GradSettings:
 
     accum_dtype: torch.dtype | None  # None: fp32, fp64 for fp64 parameters
     wire_dtype: torch.dtype | None  # `communication_data_type`; None: the accumulation type
-    scale: float  # 1 / (world size x accumulation steps): the sum over ranks and micro-steps becomes the mean
 
 
 class GradState(enum.Enum):
@@ -72,7 +71,7 @@ class GradAccumulator:
         self._reduction = reduction
         self._comm = comm
         self._pool = pool
-        self._mean = settings.scale
+        self._mean = 1.0  # see use_scale
         self._loss_scale = loss_scale
         self._stays_local = False  # gradients are not summed over ranks: the optimizer exchanges something smaller
         self._wire = settings.wire_dtype
@@ -192,7 +191,10 @@ class GradAccumulator:
         return any(self._written)
 
     def use_scale(self, scale: float) -> None:
-        """Multiply gradients by `scale` from the next window on; see GradSettings."""
+        """Multiply gradients by `scale`, 1 / (world size x accumulation steps), from the next accumulation window on.
+
+        The sum over ranks and micro-steps becomes the mean.
+        """
         self._mean = scale
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hf_zero.config import ResolvedConfig
-from hf_zero.config.announce import announce
+from hf_zero.config.announce import start_text
 from hf_zero.runtime.log_lines import log_start
 from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
@@ -33,7 +33,10 @@ def announce_engine(
     """What a reader of the log needs to know, once, from rank 0."""
     if trains:
         log_start(zero_line(config, device, world_size, units))
-    announce(config, logger)
+    for notice in config.notices:
+        logger.warning(notice)
+    if not config.dump_state:  # which logs it whatever the level
+        logger.info("%s", start_text(config))
     logger.info("hf_zero: %s", start_line(config, world_size, units, reducer))
 
 

@@ -7,7 +7,6 @@ nothing: a parameter without gradient is left alone.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -45,6 +44,7 @@ class Unfreeze:
         self._params = params
         self._on_added = on_added
         self._count = 0
+        self._scale = 1.0
         self._frozen = frozen_parameters(built.units) if built.settings.train else []
 
     def look(self) -> None:
@@ -55,10 +55,8 @@ class Unfreeze:
             self._on_added(added)
 
     def use_scale(self, scale: float) -> None:
-        """What new gradient buffers multiply with; see GradSettings."""
-        settings = self._built.settings
-        grads = dataclasses.replace(settings.grads, scale=scale)
-        self._built = dataclasses.replace(self._built, settings=dataclasses.replace(settings, grads=grads))
+        """What new gradient accumulators multiply with; see GradAccumulator.use_scale."""
+        self._scale = scale
 
     def split(self) -> list[GradAccumulator]:
         """Gradient buffers for every parameter that requires gradients by now. All ranks must call, alike.
@@ -97,7 +95,9 @@ class Unfreeze:
                 unit.replace(old, new)
                 self._params.reshard(unit)
             old.discard()
-        return make_grads(self._built, unit, next(flat for flat in new if flat.layout.trainable))
+        grads = make_grads(self._built, unit, next(flat for flat in new if flat.layout.trainable))
+        grads.use_scale(self._scale)
+        return grads
 
     def _flat_specs(self, unit: ShardUnit, old: FlatParam, comm: Comm) -> Iterator[FlatParamSpec]:
         base = old.layout.name.partition("/frozen")[0]

@@ -23,6 +23,7 @@ from torch import nn
 from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.config.precision import LossScaling
 from hf_zero.config.problems import raise_all
+from hf_zero.config.resolved import FILE
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.replace import new_engine
 from hf_zero.errors import ConfigError, StateError
@@ -160,7 +161,7 @@ class ZeroPlugin:
         if block is not None and block["type"] != type(optimizer).__name__:
             logger.warning("the optimizer block is not used: the script made its own %s", type(optimizer).__name__)
         clipping = 0.0 if self._args is not None else resolved.gradient_clipping  # Trainer clips by itself
-        is_fixed = resolved.origins.get("gradient_clipping") == "file"
+        is_fixed = resolved.origins.get("gradient_clipping") == FILE
         return ZeroAcceleratedOptimizer(attached, engine, clipping=clipping, clipping_is_fixed=is_fixed)
 
 

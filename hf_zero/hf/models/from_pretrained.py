@@ -152,7 +152,7 @@ class ShardedLoad:
         present = {names[key].name for key in given}
         _quietly_tie(model, set(live) - present)
         self._replace_parameters(present)
-        settings = BuildSettings.of(self._config, 1.0, train=False)
+        settings = BuildSettings.of(self._config, train=False)
         params = {id(param): param for param in self._params.values()}.values()
         types = [param.dtype for param in params]
         self._built = build_units(model, settings, self._comm, FlatParam.initialize_with_zeros)
