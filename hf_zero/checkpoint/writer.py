@@ -127,7 +127,7 @@ def write_rank_file(
     Args:
         runs: Everything this rank owns. Tensors are 1-D [run.numel], in their own dtype.
         buffers: Persistent buffers, unsharded, under their state_dict names; given by rank 0 only.
-        info: What the manifest will say; the file is marked with it.
+        info: What the manifest will hold; the file is marked with it.
     Raises:
         CheckpointError: The operating system refused; the message names the file, and nothing of it is left.
     """

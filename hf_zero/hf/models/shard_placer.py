@@ -71,7 +71,10 @@ class ShardPlacer:
             for nbytes in pool.map(lambda job: _read_piece(*job), jobs):
                 progress.update(nbytes)
         self._noted.clear()
-        self._keep()
+        for buffer, shard in self._shards.items():
+            if shard is not buffer.shard:
+                buffer.shard.copy_from(shard)
+        self._shards.clear()
         return time.monotonic() - start
 
     def _spots(self, target: _Target) -> Iterator[tuple[Piece, torch.Tensor]]:
@@ -79,7 +82,7 @@ class ShardPlacer:
         buffer, run = target
         if buffer not in self._shards:
             shard = buffer.shard
-            if not isinstance(shard, ShardTensor):  # on disk: written in one go, by `_keep`
+            if not isinstance(shard, ShardTensor):  # on disk: written in one go, by `read`
                 memory = torch.zeros(buffer.layout.shard_numel, dtype=buffer.dtype)
                 shard = ShardTensor(buffer.layout, buffer.rank, memory, in_full=False)
             self._shards[buffer] = shard
@@ -87,12 +90,6 @@ class ShardPlacer:
         for piece in run.pieces:
             start = piece.flat_offset if shard.in_full else piece.shard_offset
             yield piece, shard.memory[start : start + piece.numel]
-
-    def _keep(self) -> None:
-        for buffer, shard in self._shards.items():
-            if shard is not buffer.shard:
-                buffer.shard.copy_from(shard)
-        self._shards.clear()
 
 
 def _read_piece(stored: StoredTensor, start: int, view: torch.Tensor) -> int:
