@@ -446,8 +446,9 @@ class RankFiles:
                 header = file.header(self._marks)
                 held = {key: (tensor.dtype, tensor.nbytes) for key, tensor in header.items()}
                 wanted = self._contents[rank]
-                looked_at = [key for key in sorted(held.keys() | wanted.keys()) if self._is_read(key)]
-                other = [key for key in looked_at if held.get(key) != wanted.get(key)]
+                other = [key for key in sorted(held.keys() | wanted.keys()) if held.get(key) != wanted.get(key)]
+                if self._kinds is not None:
+                    other = [key for key in other if key.rpartition("::")[2] in self._kinds]
                 differences = f"{', '.join(other[:3])} ({len(other)} differences)"
                 expect(not other, f"it does not hold what the manifest lists: {differences}")
             self._headers[rank] = header
@@ -457,9 +458,6 @@ class RankFiles:
         """Fill `view` from a byte of a rank's file on."""
         with self._opened(rank) as file:
             file.read(view, offset)
-
-    def _is_read(self, key: str) -> bool:
-        return self._kinds is None or key.rpartition("::")[2] in self._kinds
 
     @contextmanager
     def _opened(self, rank: int) -> Iterator[SafetensorsFile]:
@@ -516,14 +514,9 @@ class SafetensorsFile:
         text = bytearray(begin - 8)
         self.read(memoryview(text), 8)
         try:
-            entries = check_header(json.loads(text), size - begin, marks or {})
+            return check_header(json.loads(text), begin, size, marks or {})
         except (ValueError, RecursionError) as error:
             raise ValueError(f"unreadable header ({error})") from error
-        header = {}
-        for name, entry in entries.items():
-            start, end = entry["data_offsets"]
-            header[name] = Stored(entry["dtype"], tuple(entry["shape"]), begin + start, end - start)
-        return header
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -531,13 +524,14 @@ class SafetensorsFile:
             self._descriptor = -1
 
 
-def check_header(header: Any, size: int, marks: Mapping[str, str]) -> dict[str, Any]:
-    """The entries of a safetensors header whose data has `size` bytes; ValueError if they cannot be used."""
+def check_header(header: Any, begin: int, size: int, marks: Mapping[str, str]) -> dict[str, Stored]:
+    """The tensors of a header in a file of `size` bytes, whose data begin at `begin`; ValueError if it is damaged."""
     expect(is_map(header, lambda entry: isinstance(entry, dict)), "its header is no object of objects")
     found = header.pop("__metadata__", {})
     known = all(found.get(mark, value) == value for mark, value in marks.items())  # older files have no marks
     expect(known, "it was written with another manifest")
-    end = 0
+    tensors = {}
+    end = begin
     for key, entry in header.items():
         dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         expect(isinstance(dtype, str) and dtype in ITEM_BYTES, f"{key} has the type {dtype}, which is unknown here")
@@ -545,9 +539,11 @@ def check_header(header: Any, size: int, marks: Mapping[str, str]) -> dict[str, 
         expect(all(is_count(n) for n in offsets) and offsets[0] <= offsets[1], f"the offsets of {key}")
         nbytes = math.prod(shape) * ITEM_BYTES[dtype] if is_shape(shape) else -1
         expect(nbytes == offsets[1] - offsets[0], f"the shape of {key}")
-        end = max(end, offsets[1])
-    expect(end == size, f"it describes {end} bytes of tensors, and there are {size}: it was truncated or overwritten")
-    return dict(header)
+        tensors[key] = Stored(dtype, tuple(shape), begin + offsets[0], nbytes)
+        end = max(end, begin + offsets[1])
+    problem = f"it describes {end - begin} bytes of tensors, and there are {size - begin}"
+    expect(end == size, f"{problem}: it was truncated or overwritten")
+    return tensors
 
 
 def encode_header(
