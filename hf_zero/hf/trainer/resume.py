@@ -147,21 +147,17 @@ def read_scheduler(trainer: Any, comm: Comm, folder: str) -> None:
         with warnings.catch_warnings(record=True) as caught:
             state = torch.load(path, weights_only=True)
         reissue_pt_warnings(caught)
-        _check_schedule(trainer.lr_scheduler, state, folder)
+        # A schedule of the configuration and one of Trainer's keep different states.
+        has_block = "last_batch_iteration" in state
+        if has_block != isinstance(trainer.lr_scheduler, Schedule):
+            raise CheckpointError(
+                f"cannot resume from {folder}: it was written {'with' if has_block else 'without'} a scheduler block, "
+                f"and this run's schedule is {type(trainer.lr_scheduler).__name__}. Use the same configuration, or "
+                "start anew from its weights."
+            )
         trainer.lr_scheduler.load_state_dict(state)
 
     read_on_all(comm, path, read)
-
-
-def _check_schedule(scheduler: Any, state: dict[str, Any], checkpoint: str) -> None:
-    """A schedule of the configuration and one of Trainer's keep different states."""
-    if ("last_batch_iteration" in state) == isinstance(scheduler, Schedule):
-        return
-    how = "with" if "last_batch_iteration" in state else "without"
-    raise CheckpointError(
-        f"cannot resume from {checkpoint}: it was written {how} a scheduler block, and this run's schedule is "
-        f"{type(scheduler).__name__}. Use the same configuration, or start anew from its weights."
-    )
 
 
 def state_to_load(project: Any, input_dir: str | None) -> str:
