@@ -171,20 +171,16 @@ def is_map(value: Any, of: Callable[[Any], bool]) -> bool:
 def check_manifest(manifest: Mapping[str, Any]) -> None:
     """Raise ValueError, with what is wrong where, unless a save can have written this manifest.
 
-    What it says of layouts, names, shapes, types and files agrees then: readers go by it without a look of their own.
+    Its layouts, names, shapes, types and files agree then: readers rely on that and do not check again.
     """
     missing = sorted(MANIFEST_KEYS - manifest.keys())
     expect(not missing, f"{', '.join(missing)} missing")
-    expect(
-        type(manifest["format_version"]) is int and manifest["format_version"] >= 1,
-        f"format_version {manifest['format_version']!r}",
-    )
+    least_and_most = {"format_version": (1, FORMAT_VERSION), "world_size": (1, 1 << 31), "stage": (0, 3)}
+    for key, (least, most) in {**least_and_most, "global_step": (0, MOST_NUMEL)}.items():
+        expect(is_count(manifest[key], most) and manifest[key] >= least, f"{key} {manifest[key]!r}")
     world_size, saved_at = manifest["world_size"], manifest["saved_at"]
     expect(is_name(manifest["hf_zero_version"]), "hf_zero_version is no text")
     expect(type(saved_at) in (int, float) and 0 <= saved_at < 253402300800, "saved_at is no time")  # the year 10000
-    expect(is_count(world_size, 1 << 31) and world_size > 0, f"world_size {world_size!r}")
-    expect(is_count(manifest["stage"], 3), f"stage {manifest['stage']!r}")
-    expect(is_count(manifest["global_step"]), f"global_step {manifest['global_step']!r}")
     check_files(manifest["files"], world_size)
     slots = check_layouts(manifest["layouts"], world_size)
     check_tensors(manifest, slots)
@@ -347,7 +343,7 @@ def plan_tensors(manifest: Mapping[str, Any], options: Options) -> list[Tensor]:
 
 
 def rank_contents(manifest: Mapping[str, Any]) -> list[dict[str, tuple[str, int]]]:
-    """For each rank file: key -> element type and bytes of every tensor that the manifest says is in it."""
+    """For each rank file: key -> element type and bytes of every tensor that is in it by the manifest."""
     contents: list[dict[str, tuple[str, int]]] = [{} for _ in manifest["files"]]
     for unit, slot in ((layout, slot) for layout in manifest["layouts"] for slot in layout["slots"]):
         name, shape, offset = slot
@@ -384,7 +380,7 @@ class RankFiles:
     Args:
         kinds: What will be read ("master", "exp_avg", ...), None for all; what else files hold is not looked at.
     Raises:
-        ConsolidateError: A file is missing, damaged, or not what the manifest says, here or at a later read.
+        ConsolidateError: A file is missing, damaged, or not what the manifest lists, here or at a later read.
     """
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any], kinds: Sequence[str] | None = None) -> None:
@@ -444,16 +440,17 @@ class RankFiles:
             yield np.frombuffer(buffer[:filled], np.uint8)
 
     def header(self, rank: int) -> dict[str, Stored]:
-        """The tensors in a rank's file, which are those that the manifest says are in it."""
+        """The tensors in a rank's file, which have been compared with the manifest."""
         if rank not in self._headers:
             with self._opened(rank) as file:
                 header = file.header(self._marks)
                 held = {key: (tensor.dtype, tensor.nbytes) for key, tensor in header.items()}
-                said = self._contents[rank]
-                looked_at = [key for key in sorted(held.keys() | said.keys()) if self._is_read(key)]
-                other = [key for key in looked_at if held.get(key) != said.get(key)]
+                wanted = self._contents[rank]
+                other = [key for key in sorted(held.keys() | wanted.keys()) if held.get(key) != wanted.get(key)]
+                if self._kinds is not None:
+                    other = [key for key in other if key.rpartition("::")[2] in self._kinds]
                 differences = f"{', '.join(other[:3])} ({len(other)} differences)"
-                expect(not other, f"it does not hold what the manifest says: {differences}")
+                expect(not other, f"it does not hold what the manifest lists: {differences}")
             self._headers[rank] = header
         return self._headers[rank]
 
@@ -461,9 +458,6 @@ class RankFiles:
         """Fill `view` from a byte of a rank's file on."""
         with self._opened(rank) as file:
             file.read(view, offset)
-
-    def _is_read(self, key: str) -> bool:
-        return self._kinds is None or key.rpartition("::")[2] in self._kinds
 
     @contextmanager
     def _opened(self, rank: int) -> Iterator[SafetensorsFile]:
@@ -494,7 +488,7 @@ class Stored:
 class SafetensorsFile:
     """Reads a safetensors file by offset: pages of a memory map would count as memory of the process.
 
-    It is opened at the first read, also after `close`. OSError comes from the system; ValueError says what is damaged.
+    It is opened at the first read, also after `close`. OSError comes from the system; ValueError names the damage.
     """
 
     def __init__(self, path: Path) -> None:
@@ -507,7 +501,7 @@ class SafetensorsFile:
             self._descriptor = os.open(self.path, os.O_RDONLY | BINARY)
         while view:
             count = read_at(self._descriptor, view, offset)
-            expect(count > 0, f"it ends too early, at byte {offset}: it was cut off")
+            expect(count > 0, f"it ends too early, at byte {offset}: it was truncated")
             view, offset = view[count:], offset + count
 
     def header(self, marks: Mapping[str, str] | None = None) -> dict[str, Stored]:
@@ -516,18 +510,13 @@ class SafetensorsFile:
         self.read(memoryview(length), 0)
         size, begin = os.fstat(self._descriptor).st_size, 8 + int.from_bytes(length, "little")
         fits = 8 < begin <= min(size, MAX_HEADER_BYTES)
-        expect(fits, f"it is no safetensors file, or its header was cut off ({size} bytes)")
+        expect(fits, f"it is no safetensors file, or its header was truncated ({size} bytes)")
         text = bytearray(begin - 8)
         self.read(memoryview(text), 8)
         try:
-            entries = check_header(json.loads(text), size - begin, marks or {})
+            return check_header(json.loads(text), begin, size, marks or {})
         except (ValueError, RecursionError) as error:
             raise ValueError(f"unreadable header ({error})") from error
-        header = {}
-        for name, entry in entries.items():
-            start, end = entry["data_offsets"]
-            header[name] = Stored(entry["dtype"], tuple(entry["shape"]), begin + start, end - start)
-        return header
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -535,13 +524,14 @@ class SafetensorsFile:
             self._descriptor = -1
 
 
-def check_header(header: Any, size: int, marks: Mapping[str, str]) -> dict[str, Any]:
-    """The entries of a safetensors header whose data has `size` bytes; ValueError if they cannot be used."""
+def check_header(header: Any, begin: int, size: int, marks: Mapping[str, str]) -> dict[str, Stored]:
+    """The tensors of a header in a file of `size` bytes, whose data begin at `begin`; ValueError if it is damaged."""
     expect(is_map(header, lambda entry: isinstance(entry, dict)), "its header is no object of objects")
     found = header.pop("__metadata__", {})
     known = all(found.get(mark, value) == value for mark, value in marks.items())  # older files have no marks
     expect(known, "it was written with another manifest")
-    end = 0
+    tensors = {}
+    end = begin
     for key, entry in header.items():
         dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         expect(isinstance(dtype, str) and dtype in ITEM_BYTES, f"{key} has the type {dtype}, which is unknown here")
@@ -549,9 +539,11 @@ def check_header(header: Any, size: int, marks: Mapping[str, str]) -> dict[str, 
         expect(all(is_count(n) for n in offsets) and offsets[0] <= offsets[1], f"the offsets of {key}")
         nbytes = math.prod(shape) * ITEM_BYTES[dtype] if is_shape(shape) else -1
         expect(nbytes == offsets[1] - offsets[0], f"the shape of {key}")
-        end = max(end, offsets[1])
-    expect(end == size, f"it describes {end} bytes of tensors, and there are {size}: it was cut off or overwritten")
-    return dict(header)
+        tensors[key] = Stored(dtype, tuple(shape), begin + offsets[0], nbytes)
+        end = max(end, begin + offsets[1])
+    problem = f"it describes {end - begin} bytes of tensors, and there are {size - begin}"
+    expect(end == size, f"{problem}: it was truncated or overwritten")
+    return tensors
 
 
 def encode_header(
@@ -592,7 +584,7 @@ def round_to_bf16(single: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """The bits of the nearest bfloat16, ties to even."""
     bits = single.view("<u4")
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
-    # A NaN stays one: rounding could carry its bits into the sign, or cut all of them off.
+    # A NaN stays one: rounding could carry its bits into the sign, or drop all of them.
     return np.where(np.isnan(single), (bits >> 16) | 0x40, rounded).astype("<u2")
 
 

@@ -1,4 +1,4 @@
-"""zero/manifest.json: what it says, how it is written to JSON and read back, and whether the files agree with it.
+"""zero/manifest.json: its content, how it is written to JSON and read back, and whether the files agree with it.
 
 The manifest is the commit mark: a folder without one holds no checkpoint, whatever else lies in it. It also holds the
 layouts, so that a reader finds any element of any parameter from the manifest and the rank files alone. No torch here.
@@ -90,7 +90,7 @@ class SaveInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(SaveInfo):
-    """SaveInfo, and what the ranks wrote: the whole content of zero/manifest.json."""
+    """SaveInfo, and what the ranks wrote: all that zero/manifest.json holds."""
 
     format_version: int
     hf_zero_version: str
@@ -132,7 +132,7 @@ class Manifest(SaveInfo):
 
 
 def marks_of(info: SaveInfo, buffers: Iterable[TensorInfo]) -> dict[str, str]:
-    """What rank files say of the manifest that they belong to: see consolidate.file_marks."""
+    """What rank files hold of the manifest that they belong to: see consolidate.file_marks."""
     return file_marks({**info.to_json(), "buffers": [_tensor_json(buffer) for buffer in buffers]})
 
 

@@ -16,7 +16,7 @@ from hf_zero.checkpoint.consolidate import CODES, WEIGHT_KINDS
 from hf_zero.checkpoint.manifest import STATE_MARK, Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.scheduler_state import like
-from hf_zero.checkpoint.writer import Chunked, Scalar
+from hf_zero.checkpoint.writer import Chunked, Scalar, dtype_name
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Run
 from hf_zero.optim.param_groups import OwnedRun
@@ -32,7 +32,7 @@ GROUP_OF = "param_group_of"
 ATTACHED = "attached."
 # Optimizers that keep the same state under the same names: one goes on where the other stopped.
 _SAME_STATE = frozenset(["Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam", "UncorrectedAdam"])
-# Hyperparameters that say how an update is computed, not which: another device or torch may have other ways.
+# Hyperparameters of how an update is computed, not of which: another device or torch may have other ways.
 _OWN_CHOICE = frozenset(["fused", "foreach", "capturable", "differentiable"])
 
 
@@ -55,7 +55,8 @@ def collect(
             flat = [value.reshape(-1) for value in values]
             tensors[key] = flat[0] if len(flat) == 1 else torch.cat(flat)
         elif isinstance(first, torch.Tensor) and first.numel() == 1:
-            scalars[key + _as_it_was(first)] = first.item()
+            is_usual = first.dim() == 0 and first.dtype == torch.float32
+            scalars[key if is_usual else f"{key}@{dtype_name(first.dtype)}{list(first.shape)}"] = first.item()
         elif isinstance(first, bool | int | float):
             scalars[key + _PYTHON_NUMBER] = first
         elif first is not None:
@@ -88,7 +89,9 @@ def read_states(
                 state[kind] = chunk.to(device, tensor.dtype, copy=True).view(tensor.shape)
     for saved_as, value in reader.scalars(name).items():
         key, scalar = _restored(saved_as, value)
-        if isinstance(scalar, torch.Tensor) and _is_on_device(key, group):
+        # As torch's Optimizer.load_state_dict has it: kernels read `step` where the parameter is, Python on the CPU.
+        is_on_device = key != "step" or group.get("fused") or group.get("capturable")
+        if isinstance(scalar, torch.Tensor) and is_on_device:
             scalar = scalar.to(device)
         for state in states:
             state[key] = scalar.clone() if isinstance(scalar, torch.Tensor) else scalar
@@ -97,18 +100,6 @@ def read_states(
         if mark and owner == name:  # the optimizer needs full parameters, so it holds one tensor
             states[0][kind] = reader.read_buffer(info.name).to(device)
     return states
-
-
-def _is_on_device(key: str, group: Mapping[str, Any]) -> bool:
-    """As torch's Optimizer.load_state_dict has it: kernels read `step` where the parameter is, Python on the CPU."""
-    return key != "step" or bool(group.get("fused") or group.get("capturable"))
-
-
-def _as_it_was(value: torch.Tensor) -> str:
-    """A suffix of the key in the file: type and shape of a tensor of one element, unless they are the usual ones."""
-    if value.dim() == 0 and value.dtype == torch.float32:
-        return ""
-    return f"@{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def _restored(saved_as: str, value: Scalar) -> tuple[str, torch.Tensor | Scalar]:

@@ -1,7 +1,7 @@
 """Files that lie beside `zero/` in a checkpoint folder: whether they can be read at all. No torch here.
 
 Nothing has a checksum of them but what their formats have: JSON must parse, torch's files are zip archives with a
-checksum of every part, safetensors files are as long as their headers say.
+checksum of every part, safetensors files have the length in their headers.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.consolidate import WEIGHT_KINDS, Advance, RankFiles
+from hf_zero.checkpoint.consolidate import WEIGHT_KINDS, RankFiles
 from hf_zero.checkpoint.manifest import BUFFER_KIND, Manifest, TensorInfo, offering, read_manifest
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Run, Slot, UnitLayout
@@ -74,9 +74,6 @@ class CheckpointReader:
     def _buffers(self) -> dict[str, TensorInfo]:
         return {info.name: info for info in self.manifest.buffers}
 
-    def __contains__(self, name: str) -> bool:
-        return self._canonical(name) in self._units
-
     def shape(self, name: str) -> tuple[int, ...]:
         return self._slot(name).shape
 
@@ -93,11 +90,11 @@ class CheckpointReader:
         return self.manifest.scalars.get(self._slot(name).name, {})
 
     # ---------------------------------------------------------------- checks
-    def check_against(self, layouts: Iterable[UnitLayout], *, strict: bool = True) -> None:
-        """Every parameter of these layouts is stored with the same shape; if strict, nothing else is stored.
+    def check_against(self, layouts: Iterable[UnitLayout]) -> None:
+        """Every parameter of these layouts is stored with the same shape, and nothing else is stored.
 
         Raises:
-            CheckpointError: Lists every parameter that is missing, of another shape, or (if strict) unknown.
+            CheckpointError: Lists every parameter that is missing, of another shape, or unknown.
         """
         problems = []
         wanted: set[str] = set()
@@ -108,14 +105,13 @@ class CheckpointReader:
                 problems.append(f"{slot.name}: not in the checkpoint")
             elif self.shape(name) != slot.shape:
                 problems.append(f"{slot.name}: shape {slot.shape} in the model, {self.shape(name)} in the checkpoint")
-        if strict:
-            problems += [f"{name}: not in the model" for name in self._units if name not in wanted]
+        problems += [f"{name}: not in the model" for name in self._units if name not in wanted]
         if problems:
             raise CheckpointError(
                 f"{self.folder} does not fit the model ({len(problems)} differences):\n  " + "\n  ".join(problems)
             )
 
-    def verify(self, rank: int = 0, world_size: int = 1, progress: Advance | None = None) -> None:
+    def verify(self, rank: int = 0, world_size: int = 1) -> None:
         """Check checksums and headers of this rank's share of the files (all of them at world size 1).
 
         Raises:
@@ -124,7 +120,7 @@ class CheckpointReader:
         """
         ranks = range(rank, len(self.manifest.files), world_size)
         with offering(self.folder):
-            self._files.verify(ranks, progress)
+            self._files.verify(ranks)
             for one in ranks:
                 self._files.header(one)
 

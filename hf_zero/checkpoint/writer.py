@@ -127,7 +127,7 @@ def write_rank_file(
     Args:
         runs: Everything this rank owns. Tensors are 1-D [run.numel], in their own dtype.
         buffers: Persistent buffers, unsharded, under their state_dict names; given by rank 0 only.
-        info: What the manifest will say; the file is marked with it.
+        info: What the manifest will hold; the file is marked with it.
     Raises:
         CheckpointError: The operating system refused; the message names the file, and nothing of it is left.
     """
@@ -258,15 +258,14 @@ def discard(folder: str | Path) -> None:
 
     A checkpoint that the folder holds is untouched: files that the manifest names are never deleted here.
     """
-    if not manifest_path(folder).exists():
-        _delete_rank_files(folder, keep=set())
-        return
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError as error:
-        logger.warning("nothing is deleted in %s: %s", zero_folder(folder), error)
-        return
-    _delete_rank_files(folder, keep={file.name for file in manifest.files})
+    keep: set[str] = set()
+    if manifest_path(folder).exists():
+        try:
+            keep = {file.name for file in read_manifest(folder).files}
+        except CheckpointError as error:
+            logger.warning("nothing is deleted in %s: %s", zero_folder(folder), error)
+            return
+    _delete_rank_files(folder, keep)
 
 
 def _delete_rank_files(folder: str | Path, keep: set[str]) -> None:

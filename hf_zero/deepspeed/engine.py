@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class DeepSpeedEngine(ZeroEngine):
     """A ZeroEngine that also answers to DeepSpeed's names, as every engine of hf_zero: see hf_zero/engine/factory.py.
 
-    A method that says nothing of ranks may be called on any one.
+    Any rank may call a method whose docstring does not mention ranks.
     """
 
     # ---------------------------------------------------------------- DeepSpeed's arguments

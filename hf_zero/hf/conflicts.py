@@ -121,12 +121,9 @@ def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
 
 
 def parallelism_conflicts(parallelism: Any) -> list[Problem]:
-    """Dimensions of accelerate's ParallelismConfig that shard or wrap the model themselves."""
-    names = [
-        name
-        for name in ("tp", "cp", "sp", "dp_shard", "dp_replicate")
-        if parallelism is not None and getattr(parallelism, f"{name}_enabled", False)
-    ]
+    """Dimensions of accelerate's ParallelismConfig, or None, that shard or wrap the model themselves."""
+    dimensions = ("tp", "cp", "sp", "dp_shard", "dp_replicate")
+    names = [name for name in dimensions if getattr(parallelism, f"{name}_enabled", False)]
     if not names:
         return []
     text = f"parallelism_config enables {', '.join(names)}: hf_zero shards over all ranks and nothing else."

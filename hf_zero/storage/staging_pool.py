@@ -45,9 +45,8 @@ class HostMemory:
     def __init__(self, device: torch.device, *, pin: bool) -> None:
         self.pins = pin and device.type == "cuda"
         self._device = device
-        self._registered: set[int] = set()  # addresses
+        self._registered: dict[int, int] = {}  # what is pinned: address -> bytes
         self._warned = False
-        self._pinned_bytes = 0
 
     def allocate(self, nbytes: int, *, fork: bool = True) -> torch.Tensor:
         """uint8 [nbytes rounded up to pages]; see transfer_memory. It lives as long as any view of the tensor."""
@@ -58,25 +57,19 @@ class HostMemory:
 
     def free(self, block: torch.Tensor) -> None:
         """Undo the pinning; the pages go when the last view goes."""
-        if block.numel() and block.data_ptr() in self._registered:
+        if self._registered.pop(block.data_ptr(), None) is not None:
             torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
-            self._registered.discard(block.data_ptr())
-            self._pinned_bytes -= block.numel()
 
     def adopt(self, block: torch.Tensor, other: HostMemory) -> None:
         """Become the one that frees a block which `other` allocated."""
-        if block.numel() and block.data_ptr() in other._registered:
-            other._registered.discard(block.data_ptr())
-            other._pinned_bytes -= block.numel()
-            self._registered.add(block.data_ptr())
-            self._pinned_bytes += block.numel()
+        if other._registered.pop(block.data_ptr(), None) is not None:
+            self._registered[block.data_ptr()] = block.numel()
 
     def _register(self, block: torch.Tensor) -> None:
         with torch.cuda.device(self._device):
             status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), _PORTABLE))
         if status == 0:
-            self._registered.add(block.data_ptr())
-            self._pinned_bytes += block.numel()
+            self._registered[block.data_ptr()] = block.numel()
             return
         self._clear_cuda_error()
         if not self._warned:
@@ -87,7 +80,7 @@ class HostMemory:
                 "`ulimit -l`, the memory limit of the container, or set pin_memory to false.",
                 block.numel(),
                 status,
-                self._pinned_bytes,
+                sum(self._registered.values()),
             )
 
     def _clear_cuda_error(self) -> None:
@@ -145,12 +138,6 @@ class StagingPool:
         self._warned = False
         self._changed = threading.Condition()
         self._version = 0  # counts what a waiting thread would want to look at
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of borrowed and transfers, without what is kept for reuse."""
-        with self._changed:
-            return self._held.total()
 
     def register(self, reclaimer: Reclaimer) -> None:
         with self._changed:

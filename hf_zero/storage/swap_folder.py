@@ -312,13 +312,13 @@ class SwapFile:
             self._free.setdefault(region.nbytes, []).append(region.offset)
 
     def check(self) -> None:
-        """Raise OffloadError if somebody else removed or cut the file, from then on at every call."""
+        """Raise OffloadError if somebody else removed or truncated the file, from then on at every call."""
         if self._damage is None:
             status = os.fstat(self._fd)
             if status.st_nlink == 0:
                 self._damage = "was removed"
             elif status.st_size < self._size:
-                self._damage = f"was cut to {status.st_size} of {self._size} bytes"
+                self._damage = f"was truncated to {status.st_size} of {self._size} bytes"
         if self._damage is not None:
             raise OffloadError(
                 f"{self.path} {self._damage} while it was in use. Nothing else may touch nvme_path during training: "

@@ -70,10 +70,8 @@ def test_weights_are_read_in_the_type_asked_for(tmp_path: Path) -> None:
             stored = model.state[name].get("master", param)
             for dtype in (torch.float32, torch.bfloat16, torch.float64):
                 assert_same(reader.read_full(name, dtype), stored.to(dtype))
-            assert name in reader
             assert dict(reader.scalars(name)) == (model.scalars.get(name, {}) if param.numel() else {})
         assert_same(reader.read_full("head.weight", torch.float32), model.state["root.p0"]["master"])
-        assert "unknown" not in reader
 
 
 def test_own_layout_is_one_read_per_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +248,6 @@ def test_every_difference_to_the_model_is_listed(tmp_path: Path) -> None:
         assert "new.bias: not in the checkpoint" in text
         assert "root.p3: shape (99,) in the model" in text
         assert "root.p2: not in the model" in text
-        with pytest.raises(CheckpointError, match="2 differences"):
-            reader.check_against([layout], strict=False)
         run = layout.runs(0)[0]
         calls: tuple[Callable[[], torch.Tensor], ...] = (
             lambda: reader.read("unknown", "master", run),

@@ -261,7 +261,7 @@ def test_the_pool_bounds_memory(tmp_path: Path) -> None:
                     borrow.tensors[0].add_(1)
         assert 48 * KIB < pool.peak_bytes <= 64 * KIB
         assert pool.budget_bytes == 64 * KIB
-    assert pool.used_bytes == 0
+    assert pool._held.total() == 0
     pool.close()
     assert pool.current_bytes == 0
 

@@ -92,7 +92,7 @@ def test_the_file_size_limit(tmp_path: Path, preallocate: bool) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("damage", ["removed", "was cut"])
+@pytest.mark.parametrize("damage", ["removed", "was truncated"])
 def test_somebody_touches_the_file(tmp_path: Path, damage: str) -> None:
     with disk_store(tmp_path) as store:
         fill(store, 2, 5000)

@@ -57,7 +57,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     yield Made(store, pool)
     store.close()
     folder.close()
-    assert pool.used_bytes == 0, "memory was not given back"
+    assert pool._held.total() == 0, "memory was not given back"
 
 
 @pytest.fixture

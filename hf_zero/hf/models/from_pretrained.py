@@ -166,10 +166,8 @@ class ShardedLoad:
     def _without_equal_ties(self, stored: Mapping[str, Any], names: Mapping[str, Match]) -> dict[str, Any]:
         """Leave out what is stored twice for one tied parameter: transformers would compare placeholders."""
         key_of = {match.name: key for key, match in names.items() if match.pattern is None}
-        pairs = []
-        for target, source in self._model.all_tied_weights_keys.items():
-            if target in key_of and source in key_of:
-                pairs.append((key_of[target], key_of[source]))
+        tied = self._model.all_tied_weights_keys.items()
+        pairs = [(key_of[name], key_of[other]) for name, other in tied if {name, other} <= key_of.keys()]
         same = [self._my_slice_is_equal(stored[first], stored[second]) for first, second in pairs]
         if not pairs:
             return dict(stored)

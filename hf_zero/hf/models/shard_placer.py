@@ -65,7 +65,10 @@ class ShardPlacer:
             for nbytes in pool.map(lambda job: _read_piece(*job), jobs):
                 progress.update(nbytes)
         self._noted.clear()
-        self._keep()
+        for buffer, shard in self._shards.items():
+            if shard is not buffer.shard:
+                buffer.shard.copy_from(shard)
+        self._shards.clear()
         return time.monotonic() - start
 
     def _spots(self, place: ParamPlace) -> Iterator[tuple[Piece, torch.Tensor]]:
@@ -75,7 +78,7 @@ class ShardPlacer:
         flat = place.flat
         if flat not in self._shards:
             shard = flat.shard.in_memory
-            if shard is None:  # on disk: written in one go, by `_keep`
+            if shard is None:  # on disk: written in one go, by `read`
                 memory = torch.zeros(flat.layout.shard_numel, dtype=flat.dtype)
                 shard = ShardTensor(flat.layout, flat.rank, memory, in_full=False)
             self._shards[flat] = shard
@@ -83,12 +86,6 @@ class ShardPlacer:
         for piece in place.run.pieces:
             start = piece.flat_offset if shard.in_full else piece.shard_offset
             yield piece, shard.memory[start : start + piece.numel]
-
-    def _keep(self) -> None:
-        for buffer, shard in self._shards.items():
-            if shard is not buffer.shard:
-                buffer.shard.copy_from(shard)
-        self._shards.clear()
 
 
 def _read_piece(stored: StoredTensor, start: int, view: torch.Tensor) -> int:

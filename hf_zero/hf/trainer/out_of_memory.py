@@ -30,26 +30,20 @@ def run_attempt(trainer: Any, plugin: ZeroPlugin, loop: Callable[..., Any], batc
     """
     finds = bool(trainer.args.auto_find_batch_size)
     if finds and batch_size is not None:
-        _take_batch_size(trainer, plugin, batch_size // max(1, trainer.args.n_gpu))
+        plugin.take_batch_size(batch_size // max(1, trainer.args.n_gpu))
+        if (engine := engine_of(trainer.model)) is not None:  # of an earlier attempt
+            engine.config = plugin.resolve(trainer.accelerator, trainer.model)
     try:
         return loop(batch_size, **kwargs)
     except RuntimeError as error:
         recovery.drop_frames(error)
-        if not isinstance(error, OutOfMemoryError):  # which says that it was another rank
+        if not isinstance(error, OutOfMemoryError):  # another rank ran out of memory, and this one was stopped
             _stop_others(trainer.args.process_index, error)
         if finds and should_reduce_batch_size(error):
             recovery.recover()
             if trainer.args.process_index == 0:
                 logger.warning("a batch of %s per rank does not fit: %s", batch_size, str(error).splitlines()[0])
         raise
-
-
-def _take_batch_size(trainer: Any, plugin: ZeroPlugin, per_device: int) -> None:
-    """Resolve the configuration anew, also that of an engine which an earlier attempt made."""
-    plugin.take_batch_size(per_device)
-    engine = engine_of(trainer.model)
-    if engine is not None:
-        engine.config = plugin.resolve(trainer.accelerator, trainer.model)
 
 
 def _stop_others(rank: int, error: RuntimeError) -> None:
