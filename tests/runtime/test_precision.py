@@ -24,6 +24,7 @@ from tests.harness.reference import Case, Trace, train_reference
 from tests.harness.sharded import Options, micro_step, record, start
 
 STAGES = (0, 1, 2, 3)
+STEPS = 3  # stage 3 gathers ahead from the second on, and keeps layers for backward from the third
 
 
 def _slow(*values: Any) -> list[Any]:
@@ -173,7 +174,7 @@ def assert_close(case: Case, want: Trace, got: Trace, label: str) -> None:
 @pytest.mark.parametrize("model", ["plain", *_slow("tied", "frozen", "twice", "reentrant", "non_reentrant")])
 @pytest.mark.parametrize("optimizer", ["adamw", *_slow("sgd")])
 def test_bf16_with_fp32_masters(model: str, optimizer: str) -> None:
-    case, precision = Case(model, 2, 2, optimizer, single=True), Precision(bf16=True)
+    case, precision = Case(model, 2, 2, optimizer, STEPS, single=True), Precision(bf16=True)
     want = emulate(case, precision)
     # bf16 keeps 8 bits: it follows the fp64 run roughly.
     assert want.losses == pytest.approx(train_reference(case).losses, rel=3e-2)
@@ -189,7 +190,7 @@ def test_bf16_with_fp32_masters(model: str, optimizer: str) -> None:
     [pytest.param(False, id="engine.backward"), pytest.param(True, id="loss.backward", marks=pytest.mark.slow)],
 )
 def test_fp16_with_fp32_masters(model: str, direct: bool) -> None:
-    case, precision = Case(model, 2, 2, "adamw", single=True), Precision(fp16_scale=128.0)
+    case, precision = Case(model, 2, 2, "adamw", STEPS, single=True), Precision(fp16_scale=128.0)
     want = emulate(case, precision)
     assert want.losses == pytest.approx(train_reference(case).losses, rel=1e-2)
     for stage, got in zip(STAGES, run_ranks(train, 2, case, precision, STAGES, direct)[0], strict=True):
@@ -201,7 +202,7 @@ def test_fp16_with_fp32_masters(model: str, direct: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_bf16_at_other_world_sizes(world: int) -> None:
-    case, precision = Case("plain", world, 1, "adamw", single=True), Precision(bf16=True)
+    case, precision = Case("plain", world, 1, "adamw", STEPS, single=True), Precision(bf16=True)
     want = emulate(case, precision)
     for stage, got in zip(STAGES, run_ranks(train, world, case, precision, STAGES)[0], strict=True):
         assert_close(case, want, got, f"stage {stage}")
@@ -209,7 +210,7 @@ def test_bf16_at_other_world_sizes(world: int) -> None:
 
 def test_parameters_kept_in_fp32() -> None:
     """Two types in one unit: norms stay fp32 in a bf16 model."""
-    case, precision = Case("plain", 2, 1, "adamw", single=True), Precision(bf16=True, keep_fp32=("*norm*",))
+    case, precision = Case("plain", 2, 1, "adamw", STEPS, single=True), Precision(bf16=True, keep_fp32=("*norm*",))
     want = emulate(case, precision)
     for stage, got in zip(STAGES, run_ranks(train, 2, case, precision, STAGES)[0], strict=True):
         assert_close(case, want, got, f"stage {stage}")
@@ -217,7 +218,7 @@ def test_parameters_kept_in_fp32() -> None:
 
 @pytest.mark.parametrize("model", ["plain", *_slow("tied", "twice", "reentrant", "non_reentrant")])
 def test_autocast_over_fp32(model: str) -> None:
-    case, precision = Case(model, 2, 2, "adamw", single=True), Precision(autocast=True)
+    case, precision = Case(model, 2, 2, "adamw", STEPS, single=True), Precision(autocast=True)
     want = emulate(case, precision)
     # One process casts a weight that is used twice once, and adds its two gradients in 16 bits. At stage 3 it is
     # released in between and cast again, as without autocast's cache: the two are added in fp32.
