@@ -22,4 +22,7 @@ fi
 scripts/setup.sh
 # One thread per process: the tests start several processes on one machine.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
+# Without compiled modules every worker compiles the tests anew, for 3 seconds, and every interpreter that a test starts
+# the package.
+unset PYTHONDONTWRITEBYTECODE
 exec "${HF_ZERO_VENV:-.venv}/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
