@@ -26,7 +26,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case, _mean_loss
 from tests.harness.sharded import Options, micro_step, zero_config
 
-STEPS = 20
+STEPS = 20  # of one run of every optimizer
+FEW = 6  # of what it gives at other stages, on three ranks and with accumulated gradients
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
@@ -111,7 +112,7 @@ MATRIX = [
 
 @pytest.mark.parametrize(("make", "world", "accumulation", "stages"), MATRIX)
 def test_they_follow_one_process(make: Make, world: int, accumulation: int, stages: tuple[int, ...]) -> None:
-    case = Case("plain", world, accumulation, steps=STEPS)
+    case = Case("plain", world, accumulation, steps=STEPS if stages == (3,) else FEW)
     before, want = build(case, make).state_dict(), reference(case, make)
     for stage, got in zip(stages, run_ranks(train_stages, world, case, stages, make)[0], strict=True):
         close(make, got, want, f"stage {stage}")
