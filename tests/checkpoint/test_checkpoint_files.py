@@ -146,6 +146,7 @@ def write_and_read_in_little_memory(folder: Path) -> None:
             assert torch.equal(reader.read("w", kind, run), state.tensors[kind])
 
 
+@pytest.mark.slow
 def test_neither_writing_nor_reading_holds_a_second_copy(tmp_path: Path) -> None:
     # In a fresh process: the heap of this one may have room for copies, from the tests before.
     run_ranks(write_and_read_in_little_memory, 1, tmp_path, init_group=False)

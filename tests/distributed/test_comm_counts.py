@@ -111,7 +111,8 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3,))])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
 def test_collectives_equal_the_formula(world: int) -> None:
     by_rank = run_ranks(count, world, SETTINGS)
     for setting, (counted, want), *others in zip(SETTINGS, *by_rank, strict=True):

@@ -91,6 +91,7 @@ def assert_near(a: Run, b: Run, case: Case) -> None:
 
 
 # ---------------------------------------------------------------- which primitive
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=SLOW)])
 def test_broadcasts_in_the_place_of_all_gathers(world: int) -> None:
     """allgather_partitions false: after the step every owner broadcasts its part, in every bucket."""
@@ -108,6 +109,7 @@ def test_broadcasts_in_the_place_of_all_gathers(world: int) -> None:
             assert ("all_gather" in after) == (stage == 3), "layers are gathered on demand all the same"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=SLOW)])
 def test_all_reduces_in_the_place_of_reduce_scatters(world: int) -> None:
     case = dataclasses.replace(CASE, world=world, optimizer="sgd")

@@ -206,7 +206,7 @@ def call_again_and_again(checkpoint: bool | None) -> tuple[float, float]:
     return max(apart), max(moved)
 
 
-@pytest.mark.parametrize("checkpoint", [None, True, False])
+@pytest.mark.parametrize("checkpoint", [None, *(pytest.param(way, marks=pytest.mark.slow) for way in (True, False))])
 def test_a_block_is_called_on_its_own_output(checkpoint: bool | None) -> None:
     for apart, moved in run_ranks(call_again_and_again, 2, checkpoint):
         assert apart < 1e-12 and moved > 1e-3

@@ -240,6 +240,7 @@ def uncompiled(stage: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_compile_compiles_the_model(stage: int) -> None:
     want = run_ranks(uncompiled, 2, stage)

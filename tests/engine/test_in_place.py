@@ -183,6 +183,7 @@ OTHER = {
 }
 
 
+@pytest.mark.slow
 def test_another_layout_is_built_anew() -> None:
     for case, in_place, _ in found_on_ranks(OTHER):
         assert in_place["built"] > 0, case
@@ -196,6 +197,7 @@ def peaks() -> tuple[int, int]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_no_second_shard_of_a_layer_at_any_time() -> None:
     shard = 2048 * 2048 * 4 // 2
     for in_place, anew in run_ranks(peaks, 2):

@@ -276,6 +276,7 @@ def test_tickets_of_two_threads(engine: str, tmp_path: Path) -> None:
         assert torch.equal(content(file.path), torch.cat([noise(size, index) for index in range(200)]))
 
 
+@pytest.mark.slow
 def test_other_threads_run_during_wait(engine: str, tmp_path: Path) -> None:
     with queue_of(engine) as queue:
         file = queue.open(tmp_path / "data", create=True)

@@ -59,6 +59,7 @@ def matrix(
     ]
 
 
+@pytest.mark.slow
 def test_combinations_follow_one_process(tmp_path: Path) -> None:
     check(matrix("tied+unused_somewhere", 2, tmp_path, accumulations=(3,)))
 
@@ -176,6 +177,7 @@ def train_bf16(zero: tuple[tuple[str, Any], ...]) -> tuple[list[float], int]:
     return losses, checked
 
 
+@pytest.mark.slow
 def test_bf16_copies_are_rounded_masters(tmp_path: Path) -> None:
     """The native update writes the 16-bit parameter in the same pass, rounded as torch rounds."""
     want, checked = run_ranks(train_bf16, 2, (), timeout=60)[0]

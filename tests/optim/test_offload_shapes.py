@@ -68,7 +68,8 @@ def train(stage: int, zero: dict[str, Any]) -> dict[str, torch.Tensor]:
     return engine.full_state_dict(keep=True)
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_awkward_sizes(world: int, tmp_path: Path) -> None:
     want = reference()
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}

@@ -43,6 +43,7 @@ def test_packing_loses_no_token_and_pads_none() -> None:
     assert torch.equal(blocks[1]["input_ids"], blocks[1]["labels"])
 
 
+@pytest.mark.slow
 def test_stdlib_text_is_deterministic_and_split() -> None:
     sizes = {"config": None, "text_column": "text", "length": 64, "num_train": 40, "num_eval": 8}
     train, evaluation = load_blocks("stdlib", ByteTokenizer(), **sizes)

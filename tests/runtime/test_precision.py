@@ -208,6 +208,7 @@ def test_bf16_at_other_world_sizes(world: int) -> None:
         assert_close(case, want, got, f"stage {stage}")
 
 
+@pytest.mark.slow
 def test_parameters_kept_in_fp32() -> None:
     """Two types in one unit: norms stay fp32 in a bf16 model."""
     case, precision = Case("plain", 2, 1, "adamw", STEPS, single=True), Precision(bf16=True, keep_fp32=("*norm*",))
@@ -216,7 +217,8 @@ def test_parameters_kept_in_fp32() -> None:
         assert_close(case, want, got, f"stage {stage}")
 
 
-@pytest.mark.parametrize("model", ["plain", *_slow("tied", "twice", "reentrant", "non_reentrant")])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["plain", "tied", "twice", "reentrant", "non_reentrant"])
 def test_autocast_over_fp32(model: str) -> None:
     case, precision = Case(model, 2, 2, "adamw", STEPS, single=True), Precision(autocast=True)
     want = emulate(case, precision)
@@ -249,7 +251,8 @@ def sum_small_gradients(stage: int, accum: str | None) -> torch.Tensor:
     return next(buffer.master.memory.clone() for unit in engine.units for buffer in unit.buffers if buffer.master)
 
 
-@pytest.mark.parametrize("stage", [*_slow(0, 1, 2), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
 def test_gradients_accumulate_in_fp32_unless_told_otherwise(stage: int) -> None:
     exact = (1 + 255 * 2.0**-10) / 256
     default = run_ranks(sum_small_gradients, 2, stage, None)[0]
@@ -263,6 +266,7 @@ def train_plain(case: Case, options: Options) -> list[float]:
     return [micro_step(engine, case, step, 0, options) for step in range(case.steps)]
 
 
+@pytest.mark.slow
 def test_bf16_gradients_still_train() -> None:
     case = Case("plain", 2, 1, "adamw", single=True)
     config = (("bf16", {"enabled": True}), ("data_types", {"grad_accum_dtype": "bf16"}))

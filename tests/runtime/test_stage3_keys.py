@@ -97,6 +97,7 @@ def assert_same_weights(results: list[list[Seen]]) -> None:
             assert all(torch.equal(value, first[name]) for name, value in seen.weights.items())
 
 
+@pytest.mark.slow
 def test_reuse_distance() -> None:
     """The d-th layer from the end is used again after d layers forward and d backward: kept if these are fewer."""
     one = _layer_numel()
@@ -117,7 +118,8 @@ def _layer_numel() -> int:
     return seen.layer
 
 
-@pytest.mark.parametrize("prefetch", [EVERYTHING, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [EVERYTHING, 0])
 def test_live_parameters(prefetch: int) -> None:
     """What is whole beyond what is in use stays below the cap."""
     one, root = (seen := run_ranks(watch, 2, [{}])[0][0]).layer, seen.root
@@ -249,15 +251,9 @@ VARIED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "model",
-    [
-        "plain",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in "tied twice+reentrant twice+non_reentrant frozen+reentrant unused_somewhere convnet".split()
-        ),
-    ],
+    "model", "plain tied twice+reentrant twice+non_reentrant frozen+reentrant unused_somewhere convnet".split()
 )
 def test_models_follow_one_process(model: str) -> None:
     check(

@@ -309,6 +309,7 @@ print(most - before, pool.peak_bytes)
 """
 
 
+@pytest.mark.slow
 def test_resident_memory_is_bounded(tmp_path: Path) -> None:
     """160 MiB of keys through a pool of 16 MiB."""
     grown, peak = (int(word) for word in run_python(_CYCLE, tmp_path).split())
