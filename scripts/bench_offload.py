@@ -71,7 +71,7 @@ def zero_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     size = ModelSize.of(args)
     variants = {name: Zero(size, args, zero_config(name, args)) for name in args.variants}
-    numel = sum(buffer.layout.numel for unit in variants[args.variants[0]].engine.units for buffer in unit.buffers)
+    numel = sum(buffer.layout.numel for unit in variants[args.variants[0]].engine.units for buffer in unit.flats)
 
     def say(text: str) -> None:
         if dist.get_rank() == 0:

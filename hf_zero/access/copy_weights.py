@@ -10,12 +10,12 @@ from torch import nn
 from hf_zero.access.places import named_params
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.layout import Run
-from hf_zero.optim.state_access import slice_of
+from hf_zero.layout import Slice
 from hf_zero.runtime.full_weights import share_resident
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.param_index import ParamIndex, ParamPlace
 from hf_zero.sharding.partition import tied_names
+from hf_zero.sharding.shard import slice_of
 from hf_zero.sharding.unit import ShardUnit
 
 
@@ -77,10 +77,12 @@ class _Pair:
             return cls(param, place, source, at.flat, None)
         return cls(param, place, source, None, at.unit)
 
-    def read(self, run: Run) -> torch.Tensor:
-        """1-D [run.numel]; a run of an unsharded parameter may come from any layout."""
+    def read(self, slice_: Slice) -> torch.Tensor:
+        """1-D [slice_.numel]; a slice of an unsharded parameter may come from any layout."""
         return (
-            slice_of(self.source.detach(), run) if self.source_flat is None else self.source_flat.shard.read_run(run)
+            slice_of(self.source.detach(), slice_)
+            if self.source_flat is None
+            else self.source_flat.shard.read_slice(slice_)
         )
 
 
@@ -134,12 +136,12 @@ def _mix(pair: _Pair, tau: float) -> bool:
         _lerp(pair.param.data, pair.source.detach(), tau)
         torch.autograd.graph.increment_version(pair.param)
         return False
-    if (run := pair.place.run) is not None:
-        theirs = pair.read(run)
+    if (slice_ := pair.place.slice) is not None:
+        theirs = pair.read(slice_)
         if tau != 1.0:
-            mine = flat.best.read_run(run).clone()
+            mine = flat.best.read_slice(slice_).clone()
             theirs = _lerp(mine, theirs.to(mine.device), tau)
-        flat.best.write_run(run, theirs)
+        flat.best.write_slice(slice_, theirs)
     return True
 
 

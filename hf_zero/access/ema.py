@@ -57,21 +57,21 @@ class ShardedEMA:
         if name in self._optimizer.attached:
             raise ConfigError(f"this model has an average called {name!r} already: pass another name=, or close() it")
         engine.finish_updates()
-        for _, buffer in self._averaged():
-            self._shards[buffer] = self._make_shard(buffer)
+        for _, flat in self._averaged():
+            self._shards[flat] = self._make_shard(flat)
         self._optimizer.attached[name] = self._shards
 
     def _averaged(self) -> Iterator[tuple[ShardUnit, FlatParam]]:
         for unit in self._engine.units:
-            for buffer in unit.buffers:
-                if buffer.master is not None:
-                    yield unit, buffer
+            for flat in unit.flats:
+                if flat.master is not None:
+                    yield unit, flat
 
-    def _make_shard(self, buffer: FlatParam) -> ShardTensor:
-        master, placements = buffer.master, self._engine.placements
+    def _make_shard(self, flat: FlatParam) -> ShardTensor:
+        master, placements = flat.master, self._engine.placements
         assert master is not None
-        store = placements.device if buffer.placement.master.is_on_device else placements.host
-        shard = MemoryShard(buffer.layout, buffer.rank, store, self.name, master.dtype)
+        store = placements.device if flat.placement.master.is_on_device else placements.host
+        shard = MemoryShard(flat.layout, flat.rank, store, self.name, master.dtype)
         shard.copy_from(master)
         return shard
 
@@ -90,10 +90,10 @@ class ShardedEMA:
         self._checked_optimizer().check_active("ShardedEMA.update")
         self._engine.finish_updates()
         weight = 1.0 - (self.decay if decay is None else _checked(decay))
-        for buffer, average in self._shards.items():
-            assert buffer.master is not None
+        for flat, average in self._shards.items():
+            assert flat.master is not None
             at = 0
-            for chunk in buffer.master.chunks(0, buffer.layout.shard_numel):
+            for chunk in flat.master.chunks(0, flat.layout.shard_numel):
                 average.memory[at : at + chunk.numel()].lerp_(chunk, weight)
                 at += chunk.numel()
 
@@ -135,16 +135,16 @@ class ShardedEMA:
     @torch.no_grad()
     def _put(self, *, averages: bool) -> None:
         """Let parameters be the averages, or themselves again. Separate masters are not touched."""
-        for unit, buffer in self._averaged():
+        for unit, flat in self._averaged():
             self._engine.params.reshard(unit)
-            average = self._shards[buffer]
-            if buffer.master is buffer.shard:
-                _exchange(average, buffer)
+            average = self._shards[flat]
+            if flat.master is flat.shard:
+                _exchange(average, flat)
             elif averages:
-                buffer.shard.copy_from(average)
+                flat.shard.copy_from(average)
             else:
-                buffer.refresh()
-            share_resident(buffer)
+                flat.refresh()
+            share_resident(flat)
 
     @torch.no_grad()
     def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
@@ -156,9 +156,9 @@ class ShardedEMA:
         self._engine.require_all_ranks("ShardedEMA.full_state_dict")
         full: dict[str, torch.Tensor] = {}
         index = ParamIndex(self._engine.units)
-        for buffer, average in self._shards.items():
-            for place in (index[param] for param in buffer.params):
-                value = assemble(place, self._engine.comm, average.read_run, average.dtype)
+        for flat, average in self._shards.items():
+            for place in (index[param] for param in flat.params):
+                value = assemble(place, self._engine.comm, average.read_slice, average.dtype)
                 if keep:
                     full[place.slot.name] = value.to("cpu", copy=True)
         aliases = tied_names(self._engine.module)
@@ -192,8 +192,8 @@ def _checked(decay: float) -> float:
     return decay
 
 
-def _exchange(average: ShardTensor, buffer: FlatParam) -> None:
-    shard = buffer.shard.in_memory
+def _exchange(average: ShardTensor, flat: FlatParam) -> None:
+    shard = flat.shard.in_memory
     assert shard is not None  # it is the master too
     for mine, theirs in zip(average.parts, shard.parts, strict=True):
         kept = mine.clone()

@@ -20,8 +20,8 @@ from hf_zero.access.places import (
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.sharded_init import open_construction
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.optim.state_access import slice_of
 from hf_zero.sharding.param_index import ParamIndex
+from hf_zero.sharding.shard import slice_of
 from hf_zero.sharding.unit import ShardUnit
 
 
@@ -261,8 +261,8 @@ def _set_full(place: Place, value: torch.Tensor) -> None:
 
 
 def _own_slice(place: Place, value: torch.Tensor) -> torch.Tensor | None:
-    run = place.run
-    return None if run is None else slice_of(value, run)
+    slice_ = place.slice
+    return None if slice_ is None else slice_of(value, slice_)
 
 
 def _check_full(place: Place, value: torch.Tensor, what: str, *, number: bool = False) -> None:

@@ -37,7 +37,7 @@ def local_param(target: Target, name: str | None = None) -> LocalPiece | None:
     """
     place = managed_parameter(target, name, "local_param")
     _wait_for_update(place, "local_param")
-    return None if place.run is None else _piece(place, place.flat.best.read_run(place.run))
+    return None if place.slice is None else _piece(place, place.flat.best.read_slice(place.slice))
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def set_local_param(target: Target, values: torch.Tensor | None, name: str | Non
     _check_local(place, values, "set_local_param")
     place.engine.weights.check_idle([place.unit])
     place.engine.finish_updates()
-    place.engine.weights.set_piece(place.unit, place.flat, place.run, values)
+    place.engine.weights.set_piece(place.unit, place.flat, place.slice, values)
 
 
 @torch.no_grad()
@@ -116,11 +116,11 @@ def set_local_optimizer_state(target: Target, kind: str, values: torch.Tensor | 
 
 # -------------------------------------------------------------------- inside
 def _piece(place: Place, values: torch.Tensor | None) -> LocalPiece | None:
-    run = place.run
-    if run is None or values is None:
+    slice_ = place.slice
+    if slice_ is None or values is None:
         return None
     copied = values.to(place.engine.device, master_dtype_of(place.flat.dtype), copy=True)
-    ranges = tuple((piece.start, piece.end) for piece in run.pieces)
+    ranges = tuple((piece.start, piece.end) for piece in slice_.pieces)
     return LocalPiece(copied if values.dim() == 0 else copied.reshape(-1), ranges)
 
 
@@ -135,8 +135,8 @@ def _wait_for_update(place: Place, what: str) -> None:
 
 def _check_local(place: Place, values: torch.Tensor | None, what: str) -> None:
     def fits() -> None:
-        run = place.run
-        want = 0 if run is None else run.numel
+        slice_ = place.slice
+        want = 0 if slice_ is None else slice_.numel
         if values is None and want:
             raise ConfigError(f"{what}: this rank owns {want} elements of {place.name}, the value is None")
         if values is not None and (values.dim() != 1 or values.numel() != want):

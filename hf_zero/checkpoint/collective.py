@@ -29,8 +29,8 @@ from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.scheduler_state import plain, scheduler_content, state_for
 from hf_zero.checkpoint.writer import (
     Chunked,
-    RunState,
     Scalar,
+    SliceState,
     build_manifest,
     check_info,
     commit,
@@ -40,8 +40,8 @@ from hf_zero.checkpoint.writer import (
 )
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import Run
-from hf_zero.optim.param_groups import OwnedRun
+from hf_zero.layout import Slice
+from hf_zero.optim.param_groups import OwnedSlice
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.updates.elementwise import FileState
 from hf_zero.sharding.flat_param import FlatParam
@@ -70,13 +70,13 @@ class Session:
     file_state: FileState = field(default_factory=FileState)
 
     @property
-    def buffers(self) -> list[FlatParam]:
-        return [buffer for unit in self.units for buffer in unit.buffers]
+    def flats(self) -> list[FlatParam]:
+        return [flat for unit in self.units for flat in unit.flats]
 
     @property
     def num_writers(self) -> int:
         """Ranks that hold a shard each; 1 where every rank holds everything."""
-        return max((buffer.layout.world_size for buffer in self.buffers), default=1)
+        return max((flat.layout.world_size for flat in self.flats), default=1)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool
     def write() -> FileRecord | None:
         if comm.rank >= session.num_writers:
             return None
-        states, buffers = _run_states(session), _model_buffers(session)
+        states, buffers = _slice_states(session), _model_buffers(session)
         return write_rank_file(folder, comm.rank, states, buffers, save_id=save_id, info=info)
 
     try:
@@ -133,17 +133,17 @@ def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool
 
 def _frozen_shards(session: Session) -> FrozenShards:
     return [
-        (run, _readable(buffer.shard, run))
-        for buffer in session.buffers
-        if buffer.master is None and (buffer.layout.world_size > 1 or session.comm.rank == 0)
-        for run in buffer.layout.runs(buffer.rank)
+        (slice_, _readable(flat.shard, slice_))
+        for flat in session.flats
+        if flat.master is None and (flat.layout.world_size > 1 or session.comm.rank == 0)
+        for slice_ in flat.layout.slices(flat.rank)
     ]
 
 
 def _info(session: Session, client_state: Any, shared: dict[str, Any]) -> SaveInfo:
     """`shared`: entries of `extra` that the ranks have agreed on."""
     optimizer = session.optimizer
-    layouts = tuple(buffer.layout for buffer in session.buffers)
+    layouts = tuple(flat.layout for flat in session.flats)
     dtypes = {slot.name: layout.dtype for layout in layouts for slot in layout.slots}
     named = [(clean_name(path), param) for path, param in session.model.named_parameters()]
     groups = [] if optimizer is None else optimizer.param_groups
@@ -180,41 +180,41 @@ def _in_no_unit(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in module._buffers.items():
             if value is not None and name not in module._non_persistent_buffers_set:
                 yield clean_name(f"{path}.{name}" if path else name), value
-    held = {slot.name for buffer in session.buffers for slot in buffer.layout.slots}
+    held = {slot.name for flat in session.flats for slot in flat.layout.slots}
     for path, param in session.model.named_parameters():
         if clean_name(path) not in held and not session.exclude_frozen:
             yield clean_name(path), param.detach()
 
 
-def _run_states(session: Session) -> Iterator[RunState]:
+def _slice_states(session: Session) -> Iterator[SliceState]:
     """What this rank owns of every parameter, and of its optimizer state."""
-    owned = {} if session.optimizer is None else {one.run.name: one for one in session.optimizer.owned}
-    for buffer in session.buffers:
-        for run in buffer.layout.runs(buffer.rank):
-            if buffer.master is None:
-                weights = {} if session.exclude_frozen else {"param": _readable(buffer.shard, run)}
-                yield RunState(run, weights)
+    owned = {} if session.optimizer is None else {one.slice.name: one for one in session.optimizer.owned}
+    for flat in session.flats:
+        for slice_ in flat.layout.slices(flat.rank):
+            if flat.master is None:
+                weights = {} if session.exclude_frozen else {"param": _readable(flat.shard, slice_)}
+                yield SliceState(slice_, weights)
                 continue
-            tensors: dict[str, torch.Tensor | Chunked] = {"master": _readable(buffer.master, run)}
+            tensors: dict[str, torch.Tensor | Chunked] = {"master": _readable(flat.master, slice_)}
             scalars: dict[str, Scalar] = {}
-            tensors.update((kind, _readable(shards[buffer], run)) for kind, shards in _attached(session.optimizer))
-            if run.name in owned and session.optimizer is not None:
-                more, scalars = _optimizer_state(session, session.optimizer, owned[run.name])
+            tensors.update((kind, _readable(shards[flat], slice_)) for kind, shards in _attached(session.optimizer))
+            if slice_.name in owned and session.optimizer is not None:
+                more, scalars = _optimizer_state(session, session.optimizer, owned[slice_.name])
                 tensors.update(more)
-            yield RunState(run, tensors, scalars)
+            yield SliceState(slice_, tensors, scalars)
 
 
-def _readable(shard: Shard, run: Run) -> Chunked:
-    """The elements of `run`, chunk by chunk from where they are kept."""
-    return Chunked(run.numel, shard.dtype, lambda: shard.chunks(run.shard_offset, run.numel))
+def _readable(shard: Shard, slice_: Slice) -> Chunked:
+    """The elements of `slice_`, chunk by chunk from where they are kept."""
+    return Chunked(slice_.numel, shard.dtype, lambda: shard.chunks(slice_.shard_offset, slice_.numel))
 
 
 def _optimizer_state(
-    session: Session, optimizer: ShardedOptimizer, owned: OwnedRun
+    session: Session, optimizer: ShardedOptimizer, owned: OwnedSlice
 ) -> tuple[dict[str, torch.Tensor | Chunked], dict[str, Scalar]]:
     native = optimizer.native_state(owned)
     if native is None:
-        states = session.file_state.parts.get(owned.run.name)
+        states = session.file_state.parts.get(owned.slice.name)
         if states is None:
             states = [optimizer.state.get(master, {}) for master in owned.masters]
         return collect(states, owned, session.file_state.odd)
@@ -222,7 +222,7 @@ def _optimizer_state(
     scalars: dict[str, Scalar] = {}
     for kind, value in native.items():
         if isinstance(value, Shard):
-            tensors[kind] = _readable(value, owned.run)
+            tensors[kind] = _readable(value, owned.slice)
         else:
             scalars[kind] = float(value)
     return tensors, scalars
@@ -247,7 +247,7 @@ def load(session: Session, folder: Path, parts: Parts) -> Manifest:
         check_frozen(comm, reader, _frozen_shards(session))
         with _half_loaded(session.optimizer, folder, parts):
             together(comm, "weights", lambda: _load_weights(session, reader))
-            gather_resident(session.buffers)  # communicates, so no rank may have failed before
+            gather_resident(session.flats)  # communicates, so no rank may have failed before
             if parts.optimizer and session.optimizer is not None:
                 together(comm, "optimizer state", lambda: _load_optimizer(session, reader))
                 together(comm, "state beside the optimizer's", lambda: _load_attached(session, reader))
@@ -283,7 +283,7 @@ def _open_together(session: Session, folder: Path, parts: Parts) -> CheckpointRe
     def work() -> None:
         reader = open_checkpoint(folder)
         readers.append(reader)
-        reader.check_against([buffer.layout for buffer in session.buffers])
+        reader.check_against([flat.layout for flat in session.flats])
         if parts.optimizer and session.optimizer is not None:
             check_optimizer_fits(session.optimizer, reader.manifest)
         if parts.scheduler:
@@ -299,12 +299,12 @@ def _open_together(session: Session, folder: Path, parts: Parts) -> CheckpointRe
 def _load_weights(session: Session, reader: CheckpointReader) -> None:
     """Masters or parameters of this rank, and buffers. No communication."""
     absent = reader.manifest.extra.get(FROZEN_DIGESTS, {})  # found to be the same
-    for buffer in session.buffers:
-        for run in buffer.layout.runs(buffer.rank):
-            if run.name in absent:
+    for flat in session.flats:
+        for slice_ in flat.layout.slices(flat.rank):
+            if slice_.name in absent:
                 continue
-            buffer.best.write_run(run, reader.read_weights(run.name, run, buffer.best.dtype))
-        buffer.refresh()
+            flat.best.write_slice(slice_, reader.read_weights(slice_.name, slice_, flat.best.dtype))
+        flat.refresh()
     stored = {info.name for info in reader.manifest.buffers}
     for name, value in _in_no_unit(session):
         if name in stored:
@@ -320,7 +320,9 @@ def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
     optimizer.state.clear()
     for owned in optimizer.owned:
         if owned.native:
-            optimizer.load_native_state(owned, read_states(reader, owned.run.name, owned.run, owned.masters, {})[0])
+            optimizer.load_native_state(
+                owned, read_states(reader, owned.slice.name, owned.slice, owned.masters, {})[0]
+            )
     for name, pieces, tensors in optimizer.strategy.places(optimizer.owned):
         group = group_of.get(id(tensors[0]), {}) if tensors else {}
         for tensor, state in zip(tensors, read_states(reader, name, pieces, tensors, group), strict=True):
@@ -346,13 +348,13 @@ def _load_attached(session: Session, reader: CheckpointReader, *, only: str | No
     for kind, shards in _attached(session.optimizer):
         if only is not None and kind != ATTACHED + only:
             continue
-        for buffer, shard in shards.items():
-            for run in buffer.layout.runs(buffer.rank):
-                if kind in reader.kinds(run.name):
-                    values = reader.read(run.name, kind, run)
+        for flat, shard in shards.items():
+            for slice_ in flat.layout.slices(flat.rank):
+                if kind in reader.kinds(slice_.name):
+                    values = reader.read(slice_.name, kind, slice_)
                 else:
                     new.add(kind)
-                    values = reader.read_weights(run.name, run, shard.dtype)
-                shard.write_run(run, values)
+                    values = reader.read_weights(slice_.name, slice_, shard.dtype)
+                shard.write_slice(slice_, values)
     if new and session.comm.rank == 0:
         logger.warning("%s: %s starts anew from the weights", reader.folder, ", ".join(sorted(new)))

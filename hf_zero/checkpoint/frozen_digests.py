@@ -17,9 +17,9 @@ from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.writer import Chunked
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import Run
+from hf_zero.layout import Slice
 
-FrozenShards = list[tuple[Run, Chunked]]
+FrozenShards = list[tuple[Slice, Chunked]]
 
 _MODULUS = 1 << 64
 _CHUNK = 1 << 20
@@ -28,10 +28,10 @@ _POSITION, _MIX, _FINAL = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644E
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def partial_digest(values: Chunked, run: Run) -> int:
-    """What the elements of `run` contribute to the digest of their parameter. `values`: [run.numel]."""
+def partial_digest(values: Chunked, slice_: Slice) -> int:
+    """What the elements of `slice_` contribute to the digest of their parameter. `values`: [slice_.numel]."""
     total = 0
-    pieces = iter(run.pieces)
+    pieces = iter(slice_.pieces)
     position = end = 0  # in the flattened parameter, of the piece that the next elements belong to
     for chunk in values.chunks():
         left = chunk.detach().reshape(-1)
@@ -60,7 +60,9 @@ def full_digests(comm: Comm, shards: FrozenShards) -> dict[str, str]:
     All ranks must call. Raises CheckpointError on every rank if any rank could not read its shards.
     """
     by_rank = together(
-        comm, "digests of frozen weights", lambda: {run.name: partial_digest(values, run) for run, values in shards}
+        comm,
+        "digests of frozen weights",
+        lambda: {slice_.name: partial_digest(values, slice_) for slice_, values in shards},
     )
     totals: dict[str, int] = {}
     for mine in by_rank:

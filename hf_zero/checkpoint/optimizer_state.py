@@ -18,8 +18,8 @@ from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.scheduler_state import like
 from hf_zero.checkpoint.writer import Chunked, Scalar, dtype_name
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import Piece, Run
-from hf_zero.optim.param_groups import OwnedRun
+from hf_zero.layout import Piece, Slice
+from hf_zero.optim.param_groups import OwnedSlice
 from hf_zero.optim.sharded import ShardedOptimizer
 
 # Optimizer state that is a Python number, not a tensor of one element, keeps its kind through a file by this suffix.
@@ -37,19 +37,19 @@ _OWN_CHOICE = frozenset(["fused", "foreach", "capturable", "differentiable"])
 
 
 def collect(
-    states: Sequence[Mapping[str, Any]], owned: OwnedRun, odd: Container[tuple[str, str]]
+    states: Sequence[Mapping[str, Any]], owned: OwnedSlice, odd: Container[tuple[str, str]]
 ) -> tuple[dict[str, torch.Tensor | Chunked], dict[str, Scalar]]:
-    """The optimizer state of one run: its tensors joined, its scalars once.
+    """The optimizer state of one slice: its tensors joined, its scalars once.
 
     Args:
-        states: For each tensor that the optimizer holds of the run.
+        states: For each tensor that the optimizer holds of the slice.
         odd: (parameter, kind) of what is saved elsewhere.
     """
     tensors: dict[str, torch.Tensor | Chunked] = {}
     scalars: dict[str, Scalar] = {}
     for key, first in states[0].items():
         values = [state[key] for state in states]
-        if (owned.run.name, key) in odd:
+        if (owned.slice.name, key) in odd:
             continue
         if isinstance(first, torch.Tensor) and first.shape == owned.masters[0].shape and first.dim():
             flat = [value.reshape(-1) for value in values]
@@ -61,8 +61,8 @@ def collect(
             scalars[key + _PYTHON_NUMBER] = first
         elif first is not None:
             raise CheckpointError(
-                f"optimizer state {key!r} of {owned.run.name} is a {type(first).__name__}, which a checkpoint cannot "
-                "shard for another world size; use an optimizer whose state is elementwise"
+                f"optimizer state {key!r} of {owned.slice.name} is a {type(first).__name__}, which a checkpoint "
+                "cannot shard for another world size; use an optimizer whose state is elementwise"
             )
     return tensors, scalars
 
@@ -70,7 +70,7 @@ def collect(
 def read_states(
     reader: CheckpointReader,
     name: str,
-    pieces: Run | Sequence[Piece],
+    pieces: Slice | Sequence[Piece],
     tensors: Sequence[torch.Tensor],
     group: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
@@ -162,9 +162,9 @@ def group_numbers(optimizer: ShardedOptimizer) -> dict[str, int]:
     if len(optimizer.param_groups) < 2:
         return {}
     group_of = {id(tensor): n for n, group in enumerate(optimizer.param_groups) for tensor in group["params"]}
-    runs = optimizer.owned
-    tensors: dict[str, Sequence[torch.Tensor]] = {owned.run.name: owned.masters for owned in runs if owned.native}
-    tensors.update({name: held for name, _, held in optimizer.strategy.places(runs)})
+    slices = optimizer.owned
+    tensors: dict[str, Sequence[torch.Tensor]] = {owned.slice.name: owned.masters for owned in slices if owned.native}
+    tensors.update({name: held for name, _, held in optimizer.strategy.places(slices)})
     return {name: group_of[id(held[0])] for name, held in tensors.items() if held}
 
 

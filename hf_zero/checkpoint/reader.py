@@ -19,7 +19,7 @@ import torch
 from hf_zero.checkpoint.consolidate import WEIGHT_KINDS, RankFiles
 from hf_zero.checkpoint.manifest import BUFFER_KIND, Manifest, TensorInfo, offering, read_manifest
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import Piece, Run, Slot, UnitLayout
+from hf_zero.layout import Piece, Slice, Slot, UnitLayout
 
 
 def open_checkpoint(folder: str | Path) -> CheckpointReader:
@@ -37,7 +37,7 @@ class _Copy:
     """Elements that lie without a gap in one file and in the destination."""
 
     rank: int
-    source: int  # elements from the start of the parameter's run in the rank file
+    source: int  # elements from the start of the parameter's slice in the rank file
     target: int  # elements from the start of the destination
     numel: int
 
@@ -53,8 +53,8 @@ class CheckpointReader:
         self.manifest = manifest
         with offering(folder):
             self._files = RankFiles(folder, manifest.to_json())
-        # (parameter, rank) -> where its run starts in that rank's shard
-        self._run_starts: dict[tuple[str, int], int] = {}
+        # (parameter, rank) -> where its slice starts in that rank's shard
+        self._slice_starts: dict[tuple[str, int], int] = {}
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -125,7 +125,7 @@ class CheckpointReader:
                 self._files.header(one)
 
     # ---------------------------------------------------------------- reading
-    def read(self, name: str, kind: str, pieces: Run | Sequence[Piece]) -> torch.Tensor:
+    def read(self, name: str, kind: str, pieces: Slice | Sequence[Piece]) -> torch.Tensor:
         """1-D CPU tensor of these elements, one piece behind the other, in the stored element type.
 
         Args:
@@ -135,7 +135,7 @@ class CheckpointReader:
             CheckpointError: The parameter or the kind is not stored, or a file is damaged.
         """
         slot = self._slot(name)
-        ranges = pieces.pieces if isinstance(pieces, Run) else pieces
+        ranges = pieces.pieces if isinstance(pieces, Slice) else pieces
         stored = self.kinds(name)
         if kind not in stored:
             raise CheckpointError(f"{self.folder} holds no {kind!r} of {name}, only {sorted(stored)}")
@@ -147,7 +147,7 @@ class CheckpointReader:
                 self._read_into(view, f"{slot.name}::{kind}", copy, dtype.itemsize)
         return result
 
-    def read_weights(self, name: str, pieces: Run | Sequence[Piece], dtype: torch.dtype) -> torch.Tensor:
+    def read_weights(self, name: str, pieces: Slice | Sequence[Piece], dtype: torch.dtype) -> torch.Tensor:
         """1-D CPU tensor of these elements of the parameter itself, converted to `dtype`; see `weight_kind`."""
         kind = self.weight_kind(name)
         if kind is None:
@@ -190,9 +190,9 @@ class CheckpointReader:
         return copies
 
     def _run_start(self, unit: UnitLayout, name: str, rank: int) -> int:
-        if (name, rank) not in self._run_starts:
-            self._run_starts.update({(run.name, rank): run.shard_offset for run in unit.runs(rank)})
-        return self._run_starts[name, rank]
+        if (name, rank) not in self._slice_starts:
+            self._slice_starts.update({(slice_.name, rank): slice_.shard_offset for slice_ in unit.slices(rank)})
+        return self._slice_starts[name, rank]
 
     def _read_into(self, view: memoryview, key: str, copy: _Copy, itemsize: int) -> None:
         target = view[copy.target * itemsize : (copy.target + copy.numel) * itemsize]

@@ -3,7 +3,7 @@
 [Note: Commit order]
     0  every rank  check_info(info): what JSON cannot hold is refused before anything is written
     1  rank 0      save_id = prepare_folder(folder)            then broadcast save_id
-    2  every rank  record = write_rank_file(folder, rank, runs, buffers, save_id=save_id)
+    2  every rank  record = write_rank_file(folder, rank, slices, buffers, save_id=save_id)
     3  every rank  all-gather the records: has every rank written its file?
     4  rank 0      commit(folder, build_manifest(info, records)); where a rank or this failed, discard(folder)
     5  every rank  wait for rank 0's result, so that no rank starts the next save into the folder before it is decided
@@ -46,7 +46,7 @@ from hf_zero.checkpoint.manifest import (
     zero_folder,
 )
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import FORMAT_VERSION, Run
+from hf_zero.layout import FORMAT_VERSION, Slice
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,11 @@ class Chunked:
 
 
 @dataclass(frozen=True)
-class RunState:
+class SliceState:
     """What a rank saves of one parameter: what it owns of it, and of its optimizer state."""
 
-    run: Run
-    # 1-D [run.numel] each: "master" or "param", "exp_avg", "exp_avg_sq", ...
+    slice: Slice
+    # 1-D [slice_.numel] each: "master" or "param", "exp_avg", "exp_avg_sq", ...
     tensors: Mapping[str, torch.Tensor | Chunked]
     scalars: Mapping[str, Scalar] = field(default_factory=dict)  # such as "step": the same on every owner
 
@@ -114,7 +114,7 @@ def prepare_folder(folder: str | Path) -> str:
 def write_rank_file(
     folder: str | Path,
     rank: int,
-    runs: Iterable[RunState],
+    slices: Iterable[SliceState],
     buffers: Mapping[str, torch.Tensor] | None = None,
     *,
     save_id: str = "",
@@ -125,17 +125,17 @@ def write_rank_file(
     Tensors are written one by one in chunks, from whatever device they are on: no second copy of the state is made.
 
     Args:
-        runs: Everything this rank owns. Tensors are 1-D [run.numel], in their own dtype.
+        runs: Everything this rank owns. Tensors are 1-D [slice_.numel], in their own dtype.
         buffers: Persistent buffers, unsharded, under their state_dict names; given by rank 0 only.
         info: What the manifest will hold; the file is marked with it.
     Raises:
         CheckpointError: The operating system refused; the message names the file, and nothing of it is left.
     """
-    states = list(runs)
+    states = list(slices)
     for state in states:
         _check_state(state)
     infos = [TensorInfo(name, tuple(one.shape), dtype_name(one.dtype)) for name, one in (buffers or {}).items()]
-    tensors = [(f"{s.run.name}::{kind}", tensor) for s in states for kind, tensor in s.tensors.items()]
+    tensors = [(f"{s.slice.name}::{kind}", tensor) for s in states for kind, tensor in s.tensors.items()]
     tensors += [(f"{name}::{BUFFER_KIND}", one.detach().reshape(-1)) for name, one in (buffers or {}).items()]
     sources = {key: _chunked(tensor) for key, tensor in tensors}
     if len(sources) < len(tensors):
@@ -154,9 +154,9 @@ def write_rank_file(
     return FileRecord(
         rank=rank,
         file=FileInfo(path.name, file.size, file.crc32),
-        numels={state.run.name: state.run.numel for state in states},
-        kinds={s.run.name: {kind: dtype_name(t.dtype) for kind, t in s.tensors.items()} for s in states},
-        scalars={state.run.name: dict(state.scalars) for state in states if state.scalars},
+        numels={state.slice.name: state.slice.numel for state in states},
+        kinds={s.slice.name: {kind: dtype_name(t.dtype) for kind, t in s.tensors.items()} for s in states},
+        scalars={state.slice.name: dict(state.scalars) for state in states if state.scalars},
         buffers=tuple(infos),
     )
 
@@ -165,19 +165,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_state(state: RunState) -> None:
+def _check_state(state: SliceState) -> None:
     for key, value in state.scalars.items():
         if not isinstance(value, (bool, int, float)):
-            raise AssertionError(f"{state.run.name} {key}: a scalar must be a number, not {type(value).__name__}")
+            raise AssertionError(f"{state.slice.name} {key}: a scalar must be a number, not {type(value).__name__}")
     for kind, tensor in state.tensors.items():
         if isinstance(tensor, Chunked):
             shape: tuple[int, ...] = (tensor.numel,)
         else:
             shape = tuple(tensor.shape)
             if tensor.numel() > 1 and tensor.stride() == (0,):
-                raise AssertionError(f"{state.run.name} {kind}: this is a placeholder, not the shard")
-        if shape != (state.run.numel,):
-            raise AssertionError(f"{state.run.name} {kind}: shape {shape} instead of ({state.run.numel},)")
+                raise AssertionError(f"{state.slice.name} {kind}: this is a placeholder, not the shard")
+        if shape != (state.slice.numel,):
+            raise AssertionError(f"{state.slice.name} {kind}: shape {shape} instead of ({state.slice.numel},)")
 
 
 def _chunked(tensor: torch.Tensor | Chunked) -> Chunked:

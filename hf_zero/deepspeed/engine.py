@@ -115,7 +115,7 @@ class DeepSpeedEngine(ZeroEngine):
         """
         if self.managed:
             raise StateError("set_train_batch_size: Trainer and Accelerate accumulate by themselves; set it there")
-        if self.micro_steps % self.accumulation_steps or not all(buffer.is_empty for buffer in self.reducer.buffers):
+        if self.micro_steps % self.accumulation_steps or not all(acc.is_empty for acc in self.reducer.accumulators):
             raise StateError(
                 f"rank {self.rank}: set_train_batch_size({train_batch_size}) came inside an accumulation window, "
                 "whose gradients are scaled for the old size.\nCall it right after the step() that ends one."
@@ -254,7 +254,7 @@ class DeepSpeedEngine(ZeroEngine):
     # ---------------------------------------------------------------- memory and end
     def empty_partition_cache(self) -> None:
         """Reshard parameters that were gathered ahead or kept. All ranks must call; not within a step."""
-        self.params.release_all()
+        self.params.reshard_all()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 

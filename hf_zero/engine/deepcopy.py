@@ -53,7 +53,7 @@ def _copy_model(engine: Engine, memo: dict[int, Any], new_engine: Callable[..., 
     """Shards are copied as they are; masters, gradients and optimizer state are not."""
     with engine.suspended():
         for unit in engine.units:
-            for param in (param for buffer in unit.buffers for param in buffer.params):
+            for param in (param for flat in unit.flats for param in flat.params):
                 data = placeholder(param.shape, param.dtype, param.device)
                 memo[id(param)] = nn.Parameter(data, requires_grad=param.requires_grad)
         copied: nn.Module = copy.deepcopy(engine.module, memo)
@@ -73,27 +73,27 @@ def _copy_part(engine: Engine, module: nn.Module, memo: dict[int, Any]) -> nn.Mo
 
 
 class _Twins:
-    """Gives a copied model's buffers the values of the original's."""
+    """Gives a copied model's flat parameters the values of the original's."""
 
     def __init__(self, units: list[ShardUnit], memo: dict[int, Any]) -> None:
         self._index = ParamIndex(units)
-        params = (param for unit in units for buffer in unit.buffers for param in buffer.params)
+        params = (param for unit in units for flat in unit.flats for param in flat.params)
         self._original_of: dict[nn.Parameter, nn.Parameter] = {memo[id(param)]: param for param in params}
 
-    def initialize(self, buffer: FlatParam) -> None:
+    def initialize(self, flat: FlatParam) -> None:
         """All ranks must call, in the same order."""
-        originals = [self._original_of[param] for param in buffer.params]
+        originals = [self._original_of[param] for param in flat.params]
         source = self._index[originals[0]].flat if originals else None
-        if source is not None and buffer.fits(source, originals):
-            buffer.initialize_from(source, share=False)
+        if source is not None and flat.fits(source, originals):
+            flat.initialize_from(source, share=False)
             return
         units = [unit for unit in self._index.units_of(originals) if unit.state is UnitState.SHARDED]
         with torch.no_grad():
             for unit in units:
-                unit.gather_start()
-                unit.gather_finish()
-            for param, original in zip(buffer.params, originals, strict=True):
+                unit.unshard()
+                unit.wait_for_unshard()
+            for param, original in zip(flat.params, originals, strict=True):
                 param.data = original.detach().clone()
-            buffer.initialize_from_params()
+            flat.initialize_from_params()
             for unit in units:
-                unit.release()
+                unit.reshard()

@@ -278,7 +278,7 @@ class ZeroEngine(ModuleWrapper):
         """
         with self._attachment.naming_shards():
             state = cast(dict[str, Any], super().state_dict(*args, **kwargs))
-        hidden = ParamIndex(unit for unit in self.units if unit.on_demand and unit.state is not UnitState.FULL)
+        hidden = ParamIndex(unit for unit in self.units if unit.on_demand and unit.state is not UnitState.UNSHARDED)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         for name, param in self.named_parameters(remove_duplicate=False):
             if param in hidden and prefix + name in state:
@@ -338,8 +338,8 @@ class ZeroEngine(ModuleWrapper):
 
         def check() -> None:
             self._attachment.check_model()
-            for buffer in (buffer for unit in self.units for buffer in unit.buffers):
-                buffer.check_views()
+            for flat in (flat for unit in self.units for flat in unit.flats):
+                flat.check_views()
 
         self.comm.together("the model's parameters", check, catch=(StateError,), raise_as=StateError)
 
@@ -428,8 +428,8 @@ class ZeroEngine(ModuleWrapper):
         self.uninstall()
         for unit in self.units:
             self.params.unshard(unit)
-            for buffer in unit.buffers:
-                buffer.detach()
+            for flat in unit.flats:
+                flat.detach()
         self.placements.close()
         end_unless_shared(self.comm)
 
@@ -437,7 +437,7 @@ class ZeroEngine(ModuleWrapper):
         """Leave nothing of the engine on its model but the units, for another engine. All ranks must call."""
         self.finish_updates()
         for unit in self.units:
-            if unit.state is UnitState.GATHERING:
+            if unit.state is UnitState.UNSHARDING:
                 self.params.unshard(unit)
         self._detach()
         if self.optimizer is not None:
@@ -473,8 +473,8 @@ class ZeroEngine(ModuleWrapper):
 
 
 def _named_params(unit: ShardUnit) -> Iterator[tuple[str, nn.Parameter]]:
-    for buffer in unit.buffers:
-        for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+    for flat in unit.flats:
+        for slot, param in zip(flat.layout.slots, flat.params, strict=True):
             yield slot.name, param
 
 

@@ -23,7 +23,7 @@ def abandon(reason: OffloadError | OutOfMemoryError | StateError) -> None:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Let go of the local variables in the tracebacks of `error`: activations, buffers that are being gathered."""
+    """Let go of the local variables in the tracebacks of `error`: activations, gathers under way."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -61,8 +61,8 @@ def _drop_pending(engine: ZeroEngine) -> None:
     """What was under way is lost."""
     engine.reducer.forget()
     for unit in engine.units:
-        for buffer in unit.buffers:
-            buffer.forget_gather()
+        for flat in unit.flats:
+            flat.forget_gather()
 
 
 def _order(engine: ZeroEngine) -> tuple[int, str]:

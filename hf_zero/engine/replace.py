@@ -61,7 +61,7 @@ def new_engine(
 def _drop_optimizer(engine: ZeroEngine) -> None:
     """Give up optimizer state and gradients; masters have the last update. All ranks must call."""
     if engine.optimizer is not None:
-        engine.params.release_all()
+        engine.params.reshard_all()
         engine.finish_updates()
         engine.optimizer.zero_grad()
         engine.optimizer.close()

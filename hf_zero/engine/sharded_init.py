@@ -110,11 +110,11 @@ class ShardedConstruction:
         if not groups:
             return
         label = f"{type(module).__name__} {next(self._numbers)}"
-        unit = ShardUnit(label, UnitKind.LAYER, module, [self._buffer(label, *item) for item in groups.items()])
-        unit.release()
+        unit = ShardUnit(label, UnitKind.LAYER, module, [self._flat(label, *item) for item in groups.items()])
+        unit.reshard()
         self._index.add(unit)
 
-    def _buffer(self, name: str, dtype: torch.dtype, params: dict[str, nn.Parameter]) -> FlatParam:
+    def _flat(self, name: str, dtype: torch.dtype, params: dict[str, nn.Parameter]) -> FlatParam:
         kind = str(dtype).removeprefix("torch.")
         layout = UnitLayout.build(
             f"{name}/{kind}",
@@ -139,9 +139,9 @@ class ShardedConstruction:
         mine = [unit for unit in self._index.units_of(params) if unit.state is UnitState.SHARDED]
         with torch.no_grad():
             for unit in mine:
-                unit.gather_start()
-                unit.gather_finish()
-        watch = EditWatch((buffer for unit in mine for buffer in unit.buffers), by_value=False)
+                unit.unshard()
+                unit.wait_for_unshard()
+        watch = EditWatch((flat for unit in mine for flat in unit.flats), by_value=False)
         yield
         if write_rank is None and (edited := watch.edited()):
             raise StateError(
@@ -154,7 +154,7 @@ class ShardedConstruction:
             for unit in mine:
                 if write_rank is not None:
                     self._keep_edits(unit, write_rank)
-                unit.release()
+                unit.reshard()
             if write_rank:  # rank 0's values win anyway when these are sharded
                 for param in params:
                     if param not in self._index and param.is_floating_point() and not param.is_meta:
@@ -163,11 +163,11 @@ class ShardedConstruction:
                         param.copy_(values)
 
     def _keep_edits(self, unit: ShardUnit, write_rank: int) -> None:
-        for buffer in unit.buffers:
-            for start, numel in buffer.layout.buckets():
-                bucket = buffer.full[start : start + numel]
+        for flat in unit.flats:
+            for start, numel in flat.layout.buckets():
+                bucket = flat.full[start : start + numel]
                 self._comm.broadcast(bucket, f"first weights of {unit.name}", src=write_rank)
-            buffer.accept_edits()
+            flat.accept_edits()
 
     def unsharded(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
         """Inside, `modules` have their own parameters unsharded; rank 0's changes are kept. All ranks must call."""

@@ -98,8 +98,8 @@ class StepSchedule:
         self.accumulation_steps = steps
         self.restart_at(self.global_steps)
         scale = 1 / (self._comm.world_size * steps)
-        for buffer in self.reducer.buffers:
-            buffer.use_scale(scale)
+        for acc in self.reducer.accumulators:
+            acc.use_scale(scale)
         self._unfreeze.use_scale(scale)
 
     # ---------------------------------------------------------------- forward
@@ -124,10 +124,10 @@ class StepSchedule:
         self.reducer.shown.hide()
         self.params.begin_backward()
 
-    def gradient_is_final(self, buffer: GradAccumulator) -> None:
+    def gradient_is_final(self, acc: GradAccumulator) -> None:
         """Reduced, and no other one follows before the update: an offloaded optimizer may begin with it."""
         if self.optimizer is not None:
-            self.optimizer.gradient_is_final(buffer)
+            self.optimizer.gradient_is_final(acc)
 
     def end_backward(self) -> None:
         with torch.no_grad():

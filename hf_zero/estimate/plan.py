@@ -116,7 +116,7 @@ def plan_units(
     drafted = [
         (
             UnitSpec(unit.name, unit.kind, unit.module, tuple(_parameters_of(unit))),
-            [FlatParamSpec(buffer.layout, buffer.dtype, buffer.on_demand) for buffer in unit.buffers],
+            [FlatParamSpec(flat.layout, flat.dtype, flat.on_demand) for flat in unit.flats],
         )
         for unit in units
     ]
@@ -125,8 +125,8 @@ def plan_units(
 
 
 def _parameters_of(unit: ShardUnit) -> Iterator[tuple[str, nn.Parameter]]:
-    for buffer in unit.buffers:
-        for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+    for flat in unit.flats:
+        for slot, param in zip(flat.layout.slots, flat.params, strict=True):
             yield slot.name, param
 
 
@@ -227,7 +227,7 @@ class _Planner:
         disk = _by_kind({key: size for store in placements.disks.values() for key, size in store.usage().items()})
         device = {kind: report[kind] - host.get(kind, 0) - disk.get(kind, 0) for kind in _ORDER}
         device["gradients"] = max(device["gradients"], 0) + states.lent_bytes
-        device["whole gradients"] = sum(buffer.resident_bytes for buffer in built.grads)
+        device["whole gradients"] = sum(acc.resident_bytes for acc in built.grads)
         device["buffers of the model"] = buffer_bytes
         device["gathered parameters"] = moment.gathered
         device["gradient buffers"] = max(moment.tracked - static, 0)

@@ -46,7 +46,12 @@ class PretendedComm(Comm):
         return Ended(finish)
 
     def _exchange(
-        self, places: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], what: str, finish: Finish = None
+        self,
+        places: Sequence[torch.Tensor],
+        parts: Sequence[torch.Tensor],
+        what: str,
+        finish: Finish = None,
+        tag: int | None = None,
     ) -> Pending:
         return Ended(finish)
 

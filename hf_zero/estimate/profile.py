@@ -84,8 +84,8 @@ class _Recorder(OnDemandParams):
     def begin_forward(self) -> None:
         self.record("begin_forward")
 
-    def release_idle(self) -> None:
-        self.record("release_idle")
+    def reshard_idle(self) -> None:
+        self.record("reshard_idle")
 
     def begin_backward(self) -> None:
         self.record("begin_backward")
@@ -181,8 +181,8 @@ def measure(model: nn.Module, config: ResolvedConfig, batch: Mapping[str, torch.
         )
         for unit in built.units:
             if unit.on_demand:
-                unit.gather_start()
-                unit.gather_finish()
+                unit.unshard()
+                unit.wait_for_unshard()
         tracker = StorageTracker()
         tracker.ignore(tensor for tensor in [*model.parameters(), *model.buffers(), *batch.values()])
         recorder = _Recorder(built.units, tracker)
@@ -225,9 +225,9 @@ def _recording(
             hooks.on_root(unit, recorder, watch)
         elif unit.on_demand:
             hooks.on_layer(unit, recorder, watch, "cpu")  # a device for autocast, which is off
-        for buffer in unit.buffers:
-            for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
-                if buffer.layout.trainable:
+        for flat in unit.flats:
+            for slot, param in zip(flat.layout.slots, flat.params, strict=True):
+                if flat.layout.trainable:
                     hooks.on_gradient(param, recorder.gradient, slot.name)
     try:
         yield

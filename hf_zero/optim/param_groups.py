@@ -9,45 +9,45 @@ from typing import Any
 import torch
 
 from hf_zero.errors import ConfigError
-from hf_zero.layout import Run
-from hf_zero.optim.state_access import slice_of
+from hf_zero.layout import Slice
 from hf_zero.optim.updates.owners import OwnedParam, Owners
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.sharding.param_index import ParamPlace
+from hf_zero.sharding.shard import slice_of
 
 
 @dataclass(frozen=True)
-class OwnedRun:
+class OwnedSlice:
     """The elements of one parameter that this rank owns, and what the user's optimizer holds for them.
 
     Where the native rule updates them, `masters` is one placeholder and `grads` is empty.
     """
 
-    buffer: GradAccumulator
-    index: int  # of the parameter in the buffer
-    run: Run
+    acc: GradAccumulator
+    index: int  # of the parameter in its flat parameter
+    slice: Slice
     masters: list[torch.Tensor]  # views of the master shard: what the user's optimizer holds in its param groups
     grads: list[torch.Tensor]  # views of the gradient shard, as `masters`
 
     def is_at(self, place: ParamPlace) -> bool:
-        return self.buffer.flat is place.flat and self.index == place.index
+        return self.acc.flat is place.flat and self.index == place.index
 
     @property
     def native(self) -> bool:
-        return self.buffer.flat.placement.native
+        return self.acc.flat.placement.native
 
 
-def own_run(buffer: GradAccumulator, index: int, run: Run) -> OwnedRun:
-    """What the optimizer is to hold for `run` of the buffer's parameter `index`."""
-    assert buffer.flat.master is not None
-    masters = buffer.flat.master.run_tensors(run)
-    if buffer.flat.placement.native:
-        return OwnedRun(buffer, index, run, masters, [])
-    return OwnedRun(buffer, index, run, *_split_alike(masters, buffer.shard.run_tensors(run)))
+def own_slice(acc: GradAccumulator, index: int, slice_: Slice) -> OwnedSlice:
+    """What the optimizer is to hold for `slice_` of the flat parameter's parameter `index`."""
+    assert acc.flat.master is not None
+    masters = acc.flat.master.slice_tensors(slice_)
+    if acc.flat.placement.native:
+        return OwnedSlice(acc, index, slice_, masters, [])
+    return OwnedSlice(acc, index, slice_, *_split_alike(masters, acc.shard.slice_tensors(slice_)))
 
 
 def _split_alike(a: list[torch.Tensor], b: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Two lists that tile one run, one of them perhaps in one tensor, split at the same places."""
+    """Two lists that tile one slice, one of them perhaps in one tensor, split at the same places."""
     if len(a) == len(b):
         return a, b
     if len(a) == 1:
@@ -57,13 +57,13 @@ def _split_alike(a: list[torch.Tensor], b: list[torch.Tensor]) -> tuple[list[tor
     raise AssertionError(f"a run split into {len(a)} and {len(b)} tensors")
 
 
-def shard_state(state: dict[str, Any], owned: OwnedRun) -> dict[torch.Tensor, dict[str, Any]]:
+def shard_state(state: dict[str, Any], owned: OwnedSlice) -> dict[torch.Tensor, dict[str, Any]]:
     """State that the optimizer had for an unsharded parameter, for the tensors that this rank updates of it."""
-    numel = owned.buffer.flat.layout.slots[owned.index].numel
+    numel = owned.acc.flat.layout.slots[owned.index].numel
     sharded: dict[torch.Tensor, dict[str, Any]] = {master: {} for master in owned.masters}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
-            mine = slice_of(value.detach(), owned.run)
+            mine = slice_of(value.detach(), owned.slice)
             chunks = torch.split(mine, [master.numel() for master in owned.masters])
             for master, chunk in zip(owned.masters, chunks, strict=True):
                 sharded[master][key] = chunk.clone().view(master.shape)
@@ -79,7 +79,9 @@ class ShardedGroups:
     Parameters without masters wait, with their group, until `take` gets a gradient accumulator for them.
     """
 
-    native_state: list[tuple[OwnedRun, dict[str, Any]]]  # what the optimizer had for natively updated runs taken last
+    native_state: list[
+        tuple[OwnedSlice, dict[str, Any]]
+    ]  # what the optimizer had for natively updated slices taken last
 
     def __init__(self, optimizer: torch.optim.Optimizer, owners: Owners | None = None) -> None:
         """`owners` deals out the parameters that the optimizer needs in full."""
@@ -96,11 +98,11 @@ class ShardedGroups:
     def wait_for(self, group: dict[str, Any], params: Iterable[torch.Tensor]) -> None:
         self._waiting.extend((group, param) for param in params)
 
-    def take(self, buffers: Sequence[GradAccumulator]) -> list[OwnedRun]:
-        """What this rank updates of the waiting parameters whose gradients are in `buffers`."""
+    def take(self, accumulators: Sequence[GradAccumulator]) -> list[OwnedSlice]:
+        """What this rank updates of the waiting parameters whose gradients are in `accumulators`."""
         places: dict[torch.Tensor, tuple[GradAccumulator, int]]
-        places = {p: (buffer, i) for buffer in buffers for i, p in enumerate(buffer.flat.params)}
-        taken: list[OwnedRun] = []
+        places = {p: (acc, i) for acc in accumulators for i, p in enumerate(acc.flat.params)}
+        taken: list[OwnedSlice] = []
         left = []
         self.native_state = []
         adopted = self._adopt(places)
@@ -108,9 +110,9 @@ class ShardedGroups:
             if param not in places:
                 left.append((group, param))
                 continue
-            buffer, index = places[param]
-            run = buffer.flat.run_of(index)
-            owned = own_run(buffer, index, run) if run is not None else None
+            acc, index = places[param]
+            slice_ = acc.flat.slice_of(index)
+            owned = own_slice(acc, index, slice_) if slice_ is not None else None
             taken += [owned] if owned is not None else []
             if param in adopted:
                 self._hold_unsharded(group, param, adopted[param])
@@ -136,7 +138,7 @@ class ShardedGroups:
             if state is not None:
                 self._live_state[adopted.full] = state
 
-    def _move_state(self, param: torch.Tensor, owned: OwnedRun) -> None:
+    def _move_state(self, param: torch.Tensor, owned: OwnedSlice) -> None:
         if param not in self._state:
             return
         sharded = shard_state(self._state.pop(param), owned)

@@ -9,30 +9,24 @@ import torch
 
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
-from hf_zero.layout import Run
+from hf_zero.layout import Slice
 from hf_zero.sharding.param_index import ParamPlace
 from hf_zero.sharding.shard import Shard
 
 
-def slice_of(full: torch.Tensor, run: Run) -> torch.Tensor:
-    """The elements of `run` out of its full parameter, or a tensor of that shape: 1-D [run.numel]."""
-    flat = full.reshape(-1)
-    return torch.cat([flat[piece.start : piece.end] for piece in run.pieces])
-
-
-def assemble(place: ParamPlace, comm: Comm, read: Callable[[Run], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def assemble(place: ParamPlace, comm: Comm, read: Callable[[Slice], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of the shape of a parameter, on the compute device. All ranks must call.
 
     Args:
-        read: Values of a run that this rank owns, in its order.
+        read: Values of a slice that this rank owns, in its order.
     """
     slot = place.slot
     # Every element has one owner: the sum over ranks adds zeros to it, which changes no bit. 16 bits travel as 32.
     wide = torch.promote_types(dtype, torch.float32)
     full = torch.zeros(slot.numel, dtype=wide, device=comm.device)
-    if (run := place.run) is not None:
-        at, values = 0, read(run).reshape(-1)
-        for piece in run.pieces:
+    if (slice_ := place.slice) is not None:
+        at, values = 0, read(slice_).reshape(-1)
+        for piece in slice_.pieces:
             full[piece.start : piece.end].copy_(values[at : at + piece.numel])
             at += piece.numel
     if place.flat.layout.world_size > 1:
@@ -55,9 +49,9 @@ def full_state(place: ParamPlace, kind: str, comm: Comm, mine: Mapping[str, Any]
     if not isinstance(described, torch.dtype):
         return torch.tensor(described, device=comm.device)
 
-    def read(run: Run) -> torch.Tensor:
+    def read(slice_: Slice) -> torch.Tensor:
         assert mine is not None
-        return _values(mine[kind], run)
+        return _values(mine[kind], slice_)
 
     return assemble(place, comm, read, described)
 
@@ -102,15 +96,15 @@ def _describe(value: Any) -> Any:
     return value
 
 
-def _values(value: Any, run: Run) -> torch.Tensor:
-    """One kind of a run's state, 1-D; 0-dim for a number."""
+def _values(value: Any, slice_: Slice) -> torch.Tensor:
+    """One kind of a slice's state, 1-D; 0-dim for a number."""
     if isinstance(value, Shard):
-        return value.read_run(run)
+        return value.read_slice(slice_)
     return value if isinstance(value, torch.Tensor) else torch.tensor(value)
 
 
 def joined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of one run from that of the tensors which the optimizer holds for it: sharded tensors become 1-D."""
+    """The state of one slice from that of the tensors which the optimizer holds for it: sharded tensors become 1-D."""
     joined: dict[str, Any] = {}
     for kind, first in states[0].items():
         is_sharded = isinstance(first, torch.Tensor) and first.dim() > 0
@@ -118,22 +112,22 @@ def joined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def read_state(place: ParamPlace, kind: str, mine: Mapping[str, Any], run: Run) -> torch.Tensor:
+def read_state(place: ParamPlace, kind: str, mine: Mapping[str, Any], slice_: Slice) -> torch.Tensor:
     """One kind of what this rank owns of a state, 1-D; 0-dim for a number. Raises StateError for an unknown kind."""
     if kind not in mine:
         raise _unknown_kind(place.slot.name, kind, set(mine))
-    return _values(mine[kind], run)
+    return _values(mine[kind], slice_)
 
 
-def changed_state(mine: Mapping[str, Any], kind: str, run: Run, values: torch.Tensor) -> dict[str, Any]:
-    """A run's state as plain tensors and numbers, one kind of it replaced."""
-    state = {key: _values(value, run) for key, value in mine.items()}
+def changed_state(mine: Mapping[str, Any], kind: str, slice_: Slice, values: torch.Tensor) -> dict[str, Any]:
+    """A slice's state as plain tensors and numbers, one kind of it replaced."""
+    state = {key: _values(value, slice_) for key, value in mine.items()}
     state[kind] = values
     return {key: value.item() if value.dim() == 0 else value for key, value in state.items()}
 
 
 def write_state(states: Sequence[dict[str, Any]], kind: str, values: torch.Tensor) -> None:
-    """Set one kind in the state of the tensors that an optimizer holds for a run; see `joined_state`."""
+    """Set one kind in the state of the tensors that an optimizer holds for a slice; see `joined_state`."""
     if not isinstance(states[0][kind], torch.Tensor):
         for state in states:
             state[kind] = type(state[kind])(values.item())

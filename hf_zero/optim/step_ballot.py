@@ -30,7 +30,7 @@ class StepFacts:
     """The outcome of the ballot, equal on all ranks."""
 
     norm: float  # L2 norm of the full mean gradient, before clipping
-    has_grad: tuple[tuple[bool, ...], ...]  # per gradient buffer, per parameter: on any rank
+    has_grad: tuple[tuple[bool, ...], ...]  # per gradient accumulator, per parameter: on any rank
 
 
 def settle_step(
@@ -52,8 +52,8 @@ def settle_step(
         purpose: What the ballot is for; DivergenceError where theirs differ, such as one rank that clips alone.
     """
     reducer.settle()
-    for buffer in reducer.buffers:
-        buffer.drop_missing()
+    for acc in reducer.accumulators:
+        acc.drop_missing()
     facts = _vote(reducer, comm, orders, param_groups, purpose)
     if any(facts.rests):
         reducer.reduce_rests(facts.rests)
@@ -65,16 +65,16 @@ def settle_step(
     if closes and not facts.same_numbers:
         refuse_different(param_groups, comm)
     if closes:
-        _refuse_unused(reducer.buffers, facts.has_grad)
+        _refuse_unused(reducer.accumulators, facts.has_grad)
     return StepFacts(math.sqrt(facts.norm_sq), tuple(facts.has_grad))
 
 
-def _refuse_unused(buffers: Sequence[GradAccumulator], has_grad: Sequence[Sequence[bool]]) -> None:
+def _refuse_unused(accumulators: Sequence[GradAccumulator], has_grad: Sequence[Sequence[bool]]) -> None:
     unused = [
         slot.name
-        for buffer, present in zip(buffers, has_grad, strict=True)
-        if not buffer.allow_unused
-        for slot, there in zip(buffer.flat.layout.slots, present, strict=True)
+        for acc, present in zip(accumulators, has_grad, strict=True)
+        if not acc.allow_unused
+        for slot, there in zip(acc.flat.layout.slots, present, strict=True)
         if not there
     ]
     if unused:
@@ -99,16 +99,16 @@ class _Outcome:
 def _vote(
     reducer: GradReducer, comm: Comm, orders: Sequence[UseOrder], param_groups: ParamGroups, purpose: str
 ) -> _Outcome:
-    norm_sq = local_norm_sq(reducer.buffers, comm)
+    norm_sq = local_norm_sq(reducer.accumulators, comm)
     digests = [*(order.digest() for order in orders), groups_digest(param_groups), reducer.shown.digest(norm_sq)]
-    ballot = [0.0, *digests, *(float(buffer.has_rest) for buffer in reducer.buffers)]
-    for buffer in reducer.buffers:
-        ballot += [float(seen) for seen in buffer.seen]
+    ballot = [0.0, *digests, *(float(acc.has_rest) for acc in reducer.accumulators)]
+    for acc in reducer.accumulators:
+        ballot += [float(seen) for seen in acc.seen]
     values = torch.tensor(ballot, dtype=torch.float64, device=comm.device)
     values[0] = norm_sq
     by_rank = comm.vote(values, purpose)
     norms, equal, rests, seen = by_rank.split(
-        [1, len(digests), len(reducer.buffers), sum(len(buffer.seen) for buffer in reducer.buffers)], dim=1
+        [1, len(digests), len(reducer.accumulators), sum(len(acc.seen) for acc in reducer.accumulators)], dim=1
     )
     *agreed, same_numbers, same_changes = (equal == equal[0]).all(0).tolist()
     there = iter(seen.any(0).tolist())
@@ -118,25 +118,25 @@ def _vote(
         same_numbers=same_numbers,
         same_changes=same_changes,
         rests=rests.any(0).tolist(),
-        has_grad=[tuple(itertools.islice(there, len(buffer.seen))) for buffer in reducer.buffers],
+        has_grad=[tuple(itertools.islice(there, len(acc.seen))) for acc in reducer.accumulators],
     )
 
 
-def local_norm_sq(buffers: Sequence[GradAccumulator], comm: Comm) -> torch.Tensor:
+def local_norm_sq(accumulators: Sequence[GradAccumulator], comm: Comm) -> torch.Tensor:
     """Squared L2 norm of this rank's gradient shards (padding is zero); the sum over ranks is the full gradient's.
 
     fp64 0-dim. Norms are taken per part in the gradient's type (16-bit types in fp32) and summed in fp64.
     """
     total = torch.zeros((), dtype=torch.float64, device=comm.device)
-    for buffer in buffers:
-        buffer.wait_for_copies()
-        parts = [part for part in buffer.shard.parts if part.numel()]
+    for acc in accumulators:
+        acc.wait_for_copies()
+        parts = [part for part in acc.shard.parts if part.numel()]
         if not parts:
             continue
-        at_least_fp32 = torch.promote_types(buffer.dtype, torch.float32)
+        at_least_fp32 = torch.promote_types(acc.dtype, torch.float32)
         norms = torch._foreach_norm(parts, 2, dtype=at_least_fp32)
         squares = torch.stack(norms).double().square().sum()
-        replicas = comm.world_size // buffer.flat.layout.world_size
+        replicas = comm.world_size // acc.flat.layout.world_size
         total += squares.to(comm.device) / replicas
     return total
 

@@ -143,7 +143,7 @@ def make_units(
     units: list[ShardUnit] = []
     for spec, mine in drafted:
         params = dict(spec.params)
-        buffers = []
+        flats = []
         for flat_spec in mine:
             members = [params[slot.name] for slot in flat_spec.layout.slots]
             placement = placements.placement_of(flat_spec)
@@ -151,17 +151,17 @@ def make_units(
                 flat = reuse(flat_spec, members, placement) if reuse is not None else None
                 if flat is None:
                     flat = FlatParam(flat_spec, members, comm, placement, initialize)
-            buffers.append(flat)
-        unit = ShardUnit(spec.name, spec.kind, spec.module, buffers)
+            flats.append(flat)
+        unit = ShardUnit(spec.name, spec.kind, spec.module, flats)
         if unit.on_demand:
-            unit.release()
+            unit.reshard()
         units.append(unit)
     # Rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own.
     comm.barrier("all shards")
     pool = BufferPool(comm.device, max_per_size=MAX_REDUCES if comm.computes_on_host else 0)
     built = BuiltUnits(settings, comm, placements, units, pool, LossScale())
     for unit in _reduce_order(units):
-        built.grads.extend(make_grads(built, unit, flat) for flat in unit.buffers if flat.layout.trainable)
+        built.grads.extend(make_grads(built, unit, flat) for flat in unit.flats if flat.layout.trainable)
     return built
 
 

@@ -148,7 +148,7 @@ class GradAccumulator:
 
     # ---------------------------------------------------------------- arrival
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
-        """Add the gradient of the buffer's parameter `index`."""
+        """Add the gradient of the flat parameter's parameter `index`."""
         if self.unreduced is None:
             self.unreduced = self._fresh_unsharded()
         if self._state is GradState.EMPTY:
@@ -287,7 +287,7 @@ class GradAccumulator:
 
     def unsharded_mean(self) -> list[torch.Tensor] | None:
         """The mean gradient of every parameter, where this rank has all of it: views that do not count as written
-        to when the buffer itself is. None where it does not, or not yet."""
+        to when the accumulator itself is. None where it does not, or not yet."""
         not_here = self.flat.layout.world_size > 1 or self.on_host or self.flat.placement.native
         if not_here or self._stays_local or not self.is_reduced or self.unreduced is not None:
             return None
@@ -317,9 +317,9 @@ class GradAccumulator:
         if not self.is_reduced:
             return False
         self.wait_for_copies()
-        for run in self.flat.layout.runs(self.flat.rank):
-            if run.name == slot.name:
-                for tensor in self.shard.run_tensors(run):
+        for slice_ in self.flat.layout.slices(self.flat.rank):
+            if slice_.name == slot.name:
+                for tensor in self.shard.slice_tensors(slice_):
                     tensor.zero_()
         return True
 

@@ -26,15 +26,15 @@ from hf_zero.sharding.unit import ShardUnit
 
 def frozen_parameters(units: Sequence[ShardUnit]) -> list[nn.Parameter]:
     """Those without masters."""
-    return [p for unit in units for buffer in unit.buffers if not buffer.layout.trainable for p in buffer.params]
+    return [p for unit in units for flat in unit.flats if not flat.layout.trainable for p in flat.params]
 
 
 class Unfreeze:
-    """Splits frozen buffers of one engine's units.
+    """Splits frozen flat parameters of one engine's units.
 
     Args:
-        built: What the engine was built from; new gradient buffers are appended to its list.
-        on_added: Gets the new gradient buffers.
+        built: What the engine was built from; new accumulators are appended to its list.
+        on_added: Gets the new accumulators.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Unfreeze:
         self._scale = scale
 
     def split(self) -> list[GradAccumulator]:
-        """Gradient buffers for every parameter that requires gradients by now. All ranks must call, alike.
+        """Gradient accumulators for every parameter that requires gradients by now. All ranks must call, alike.
 
         Raises StateError between forward and backward, and where states are on disk: their staging memory was cut for
         what was trained at first.
@@ -68,9 +68,9 @@ class Unfreeze:
             raise StateError("parameters cannot begin to require gradients between a forward and its backward")
         found = []
         for unit in self._built.units:
-            for buffer in list(unit.buffers):
-                if not buffer.layout.trainable and any(param.requires_grad for param in buffer.params):
-                    found.append(self._split(unit, buffer))
+            for flat in list(unit.flats):
+                if not flat.layout.trainable and any(param.requires_grad for param in flat.params):
+                    found.append(self._split(unit, flat))
         self._built.grads.extend(found)
         return found
 

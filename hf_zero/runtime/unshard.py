@@ -50,14 +50,14 @@ class LiveUnits:
 
 
 class OnDemandParams:
-    """Gathers a unit before its use, releases it after, and starts on the next one meanwhile.
+    """Gathers a unit before its use, reshards it after, and starts on the next one meanwhile.
 
     Invariants:
-      - A unit is FULL from `before_use` to `after_use`, recomputation included; a held unit stays FULL until
-        `release_all`, a pinned one until the end of the block that pinned it, or a step, which changes its values.
+      - A unit is UNSHARDED from `before_use` to `after_use`, recomputation included; a held unit stays UNSHARDED until
+        `reshard_all`, a pinned one until the end of the block that pinned it, or a step, which changes its values.
       - What is unsharded and not in use (prefetched or kept) stays within `stage3_max_live_parameters`, but for the
         next unit where the limits admit it.
-      - What is gathered, kept and released when depends on nothing but the order of uses, which is that of all ranks.
+      - What is gathered, kept and resharded when depends on nothing but the order of uses, which is that of all ranks.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class OnDemandParams:
 
     @property
     def all_pinned(self) -> bool:
-        """Whether nothing will be gathered or released before a block ends that keeps everything unsharded."""
+        """Whether nothing will be gathered or resharded before a block ends that keeps everything unsharded."""
         return all(self._stays_unsharded(unit) for unit in self.units)
 
     def _stays_unsharded(self, unit: ShardUnit) -> bool:
-        return unit.state is UnitState.FULL and id(unit) in self._pinned
+        return unit.state is UnitState.UNSHARDED and id(unit) in self._pinned
 
     def _use_again(self, unit: ShardUnit) -> None:
         """A use that belongs to no training pass, and is not recorded in the order of one."""
@@ -124,8 +124,8 @@ class OnDemandParams:
             return
         expected = next(self._stream.upcoming(), None)
         self._stream.note(unit)
-        if expected is not None and expected is not unit and expected.state is UnitState.GATHERING:
-            self._release(expected)  # another branch was taken
+        if expected is not None and expected is not unit and expected.state is UnitState.UNSHARDING:
+            self.reshard(expected)  # another branch was taken
         self.unshard(unit)
         # One ahead hides its gather. What was gathered ahead of the last token was gathered for nothing.
         self._prefetch(self._stream.upcoming, max_units=1)
@@ -144,18 +144,14 @@ class OnDemandParams:
     def unshard(self, unit: ShardUnit, *, wait: bool = True) -> None:
         """Unshard `unit`, or start to. All ranks must call, in the same order."""
         if unit.state is UnitState.SHARDED:
-            unit.gather_start()
+            unit.unshard()
             self.live.add(unit)
         if not wait:
             return
-        if unit.state is UnitState.GATHERING:
-            unit.gather_finish()
+        if unit.state is UnitState.UNSHARDING:
+            unit.wait_for_unshard()
         elif unit.state is UnitState.KEPT:
             unit.use_again()
-
-    def reshard(self, unit: ShardUnit) -> None:
-        """Release `unit` whatever its state."""
-        self._release(unit)
 
     def gather_ahead(self, units: Iterable[ShardUnit]) -> None:
         """Start the gathers of those of `units` that wait for nothing but the other ranks. All ranks must call."""
@@ -168,9 +164,9 @@ class OnDemandParams:
     def pinned(self, units: Iterable[ShardUnit]) -> Iterator[None]:
         """Keep `units` unsharded inside the block: forwards there need no communication. All ranks must call.
 
-        A step inside releases them, because it changes their values.
+        A step inside reshards them, because it changes their values.
         """
-        mine = [unit for unit in units if unit.state is not UnitState.FULL]
+        mine = [unit for unit in units if unit.state is not UnitState.UNSHARDED]
         self._pinned.update(id(unit) for unit in mine)
         try:
             with torch.no_grad():
@@ -183,7 +179,7 @@ class OnDemandParams:
         finally:
             self._pinned.difference_update(id(unit) for unit in mine)
             for unit in mine:
-                self._release(unit)
+                self.reshard(unit)
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
@@ -193,7 +189,7 @@ class OnDemandParams:
         block. That is no more memory than one forward needs, which holds them while its layers come and go; it is left
         where `stage3_max_live_parameters` admits nothing ahead.
         """
-        whole = {id(unit) for unit in self.units if unit.state is UnitState.FULL}
+        whole = {id(unit) for unit in self.units if unit.state is UnitState.UNSHARDED}
         roots = [unit for unit in self.units if unit.kind is not UnitKind.LAYER and id(unit) not in whole]
         layers = [unit.numel for unit in self.units if unit.kind is UnitKind.LAYER]
         if not self._limits.admits_next(max(layers, default=0)):
@@ -207,7 +203,7 @@ class OnDemandParams:
             self._pinned.difference_update(id(unit) for unit in roots)
             for unit in self.units:
                 if id(unit) not in whole:
-                    self._release(unit)
+                    self.reshard(unit)
 
     @property
     def awaits_backward(self) -> bool:
@@ -219,7 +215,7 @@ class OnDemandParams:
         return id(unit) in self._held or id(unit) in self._pinned
 
     def hold(self, unit: ShardUnit) -> None:
-        """Keep `unit` unsharded until `release_all` (the root unit: from forward to the end of backward)."""
+        """Keep `unit` unsharded until `reshard_all` (the root unit: from forward to the end of backward)."""
         self._held.add(id(unit))
 
     def end_of_forward(self) -> Callable[[torch.Tensor], None]:
@@ -239,13 +235,13 @@ class OnDemandParams:
     def after_use(self, unit: ShardUnit) -> None:
         if self.stays_for_backward(unit) or self.builds_graph or self._graph_alive or unit.state is UnitState.KEPT:
             return
-        if unit.on_demand and unit.state is UnitState.FULL:
+        if unit.on_demand and unit.state is UnitState.UNSHARDED:
             self._on_used(unit, self._phase is Phase.BACKWARD)
-        room = unit.state is UnitState.FULL and self._beside_use() + unit.numel <= self._limits.live
+        room = unit.state is UnitState.UNSHARDED and self._beside_use() + unit.numel <= self._limits.live
         if room and self._is_needed_soon(unit):
             unit.keep(next(self._turns))
         else:
-            self._release(unit)
+            self.reshard(unit)
 
     def _is_needed_soon(self, unit: ShardUnit) -> bool:
         """Whether the next use of `unit` in this forward and backward is within `stage3_max_reuse_distance`."""
@@ -277,12 +273,12 @@ class OnDemandParams:
             return  # a step votes on the order of the training's forwards
         self._phase = Phase.FORWARD
         for unit in self._kept():  # of a forward whose backward has not come yet, and may never
-            self._release(unit)
+            self.reshard(unit)
         self.orders[Phase.FORWARD].begin()
         self._forward_trains = torch.is_grad_enabled()
 
     def begin_backward(self) -> None:
-        """All ranks must call. The root unit may have been released by the end of another backward."""
+        """All ranks must call. The root unit may have been resharded by the end of another backward."""
         self._all_used(late=False)
         self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self.orders[Phase.BACKWARD].begin()
@@ -301,12 +297,12 @@ class OnDemandParams:
             self._all_used(late=True)
             # Another backward may begin with nodes of a loss that reads a weight of these, before any hook of ours.
             held = set(self._held) if self._open_forwards or self._keeps_graph else set[int]()
-            self._release_all_but(self._pinned | held)
+            self._reshard_all_but(self._pinned | held)
             self._held = held
 
     def _all_used(self, *, late: bool) -> None:
         for unit in self.units:
-            if unit.state is UnitState.FULL and id(unit) not in self._pinned:
+            if unit.state is UnitState.UNSHARDED and id(unit) not in self._pinned:
                 self._on_used(unit, late)
 
     def end_step(self) -> None:
@@ -314,19 +310,19 @@ class OnDemandParams:
         self._open_uses.clear()
         self._open_forwards.clear()
         self._in_graphs.clear()
-        self.release_all()
+        self.reshard_all()
 
-    def release_all(self) -> None:
+    def reshard_all(self) -> None:
         """End of a step, or of all: nothing is in use any more."""
-        self._release_all_but(frozenset())
+        self._reshard_all_but(frozenset())
 
-    def _release_all_but(self, kept: AbstractSet[int]) -> None:
+    def _reshard_all_but(self, kept: AbstractSet[int]) -> None:
         self._phase = None
         self._held.clear()
         self.builds_graph = self._graph_alive = False
         for unit in self.units:
             if id(unit) not in kept:
-                self._release(unit)
+                self.reshard(unit)
 
     def forget(self) -> None:
         """A pass was broken off on all ranks, and its connections are closed: everything is in shards again."""
@@ -343,21 +339,22 @@ class OnDemandParams:
             unit.forget()
         self.live.clear()
 
-    def release_idle(self) -> None:
+    def reshard_idle(self) -> None:
         """End of a forward: give back what was gathered ahead and not used."""
         if self._stream is not None and not torch.is_grad_enabled():
             return  # it was gathered for the next forward
-        idle = {UnitState.GATHERING} if self._forward_trains else {UnitState.GATHERING, UnitState.KEPT}
+        idle = {UnitState.UNSHARDING} if self._forward_trains else {UnitState.UNSHARDING, UnitState.KEPT}
         for unit in self.units:
             if unit.state in idle:
-                self._release(unit)
+                self.reshard(unit)
 
-    def _release(self, unit: ShardUnit) -> None:
+    def reshard(self, unit: ShardUnit) -> None:
+        """Reshard `unit` whatever its state."""
         if not unit.on_demand or unit.state is UnitState.SHARDED:
             return
-        if unit.state is UnitState.GATHERING:
-            unit.gather_finish()
-        unit.release()
+        if unit.state is UnitState.UNSHARDING:
+            unit.wait_for_unshard()
+        unit.reshard()
         self.live.remove(unit)
 
     def _kept(self) -> list[ShardUnit]:
@@ -367,7 +364,7 @@ class OnDemandParams:
 
     def _beside_use(self) -> int:
         """Elements that are unsharded, or will be, and nobody uses."""
-        return sum(unit.numel for unit in self.units if unit.state in (UnitState.GATHERING, UnitState.KEPT))
+        return sum(unit.numel for unit in self.units if unit.state in (UnitState.UNSHARDING, UnitState.KEPT))
 
     def _make_room(self, numel: int, near: AbstractSet[int]) -> bool:
         """Reshard kept units, not `near` ones, until `numel` more elements may be unsharded; return whether they may.
@@ -380,7 +377,7 @@ class OnDemandParams:
                 break
             if id(unit) not in near:
                 room += unit.numel
-                self._release(unit)
+                self.reshard(unit)
         return room >= 0
 
     def _prefetch(self, upcoming: Callable[[], Iterator[ShardUnit]], max_units: int | None = None) -> None:

@@ -1,10 +1,10 @@
 """One flat parameter: parameters of one type that are unsharded and resharded together.
 
 [Note: Views outlive a reshard]
-Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the full
-buffer is one tensor for all of the run whose storage is resized to 0 at a reshard and refilled at the next gather: a
-view saved in forward sees the data again once the unit is gathered in backward. The parameters themselves are pointed
-at placeholders before the memory goes, so that reading a sharded parameter gives NaN, not freed memory.
+Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So `full` is one
+tensor for all of the training whose storage is resized to 0 at a reshard and refilled at the next gather: a view saved
+in forward sees the data again once the unit is gathered in backward. The parameters themselves are pointed at
+placeholders before the memory goes, so that reading a sharded parameter gives NaN, not freed memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import Pending
 from hf_zero.errors import StateError
-from hf_zero.layout import Run, UnitLayout
+from hf_zero.layout import Slice, UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
 from hf_zero.sharding.placement import FlatParamSpec, Placement, master_dtype_of
 from hf_zero.sharding.shard import Shard, ShardTensor, StoredShard, make_shard
@@ -41,7 +41,7 @@ class FlatParam:
     master: Shard | None  # fp32 (fp64 for fp64 parameters)
     update: Pending | None
     buckets: list[torch.Tensor]  # of `full`, 1-D: one all-gather each
-    runs: dict[str, Run]  # what this rank owns, by parameter name; without those of which it owns nothing
+    slices: dict[str, Slice]  # what this rank owns, by parameter name; without those of which it owns nothing
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class FlatParam:
         self.update = None
         self.comm = comm
         self._rank = comm.rank if layout.world_size > 1 else 0
-        self.runs = runs_by_name(layout, self._rank)
+        self.slices = slices_by_name(layout, self._rank)
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
@@ -94,7 +94,7 @@ class FlatParam:
     def initialize_from(self, old: FlatParam, *, share: bool) -> None:
         """Take the shard of a flat parameter with the same parameters at the same places. No communication.
 
-        `share`: the old one will be discarded, so that its full buffer may be kept.
+        `share`: the old one will be discarded, so that its full tensor may be kept.
         """
         reuse = share and old.dtype == self.dtype and not self.on_demand
         full = old.full if reuse else torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self._device)
@@ -139,7 +139,7 @@ class FlatParam:
         elif self.own_master is not None:
             self.own_master.drop()
         self.shard.move(layout, placement.param)
-        self.layout, self.placement, self.runs = layout, placement, runs_by_name(layout, self._rank)
+        self.layout, self.placement, self.slices = layout, placement, slices_by_name(layout, self._rank)
         if not layout.trainable:
             self.master = None
         elif self.master is None:
@@ -211,7 +211,7 @@ class FlatParam:
                 shard, self._borrowed = self.shard.borrow()
         if shard.memory.device == self.full.device:
             return shard.parts
-        # Straight into this rank's place in the full buffer: from there the all-gather takes it.
+        # Straight into this rank's place in the full tensor: from there the all-gather takes it.
         places = ShardTensor(self.layout, self._rank, self.full, in_full=True).parts
         for place, part in zip(places, shard.parts, strict=True):
             place.copy_(part, non_blocking=True)
@@ -254,7 +254,7 @@ class FlatParam:
             self._borrowed.release()
         self._borrowed = self._copied = None
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Point the parameters at placeholders and give the memory back. See [Note: Views outlive a reshard]."""
         self._bind(self.placeholders)
         self.full.untyped_storage().resize_(0)
@@ -292,7 +292,7 @@ class FlatParam:
             )
 
     def check_views(self) -> None:
-        """Raise if a parameter has left the full buffer (`.to(dtype)`, `param.data = ...`): updates would miss it."""
+        """Raise if a parameter has left `full` (`.to(dtype)`, `param.data = ...`): updates would miss it."""
         bound = zip(self.layout.slots, self.params, self._bound, strict=True)
         strays = [
             slot.name
@@ -346,9 +346,9 @@ class FlatParam:
         """The rank whose shard this process holds; 0 where every rank holds everything."""
         return self._rank
 
-    def run_of(self, index: int) -> Run | None:
+    def slice_of(self, index: int) -> Slice | None:
         """What this rank owns of parameter `index`; None if that is nothing."""
-        return self.runs.get(self.layout.slots[index].name)
+        return self.slices.get(self.layout.slots[index].name)
 
     @property
     def full_bytes(self) -> int:
@@ -370,7 +370,7 @@ class FlatParam:
         return self.shard if self.master is None else self.master
 
     def holds(self, index: int) -> bool:
-        """Whether a parameter is still what this one made it: its placeholder, or its view of the full buffer."""
+        """Whether a parameter is still what this one made it: its placeholder, or its view of the full tensor."""
         param = self.params[index]
         known = (self.placeholders[index], self._views[index])
         return any(param.data_ptr() == mine.data_ptr() and param.shape == mine.shape for mine in known)
@@ -382,7 +382,7 @@ class FlatParam:
         self.discard()
 
     def discard(self) -> None:
-        """Forget the full buffer and the shards; the parameters have other memory by now."""
+        """Forget the full tensor and the shards; the parameters have other memory by now."""
         for shard in self.owned().values():
             shard.drop()
         # Whoever still knows this one (an engine that another one replaces) must not keep the memory.
@@ -391,6 +391,6 @@ class FlatParam:
         del self.shard
 
 
-def runs_by_name(layout: UnitLayout, rank: int) -> dict[str, Run]:
+def slices_by_name(layout: UnitLayout, rank: int) -> dict[str, Slice]:
     """What `rank` owns of each parameter of which it owns something."""
-    return {run.name: run for run in layout.runs(rank)}
+    return {slice_.name: slice_ for slice_ in layout.slices(rank)}

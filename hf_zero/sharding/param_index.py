@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_zero.layout import Run, Slot
+from hf_zero.layout import Slice, Slot
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.unit import ShardUnit
 
@@ -25,9 +25,9 @@ class ParamPlace:
         return self.flat.layout.slots[self.index]
 
     @property
-    def run(self) -> Run | None:
+    def slice(self) -> Slice | None:
         """What this rank owns of it; None if that is nothing."""
-        return self.flat.run_of(self.index)
+        return self.flat.slice_of(self.index)
 
 
 class ParamIndex:
@@ -45,7 +45,7 @@ class ParamIndex:
             self.add(unit, held_only=held_only)
 
     def add(self, unit: ShardUnit, *, held_only: bool = False) -> None:
-        for flat in unit.buffers:
+        for flat in unit.flats:
             for index, param in enumerate(flat.params):
                 if not held_only or flat.holds(index):
                     self._places[id(param)] = ParamPlace(unit, flat, index)

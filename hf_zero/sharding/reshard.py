@@ -26,7 +26,7 @@ from hf_zero.sharding.unit import ShardUnit, UnitState, gather
 class LayoutChange:
     """Where the values of a model's parameters are while its units change.
 
-    Invariant: an old buffer lives until all its parameters are in new ones, or have been replaced by the user.
+    Invariant: an old flat parameter lives until all its parameters are in new ones, or have been replaced by the user.
     """
 
     def __init__(self, old: Iterable[ShardUnit], comm: Comm) -> None:
@@ -34,7 +34,7 @@ class LayoutChange:
         self._comm = comm
         units = list(old)
         self._places = ParamIndex(units, held_only=True)  # of the parameters that are in no new flat parameter yet
-        self._left = dict.fromkeys(flat for unit in units for flat in unit.buffers)
+        self._left = dict.fromkeys(flat for unit in units for flat in unit.flats)
         self._masters: dict[FlatParam, torch.Tensor] = {}
         self._gathered: set[FlatParam] = set()
 
@@ -50,21 +50,21 @@ class LayoutChange:
         del self._left[source]
         return source
 
-    def initialize(self, buffer: FlatParam) -> None:
-        """Give `buffer` its first values. All ranks must call, in the same order."""
-        source = self._source_of(buffer.params)
-        exact = source is None or source.dtype == buffer.dtype or source.master is None or buffer.on_demand
-        if source is not None and exact and buffer.fits(source, buffer.params):
+    def initialize(self, flat: FlatParam) -> None:
+        """Give `flat` its first values. All ranks must call, in the same order."""
+        source = self._source_of(flat.params)
+        exact = source is None or source.dtype == flat.dtype or source.master is None or flat.on_demand
+        if source is not None and exact and flat.fits(source, flat.params):
             source.check_placeholders()
-            buffer.initialize_from(source, share=True)
+            flat.initialize_from(source, share=True)
         else:
-            for param in buffer.params:
+            for param in flat.params:
                 if (place := self._places.get(param)) is not None:
                     self._unshard(place)
                     if place.flat.master is not None and place.flat.master.dtype != place.flat.dtype:
                         self._show_master(place, param)  # it has more digits
-            buffer.initialize_from_params()
-        self._moved(buffer.params)
+            flat.initialize_from_params()
+        self._moved(flat.params)
 
     def _source_of(self, params: Sequence[nn.Parameter]) -> FlatParam | None:
         """The old flat parameter of the first of `params`, if nothing of it has moved."""
@@ -87,7 +87,7 @@ class LayoutChange:
         param.data = self._masters[place.flat][slot.offset : slot.end].view(slot.shape)
 
     def finish(self) -> None:
-        """Forget what no new buffer took: parameters that have left the model."""
+        """Forget what no new flat parameter took: parameters that have left the model."""
         for flat in list(self._left):
             self._discard(flat)
         self._places = ParamIndex()

@@ -8,13 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.layout import Run, UnitLayout
+from hf_zero.layout import Slice, UnitLayout
 from hf_zero.storage.base import BorrowedTensors, ShardStore
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """One NaN of its own, expanded with stride 0: shape, type and device are true, there are no values."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def slice_of(full: torch.Tensor, slice_: Slice) -> torch.Tensor:
+    """The elements of `slice_` out of its full parameter, or a tensor of that shape: 1-D [slice_.numel]."""
+    flat = full.reshape(-1)
+    return torch.cat([flat[piece.start : piece.end] for piece in slice_.pieces])
 
 
 class Shard(abc.ABC):
@@ -44,19 +50,19 @@ class Shard(abc.ABC):
         """The shard itself where it stays in memory; None where its store only lends it."""
 
     @abc.abstractmethod
-    def run_tensors(self, run: Run) -> list[torch.Tensor]:
-        """What an optimizer holds for the elements of `run`, in order: views of them, or one placeholder.
+    def slice_tensors(self, slice_: Slice) -> list[torch.Tensor]:
+        """What an optimizer holds for the elements of `slice_`, in order: views of them, or one placeholder.
 
-        A run that is the unsharded parameter and contiguous has the parameter's shape.
+        A slice that is the unsharded parameter and contiguous has the parameter's shape.
         """
 
     @abc.abstractmethod
-    def read_run(self, run: Run) -> torch.Tensor:
-        """The elements of `run`, 1-D [run.numel]; a view where they are contiguous in memory."""
+    def read_slice(self, slice_: Slice) -> torch.Tensor:
+        """The elements of `slice_`, 1-D [slice_.numel]; a view where they are contiguous in memory."""
 
     @abc.abstractmethod
-    def write_run(self, run: Run, values: torch.Tensor) -> None:
-        """Set the elements of `run` from `values`, 1-D [run.numel], cast to this one's type."""
+    def write_slice(self, slice_: Slice, values: torch.Tensor) -> None:
+        """Set the elements of `slice_` from `values`, 1-D [slice_.numel], cast to this one's type."""
 
     def copy_from(self, other: Shard) -> None:
         """Take the values of a shard of the same layout, cast to this one's type."""
@@ -108,7 +114,7 @@ class ShardTensor(Shard):
     Invariant: the parts tile the shard in shard order.
 
     Args:
-        memory: 1-D [shard_numel], the shard itself, or with `in_full` 1-D [padded_numel], the full buffer of which
+        memory: 1-D [shard_numel], the shard itself, or with `in_full` 1-D [padded_numel], the full tensor of which
             this rank's parts are views: an fp32 parameter that is resident on every rank needs no second copy as
             master.
     """
@@ -145,26 +151,26 @@ class ShardTensor(Shard):
     def in_memory(self) -> ShardTensor:
         return self
 
-    def run_tensors(self, run: Run) -> list[torch.Tensor]:
+    def slice_tensors(self, slice_: Slice) -> list[torch.Tensor]:
         """Views: one tensor where the elements are contiguous in memory."""
         if not self.in_full:
-            spans = [(run.shard_offset, run.numel)]
+            spans = [(slice_.shard_offset, slice_.numel)]
         else:
             spans = []
-            for piece in run.pieces:
+            for piece in slice_.pieces:
                 if spans and sum(spans[-1]) == piece.flat_offset:
                     spans[-1] = (spans[-1][0], spans[-1][1] + piece.numel)
                 else:
                     spans.append((piece.flat_offset, piece.numel))
         tensors = [self.memory[start : start + numel] for start, numel in spans]
-        return [tensors[0].view(run.shape)] if len(tensors) == 1 and run.is_unsharded else tensors
+        return [tensors[0].view(slice_.shape)] if len(tensors) == 1 and slice_.is_unsharded else tensors
 
-    def read_run(self, run: Run) -> torch.Tensor:
-        views = [view.view(-1) for view in self.run_tensors(run)]
+    def read_slice(self, slice_: Slice) -> torch.Tensor:
+        views = [view.view(-1) for view in self.slice_tensors(slice_)]
         return views[0] if len(views) == 1 else torch.cat(views)
 
-    def write_run(self, run: Run, values: torch.Tensor) -> None:
-        views = [view.view(-1) for view in self.run_tensors(run)]
+    def write_slice(self, slice_: Slice, values: torch.Tensor) -> None:
+        views = [view.view(-1) for view in self.slice_tensors(slice_)]
         for view, chunk in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
             view.copy_(chunk)
 
@@ -183,7 +189,7 @@ class ShardTensor(Shard):
         return BorrowedTensors([self.memory])
 
     def scale(self, factor: float) -> None:
-        if self.parts:  # a buffer of empty parameters has none, and torch refuses an empty list
+        if self.parts:  # a flat parameter of empty parameters has none, and torch refuses an empty list
             torch._foreach_mul_(self.parts, factor)
 
     def zero(self) -> None:
@@ -253,19 +259,19 @@ class StoredShard(Shard):
     def in_memory(self) -> None:
         return None
 
-    def run_tensors(self, run: Run) -> list[torch.Tensor]:
-        return [placeholder(run.shape if run.is_unsharded else (run.numel,), self.dtype, torch.device("cpu"))]
+    def slice_tensors(self, slice_: Slice) -> list[torch.Tensor]:
+        return [placeholder(slice_.shape if slice_.is_unsharded else (slice_.numel,), self.dtype, torch.device("cpu"))]
 
     def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
         for tile, low, high in self._meeting(start, numel):
             with self.store.borrow([tile.key]) as borrow:
                 yield borrow.tensors[0][low - tile.start : high - tile.start]
 
-    def read_run(self, run: Run) -> torch.Tensor:
-        return torch.cat([chunk.clone() for chunk in self.chunks(run.shard_offset, run.numel)])
+    def read_slice(self, slice_: Slice) -> torch.Tensor:
+        return torch.cat([chunk.clone() for chunk in self.chunks(slice_.shard_offset, slice_.numel)])
 
-    def write_run(self, run: Run, values: torch.Tensor) -> None:
-        start = run.shard_offset
+    def write_slice(self, slice_: Slice, values: torch.Tensor) -> None:
+        start = slice_.shard_offset
         for tile, low, high in self._meeting(start, values.numel()):
             all_of_it = high - low == tile.numel
             with self.store.borrow([tile.key], write=True, overwrite=all_of_it) as borrow:

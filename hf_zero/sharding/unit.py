@@ -17,41 +17,41 @@ class UnitState(enum.Enum):
     """What memory exists in each state."""
 
     SHARDED = "sharded"  # the shard only; parameters are placeholders
-    GATHERING = "gathering"  # full buffers are being filled; parameters are still placeholders
-    FULL = "full"  # full buffers; parameters are views of them
-    KEPT = "kept"  # as FULL, but nobody uses it now: it waits for a use that is near, and may be resharded before
+    UNSHARDING = "unsharding"  # all-gathers are under way; parameters are still placeholders
+    UNSHARDED = "unsharded"  # parameters are views of them
+    KEPT = "kept"  # as UNSHARDED, but nobody uses it now: it waits for a use that is near, and may be resharded before
 
 
 class ShardUnit:
     """Parameters that are gathered and reduced together, around one module.
 
-    SHARDED -> gather_start() -> GATHERING -> gather_finish() -> FULL -> release() -> SHARDED
-    FULL -> keep() -> KEPT -> use_again() -> FULL, or KEPT -> release() -> SHARDED
+    SHARDED -> unshard() -> UNSHARDING -> wait_for_unshard() -> UNSHARDED -> reshard() -> SHARDED
+    UNSHARDED -> keep() -> KEPT -> use_again() -> UNSHARDED, or KEPT -> reshard() -> SHARDED
 
     Invariants:
-      - No unsharded memory exists in SHARDED. A unit that is not `on_demand` is FULL for ever.
-      - All ranks call gather_start in the same order: collectives match by order.
+      - No unsharded memory exists in SHARDED. A unit that is not `on_demand` is UNSHARDED for ever.
+      - All ranks call unshard in the same order: collectives match by order.
     """
 
-    def __init__(self, name: str, kind: UnitKind, module: nn.Module, buffers: list[FlatParam]) -> None:
+    def __init__(self, name: str, kind: UnitKind, module: nn.Module, flats: list[FlatParam]) -> None:
         self.name = name
         self.kind = kind
         self.module = module
-        self.buffers = buffers
-        self.on_demand = any(buffer.on_demand for buffer in buffers)
-        self.state = UnitState.FULL
+        self.flats = flats
+        self.on_demand = any(flat.on_demand for flat in flats)
+        self.state = UnitState.UNSHARDED
         self.kept_at = 0
         self._gathers: list[Pending] = []
         self._measure()
 
     def _measure(self) -> None:
-        self.numel = sum(buffer.layout.padded_numel for buffer in self.buffers)
-        self.full_bytes = sum(buffer.full_bytes for buffer in self.buffers)
+        self.numel = sum(flat.layout.padded_numel for flat in self.flats)
+        self.full_bytes = sum(flat.full_bytes for flat in self.flats)
 
     def replace(self, old: FlatParam, new: list[FlatParam]) -> None:
-        """Put buffers with the same parameters in the place of `old`, in the state of the unit."""
-        place = self.buffers.index(old)
-        self.buffers[place : place + 1] = new
+        """Put flat parameters with the same parameters in the place of `old`, in the state of the unit."""
+        place = self.flats.index(old)
+        self.flats[place : place + 1] = new
         self._measure()
 
     @property
@@ -60,52 +60,52 @@ class ShardUnit:
 
         The same on all ranks.
         """
-        return any(buffer.is_offloaded for buffer in self.buffers)
+        return any(flat.is_offloaded for flat in self.flats)
 
     def prefetch(self) -> None:
         """Start bringing the shards near where they are on a slow medium. No communication."""
-        for buffer in self.buffers:
-            buffer.prefetch()
+        for flat in self.flats:
+            flat.prefetch()
 
-    def gather_start(self) -> None:
+    def unshard(self) -> None:
         """Start to unshard the parameters. All ranks must call, in the same order."""
         self._expect(UnitState.SHARDED)
-        for buffer in self.buffers:
-            self._gathers += _start_gather(buffer)
-        self.state = UnitState.GATHERING
+        for flat in self.flats:
+            self._gathers += _start_gather(flat)
+        self.state = UnitState.UNSHARDING
 
-    def gather_finish(self) -> None:
-        self._expect(UnitState.GATHERING)
+    def wait_for_unshard(self) -> None:
+        self._expect(UnitState.UNSHARDING)
         for pending in self._gathers:
             pending.wait()
         self._gathers.clear()
-        for buffer in self.buffers:
-            buffer.use_gathered()
-        self.state = UnitState.FULL
+        for flat in self.flats:
+            flat.use_gathered()
+        self.state = UnitState.UNSHARDED
 
     def keep(self, turn: int) -> None:
         """Nobody uses the unit any more; it stays unsharded for a use to come. `turn` orders those that are kept."""
-        self._expect(UnitState.FULL)
+        self._expect(UnitState.UNSHARDED)
         self.state = UnitState.KEPT
         self.kept_at = turn
 
     def use_again(self) -> None:
         self._expect(UnitState.KEPT)
-        self.state = UnitState.FULL
+        self.state = UnitState.UNSHARDED
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         if self.state is not UnitState.KEPT:
-            self._expect(UnitState.FULL)
-        for buffer in self.buffers:
-            buffer.release()
+            self._expect(UnitState.UNSHARDED)
+        for flat in self.flats:
+            flat.reshard()
         self.state = UnitState.SHARDED
 
     def forget(self) -> None:
         """A pass was broken off, and its connections are closed: back to SHARDED, whatever the state."""
         self._gathers.clear()
-        for buffer in self.buffers:
-            buffer.forget_gather()
-            buffer.release()
+        for flat in self.flats:
+            flat.forget_gather()
+            flat.reshard()
         self.state = UnitState.SHARDED
 
     def _expect(self, state: UnitState) -> None:

@@ -24,7 +24,7 @@ from hf_zero.checkpoint.manifest import (
     zero_folder,
 )
 from hf_zero.checkpoint.reader import open_checkpoint
-from hf_zero.checkpoint.writer import RunState, build_manifest, check_info, commit, prepare_folder, write_rank_file
+from hf_zero.checkpoint.writer import SliceState, build_manifest, check_info, commit, prepare_folder, write_rank_file
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import FORMAT_VERSION, UnitLayout
 from tests.harness.checkpoints import assert_holds, assert_same, cut, make_model, save, save_info
@@ -120,7 +120,7 @@ def test_non_contiguous_tensors_are_written(tmp_path: Path) -> None:
     layout = UnitLayout.build("u", {"w": (6,)}, dtype="float32", trainable=True, world_size=1)
     strided = torch.arange(12.0)[::2]
     prepare_folder(tmp_path)
-    record = write_rank_file(tmp_path, 0, [RunState(layout.runs(0)[0], {"master": strided})])
+    record = write_rank_file(tmp_path, 0, [SliceState(layout.runs(0)[0], {"master": strided})])
     info = SaveInfo(world_size=1, stage=0, layouts=(layout,), params=(TensorInfo("w", (6,), "float32"),))
     commit(tmp_path, build_manifest(info, [record]))
     with open_checkpoint(tmp_path) as reader:
@@ -130,7 +130,7 @@ def test_non_contiguous_tensors_are_written(tmp_path: Path) -> None:
 def write_and_read_in_little_memory(folder: Path) -> None:
     layout = UnitLayout.build("u", {"w": (25_000_000,)}, dtype="float32", trainable=True, world_size=1)
     run = layout.runs(0)[0]
-    state = RunState(run, {"master": torch.rand(run.numel), "exp_avg": torch.rand(2 * run.numel)[::2]})
+    state = SliceState(run, {"master": torch.rand(run.numel), "exp_avg": torch.rand(2 * run.numel)[::2]})
     info = SaveInfo(world_size=1, stage=0, layouts=(layout,), params=(TensorInfo("w", (run.numel,), "float32"),))
     lines = Path("/proc/self/status").read_text().splitlines()
     used = int(next(line for line in lines if line.startswith("VmData")).split()[1]) << 10

@@ -167,10 +167,10 @@ def train_bf16(zero: tuple[tuple[str, Any], ...]) -> tuple[list[float], int]:
         losses.append(loss.item())
     engine.finish_updates()
     checked = 0
-    for buffer in (buffer for unit in engine.units for buffer in unit.buffers):
+    for buffer in (buffer for unit in engine.units for buffer in unit.flats):
         if buffer.dtype == torch.bfloat16:
             for run in buffer.layout.runs(buffer.rank):
-                assert torch.equal(buffer.shard.read_run(run), buffer.master.read_run(run).to(torch.bfloat16)), (
+                assert torch.equal(buffer.shard.read_slice(run), buffer.master.read_slice(run).to(torch.bfloat16)), (
                     run.name
                 )
                 checked += 1

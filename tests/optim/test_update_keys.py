@@ -143,7 +143,7 @@ def update_natively(folder: str, device: str, sizes: list[int]) -> list[tuple[li
         engine: ZeroEngine = start(case, options)
         for step in range(3):
             micro_step(engine, case, step, 0, options)
-        masters = [buffer.master for unit in engine.units for buffer in unit.buffers]
+        masters = [buffer.master for unit in engine.units for buffer in unit.flats]
         tiles = [(master.layout.shard_numel, len(master.tiles)) for master in masters]  # type: ignore[union-attr]
         results.append((tiles, engine.full_state_dict(keep=True)))
         engine.teardown()

@@ -136,11 +136,11 @@ def _whole_masters(engine: ZeroEngine, weights: dict[str, torch.Tensor]) -> dict
     """Masters put together from all ranks' shards. The parameters must be casts of them, to the bit."""
     whole: dict[str, torch.Tensor] = {}
     for unit in engine.units:
-        for buffer in unit.buffers:
+        for buffer in unit.flats:
             master = buffer.master if buffer.master is not None else buffer.shard
             for run in buffer.layout.runs(buffer.rank):
                 target = whole.setdefault(run.name, torch.full(run.shape, float("nan"))).view(-1)
-                values = master.read_run(run).split([piece.numel for piece in run.pieces])
+                values = master.read_slice(run).split([piece.numel for piece in run.pieces])
                 for piece, value in zip(run.pieces, values, strict=True):
                     target[piece.start : piece.end] = value
                     cast = weights[run.name].view(-1)[piece.start : piece.end]
@@ -248,7 +248,7 @@ def sum_small_gradients(stage: int, accum: str | None) -> torch.Tensor:
     for micro in range(steps):
         engine.backward(engine(torch.full((1, 1), 1.0 if micro == 0 else 2.0**-10)).sum())
         engine.step()
-    return next(buffer.master.memory.clone() for unit in engine.units for buffer in unit.buffers if buffer.master)
+    return next(buffer.master.memory.clone() for unit in engine.units for buffer in unit.flats if buffer.master)
 
 
 @pytest.mark.slow

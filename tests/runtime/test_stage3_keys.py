@@ -73,9 +73,9 @@ def _watch_one(setting: dict[str, Any], dtype: torch.dtype) -> Seen:
 
 
 def _record(events: list[tuple[str, int]], number: int, unit: ShardUnit) -> None:
-    start: Callable[[], None] = unit.gather_start
+    start: Callable[[], None] = unit.unshard
 
-    def gather_start() -> None:
+    def unshard() -> None:
         events.append(("gather", number))
         start()
 
@@ -85,7 +85,7 @@ def _record(events: list[tuple[str, int]], number: int, unit: ShardUnit) -> None
     def backward(grad: torch.Tensor) -> None:
         events.append(("backward", number))
 
-    unit.gather_start = gather_start  # type: ignore[method-assign]
+    unit.unshard = unshard  # type: ignore[method-assign]
     unit.module.register_forward_pre_hook(forward)
     unit.module.register_forward_hook(lambda module, args, output: output.register_hook(backward) and None)
 
@@ -176,11 +176,11 @@ def count_gathers(case: Case, distances: list[int]) -> list[int]:
     for distance in distances:
         options = Options(3, zero=(("stage3_max_reuse_distance", distance),))
         engine = start(case, options)
-        layers = {b.layout.name: u.kind for u in engine.units for b in u.buffers if u.kind is UnitKind.LAYER}
+        layers = {b.layout.name: u.kind for u in engine.units for b in u.flats if u.kind is UnitKind.LAYER}
         for step in range(STEPS):
             engine.comm.reset_counts()
             micro_step(engine, case, step, 0, options)
-        others = sum(b.layout.num_buckets for u in engine.units for b in u.buffers if b.layout.name not in layers)
+        others = sum(b.layout.num_buckets for u in engine.units for b in u.flats if b.layout.name not in layers)
         counted.append(engine.comm.counts["all_gather"].calls - others)
     return counted
 

@@ -266,11 +266,11 @@ class ShardedLoad:
         self._placer.read(show=False)
 
     def _make_engine(self) -> None:
-        for buffer in (buffer for unit in self._built.units for buffer in unit.buffers):
-            if buffer.on_demand:
-                buffer.release()  # some initialisations replace a parameter's data
+        for flat in (flat for unit in self._built.units for flat in unit.flats):
+            if flat.on_demand:
+                flat.reshard()  # some initialisations replace a parameter's data
             else:
-                gather_resident([buffer])
+                gather_resident([flat])
         install_on_model(engine_class()(self._model, self._config, built=self._built, train=False))
 
 

@@ -136,7 +136,7 @@ class _Calls:
         choice = engine.config.gather_for_generation
         if choice != "auto":
             return choice == "once"
-        needed = sum(unit.full_bytes for unit in engine.units if unit.state is not UnitState.FULL)
+        needed = sum(unit.full_bytes for unit in engine.units if unit.state is not UnitState.UNSHARDED)
         free = free_bytes(engine.device, engine.world_size)
         votes = torch.tensor([float(needed <= SHARE_FOR_WEIGHTS * free)], dtype=torch.float64)
         fits = bool(engine.comm.vote(votes, "room for generation").all())
@@ -153,7 +153,7 @@ class _Calls:
 
 
 def _is_unsharded(engine: ZeroEngine) -> bool:
-    return all(unit.state is UnitState.FULL for unit in engine.units)
+    return all(unit.state is UnitState.UNSHARDED for unit in engine.units)
 
 
 def _need_all_ranks(engine: ZeroEngine) -> None:

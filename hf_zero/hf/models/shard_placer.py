@@ -65,15 +65,15 @@ class ShardPlacer:
             for nbytes in pool.map(lambda job: _read_piece(*job), jobs):
                 progress.update(nbytes)
         self._noted.clear()
-        for buffer, shard in self._shards.items():
-            if shard is not buffer.shard:
-                buffer.shard.copy_from(shard)
+        for flat, shard in self._shards.items():
+            if shard is not flat.shard:
+                flat.shard.copy_from(shard)
         self._shards.clear()
         return time.monotonic() - start
 
     def _spots(self, place: ParamPlace) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Every slice of a parameter that this rank owns, and its place in the shard, 1-D."""
-        if place.run is None:
+        if place.slice is None:
             return
         flat = place.flat
         if flat not in self._shards:
@@ -83,7 +83,7 @@ class ShardPlacer:
                 shard = ShardTensor(flat.layout, flat.rank, memory, in_full=False)
             self._shards[flat] = shard
         shard = self._shards[flat]
-        for piece in place.run.pieces:
+        for piece in place.slice.pieces:
             start = piece.flat_offset if shard.in_full else piece.shard_offset
             yield piece, shard.memory[start : start + piece.numel]
 

@@ -11,7 +11,7 @@ import torch
 
 from hf_zero.native.adam import AdamRule, AdamSpan, adam_step
 from hf_zero.optim.offload.param_writer import ParamWriter
-from hf_zero.optim.param_groups import OwnedRun
+from hf_zero.optim.param_groups import OwnedSlice
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.sharding.shard import ShardTensor, StoredShard
 
@@ -34,7 +34,7 @@ class Hyper:
 class _Slice:
     """Elements of a parameter that are contiguous everywhere, and lie in one tile."""
 
-    number: int | None  # of the owned run; None: the optimizer does not hold the parameter
+    number: int | None  # of the owned slice; None: the optimizer does not hold the parameter
     start: int  # in the tile
     numel: int
     in_shard: int
@@ -45,10 +45,10 @@ class _Slice:
 class HostState:
     """What the native rule keeps of one flat parameter.
 
-    Invariant: `steps` counts the updates of each run that have been committed.
+    Invariant: `steps` counts the updates of each slice that have been committed.
     """
 
-    def __init__(self, grads: GradAccumulator, owned: list[OwnedRun], moments_dtype: torch.dtype | None) -> None:
+    def __init__(self, grads: GradAccumulator, owned: list[OwnedSlice], moments_dtype: torch.dtype | None) -> None:
         self.grads = grads
         self.flat = grads.flat
         self.owned = owned
@@ -65,8 +65,8 @@ class HostState:
         self.slices = [list(self._slices(tile.start, tile.end)) for tile in master.tiles]
 
     def _slices(self, start: int, end: int) -> Iterator[_Slice]:
-        numbers = {owned.run.name: number for number, owned in enumerate(self.owned)}
-        for piece in (piece for run in self.flat.runs.values() for piece in run.pieces):
+        numbers = {owned.slice.name: number for number, owned in enumerate(self.owned)}
+        for piece in (piece for slice_ in self.flat.slices.values() for piece in slice_.pieces):
             low, high = max(start, piece.shard_offset), min(end, piece.shard_offset + piece.numel)
             skipped = low - piece.shard_offset
             in_full, in_param = piece.flat_offset + skipped, piece.start + skipped
@@ -85,7 +85,7 @@ class UpdateJob:
     """One native update of one flat parameter, on the worker's thread.
 
     Args:
-        hypers: By owned run; None leaves the run alone, as torch leaves a parameter without gradient.
+        hypers: By owned slice; None leaves it alone, as torch leaves a parameter without gradient.
         factor: Multiplies the gradient: the clip coefficient.
         swap: See GradAccumulator.lend.
         staged: States go to another region of the store, so that `rollback` can undo the update.

@@ -22,7 +22,7 @@ from hf_zero.errors import StateError
 from hf_zero.layout import Piece
 from hf_zero.optim.optimizers.lamb import Lamb
 from hf_zero.optim.optimizers.onebit import OneBitAdam
-from hf_zero.optim.param_groups import OwnedRun
+from hf_zero.optim.param_groups import OwnedSlice
 from hf_zero.optim.registry import needs_unsharded
 from hf_zero.optim.updates.elementwise import (
     FileState,
@@ -61,42 +61,42 @@ class OwnershipUpdate(TorchUpdate):
         super().__init__(optimizer, reducer, comm)
         self._owners = owners
 
-    def update(self, owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
-        kept = {(one.buffer, one.index): one for one in owned}
-        adopted = [param for param in self._owners.params if has_grad[param.buffer][param.index]]
+    def update(self, owned: Sequence[OwnedSlice], has_grad: HasGrad) -> None:
+        kept = {(one.acc, one.index): one for one in owned}
+        adopted = [param for param in self._owners.params if has_grad[param.acc][param.index]]
         plain = self.elementwise(owned)
-        for run in plain:
-            present = has_grad[run.buffer][run.index]
-            for master, grad in zip(run.masters, run.grads, strict=False):
+        for slice_ in plain:
+            present = has_grad[slice_.acc][slice_.index]
+            for master, grad in zip(slice_.masters, slice_.grads, strict=False):
                 master.grad = grad.to(master.dtype) if present else None
         for one in adopted:
             if one.full is not None:
                 one.full.grad = torch.empty(one.slot.shape, dtype=one.dtype, device=one.full.device)
                 one.full.data = torch.empty_like(one.full.grad)
 
-        def moves(of_full: Callable[[torch.Tensor], Any], of_run: Callable[[OwnedRun], Any]) -> list[_Move]:
+        def moves(of_full: Callable[[torch.Tensor], Any], of_run: Callable[[OwnedSlice], Any]) -> list[_Move]:
             result = []
             for param in adopted:
-                run = kept.get((param.buffer, param.index))
+                slice_ = kept.get((param.acc, param.index))
                 full = None if param.full is None else of_full(param.full).view(-1)
-                result.append(_Move(param, param.dtype, full, [] if run is None else of_run(run)))
+                result.append(_Move(param, param.dtype, full, [] if slice_ is None else of_run(slice_)))
             return result
 
-        masters = moves(lambda full: full.data, lambda run: run.masters)
-        self._bring(moves(lambda full: full.grad, lambda run: run.grads), "gradients of owned parameters")
+        masters = moves(lambda full: full.data, lambda slice_: slice_.masters)
+        self._bring(moves(lambda full: full.grad, lambda slice_: slice_.grads), "gradients of owned parameters")
         self._bring(masters, "masters of owned parameters")
         self.call(plain)
         self._spread(masters, "updated masters")
         for one in adopted:
             one.release()
-        for run in plain:
-            for master in run.masters:
+        for slice_ in plain:
+            for master in slice_.masters:
                 master.grad = None
 
-    def elementwise(self, owned: Sequence[OwnedRun]) -> list[OwnedRun]:
+    def elementwise(self, owned: Sequence[OwnedSlice]) -> list[OwnedSlice]:
         """Those of `owned` that are updated where they are."""
-        adopted = {(param.buffer, param.index) for param in self._owners.params}
-        return [one for one in owned if (one.buffer, one.index) not in adopted]
+        adopted = {(param.acc, param.index) for param in self._owners.params}
+        return [one for one in owned if (one.acc, one.index) not in adopted]
 
     # ---------------------------------------------------------------- moving
     def _bring(self, moves: Sequence[_Move], what: str) -> None:
@@ -131,13 +131,13 @@ class OwnershipUpdate(TorchUpdate):
         """The slices of what this rank owns, by the rank that keeps them."""
         owned: list[_Tensors] = [[] for _ in range(self.comm.world_size)]
         for move in batch:
-            for rank, run in enumerate(move.param.runs):
-                if run is not None and move.full is not None:
-                    owned[rank] += [move.full[piece.start : piece.end] for piece in run.pieces]
+            for rank, slice_ in enumerate(move.param.slices):
+                if slice_ is not None and move.full is not None:
+                    owned[rank] += [move.full[piece.start : piece.end] for piece in slice_.pieces]
         return owned
 
     # ---------------------------------------------------------------- state
-    def places(self, owned: Sequence[OwnedRun]) -> Iterator[StatePlace]:
+    def places(self, owned: Sequence[OwnedSlice]) -> Iterator[StatePlace]:
         yield from super().places(self.elementwise(owned))
         for param in self._owners.params:
             if param.full is not None:
@@ -145,7 +145,7 @@ class OwnershipUpdate(TorchUpdate):
 
     def reader_of(self, place: ParamPlace) -> StateReader | None:
         owned = self._owners.params
-        param = next((one for one in owned if one.buffer.flat is place.flat and one.index == place.index), None)
+        param = next((one for one in owned if one.acc.flat is place.flat and one.index == place.index), None)
         return None if param is None else functools.partial(self._read, param)
 
     def _read(self, param: OwnedParam, kind: str) -> torch.Tensor | None:
@@ -165,7 +165,7 @@ class OwnershipUpdate(TorchUpdate):
         self.comm.broadcast(full, f"state of {name}", src=param.owner)
         return full.clone() if mine else full
 
-    def file_state(self, owned: Sequence[OwnedRun]) -> FileState:
+    def file_state(self, owned: Sequence[OwnedSlice]) -> FileState:
         states = {
             param.slot.name: self.optimizer.state.get(param.full, {})
             for param in self._owners.params
@@ -178,7 +178,7 @@ class OwnershipUpdate(TorchUpdate):
         known: dict[str, dict[str, Any]] = {}
         for theirs in self.comm.all_gather_object(facts, "state of owned parameters"):
             known.update(theirs)
-        kept = {one.run.name: one for one in owned if one.run.name in shapes}
+        kept = {one.slice.name: one for one in owned if one.slice.name in shapes}
         parts: dict[str, list[dict[str, Any]]] = {name: [{} for _ in one.masters] for name, one in kept.items()}
         odd: dict[tuple[str, str], torch.Tensor] = {}
         moves = []
