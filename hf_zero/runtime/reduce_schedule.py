@@ -7,7 +7,7 @@ gradients of its accumulator, and of all before it in one fixed order, are there
 that moment would come between other gathers on every rank, as the data decides; so there a unit's reduce starts when
 backward has left the unit, and at the end of backward for what has no such moment. A gradient that arrives after its
 reduce has started (a module used twice under reentrant checkpointing, a second backward before the step) waits in its
-own memory; the ballot of the step shows all ranks which accumulators have such late gradients, and they reduce them then.
+own memory; the ballot of the step shows all ranks which accumulators have such late gradients, and they reduce those.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def test_any_layout_reads_any_other(tmp_path: Path, world_size: int, bucket: int
                 layouts = model.layouts(other_world, other_bucket)
                 reader.check_against(layouts)
                 for layout in layouts:
-                    for run in (run for rank in range(other_world) for run in layout.runs(rank)):
+                    for run in (run for rank in range(other_world) for run in layout.slices(rank)):
                         assert dict(reader.kinds(run.name)).keys() == model.state[run.name].keys()
                         for kind, tensor in model.state[run.name].items():
                             assert_same(reader.read(run.name, kind, run), cut(tensor, run))
@@ -77,7 +77,7 @@ def test_weights_are_read_in_the_type_asked_for(tmp_path: Path) -> None:
 def test_own_layout_is_one_read_per_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     save(tmp_path, model, 2, 16)
-    run = max((run for layout in model.layouts(2, 16) for run in layout.runs(1)), key=lambda run: len(run.pieces))
+    run = max((run for layout in model.layouts(2, 16) for run in layout.slices(1)), key=lambda run: len(run.pieces))
     assert len(run.pieces) > 1
     with open_checkpoint(tmp_path) as reader:
         reader.read(run.name, next(iter(model.state[run.name])), run)  # header and all
@@ -120,7 +120,7 @@ def test_non_contiguous_tensors_are_written(tmp_path: Path) -> None:
     layout = UnitLayout.build("u", {"w": (6,)}, dtype="float32", trainable=True, world_size=1)
     strided = torch.arange(12.0)[::2]
     prepare_folder(tmp_path)
-    record = write_rank_file(tmp_path, 0, [SliceState(layout.runs(0)[0], {"master": strided})])
+    record = write_rank_file(tmp_path, 0, [SliceState(layout.slices(0)[0], {"master": strided})])
     info = SaveInfo(world_size=1, stage=0, layouts=(layout,), params=(TensorInfo("w", (6,), "float32"),))
     commit(tmp_path, build_manifest(info, [record]))
     with open_checkpoint(tmp_path) as reader:
@@ -129,7 +129,7 @@ def test_non_contiguous_tensors_are_written(tmp_path: Path) -> None:
 
 def write_and_read_in_little_memory(folder: Path) -> None:
     layout = UnitLayout.build("u", {"w": (25_000_000,)}, dtype="float32", trainable=True, world_size=1)
-    run = layout.runs(0)[0]
+    run = layout.slices(0)[0]
     state = SliceState(run, {"master": torch.rand(run.numel), "exp_avg": torch.rand(2 * run.numel)[::2]})
     info = SaveInfo(world_size=1, stage=0, layouts=(layout,), params=(TensorInfo("w", (run.numel,), "float32"),))
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -249,7 +249,7 @@ def test_every_difference_to_the_model_is_listed(tmp_path: Path) -> None:
         assert "new.bias: not in the checkpoint" in text
         assert "root.p3: shape (99,) in the model" in text
         assert "root.p2: not in the model" in text
-        run = layout.runs(0)[0]
+        run = layout.slices(0)[0]
         calls: tuple[Callable[[], torch.Tensor], ...] = (
             lambda: reader.read("unknown", "master", run),
             lambda: reader.read("root.p0", "momentum_buffer", run),
@@ -284,8 +284,8 @@ def test_an_incomplete_or_placeholder_state_is_never_published(tmp_path: Path) -
         build_manifest(save_info(model, layouts), records)
     with pytest.raises(AssertionError, match="records of ranks"):
         build_manifest(save_info(model, layouts), records[:1])
-    state = next(state for state in model.rank_states(layouts, 0) if state.run.numel > 1)
-    placeholder = torch.full((1,), float("nan")).expand(state.run.numel)
-    for tensor, message in ((placeholder, "placeholder"), (torch.zeros(state.run.numel + 1), "shape")):
+    state = next(state for state in model.rank_states(layouts, 0) if state.slice.numel > 1)
+    placeholder = torch.full((1,), float("nan")).expand(state.slice.numel)
+    for tensor, message in ((placeholder, "placeholder"), (torch.zeros(state.slice.numel + 1), "shape")):
         with pytest.raises(AssertionError, match=message):
             write_rank_file(tmp_path, 0, [replace(state, tensors={"master": tensor})])

@@ -276,7 +276,7 @@ def look_at_gradients(stage: int) -> tuple[bool, dict[str, tuple[int, int]]]:
         memory = owned.buffer.shard.memory.untyped_storage().data_ptr()
         alias &= all(grad.untyped_storage().data_ptr() == memory for grad in owned.grads)
         layout = owned.buffer.flat.layout
-        mine[layout.name] = (layout.numel, mine.get(layout.name, (0, 0))[1] + owned.run.numel)
+        mine[layout.name] = (layout.numel, mine.get(layout.name, (0, 0))[1] + owned.slice.numel)
     return alias, mine
 
 

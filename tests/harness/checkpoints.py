@@ -49,7 +49,7 @@ class WholeModel:
                 self.scalars.get(run.name, {}),
             )
             for layout in layouts
-            for run in layout.runs(rank)
+            for run in layout.slices(rank)
         ]
 
 
@@ -149,7 +149,7 @@ def assert_holds(folder: Path, model: WholeModel) -> None:
         for name, kinds in model.state.items():
             for kind, tensor in kinds.items():
                 if tensor.numel():
-                    whole = UnitLayout.build("x", {name: tensor.shape}, dtype="", trainable=True, world_size=1).runs(
+                    whole = UnitLayout.build("x", {name: tensor.shape}, dtype="", trainable=True, world_size=1).slices(
                         0
                     )[0]
                     assert_same(reader.read(name, kind, whole), tensor.reshape(-1))

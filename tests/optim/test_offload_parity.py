@@ -169,7 +169,7 @@ def train_bf16(zero: tuple[tuple[str, Any], ...]) -> tuple[list[float], int]:
     checked = 0
     for buffer in (buffer for unit in engine.units for buffer in unit.flats):
         if buffer.dtype == torch.bfloat16:
-            for run in buffer.layout.runs(buffer.rank):
+            for run in buffer.layout.slices(buffer.rank):
                 assert torch.equal(buffer.shard.read_slice(run), buffer.master.read_slice(run).to(torch.bfloat16)), (
                     run.name
                 )

@@ -138,7 +138,7 @@ def _whole_masters(engine: ZeroEngine, weights: dict[str, torch.Tensor]) -> dict
     for unit in engine.units:
         for buffer in unit.flats:
             master = buffer.master if buffer.master is not None else buffer.shard
-            for run in buffer.layout.runs(buffer.rank):
+            for run in buffer.layout.slices(buffer.rank):
                 target = whole.setdefault(run.name, torch.full(run.shape, float("nan"))).view(-1)
                 values = master.read_slice(run).split([piece.numel for piece in run.pieces])
                 for piece, value in zip(run.pieces, values, strict=True):
