@@ -81,10 +81,8 @@ def _name(frame: FrameType) -> str:
     return f"{type(owner).__name__}.{name}" if owner is not None else name
 
 
-def steps(rank: int, port: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(port)
-    torch.set_num_threads(1)
+def paths() -> dict[str, list[str]]:
+    """The calls of the third step, by what happens. Two ranks must call."""
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters())
     engine, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=_CONFIG)
@@ -94,11 +92,12 @@ def steps(rank: int, port: int) -> None:
         with calls_of_hf_zero() as backward:
             loss.backward()
         engine.step()
-    if rank == 0:
-        report("gather of a layer", tree_with(forward, ":Comm.all_gather"))
-        report("arrival of a gradient", tree_with(backward, ":GradAccumulator.accumulate"))
-        report("reduce of a layer's gradients", tree_with(backward, ":Comm.reduce_scatter"))
     engine.teardown()
+    return {
+        "gather of a layer": tree_with(forward, ":Comm.all_gather"),
+        "arrival of a gradient": tree_with(backward, ":GradAccumulator.accumulate"),
+        "reduce of a layer's gradients": tree_with(backward, ":Comm.reduce_scatter"),
+    }
 
 
 def tree_with(trees: list[list[str]], name: str) -> list[str]:
@@ -106,33 +105,41 @@ def tree_with(trees: list[list[str]], name: str) -> list[str]:
     return [tree for tree in trees if any(name in call for call in tree)][-1]
 
 
-def report(title: str, calls: list[str]) -> None:
-    way = _way(calls)
-    print(f"\n{title}: {_size([calls[at] for at in way])} on the way; {_size(calls)} in all")
-    print("\n".join(f"{'*' if at in way else ' '} {call}" for at, call in enumerate(calls)), flush=True)
+def show(rank: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
+    torch.set_num_threads(1)
+    for title, calls in paths().items():
+        marked = way(calls)
+        if rank == 0:
+            print(f"\n{title}: {_size([calls[at] for at in marked])} on the way; {_size(calls)} in all")
+            print("\n".join(f"{'*' if at in marked else ' '} {call}" for at, call in enumerate(calls)), flush=True)
 
 
 def _size(calls: list[str]) -> str:
-    files = dict.fromkeys(call.strip().partition(":")[0] for call in calls)
-    return f"{len(calls)} calls over {len(files)} files"
+    return f"{len(calls)} calls over {len(files(calls))} files"
 
 
-def _way(calls: list[str]) -> list[int]:
+def files(calls: list[str]) -> set[str]:
+    return {call.strip().partition(":")[0] for call in calls}
+
+
+def way(calls: list[str]) -> list[int]:
     """Which of `calls` (indented by depth) lead to the ends of the way, and those."""
-    way: list[int] = []
+    found: list[int] = []
     above: list[int] = []
     for at, call in enumerate(calls):
         depth = (len(call) - len(call.lstrip())) // 2
         above[depth:] = [at]
         if call.endswith(_ENDS):
-            way += [one for one in above if one not in way]
-    return sorted(way)
+            found += [one for one in above if one not in found]
+    return sorted(found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    torch.multiprocessing.spawn(steps, (free_port(),), nprocs=2)
+    torch.multiprocessing.spawn(show, (free_port(),), nprocs=2)
 
 
 if __name__ == "__main__":

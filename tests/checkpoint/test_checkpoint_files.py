@@ -198,7 +198,7 @@ def test_changed_bytes_are_found(tmp_path: Path) -> None:
         for name, kinds in make_model().state.items():
             for kind in reader.kinds(name):
                 whole = UnitLayout.build("x", {name: kinds[kind].shape}, dtype="", trainable=True, world_size=1)
-                reader.read(name, kind, whole.runs(0)[0])
+                reader.read(name, kind, whole.slices(0)[0])
 
 
 def flip_byte(path: Path, offset: int) -> None:
@@ -279,7 +279,7 @@ def test_an_incomplete_or_placeholder_state_is_never_published(tmp_path: Path) -
     layouts = model.layouts(2)
     prepare_folder(tmp_path)
     records = [write_rank_file(tmp_path, rank, model.rank_states(layouts, rank)[rank:]) for rank in range(2)]
-    lost = layouts[0].runs(1)[0].name
+    lost = layouts[0].slices(1)[0].name
     with pytest.raises(AssertionError, match=f"{lost}: .* of .* elements"):
         build_manifest(save_info(model, layouts), records)
     with pytest.raises(AssertionError, match="records of ranks"):
