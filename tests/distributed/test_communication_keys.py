@@ -273,9 +273,9 @@ def look_at_gradients(stage: int) -> tuple[bool, dict[str, tuple[int, int]]]:
     alias = True
     mine: dict[str, tuple[int, int]] = {}
     for owned in engine.optimizer.owned:
-        memory = owned.buffer.shard.memory.untyped_storage().data_ptr()
+        memory = owned.acc.shard.memory.untyped_storage().data_ptr()
         alias &= all(grad.untyped_storage().data_ptr() == memory for grad in owned.grads)
-        layout = owned.buffer.flat.layout
+        layout = owned.acc.flat.layout
         mine[layout.name] = (layout.numel, mine.get(layout.name, (0, 0))[1] + owned.slice.numel)
     return alias, mine
 
