@@ -5,8 +5,8 @@
 #   scripts/test.sh --fast          without those marked slow
 #   scripts/test.sh [--fast] ARGS   ARGS go to pytest: scripts/test.sh tests/sharding/test_layout.py -k pieces
 #
-# Two files of tests at a time, because ranks wait for each other half of theirs; `-n 0` for one after the other, and
-# for a debugger.
+# Three files of tests at a time: ranks wait for each other half of their time, and two files leave two cores idle for a
+# sixth of it. `-n 0` for one after the other, and for a debugger.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -25,4 +25,4 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB
 # Without compiled modules every worker compiles the tests anew, for 3 seconds, and every interpreter that a test starts
 # the package.
 unset PYTHONDONTWRITEBYTECODE
-exec "${HF_ZERO_VENV:-.venv}/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
+exec "${HF_ZERO_VENV:-.venv}/bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
