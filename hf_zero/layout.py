@@ -5,16 +5,16 @@ tools all take offsets from here, so a change in this file is a change of the ch
 
 [Note: Flat layout]
 A unit's parameters lie one behind the other in one flat parameter of `padded_numel` elements, each starting at a
-multiple of ALIGN. The buffer is cut into buckets of `bucket_numel` elements (the last one may be shorter); a bucket is
-what one collective moves. Rank r owns the r-th of `world_size` equal parts of every bucket, and its shard is those
-parts one behind the other:
+multiple of ALIGN. It is split into buckets of `bucket_numel` elements (the last may be shorter); a bucket is what one
+collective moves. Rank r owns the r-th of `world_size` equal parts of every bucket, and its shard is those parts one
+behind the other:
 
     flat   | bucket 0: r0 r0 r1 r1 | bucket 1: r0 r0 r1 r1 | bucket 2: r0 r1 |
     rank 0 | r0 r0 | r0 r0 | r0 |          rank 1 | r1 r1 | r1 r1 | r1 |
 
-So a bucket of the full buffer and the part of it in a shard are both contiguous: an all-gather or a reduce-scatter
+So a bucket of the flat parameter and the part of it in a shard are both contiguous: an all-gather or a reduce-scatter
 needs no copy, whatever the bucket size. Offsets in a shard grow with offsets in the flat parameter, so the elements of
-one parameter in one shard are one contiguous run (of pieces that are apart in the parameter where buckets cut it).
+one parameter in one shard are one contiguous slice (of pieces that are apart in the parameter where buckets split it).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Run:
+class Slice:
     """All elements of one parameter in one shard: contiguous in the shard, made of one or more pieces."""
 
     name: str
@@ -190,12 +190,12 @@ class UnitLayout:
             shard_offset += end - start
         return pieces
 
-    def runs(self, rank: int) -> list[Run]:
-        """What `rank` owns, one run per parameter, in shard order."""
+    def slices(self, rank: int) -> list[Slice]:
+        """What `rank` owns, one slice per parameter, in shard order."""
         grouped: dict[str, list[Piece]] = {}
         for piece in self.pieces(rank):
             grouped.setdefault(piece.name, []).append(piece)
-        return [Run(name, self._by_name[name].shape, tuple(pieces)) for name, pieces in grouped.items()]
+        return [Slice(name, self._by_name[name].shape, tuple(pieces)) for name, pieces in grouped.items()]
 
     def locate(self, name: str, start: int = 0, end: int | None = None) -> list[OwnedRange]:
         """Owners of elements [start, end) of the flattened parameter `name`, in element order."""

@@ -20,7 +20,7 @@ import benchlib
 import torch
 import torch.distributed as dist
 
-Run = Callable[[torch.Tensor, torch.Tensor], list[Any]]
+Slice = Callable[[torch.Tensor, torch.Tensor], list[Any]]
 
 
 def parts(bucket: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -61,7 +61,7 @@ def scatter_by_messages(full: torch.Tensor, scratch: torch.Tensor) -> list[Any]:
     ]
 
 
-RUNS: dict[str, Run] = {
+RUNS: dict[str, Slice] = {
     "gather, all-gather": gather_by_collective,
     "gather, messages (ours)": gather_by_messages,
     "scatter, reduce-scatter": scatter_by_collective,

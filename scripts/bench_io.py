@@ -25,22 +25,23 @@ from typing import Any
 import torch
 
 from hf_zero.cli.bench_io import Setting, fio_speed, our_speed
+from hf_zero.config.resolved import Aio
 from hf_zero.native.host_memory import transfer_memory
 
 # (block size, queue depth, "read" or "write") -> bytes per second
-Run = Callable[[int, int, str], float]
+Slice = Callable[[int, int, str], float]
 FIO_ENGINES = ("libaio", "io_uring")
 
 
-def ours(path: Path, buffer: torch.Tensor, engine: str) -> Run:
-    return lambda block, depth, mode: our_speed(path, buffer, Setting(engine, block, depth, 1), mode)
+def ours(path: Path, buffer: torch.Tensor, engine: str) -> Slice:
+    return lambda block, depth, mode: our_speed(path, buffer, Setting(engine, Aio(block, depth, 1)), mode)
 
 
-def fio(path: Path, size: int, engine: str) -> Run:
-    return lambda block, depth, mode: fio_speed(path, size, Setting(engine, block, depth, 1), mode, engine)
+def fio(path: Path, size: int, engine: str) -> Slice:
+    return lambda block, depth, mode: fio_speed(path, size, Setting(engine, Aio(block, depth, 1)), mode, engine)
 
 
-def deepspeed(path: Path, size: int) -> Run:
+def deepspeed(path: Path, size: int) -> Slice:
     from deepspeed.accelerator import get_accelerator  # type: ignore[import-not-found, unused-ignore]
 
     aio = get_accelerator().get_op_builder("AsyncIOBuilder")().load(verbose=False)
@@ -58,11 +59,13 @@ def deepspeed(path: Path, size: int) -> Run:
     return run
 
 
-def make_variants(path: Path, size: int, args: argparse.Namespace) -> dict[str, Run]:
+def make_variants(path: Path, size: int, args: argparse.Namespace) -> dict[str, Slice]:
     memory = transfer_memory(size).fill_(3)
     small_pages = torch.full((size + 4096,), 3, dtype=torch.uint8)
     small_pages = small_pages[-small_pages.data_ptr() % 4096 :][:size]
-    variants: dict[str, Run] = {f"hf_zero {engine}": ours(path, memory, engine) for engine in ("io_uring", "threads")}
+    variants: dict[str, Slice] = {
+        f"hf_zero {engine}": ours(path, memory, engine) for engine in ("io_uring", "threads")
+    }
     variants["hf_zero io_uring, small pages"] = ours(path, small_pages, "io_uring")
     # As torch allocates: 64 bytes off, which the device does not take.
     variants["hf_zero io_uring, unaligned"] = ours(path, memory[64 : size - 4096 + 64], "io_uring")

@@ -71,7 +71,7 @@ def zero_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     size = ModelSize.of(args)
     variants = {name: Zero(size, args, zero_config(name, args)) for name in args.variants}
-    numel = sum(buffer.layout.numel for unit in variants[args.variants[0]].engine.units for buffer in unit.buffers)
+    numel = sum(buffer.layout.numel for unit in variants[args.variants[0]].engine.units for buffer in unit.flats)
 
     def say(text: str) -> None:
         if dist.get_rank() == 0:
@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _moved(variant: Zero) -> tuple[int, int]:
     """Bytes read from and written to disk by this rank."""
-    stats = variant.engine.homes.stats().values()
+    stats = variant.engine.placements.stats().values()
     return sum(one.bytes_read for one in stats), sum(one.bytes_written for one in stats)
 
 

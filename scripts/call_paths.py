@@ -3,7 +3,9 @@
     python scripts/call_paths.py
 
 Two gloo ranks train three linear layers at stage 3, one unit each. Shown is the third step of rank 0: the hook that
-gathers a layer, the one that takes a gradient, and the one that reduces a layer's gradients.
+gathers a layer, the one that takes a gradient, and the one that reduces a layer's gradients. The way is marked with a
+star: the calls from the hook to the work that a thread does, and to the wait for it (a gradient's: to where it is
+added). The others look after something on that way: checks, counters, hooks of the backward.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import hf_zero
 from hf_zero.launcher.node import free_port
 
 _PACKAGE = Path(hf_zero.__file__).parent
+_ENDS = ("comm.py:HostWork.__init__", "comm.py:HostWork.wait", ":GradAccumulator.accumulate")
 _CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0},
@@ -62,7 +65,7 @@ def calls_of_hf_zero() -> Iterator[list[list[str]]]:
             return
         if depth == 0:
             trees.append([])
-        trees[-1].append(f"{'  ' * depth}{path.relative_to(_PACKAGE)}:{frame.f_code.co_name}")
+        trees[-1].append(f"{'  ' * depth}{path.relative_to(_PACKAGE)}:{_name(frame)}")
         depth += 1
 
     sys.setprofile(watch)
@@ -72,10 +75,14 @@ def calls_of_hf_zero() -> Iterator[list[list[str]]]:
         sys.setprofile(None)
 
 
-def steps(rank: int, port: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(port)
-    torch.set_num_threads(1)
+def _name(frame: FrameType) -> str:
+    owner = frame.f_locals.get("self")
+    name = frame.f_code.co_name
+    return f"{type(owner).__name__}.{name}" if owner is not None else name
+
+
+def paths() -> dict[str, list[str]]:
+    """The calls of the third step, by what happens. Two ranks must call."""
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters())
     engine, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=_CONFIG)
@@ -85,11 +92,12 @@ def steps(rank: int, port: int) -> None:
         with calls_of_hf_zero() as backward:
             loss.backward()
         engine.step()
-    if rank == 0:
-        report("gather of a layer", tree_with(forward, "comm.py:all_gather"))
-        report("arrival of a gradient", tree_with(backward, ":accumulate"))
-        report("reduce of a layer's gradients", tree_with(backward, "comm.py:reduce_scatter"))
     engine.teardown()
+    return {
+        "gather of a layer": tree_with(forward, ":Comm.all_gather"),
+        "arrival of a gradient": tree_with(backward, ":GradAccumulator.accumulate"),
+        "reduce of a layer's gradients": tree_with(backward, ":Comm.reduce_scatter"),
+    }
 
 
 def tree_with(trees: list[list[str]], name: str) -> list[str]:
@@ -97,16 +105,41 @@ def tree_with(trees: list[list[str]], name: str) -> list[str]:
     return [tree for tree in trees if any(name in call for call in tree)][-1]
 
 
-def report(title: str, calls: list[str]) -> None:
-    files = dict.fromkeys(call.strip().partition(":")[0] for call in calls)
-    print(f"\n{title}: {len(calls)} calls in {len(files)} files: {', '.join(files)}")
-    print("\n".join(calls), flush=True)
+def show(rank: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
+    torch.set_num_threads(1)
+    for title, calls in paths().items():
+        marked = way(calls)
+        if rank == 0:
+            print(f"\n{title}: {_size([calls[at] for at in marked])} on the way; {_size(calls)} in all")
+            print("\n".join(f"{'*' if at in marked else ' '} {call}" for at, call in enumerate(calls)), flush=True)
+
+
+def _size(calls: list[str]) -> str:
+    return f"{len(calls)} calls over {len(files(calls))} files"
+
+
+def files(calls: list[str]) -> set[str]:
+    return {call.strip().partition(":")[0] for call in calls}
+
+
+def way(calls: list[str]) -> list[int]:
+    """Which of `calls` (indented by depth) lead to the ends of the way, and those."""
+    found: list[int] = []
+    above: list[int] = []
+    for at, call in enumerate(calls):
+        depth = (len(call) - len(call.lstrip())) // 2
+        above[depth:] = [at]
+        if call.endswith(_ENDS):
+            found += [one for one in above if one not in found]
+    return sorted(found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    torch.multiprocessing.spawn(steps, (free_port(),), nprocs=2)
+    torch.multiprocessing.spawn(show, (free_port(),), nprocs=2)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 #   scripts/test.sh --fast          without those marked slow
 #   scripts/test.sh [--fast] ARGS   ARGS go to pytest: scripts/test.sh tests/sharding/test_layout.py -k pieces
 #
-# Two files of tests at a time, because ranks wait for each other half of theirs; `-n 0` for one after the other, and
-# for a debugger.
+# Three files of tests at a time: ranks wait for each other half of their time, and two files leave two cores idle for a
+# sixth of it. `-n 0` for one after the other, and for a debugger.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -22,4 +22,7 @@ fi
 scripts/setup.sh
 # One thread per process: the tests start several processes on one machine.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
-exec "${HF_ZERO_VENV:-.venv}/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
+# Without compiled modules every worker compiles the tests anew, for 3 seconds, and every interpreter that a test starts
+# the package.
+unset PYTHONDONTWRITEBYTECODE
+exec "${HF_ZERO_VENV:-.venv}/bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"

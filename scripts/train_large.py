@@ -80,7 +80,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         losses.append(loss.item())
         seconds.append(time.perf_counter() - begin)
         say(f"step {step}: loss {losses[-1]:.4f}, {seconds[-1]:.1f} s")
-    stats = {name: vars(one) for name, one in engine.homes.stats().items()}
+    stats = {name: vars(one) for name, one in engine.placements.stats().items()}
     mine = {"peak": watch.stop(), "report": engine.memory_report(), "disk": stats}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

@@ -32,11 +32,12 @@ if not torch.cuda.is_available():
 # The files that take longest, in this order and before all others: two workers that share the files end together then.
 # By name, wherever they lie.
 _LONG = """
-    test_operation_order test_parity test_launched test_offload_parity test_documents_language_model test_optimizers
-    test_launch test_fuzz test_entries test_parity_variants test_docs test_lora_matrix test_peft test_estimate_plan
-    test_recipe_zero_offload test_adapter_checkpoints test_recipe_lora test_checkpoint_crashes test_resume
-    test_communication_keys test_recipe_zero_inference test_documents_trainer test_teardown test_cluster
-    test_lost_ranks test_traps_misuse test_schedule_runs test_trl test_harness test_fp16 test_generation_ranks
+    test_operation_order test_parity test_offload_parity test_launched test_optimizers test_precision test_whole_params
+    test_fuzz test_documents_language_model test_parity_variants test_entries test_checkpoint_crashes test_launch
+    test_estimate_plan test_traps_compile test_lora_matrix test_peft test_recipe_lora test_resume test_stage3_keys
+    test_traps test_adapter_checkpoints test_fp16 test_communication_keys test_recipe_zero_inference test_teardown
+    test_recipe_zero_offload test_docs test_lost_ranks test_cluster test_traps_misuse test_schedule_runs test_trl
+    test_harness test_generation_ranks
 """.split()
 
 

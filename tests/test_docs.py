@@ -17,7 +17,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from unittest import mock
 import pytest
 
 from hf_zero.cli.main import build_parsers
-from tests.harness.scripts import run_script
+from tests.harness.scripts import run_hf_zero, run_script
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
@@ -516,38 +515,24 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
             (tmp_path / block.word).write_text(block.text)
     for block in blocks(page):
         if block.language == "bash" and block.word == "run":
-            if page.name == "launching.md":
-                out = run_in_a_shell(block.text, tmp_path)
-            else:
-                out = "".join(run_forked(shlex.split(line), tmp_path) for line in block.text.splitlines())
+            out = "".join(run_forked(shlex.split(line), tmp_path) for line in block.text.splitlines())
             expected = next((b.text for b in blocks(page) if b.language == "text" and b.line > block.line), "")
             for wanted in expected.splitlines():
                 assert wanted in out, f"{wanted!r} was not printed:\n{out}"
 
 
-def run_in_a_shell(text: str, folder: Path) -> str:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PATH": path, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
-    line = ["bash", "-euc", text]
-    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 def run_forked(line: list[str], folder: Path) -> str:
     """`hf-zero launch` starts the ranks that it would start, any other command is a process: forked, without the
-    imports of a fresh one, which cost more than the example."""
+    imports of a fresh one, which cost more than the example. The launch lines of README are launched for real."""
     assert line[0] == "hf-zero", line
     if line[1] == "launch":
         options = build_parsers().commands["launch"].parse_args(line[2:])
-        script, processes = options.script, options.num_gpus
         arguments = [*([] if options.no_local_rank else ["--local_rank={rank}"]), *options.script_arguments]
+        script, processes = folder / options.script, options.num_gpus
+        ran = run_script(script, *arguments, folder=folder, processes=processes, ACCELERATE_USE_CPU="true")
     else:
-        script, processes, arguments = "hf-zero", 1, line[1:]
-        (folder / script).write_text("import sys\nfrom hf_zero.cli.main import main\nsys.exit(main())\n")
-    ran = run_script(folder / script, *arguments, folder=folder, processes=processes)
-    assert ran.status == [0] * processes, f"{line}\n{ran.out}\n{ran.err}"
+        ran = run_hf_zero(*line[1:], folder=folder)
+    assert not any(ran.status), f"{line}\n{ran.out}\n{ran.err}"
     return ran.out
 
 
@@ -556,8 +541,8 @@ def test_the_picture_is_current(tmp_path: Path) -> None:
     """Its numbers are those that hf-zero estimate gives now; README says the command that draws it again."""
     drawn, kept = tmp_path / "memory.svg", ROOT / "docs" / "images" / "memory_by_stage.svg"
     script, model = ROOT / "scripts" / "draw_memory.py", kept.with_name("llama-7b.json")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    subprocess.run([sys.executable, script, model, "--gpus", "8", "--out", drawn], env=env, check=True, timeout=300)
+    ran = run_script(script, model, "--gpus", 8, "--out", drawn, folder=tmp_path, processes=1)
+    assert ran.status == [0], ran.err
     words, expected = (re.findall(r"<text[^>]*>([^<]*)<", file.read_text()) for file in (kept, drawn))
     assert words == expected and len([word for word in words if word.endswith(" GB")]) == 6
 

@@ -101,6 +101,7 @@ print(count, refused)
 '''
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported_without_what_only_linux_has() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT_ALL],

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from hf_zero.access.places import named_params
-from hf_zero.engine.engine import ZeroEngine, engine_of
+from hf_zero.engine.engine import engine_of
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.layout import Run, UnitLayout
-from hf_zero.optim.state_access import run_of, slice_of
+from hf_zero.layout import Slice
 from hf_zero.runtime.full_weights import share_resident
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.param_index import ParamIndex
+from hf_zero.sharding.param_index import ParamIndex, ParamPlace
 from hf_zero.sharding.partition import tied_names
+from hf_zero.sharding.shard import slice_of
 from hf_zero.sharding.unit import ShardUnit
 
 
@@ -40,10 +38,9 @@ def copy_weights(source: nn.Module, target: nn.Module, *, tau: float = 1.0) -> N
     """
     if not 0.0 <= tau <= 1.0:
         raise ConfigError(f"copy_weights: tau={tau}, expected a number from 0 to 1")
-    values, wanted = _Source(source), _targets(target)
-    _check_names(values, wanted)
-    engine = engine_of(target)
-    for one in (values.engine, engine):
+    pairs = _pairs(source, target)
+    source_engine, engine = engine_of(source), engine_of(target)
+    for one in (source_engine, engine):
         if one is not None:
             one.require_all_ranks("copy_weights")
             one.finish_updates()
@@ -51,127 +48,100 @@ def copy_weights(source: nn.Module, target: nn.Module, *, tau: float = 1.0) -> N
         engine.weights.check_idle(engine.units)
         for unit in engine.units:
             engine.params.reshard(unit)  # what was gathered ahead
-    changed: dict[int, FlatParam] = {}
-    for source_unit, mine in values.by_unit(wanted):
-        with values.gathered(source_unit):
-            for to, value in mine:
-                if _mix(to, value, tau):
-                    assert to.buffer is not None
-                    changed[id(to.buffer)] = to.buffer
-    for buffer in changed.values():
-        buffer.refresh()
-        share_resident(buffer)
+    changed = _mix_all([pair for pair in pairs if pair.unit is None], tau)
+    for unit in source_engine.units if source_engine is not None else ():  # the same order on all ranks
+        if mine := [pair for pair in pairs if pair.unit is unit]:
+            assert source_engine is not None
+            with source_engine.weights.gathered([unit]):
+                changed |= _mix_all(mine, tau)
+    for flat in changed:
+        flat.refresh()
+        share_resident(flat)
 
 
 @dataclass(frozen=True)
-class _Target:
-    """A parameter of the target: in a flat parameter, at `index`, or plain."""
-
-    name: str
-    param: nn.Parameter
-    buffer: FlatParam | None
-    index: int
-
-
-@dataclass(frozen=True)
-class _Value:
-    """What a parameter of the source is: unsharded, or this rank's shard of it."""
+class _Pair:
+    """A parameter of the target, and where its values come from."""
 
     param: nn.Parameter
-    buffer: FlatParam | None  # None: `param` is unsharded
+    place: ParamPlace | None  # None: hf_zero does not manage it
+    source: nn.Parameter
+    source_flat: FlatParam | None  # where this rank reads its shard of the source; None: `source` is unsharded
+    unit: ShardUnit | None  # of the source, to be gathered before
 
-    def read(self, run: Run) -> torch.Tensor:
-        """1-D [run.numel]; a run of an unsharded parameter may come from any layout."""
-        return slice_of(self.param.detach(), run) if self.buffer is None else self.buffer.shard.read_run(run)
+    @classmethod
+    def of(cls, param: nn.Parameter, place: ParamPlace | None, source: nn.Parameter, at: ParamPlace | None) -> _Pair:
+        if at is None or not at.flat.on_demand:
+            return cls(param, place, source, None, None)
+        if place is not None and place.flat.on_demand and _same_shards(at.flat, place.flat):
+            return cls(param, place, source, at.flat, None)
+        return cls(param, place, source, None, at.unit)
 
-
-class _Source:
-    """Where the values of the source model are, by parameter name."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.engine: ZeroEngine | None = engine_of(model)
-        self.params = named_params(model if self.engine is None else self.engine.module)
-        self._index = ParamIndex(self.engine.units if self.engine is not None else ())
-
-    def by_unit(self, wanted: list[_Target]) -> Iterator[tuple[ShardUnit | None, list[tuple[_Target, _Value]]]]:
-        """What to set, and from what: first what is at hand, then by the units that have to be gathered."""
-        at_hand: list[tuple[_Target, _Value]] = []
-        to_gather: dict[ShardUnit, list[tuple[_Target, _Value]]] = {}
-        for to in wanted:
-            param = self.params[to.name]
-            place = self._index.get(param)
-            if place is None or not place.flat.on_demand:
-                at_hand.append((to, _Value(param, None)))
-            elif to.buffer is not None and to.buffer.on_demand and _same_shards(place.flat.layout, to.buffer.layout):
-                place.flat.finish_update()
-                at_hand.append((to, _Value(param, place.flat)))
-            else:
-                to_gather.setdefault(place.unit, []).append((to, _Value(param, None)))
-        yield None, at_hand
-        assert self.engine is not None or not to_gather
-        for unit in self.engine.units if self.engine is not None else ():  # the same order on all ranks
-            if unit in to_gather:
-                yield unit, to_gather[unit]
-
-    def gathered(self, unit: ShardUnit | None) -> contextlib.AbstractContextManager[None]:
-        if unit is None or self.engine is None:
-            return contextlib.nullcontext()
-        return self.engine.weights.gathered([unit])
+    def read(self, slice_: Slice) -> torch.Tensor:
+        """1-D [slice_.numel]; a slice of an unsharded parameter may come from any layout."""
+        return (
+            slice_of(self.source.detach(), slice_)
+            if self.source_flat is None
+            else self.source_flat.shard.read_slice(slice_)
+        )
 
 
-def _targets(model: nn.Module) -> list[_Target]:
+def _plain(model: nn.Module) -> tuple[nn.Module, ParamIndex]:
+    """`model` without wrappers, and where hf_zero keeps its parameters."""
     engine = engine_of(model)
-    plain = model if engine is None else engine.module
-    index = ParamIndex(engine.units if engine is not None else ())
-    aliases = tied_names(plain)
-    own = [(name, param, index.get(param)) for name, param in named_params(plain).items() if name not in aliases]
-    return [_Target(name, param, *((place.flat, place.index) if place else (None, 0))) for name, param, place in own]
+    return (model, ParamIndex()) if engine is None else (engine.module, ParamIndex(engine.units))
 
 
-def _check_names(source: _Source, wanted: list[_Target]) -> None:
-    problems = []
-    for to in wanted:
-        if to.name not in source.params:
-            problems.append(f"{to.name}: not in the source")
-        elif source.params[to.name].shape != to.param.shape:
-            shapes = tuple(source.params[to.name].shape), tuple(to.param.shape)
-            problems.append(f"{to.name}: shape {shapes[0]} in the source, {shapes[1]} in the target")
-        elif source.params[to.name] is to.param:
-            raise StateError(f"copy_weights: {to.name} is one parameter in both models: there is nothing to copy")
+def _pairs(source: nn.Module, target: nn.Module) -> list[_Pair]:
+    (source, source_index), (target, index) = _plain(source), _plain(target)
+    theirs, aliases = named_params(source), tied_names(target)
+    pairs, problems = [], []
+    for name, param in named_params(target).items():
+        if name in aliases:
+            continue
+        if name not in theirs:
+            problems.append(f"{name}: not in the source")
+        elif theirs[name].shape != param.shape:
+            shapes = tuple(theirs[name].shape), tuple(param.shape)
+            problems.append(f"{name}: shape {shapes[0]} in the source, {shapes[1]} in the target")
+        elif theirs[name] is param:
+            raise StateError(f"copy_weights: {name} is one parameter in both models: there is nothing to copy")
+        else:
+            pairs.append(_Pair.of(param, index.get(param), theirs[name], source_index.get(theirs[name])))
     if problems:
         raise ConfigError("copy_weights: the models do not fit:\n  " + "\n  ".join(problems))
+    return pairs
 
 
-def _same_shards(a: UnitLayout, b: UnitLayout) -> bool:
+def _same_shards(a: FlatParam, b: FlatParam) -> bool:
     """Whether every rank owns the same elements of the same parameters; types and names of the units may differ."""
-    return (a.world_size, a.bucket_numel, a.padded_numel, a.slots) == (
-        b.world_size,
-        b.bucket_numel,
-        b.padded_numel,
-        b.slots,
-    )
+    mine, theirs = a.layout, b.layout
+    same_sizes = (mine.world_size, mine.bucket_numel) == (theirs.world_size, theirs.bucket_numel)
+    return same_sizes and (mine.padded_numel, mine.slots) == (theirs.padded_numel, theirs.slots)
 
 
-def _mix(to: _Target, value: _Value, tau: float) -> bool:
-    """Set or mix one parameter of the target; whether its buffer is to be brought up to date from what ranks own."""
-    buffer = to.buffer
-    if buffer is None:
-        _lerp(to.param.data, value.param.detach().to(to.param.device), tau)
+def _mix_all(pairs: list[_Pair], tau: float) -> dict[FlatParam, None]:
+    """Set or mix parameters; the flat parameters that are to be updated from what the ranks own, in order."""
+    return dict.fromkeys(pair.place.flat for pair in pairs if _mix(pair, tau) and pair.place is not None)
+
+
+def _mix(pair: _Pair, tau: float) -> bool:
+    """Set or mix one parameter of the target: what this rank owns, or else all of it; whether it was the former."""
+    if pair.place is None:
+        _lerp(pair.param.data, pair.source.detach().to(pair.param.device), tau)
         return False
-    separate_master = buffer.master is not None and buffer.master is not buffer.shard
-    if not buffer.on_demand and value.buffer is None and not separate_master:
+    flat = pair.place.flat
+    if not flat.on_demand and pair.source_flat is None and flat.own_master is None:
         # Unsharded on both sides: every rank does the same to all of it.
-        _lerp(to.param.data, value.param.detach(), tau)
-        torch.autograd.graph.increment_version(to.param)
+        _lerp(pair.param.data, pair.source.detach(), tau)
+        torch.autograd.graph.increment_version(pair.param)
         return False
-    best = buffer.shard if buffer.master is None else buffer.master
-    run = run_of(buffer, to.index)
-    if run is not None:
-        theirs = value.read(run)
+    if (slice_ := pair.place.slice) is not None:
+        theirs = pair.read(slice_)
         if tau != 1.0:
-            mine = best.read_run(run).clone()
+            mine = flat.best.read_slice(slice_).clone()
             theirs = _lerp(mine, theirs.to(mine.device), tau)
-        best.write_run(run, theirs)
+        flat.best.write_slice(slice_, theirs)
     return True
 
 

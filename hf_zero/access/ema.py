@@ -17,10 +17,10 @@ from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.state_access import assemble
 from hf_zero.runtime.full_weights import share_resident
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import tied_names
-from hf_zero.sharding.shard import ShardTensor, memory_shard
+from hf_zero.sharding.shard import MemoryShard, ShardTensor
 from hf_zero.sharding.unit import ShardUnit
-from hf_zero.storage import MemoryStore
 
 
 class ShardedEMA:
@@ -52,28 +52,26 @@ class ShardedEMA:
         self.name = name
         self._model = model
         self._engine = engine
-        self._stores: dict[str, MemoryStore] = {}  # by the keys of what we keep there
         self._optimizer = engine.optimizer
         self._shards: dict[FlatParam, ShardTensor] = {}
         if name in self._optimizer.attached:
             raise ConfigError(f"this model has an average called {name!r} already: pass another name=, or close() it")
         engine.finish_updates()
-        for _, buffer in self._averaged():
-            self._shards[buffer] = self._make_shard(buffer)
+        for _, flat in self._averaged():
+            self._shards[flat] = self._make_shard(flat)
         self._optimizer.attached[name] = self._shards
 
     def _averaged(self) -> Iterator[tuple[ShardUnit, FlatParam]]:
         for unit in self._engine.units:
-            for buffer in unit.buffers:
-                if buffer.master is not None:
-                    yield unit, buffer
+            for flat in unit.flats:
+                if flat.master is not None:
+                    yield unit, flat
 
-    def _make_shard(self, buffer: FlatParam) -> ShardTensor:
-        master, homes = buffer.master, self._engine.homes
+    def _make_shard(self, flat: FlatParam) -> ShardTensor:
+        master, placements = flat.master, self._engine.placements
         assert master is not None
-        store: MemoryStore = homes.device if buffer.home.master.is_on_device else homes.host
-        shard = memory_shard(buffer.layout, buffer.rank, store, self.name, master.dtype)
-        self._stores[f"{buffer.layout.name}/{self.name}"] = store
+        store = placements.device if flat.placement.master.is_on_device else placements.host
+        shard = MemoryShard(flat.layout, flat.rank, store, self.name, master.dtype)
         shard.copy_from(master)
         return shard
 
@@ -92,10 +90,10 @@ class ShardedEMA:
         self._checked_optimizer().check_active("ShardedEMA.update")
         self._engine.finish_updates()
         weight = 1.0 - (self.decay if decay is None else _checked(decay))
-        for buffer, average in self._shards.items():
-            assert buffer.master is not None
+        for flat, average in self._shards.items():
+            assert flat.master is not None
             at = 0
-            for chunk in buffer.master.chunks(0, buffer.layout.shard_numel):
+            for chunk in flat.master.chunks(0, flat.layout.shard_numel):
                 average.memory[at : at + chunk.numel()].lerp_(chunk, weight)
                 at += chunk.numel()
 
@@ -137,16 +135,16 @@ class ShardedEMA:
     @torch.no_grad()
     def _put(self, *, averages: bool) -> None:
         """Let parameters be the averages, or themselves again. Separate masters are not touched."""
-        for unit, buffer in self._averaged():
+        for unit, flat in self._averaged():
             self._engine.params.reshard(unit)
-            average = self._shards[buffer]
-            if buffer.master is buffer.shard:
-                _exchange(average, buffer)
+            average = self._shards[flat]
+            if flat.master is flat.shard:
+                _exchange(average, flat)
             elif averages:
-                buffer.shard.copy_from(average)
+                flat.shard.copy_from(average)
             else:
-                buffer.refresh()
-            share_resident(buffer)
+                flat.refresh()
+            share_resident(flat)
 
     @torch.no_grad()
     def full_state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
@@ -157,11 +155,12 @@ class ShardedEMA:
         self._checked_optimizer().check_active("ShardedEMA.full_state_dict")
         self._engine.require_all_ranks("ShardedEMA.full_state_dict")
         full: dict[str, torch.Tensor] = {}
-        for buffer, average in self._shards.items():
-            for index, slot in enumerate(buffer.layout.slots):
-                value = assemble(buffer, index, self._engine.comm, average.read_run, average.dtype)
+        index = ParamIndex(self._engine.units)
+        for flat, average in self._shards.items():
+            for place in (index[param] for param in flat.params):
+                value = assemble(place, self._engine.comm, average.read_slice, average.dtype)
                 if keep:
-                    full[slot.name] = value.to("cpu", copy=True)
+                    full[place.slot.name] = value.to("cpu", copy=True)
         aliases = tied_names(self._engine.module)
         full.update({name: full[first] for name, first in aliases.items() if first in full})
         return full
@@ -183,10 +182,8 @@ class ShardedEMA:
     def close(self) -> None:
         """Give the memory back; checkpoints are without the average from here on."""
         self._optimizer.attached.pop(self.name, None)
-        self._shards.clear()
-        while self._stores:
-            key, store = self._stores.popitem()
-            store.drop(key)
+        while self._shards:
+            self._shards.popitem()[1].drop()
 
 
 def _checked(decay: float) -> float:
@@ -195,9 +192,10 @@ def _checked(decay: float) -> float:
     return decay
 
 
-def _exchange(average: ShardTensor, buffer: FlatParam) -> None:
-    assert isinstance(buffer.shard, ShardTensor)
-    for mine, theirs in zip(average.parts, buffer.shard.parts, strict=True):
+def _exchange(average: ShardTensor, flat: FlatParam) -> None:
+    shard = flat.shard.in_memory
+    assert shard is not None  # it is the master too
+    for mine, theirs in zip(average.parts, shard.parts, strict=True):
         kept = mine.clone()
         mine.copy_(theirs)
         theirs.copy_(kept)

@@ -20,8 +20,8 @@ from hf_zero.access.places import (
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.sharded_init import open_construction
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.optim.state_access import slice_of
 from hf_zero.sharding.param_index import ParamIndex
+from hf_zero.sharding.shard import slice_of
 from hf_zero.sharding.unit import ShardUnit
 
 
@@ -80,7 +80,7 @@ def full_param(target: Target, name: str | None = None) -> torch.Tensor:
         return plain_parameter(target, name).detach().clone()
     place.engine.require_all_ranks("full_param")
     with place.engine.weights.gathered([place.unit]):
-        return place.buffer.params[place.index].detach().clone()
+        return place.flat.params[place.index].detach().clone()
 
 
 def full_grad(target: Target, name: str | None = None) -> torch.Tensor | None:
@@ -101,7 +101,7 @@ def full_grad(target: Target, name: str | None = None) -> torch.Tensor | None:
         grad = plain_parameter(target, name).grad
         return None if grad is None else grad.detach().clone()
     place.engine.require_all_ranks("full_grad")
-    return place.optimizer.full_grad(place.buffer, place.index)
+    return place.optimizer.full_grad(place)
 
 
 def full_optimizer_state(target: Target, kind: str, name: str | None = None) -> torch.Tensor | None:
@@ -123,7 +123,7 @@ def full_optimizer_state(target: Target, kind: str, name: str | None = None) -> 
         )
     place.engine.require_all_ranks("full_optimizer_state")
     place.engine.finish_updates()
-    return place.optimizer.full_state(place.buffer, place.index, kind)
+    return place.optimizer.full_state(place, kind)
 
 
 # -------------------------------------------------------------------- setting
@@ -168,7 +168,7 @@ def set_full_grad(target: Target, value: torch.Tensor, name: str | None = None) 
         param.grad = value.to(param).clone()
         return
     _check_full(place, value, "set_full_grad")
-    place.optimizer.set_grad(place.buffer, place.index, _own_slice(place, value))
+    place.optimizer.set_grad(place, _own_slice(place, value))
 
 
 @torch.no_grad()
@@ -193,7 +193,7 @@ def set_full_optimizer_state(target: Target, kind: str, value: torch.Tensor | fl
     place.engine.finish_updates()
     number = value.dim() == 0 and place.shape != ()
     mine = value if number else _own_slice(place, value)
-    place.optimizer.set_state(place.buffer, place.index, kind, mine, number=number)
+    place.optimizer.set_state(place, kind, mine, number=number)
 
 
 def update_full_grads(
@@ -222,9 +222,9 @@ def _update_grad(param: nn.Parameter, update: Callable[[torch.Tensor, nn.Paramet
         if param.grad is not None:
             param.grad = update(param.grad, param)
         return
-    if not place.buffer.layout.trainable:
+    if not place.flat.layout.trainable:
         return
-    grad = place.optimizer.full_grad(place.buffer, place.index)
+    grad = place.optimizer.full_grad(place)
     if grad is not None:
         set_full_grad(param, update(grad, param))
 
@@ -232,13 +232,10 @@ def _update_grad(param: nn.Parameter, update: Callable[[torch.Tensor, nn.Paramet
 # -------------------------------------------------------------------- inside
 def _units_by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ZeroEngine, list[ShardUnit]]]:
     """The units that hold these parameters, in an order that is the same on all ranks."""
+    params = list(params)
     indices = [(engine, ParamIndex(engine.units)) for engine in live_engines()]
-    found: dict[ZeroEngine, set[ShardUnit]] = {}
-    for param in params:
-        for engine, index in indices:
-            if (place := index.get(param)) is not None:
-                found.setdefault(engine, set()).add(place.unit)
-    return [(engine, [unit for unit in engine.units if unit in chosen]) for engine, chosen in found.items()]
+    found = {engine: index for param in params for engine, index in indices if param in index}
+    return [(engine, index.units_of(params)) for engine, index in found.items()]
 
 
 def _check_ranks_agree(engine: ZeroEngine, units: list[ShardUnit], write_rank: int | None) -> None:
@@ -264,8 +261,8 @@ def _set_full(place: Place, value: torch.Tensor) -> None:
 
 
 def _own_slice(place: Place, value: torch.Tensor) -> torch.Tensor | None:
-    run = place.run
-    return None if run is None else slice_of(value, run)
+    slice_ = place.slice
+    return None if slice_ is None else slice_of(value, slice_)
 
 
 def _check_full(place: Place, value: torch.Tensor, what: str, *, number: bool = False) -> None:

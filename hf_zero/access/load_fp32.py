@@ -53,8 +53,8 @@ def _load_into_engine(engine: ZeroEngine, folder: str | Path, tag: str | None, s
 
     engine.comm.together("load_fp32_into", match, catch=(CheckpointError,), raise_as=CheckpointError)
     with opened[0] as state:
-        units = [[slot.name for buffer in unit.buffers for slot in buffer.layout.slots] for unit in engine.units]
-        buffers = list(matched.keys() - {name for names in units for name in names})
-        for names in [*units, buffers]:  # one by one: what is loaded at once is in memory at once
+        units = [[slot.name for flat in unit.flats for slot in flat.layout.slots] for unit in engine.units]
+        flats = list(matched.keys() - {name for names in units for name in names})
+        for names in [*units, flats]:  # one by one: what is loaded at once is in memory at once
             full = {name: state[matched[name]] for name in names if name in matched}
             engine.load_full_state_dict(full, strict=False)

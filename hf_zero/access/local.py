@@ -11,7 +11,7 @@ import torch
 
 from hf_zero.access.places import Place, Target, check_value, managed_parameter
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.sharding.flat_param import master_dtype_of
+from hf_zero.sharding.placement import master_dtype_of
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,7 @@ def local_param(target: Target, name: str | None = None) -> LocalPiece | None:
     """
     place = managed_parameter(target, name, "local_param")
     _wait_for_update(place, "local_param")
-    shard = place.buffer.master if place.buffer.master is not None else place.buffer.shard
-    run = place.run
-    return None if run is None else _piece(place, shard.read_run(run))
+    return None if place.slice is None else _piece(place, place.flat.best.read_slice(place.slice))
 
 
 @torch.no_grad()
@@ -54,7 +52,7 @@ def local_grad(target: Target, name: str | None = None) -> LocalPiece | None:
     """
     place = managed_parameter(target, name, "local_grad")
     place.engine.require_all_ranks("local_grad")
-    return _piece(place, place.optimizer.local_grad(place.buffer, place.index))
+    return _piece(place, place.optimizer.local_grad(place))
 
 
 @torch.no_grad()
@@ -69,7 +67,7 @@ def local_optimizer_state(target: Target, kind: str, name: str | None = None) ->
     """
     place = managed_parameter(target, name, "local_optimizer_state")
     _wait_for_update(place, "local_optimizer_state")
-    return _piece(place, place.optimizer.local_state(place.buffer, place.index, kind))
+    return _piece(place, place.optimizer.local_state(place, kind))
 
 
 @torch.no_grad()
@@ -86,7 +84,7 @@ def set_local_param(target: Target, values: torch.Tensor | None, name: str | Non
     _check_local(place, values, "set_local_param")
     place.engine.weights.check_idle([place.unit])
     place.engine.finish_updates()
-    place.engine.weights.set_piece(place.unit, place.buffer, place.run, values)
+    place.engine.weights.set_piece(place.unit, place.flat, place.slice, values)
 
 
 @torch.no_grad()
@@ -97,7 +95,7 @@ def set_local_grad(target: Target, values: torch.Tensor | None, name: str | None
     """
     place = managed_parameter(target, name, "set_local_grad")
     _check_local(place, values, "set_local_grad")
-    place.optimizer.set_grad(place.buffer, place.index, values)
+    place.optimizer.set_grad(place, values)
 
 
 @torch.no_grad()
@@ -113,16 +111,16 @@ def set_local_optimizer_state(target: Target, kind: str, values: torch.Tensor | 
     place = managed_parameter(target, name, "set_local_optimizer_state")
     _check_local(place, values, "set_local_optimizer_state")
     place.engine.finish_updates()
-    place.optimizer.set_state(place.buffer, place.index, kind, values, number=False)
+    place.optimizer.set_state(place, kind, values, number=False)
 
 
 # -------------------------------------------------------------------- inside
 def _piece(place: Place, values: torch.Tensor | None) -> LocalPiece | None:
-    run = place.run
-    if run is None or values is None:
+    slice_ = place.slice
+    if slice_ is None or values is None:
         return None
-    copied = values.to(place.engine.device, master_dtype_of(place.buffer.dtype), copy=True)
-    ranges = tuple((piece.start, piece.end) for piece in run.pieces)
+    copied = values.to(place.engine.device, master_dtype_of(place.flat.dtype), copy=True)
+    ranges = tuple((piece.start, piece.end) for piece in slice_.pieces)
     return LocalPiece(copied if values.dim() == 0 else copied.reshape(-1), ranges)
 
 
@@ -132,13 +130,13 @@ def _wait_for_update(place: Place, what: str) -> None:
         if optimizer.has_delayed_update:
             raise StateError(f"{what}: the last update is delayed; call engine.finish_updates() on every rank first")
         optimizer.rollback_early()
-    place.buffer.finish_update()
+    place.flat.finish_update()
 
 
 def _check_local(place: Place, values: torch.Tensor | None, what: str) -> None:
     def fits() -> None:
-        run = place.run
-        want = 0 if run is None else run.numel
+        slice_ = place.slice
+        want = 0 if slice_ is None else slice_.numel
         if values is None and want:
             raise ConfigError(f"{what}: this rank owns {want} elements of {place.name}, the value is None")
         if values is not None and (values.dim() != 1 or values.numel() != want):
@@ -146,4 +144,4 @@ def _check_local(place: Place, values: torch.Tensor | None, what: str) -> None:
                 f"{what}: this rank owns {want} elements of {place.name}, the value has shape {tuple(values.shape)}"
             )
 
-    check_value(place, values, what, fits, same=place.buffer.layout.world_size == 1)
+    check_value(place, values, what, fits, same=place.flat.layout.world_size == 1)

@@ -10,39 +10,27 @@ from torch import nn
 
 from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.layout import Run
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.optim.state_access import run_of
 from hf_zero.runtime.edit_watch import fingerprint
-from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.param_index import ParamIndex
+from hf_zero.sharding.param_index import ParamIndex, ParamPlace
 from hf_zero.sharding.partition import clean_name
-from hf_zero.sharding.unit import ShardUnit
 
 Target = nn.Module | nn.Parameter
 
 
 @dataclass(frozen=True)
-class Place:
+class Place(ParamPlace):
     """Where hf_zero keeps a parameter."""
 
     engine: ZeroEngine
-    unit: ShardUnit
-    buffer: FlatParam
-    index: int  # of the parameter in the buffer
 
     @property
     def name(self) -> str:
-        return self.buffer.layout.slots[self.index].name
+        return self.slot.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.buffer.layout.slots[self.index].shape
-
-    @property
-    def run(self) -> Run | None:
-        """What this rank owns of it; None if that is nothing."""
-        return run_of(self.buffer, self.index)
+        return self.slot.shape
 
     @property
     def optimizer(self) -> ShardedOptimizer:
@@ -58,7 +46,7 @@ def find_parameter(target: Target, name: str | None) -> Place | None:
     param = plain_parameter(target, name)
     for engine in live_engines():
         if (place := ParamIndex(engine.units).get(param)) is not None:
-            return Place(engine, place.unit, place.flat, place.index)
+            return Place(place.unit, place.flat, place.index, engine)
     return None
 
 
@@ -134,7 +122,7 @@ def check_value(
 
     def digest() -> int:
         if value is not None and not value.is_floating_point() and not (number and value.dim() == 0):
-            kinds = f"{place.name} is {place.buffer.dtype}, the value {value.dtype}"
+            kinds = f"{place.name} is {place.flat.dtype}, the value {value.dtype}"
             raise ConfigError(f"{what}: {kinds}: pass a float type")
         fits()
         return 0 if value is None else int(fingerprint(value.detach().to(torch.float64).reshape(-1)))

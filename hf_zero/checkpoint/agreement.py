@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hf_zero.checkpoint.latest import chosen, holds_nothing, set_latest, tagged
 from hf_zero.distributed.comm import Comm
@@ -49,6 +49,12 @@ def together(comm: Comm, what: str, work: Callable[[], _T]) -> list[_T]:
         raise error from (causes[0] if causes else None)
 
 
+def on_rank_0(comm: Comm, what: str, work: Callable[[], _T]) -> _T:
+    """What `work` on files gives on rank 0, for every rank. Raises as `together` does."""
+    result: Any = together(comm, what, lambda: work() if comm.rank == 0 else None)[0]
+    return cast(_T, result)
+
+
 def agree_on_target(
     comm: Comm, save_dir: str | Path | None, tag: str | int | None, default: str, options: dict[str, Any]
 ) -> Target:
@@ -82,7 +88,7 @@ def agree_on_source(
 
 def mark_latest(comm: Comm, target: Target) -> None:
     """Let a load of the folder without a tag find what was saved last."""
-    together(comm, "checkpoint tag", lambda: set_latest(target.root, target.tag) if comm.rank == 0 else None)
+    on_rank_0(comm, "checkpoint tag", lambda: set_latest(target.root, target.tag))
 
 
 def check_same(comm: Comm, what: str, mine: str, remedy: str) -> None:

@@ -18,7 +18,7 @@ TEMPORARY_SUFFIX = ".partial"
 
 
 class ChecksumWriter:
-    """A binary file that appears under its name only when it is complete; counts and checksums what is written."""
+    """Counts and checksums what it writes to an open file."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

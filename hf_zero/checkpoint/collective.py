@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.agreement import check_same, together
-from hf_zero.checkpoint.frozen_digests import FrozenShards, check_frozen, whole_digests
-from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, SaveInfo, TensorInfo
+from hf_zero.checkpoint.agreement import check_same, on_rank_0, together
+from hf_zero.checkpoint.frozen_digests import FrozenShards, check_frozen, full_digests
+from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, STATE_MARK, FileRecord, Manifest, SaveInfo, TensorInfo
 from hf_zero.checkpoint.optimizer_state import (
     ATTACHED,
     GROUP_OF,
@@ -24,14 +24,13 @@ from hf_zero.checkpoint.optimizer_state import (
     load_groups,
     package_of,
     read_states,
-    state_name,
 )
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.scheduler_state import plain, scheduler_content, state_for
 from hf_zero.checkpoint.writer import (
     Chunked,
-    RunState,
     Scalar,
+    SliceState,
     build_manifest,
     check_info,
     commit,
@@ -41,14 +40,14 @@ from hf_zero.checkpoint.writer import (
 )
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import Run
-from hf_zero.optim.param_groups import OwnedRun
+from hf_zero.layout import Slice
+from hf_zero.optim.param_groups import OwnedSlice
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.updates.elementwise import FileState
-from hf_zero.sharding.flat_param import FlatParam, gather_resident
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import clean_name, tied_names
 from hf_zero.sharding.shard import Shard, ShardTensor
-from hf_zero.sharding.unit import ShardUnit
+from hf_zero.sharding.unit import ShardUnit, gather_resident
 
 logger = logging.getLogger(__name__)
 
@@ -67,18 +66,17 @@ class Session:
     stage: int
     global_step: int
     exclude_frozen: bool = False  # frozen weights are not saved, but their digests: [Note: Digests of frozen weights]
-    file_state: FileState = field(
-        default_factory=FileState
-    )  # while saving: optimizer state that is not where its parameter is
+    # While saving: optimizer state that is not where its parameter is.
+    file_state: FileState = field(default_factory=FileState)
 
     @property
-    def buffers(self) -> list[FlatParam]:
-        return [buffer for unit in self.units for buffer in unit.buffers]
+    def flats(self) -> list[FlatParam]:
+        return [flat for unit in self.units for flat in unit.flats]
 
     @property
     def num_writers(self) -> int:
-        """Ranks that hold a part each; 1 where every rank holds everything."""
-        return max((buffer.layout.world_size for buffer in self.buffers), default=1)
+        """Ranks that hold a shard each; 1 where every rank holds everything."""
+        return max((flat.layout.world_size for flat in self.flats), default=1)
 
 
 @dataclass(frozen=True)
@@ -93,103 +91,79 @@ class Parts:
 ALL_PARTS = Parts()
 
 
-@dataclass(frozen=True)
-class Loaded:
-    global_step: int
-    client_state: Any
-
-
 # -------------------------------------------------------------------- save
-def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool = False) -> Path:
+def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool = False) -> None:
     """Write a checkpoint into `folder`, with `exclude_frozen` without the weights of frozen parameters.
 
     All ranks must call. See [Note: Commit order] in writer.py.
 
-    Raises CheckpointError on every rank if any rank could not write its part; the folder's old checkpoint, if it held
-    one, is then still whole.
+    Raises CheckpointError on every rank if any rank could not write its file; the folder's old checkpoint, if it held
+    one, is then still complete.
     """
-    comm = session.comm
+    comm, optimizer = session.comm, session.optimizer
     session = replace(session, exclude_frozen=exclude_frozen)
-    if session.optimizer is not None:
-        session.optimizer.check_active("a checkpoint")
-        owned = session.optimizer.owned
-        session = replace(session, file_state=session.optimizer.strategy.file_state(owned))
+    if optimizer is not None:
+        optimizer.check_active("a checkpoint")
+        session = replace(session, file_state=optimizer.strategy.file_state(optimizer.owned))
     shared: dict[str, Any] = {}
-    if session.exclude_frozen:
-        shared[FROZEN_DIGESTS] = whole_digests(comm, _frozen_shards(session))
-    if session.optimizer is not None and len(session.optimizer.param_groups) > 1:
-        optimizer = session.optimizer
+    if exclude_frozen:
+        shared[FROZEN_DIGESTS] = full_digests(comm, _frozen_shards(session))
+    if optimizer is not None and len(optimizer.param_groups) > 1:
         by_rank = together(comm, "parameter groups", lambda: group_numbers(optimizer))
         shared[GROUP_OF] = {name: number for mine in by_rank for name, number in mine.items()}
     info = _info(session, client_state, shared)
     together(comm, "checkpoint contents", lambda: check_info(info))
-    save_id = together(comm, "checkpoint folder", lambda: prepare_folder(folder) if comm.rank == 0 else "")[0]
-    writes = comm.rank < session.num_writers
+    save_id = on_rank_0(comm, "checkpoint folder", lambda: prepare_folder(folder))
+
+    def write() -> FileRecord | None:
+        if comm.rank >= session.num_writers:
+            return None
+        states, buffers = _slice_states(session), _model_buffers(session)
+        return write_rank_file(folder, comm.rank, states, buffers, save_id=save_id, info=info)
+
     try:
-        records = together(
-            comm,
-            "checkpoint files",
-            lambda: (
-                write_rank_file(
-                    folder, comm.rank, _run_states(session), _model_buffers(session), save_id=save_id, info=info
-                )
-                if writes
-                else None
-            ),
-        )
+        records = together(comm, "checkpoint files", write)
     except CheckpointError:
         if comm.rank == 0:
             discard(folder)
         raise
     written = [record for record in records if record is not None]
-    together(
-        comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)) if comm.rank == 0 else None
-    )
-    return folder
+    on_rank_0(comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)))
 
 
 def _frozen_shards(session: Session) -> FrozenShards:
     return [
-        (run, _readable(buffer.shard, run))
-        for buffer in session.buffers
-        if buffer.master is None and (buffer.layout.world_size > 1 or session.comm.rank == 0)
-        for run in buffer.layout.runs(buffer.rank)
+        (slice_, _readable(flat.shard, slice_))
+        for flat in session.flats
+        if flat.master is None and (flat.layout.world_size > 1 or session.comm.rank == 0)
+        for slice_ in flat.layout.slices(flat.rank)
     ]
 
 
 def _info(session: Session, client_state: Any, shared: dict[str, Any]) -> SaveInfo:
     """`shared`: entries of `extra` that the ranks have agreed on."""
-    layouts = tuple(buffer.layout for buffer in session.buffers)
+    optimizer = session.optimizer
+    layouts = tuple(flat.layout for flat in session.flats)
     dtypes = {slot.name: layout.dtype for layout in layouts for slot in layout.slots}
-    aliases = tied_names(session.model)
-    params = []
-    for path, param in session.model.named_parameters():
-        name = clean_name(path)
-        if name in dtypes:
-            params.append(TensorInfo(name, tuple(param.shape), dtypes[name]))
+    named = [(clean_name(path), param) for path, param in session.model.named_parameters()]
+    groups = [] if optimizer is None else optimizer.param_groups
     extra: dict[str, Any] = {"processes": session.comm.world_size, **shared}
     extra.update(scheduler_content(session.lr_scheduler))
-    if session.optimizer is not None:
-        extra["optimizer"] = type(session.optimizer.optimizer).__name__
-        extra["step_guard"] = session.optimizer.guard.state_dict()
-        extra["optimizer_package"] = package_of(session.optimizer)
+    if optimizer is not None:
+        extra["optimizer"] = type(optimizer.optimizer).__name__
+        extra["step_guard"] = optimizer.guard.state_dict()
+        extra["optimizer_package"] = package_of(optimizer)
     return SaveInfo(
         world_size=session.num_writers,
         stage=session.stage,
         layouts=layouts,
-        params=tuple(params),
-        tied=aliases,
-        param_groups=_hyperparameters(session.optimizer),
+        params=tuple(TensorInfo(name, tuple(param.shape), dtypes[name]) for name, param in named if name in dtypes),
+        tied=tied_names(session.model),
+        param_groups=[{key: plain(value) for key, value in group.items() if key != "params"} for group in groups],
         global_step=session.global_step,
         client_state=client_state,
         extra=extra,
     )
-
-
-def _hyperparameters(optimizer: ShardedOptimizer | None) -> list[dict[str, Any]]:
-    if optimizer is None:
-        return []
-    return [{key: plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _model_buffers(session: Session) -> dict[str, torch.Tensor]:
@@ -197,7 +171,7 @@ def _model_buffers(session: Session) -> dict[str, torch.Tensor]:
     if session.comm.rank != 0:
         return {}
     found = dict(_in_no_unit(session))
-    return found | {state_name(*key): value for key, value in session.file_state.odd.items()}
+    return found | {f"{name}{STATE_MARK}{kind}": value for (name, kind), value in session.file_state.odd.items()}
 
 
 def _in_no_unit(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
@@ -206,41 +180,41 @@ def _in_no_unit(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in module._buffers.items():
             if value is not None and name not in module._non_persistent_buffers_set:
                 yield clean_name(f"{path}.{name}" if path else name), value
-    held = {slot.name for buffer in session.buffers for slot in buffer.layout.slots}
+    held = {slot.name for flat in session.flats for slot in flat.layout.slots}
     for path, param in session.model.named_parameters():
         if clean_name(path) not in held and not session.exclude_frozen:
             yield clean_name(path), param.detach()
 
 
-def _run_states(session: Session) -> Iterator[RunState]:
+def _slice_states(session: Session) -> Iterator[SliceState]:
     """What this rank owns of every parameter, and of its optimizer state."""
-    owned = {} if session.optimizer is None else {one.run.name: one for one in session.optimizer.owned}
-    for buffer in session.buffers:
-        for run in buffer.layout.runs(buffer.rank):
-            if buffer.master is None:
-                weights = {} if session.exclude_frozen else {"param": _readable(buffer.shard, run)}
-                yield RunState(buffer.layout.name, run, weights)
+    owned = {} if session.optimizer is None else {one.slice.name: one for one in session.optimizer.owned}
+    for flat in session.flats:
+        for slice_ in flat.layout.slices(flat.rank):
+            if flat.master is None:
+                weights = {} if session.exclude_frozen else {"param": _readable(flat.shard, slice_)}
+                yield SliceState(slice_, weights)
                 continue
-            tensors: dict[str, torch.Tensor | Chunked] = {"master": _readable(buffer.master, run)}
+            tensors: dict[str, torch.Tensor | Chunked] = {"master": _readable(flat.master, slice_)}
             scalars: dict[str, Scalar] = {}
-            tensors.update((kind, _readable(shards[buffer], run)) for kind, shards in _attached(session.optimizer))
-            if run.name in owned and session.optimizer is not None:
-                more, scalars = _optimizer_state(session, session.optimizer, owned[run.name])
+            tensors.update((kind, _readable(shards[flat], slice_)) for kind, shards in _attached(session.optimizer))
+            if slice_.name in owned and session.optimizer is not None:
+                more, scalars = _optimizer_state(session, session.optimizer, owned[slice_.name])
                 tensors.update(more)
-            yield RunState(buffer.layout.name, run, tensors, scalars)
+            yield SliceState(slice_, tensors, scalars)
 
 
-def _readable(shard: Shard, run: Run) -> Chunked:
-    """The elements of `run`, chunk by chunk from where they are kept."""
-    return Chunked(run.numel, shard.dtype, lambda: shard.chunks(run.shard_offset, run.numel))
+def _readable(shard: Shard, slice_: Slice) -> Chunked:
+    """The elements of `slice_`, chunk by chunk from where they are kept."""
+    return Chunked(slice_.numel, shard.dtype, lambda: shard.chunks(slice_.shard_offset, slice_.numel))
 
 
 def _optimizer_state(
-    session: Session, optimizer: ShardedOptimizer, owned: OwnedRun
+    session: Session, optimizer: ShardedOptimizer, owned: OwnedSlice
 ) -> tuple[dict[str, torch.Tensor | Chunked], dict[str, Scalar]]:
     native = optimizer.native_state(owned)
     if native is None:
-        states = session.file_state.parts.get(owned.run.name)
+        states = session.file_state.parts.get(owned.slice.name)
         if states is None:
             states = [optimizer.state.get(master, {}) for master in owned.masters]
         return collect(states, owned, session.file_state.odd)
@@ -248,7 +222,7 @@ def _optimizer_state(
     scalars: dict[str, Scalar] = {}
     for kind, value in native.items():
         if isinstance(value, Shard):
-            tensors[kind] = _readable(value, owned.run)
+            tensors[kind] = _readable(value, owned.slice)
         else:
             scalars[kind] = float(value)
     return tensors, scalars
@@ -260,11 +234,11 @@ def _attached(optimizer: ShardedOptimizer | None) -> list[tuple[str, dict[FlatPa
 
 
 # -------------------------------------------------------------------- load
-def load(session: Session, folder: Path, parts: Parts) -> Loaded:
-    """Restore from `folder`, written at any world size and stage. All ranks must call.
+def load(session: Session, folder: Path, parts: Parts) -> Manifest:
+    """Restore from `folder`, written at any world size and stage; returns its manifest. All ranks must call.
 
     Raises CheckpointError on every rank: no manifest, files missing or damaged, parameters that do not fit. Nothing
-    is changed then, but where a file that was whole a moment before cannot be read.
+    is changed then, but where a file that was intact a moment before cannot be read.
     """
     comm = session.comm
     if session.optimizer is not None and not session.optimizer.suspended.startswith(_BROKEN_OFF):
@@ -273,7 +247,7 @@ def load(session: Session, folder: Path, parts: Parts) -> Loaded:
         check_frozen(comm, reader, _frozen_shards(session))
         with _half_loaded(session.optimizer, folder, parts):
             together(comm, "weights", lambda: _load_weights(session, reader))
-            gather_resident(session.buffers)  # communicates, so no rank may have failed before
+            gather_resident(session.flats)  # communicates, so no rank may have failed before
             if parts.optimizer and session.optimizer is not None:
                 together(comm, "optimizer state", lambda: _load_optimizer(session, reader))
                 together(comm, "state beside the optimizer's", lambda: _load_attached(session, reader))
@@ -282,12 +256,12 @@ def load(session: Session, folder: Path, parts: Parts) -> Loaded:
     state = state_for(session.lr_scheduler, manifest.extra) if parts.scheduler else None
     if state is not None:
         session.lr_scheduler.load_state_dict(state)
-    return Loaded(manifest.global_step, manifest.client_state)
+    return manifest
 
 
 @contextlib.contextmanager
 def _half_loaded(optimizer: ShardedOptimizer | None, folder: Path, parts: Parts) -> Iterator[None]:
-    """An error inside leaves a part of a checkpoint: then there is no step and no save until a load is complete."""
+    """After an error inside, the model is half loaded: there is no step and no save until a load is complete."""
     was_broken = optimizer is not None and optimizer.suspended != ""
     if optimizer is not None:
         optimizer.suspended = f"{_BROKEN_OFF} of {folder}: load a checkpoint with its optimizer state first"
@@ -309,7 +283,7 @@ def _open_together(session: Session, folder: Path, parts: Parts) -> CheckpointRe
     def work() -> None:
         reader = open_checkpoint(folder)
         readers.append(reader)
-        reader.check_against([buffer.layout for buffer in session.buffers])
+        reader.check_against([flat.layout for flat in session.flats])
         if parts.optimizer and session.optimizer is not None:
             check_optimizer_fits(session.optimizer, reader.manifest)
         if parts.scheduler:
@@ -325,13 +299,12 @@ def _open_together(session: Session, folder: Path, parts: Parts) -> CheckpointRe
 def _load_weights(session: Session, reader: CheckpointReader) -> None:
     """Masters or parameters of this rank, and buffers. No communication."""
     absent = reader.manifest.extra.get(FROZEN_DIGESTS, {})  # found to be the same
-    for buffer in session.buffers:
-        for run in buffer.layout.runs(buffer.rank):
-            if run.name in absent:
+    for flat in session.flats:
+        for slice_ in flat.layout.slices(flat.rank):
+            if slice_.name in absent:
                 continue
-            target = buffer.shard if buffer.master is None else buffer.master
-            target.write_run(run, reader.read_weights(run.name, run, target.dtype))
-        buffer.refresh()
+            flat.best.write_slice(slice_, reader.read_weights(slice_.name, slice_, flat.best.dtype))
+        flat.refresh()
     stored = {info.name for info in reader.manifest.buffers}
     for name, value in _in_no_unit(session):
         if name in stored:
@@ -347,7 +320,9 @@ def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
     optimizer.state.clear()
     for owned in optimizer.owned:
         if owned.native:
-            optimizer.load_native_state(owned, read_states(reader, owned.run.name, owned.run, owned.masters, {})[0])
+            optimizer.load_native_state(
+                owned, read_states(reader, owned.slice.name, owned.slice, owned.masters, {})[0]
+            )
     for name, pieces, tensors in optimizer.strategy.places(optimizer.owned):
         group = group_of.get(id(tensors[0]), {}) if tensors else {}
         for tensor, state in zip(tensors, read_states(reader, name, pieces, tensors, group), strict=True):
@@ -373,15 +348,13 @@ def _load_attached(session: Session, reader: CheckpointReader, *, only: str | No
     for kind, shards in _attached(session.optimizer):
         if only is not None and kind != ATTACHED + only:
             continue
-        for buffer, shard in shards.items():
-            for run in buffer.layout.runs(buffer.rank):
-                found = kind if kind in reader.kinds(run.name) else "master"
-                new.update([kind] if found != kind else [])
-                values = (
-                    reader.read(run.name, kind, run)
-                    if found == kind
-                    else reader.read_weights(run.name, run, shard.dtype)
-                )
-                shard.write_run(run, values)
+        for flat, shard in shards.items():
+            for slice_ in flat.layout.slices(flat.rank):
+                if kind in reader.kinds(slice_.name):
+                    values = reader.read(slice_.name, kind, slice_)
+                else:
+                    new.add(kind)
+                    values = reader.read_weights(slice_.name, slice_, shard.dtype)
+                shard.write_slice(slice_, values)
     if new and session.comm.rank == 0:
         logger.warning("%s: %s starts anew from the weights", reader.folder, ", ".join(sorted(new)))

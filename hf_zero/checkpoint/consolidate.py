@@ -156,8 +156,8 @@ def is_count(value: Any, most: int = MOST_NUMEL) -> bool:
 
 def is_name(value: Any) -> bool:
     """Text that can be written: JSON may hold half of a character."""
-    whole = isinstance(value, str) and value.encode("utf-8", "replace").decode() == value
-    return whole and value != "" and "\0" not in value
+    can_be_encoded = isinstance(value, str) and value.encode("utf-8", "replace").decode() == value
+    return can_be_encoded and value != "" and "\0" not in value
 
 
 def is_number(value: Any) -> bool:
@@ -171,20 +171,16 @@ def is_map(value: Any, of: Callable[[Any], bool]) -> bool:
 def check_manifest(manifest: Mapping[str, Any]) -> None:
     """Raise ValueError, with what is wrong where, unless a save can have written this manifest.
 
-    What it says of layouts, names, shapes, types and files agrees then: readers go by it without a look of their own.
+    Its layouts, names, shapes, types and files agree then: readers rely on that and do not check again.
     """
     missing = sorted(MANIFEST_KEYS - manifest.keys())
     expect(not missing, f"{', '.join(missing)} missing")
-    expect(
-        type(manifest["format_version"]) is int and manifest["format_version"] >= 1,
-        f"format_version {manifest['format_version']!r}",
-    )
+    least_and_most = {"format_version": (1, FORMAT_VERSION), "world_size": (1, 1 << 31), "stage": (0, 3)}
+    for key, (least, most) in {**least_and_most, "global_step": (0, MOST_NUMEL)}.items():
+        expect(is_count(manifest[key], most) and manifest[key] >= least, f"{key} {manifest[key]!r}")
     world_size, saved_at = manifest["world_size"], manifest["saved_at"]
     expect(is_name(manifest["hf_zero_version"]), "hf_zero_version is no text")
     expect(type(saved_at) in (int, float) and 0 <= saved_at < 253402300800, "saved_at is no time")  # the year 10000
-    expect(is_count(world_size, 1 << 31) and world_size > 0, f"world_size {world_size!r}")
-    expect(is_count(manifest["stage"], 3), f"stage {manifest['stage']!r}")
-    expect(is_count(manifest["global_step"]), f"global_step {manifest['global_step']!r}")
     check_files(manifest["files"], world_size)
     slots = check_layouts(manifest["layouts"], world_size)
     check_tensors(manifest, slots)
@@ -227,8 +223,8 @@ def check_layouts(layouts: Any, world_size: int) -> dict[str, tuple[Mapping[str,
         padded, bucket = unit["padded_numel"], unit["bucket_numel"]
         expect(type(padded) is int and padded == end + -end % world_size, f"{where}: padded_numel {padded!r}")
         expect(is_count(bucket) and bucket > 0 and bucket % world_size == 0, f"{where}: bucket_numel {bucket!r}")
-        part = bucket // world_size
-        fits = part < ALIGN or part % ALIGN == 0 if bucket < padded else bucket == max(padded, world_size)
+        shard = bucket // world_size
+        fits = shard < ALIGN or shard % ALIGN == 0 if bucket < padded else bucket == max(padded, world_size)
         expect(fits, f"{where}: bucket_numel {bucket}")
     return slots
 
@@ -302,17 +298,17 @@ def file_marks(content: Mapping[str, Any]) -> dict[str, str]:
 def segments(unit: Mapping[str, Any], offset: int, numel: int) -> list[tuple[int, int, int]]:
     """Where the elements at [offset, offset + numel) of a unit's flat parameter lie: (rank, start, numel), in order.
 
-    The flat parameter is cut into buckets, and rank r owns the r-th of `world_size` equal slices of each. What a rank
-    owns of one parameter is contiguous in its file, so a cursor per rank gives `start`, the place in that slice.
+    The flat parameter is split into buckets, and rank r owns the r-th of `world_size` equal shards of each. What a
+    rank owns of one parameter is contiguous in its file, so a cursor per rank gives `start`, the place in there.
     """
     found = []
     used = [0] * unit["world_size"]
     position, end = offset, offset + numel
     while position < end:
         bucket_start = position - position % unit["bucket_numel"]
-        part = min(unit["bucket_numel"], unit["padded_numel"] - bucket_start) // unit["world_size"]
-        rank, inside = divmod(position - bucket_start, part)
-        count = min(part - inside, end - position)
+        shard = min(unit["bucket_numel"], unit["padded_numel"] - bucket_start) // unit["world_size"]
+        rank, inside = divmod(position - bucket_start, shard)
+        count = min(shard - inside, end - position)
         found.append((rank, used[rank], count))
         used[rank] += count
         position += count
@@ -347,7 +343,7 @@ def plan_tensors(manifest: Mapping[str, Any], options: Options) -> list[Tensor]:
 
 
 def rank_contents(manifest: Mapping[str, Any]) -> list[dict[str, tuple[str, int]]]:
-    """For each rank file: key -> element type and bytes of every tensor that the manifest says is in it."""
+    """For each rank file: key -> element type and bytes of every tensor that is in it by the manifest."""
     contents: list[dict[str, tuple[str, int]]] = [{} for _ in manifest["files"]]
     for unit, slot in ((layout, slot) for layout in manifest["layouts"] for slot in layout["slots"]):
         name, shape, offset = slot
@@ -384,7 +380,7 @@ class RankFiles:
     Args:
         kinds: What will be read ("master", "exp_avg", ...), None for all; what else files hold is not looked at.
     Raises:
-        ConsolidateError: A file is missing, damaged, or not what the manifest says, here or at a later read.
+        ConsolidateError: A file is missing, damaged, or not what the manifest lists, here or at a later read.
     """
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any], kinds: Sequence[str] | None = None) -> None:
@@ -444,16 +440,17 @@ class RankFiles:
             yield np.frombuffer(buffer[:filled], np.uint8)
 
     def header(self, rank: int) -> dict[str, Stored]:
-        """The tensors in a rank's file, which are those that the manifest says are in it."""
+        """The tensors in a rank's file, which have been compared with the manifest."""
         if rank not in self._headers:
             with self._opened(rank) as file:
                 header = file.header(self._marks)
                 held = {key: (tensor.dtype, tensor.nbytes) for key, tensor in header.items()}
-                said = self._contents[rank]
-                looked_at = [key for key in sorted(held.keys() | said.keys()) if self._is_read(key)]
-                other = [key for key in looked_at if held.get(key) != said.get(key)]
+                wanted = self._contents[rank]
+                other = [key for key in sorted(held.keys() | wanted.keys()) if held.get(key) != wanted.get(key)]
+                if self._kinds is not None:
+                    other = [key for key in other if key.rpartition("::")[2] in self._kinds]
                 differences = f"{', '.join(other[:3])} ({len(other)} differences)"
-                expect(not other, f"it does not hold what the manifest says: {differences}")
+                expect(not other, f"it does not hold what the manifest lists: {differences}")
             self._headers[rank] = header
         return self._headers[rank]
 
@@ -461,9 +458,6 @@ class RankFiles:
         """Fill `view` from a byte of a rank's file on."""
         with self._opened(rank) as file:
             file.read(view, offset)
-
-    def _is_read(self, key: str) -> bool:
-        return self._kinds is None or key.rpartition("::")[2] in self._kinds
 
     @contextmanager
     def _opened(self, rank: int) -> Iterator[SafetensorsFile]:
@@ -494,7 +488,7 @@ class Stored:
 class SafetensorsFile:
     """Reads a safetensors file by offset: pages of a memory map would count as memory of the process.
 
-    It is opened at the first read, also after `close`. OSError comes from the system; ValueError says what is damaged.
+    It is opened at the first read, also after `close`. OSError comes from the system; ValueError names the damage.
     """
 
     def __init__(self, path: Path) -> None:
@@ -507,7 +501,7 @@ class SafetensorsFile:
             self._descriptor = os.open(self.path, os.O_RDONLY | BINARY)
         while view:
             count = read_at(self._descriptor, view, offset)
-            expect(count > 0, f"it ends too early, at byte {offset}: it was cut off")
+            expect(count > 0, f"it ends too early, at byte {offset}: it was truncated")
             view, offset = view[count:], offset + count
 
     def header(self, marks: Mapping[str, str] | None = None) -> dict[str, Stored]:
@@ -515,19 +509,14 @@ class SafetensorsFile:
         length = bytearray(8)
         self.read(memoryview(length), 0)
         size, begin = os.fstat(self._descriptor).st_size, 8 + int.from_bytes(length, "little")
-        whole = 8 < begin <= min(size, MAX_HEADER_BYTES)
-        expect(whole, f"it is no safetensors file, or its header was cut off ({size} bytes)")
+        fits = 8 < begin <= min(size, MAX_HEADER_BYTES)
+        expect(fits, f"it is no safetensors file, or its header was truncated ({size} bytes)")
         text = bytearray(begin - 8)
         self.read(memoryview(text), 8)
         try:
-            entries = check_header(json.loads(text), size - begin, marks or {})
+            return check_header(json.loads(text), begin, size, marks or {})
         except (ValueError, RecursionError) as error:
             raise ValueError(f"unreadable header ({error})") from error
-        header = {}
-        for name, entry in entries.items():
-            start, end = entry["data_offsets"]
-            header[name] = Stored(entry["dtype"], tuple(entry["shape"]), begin + start, end - start)
-        return header
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -535,13 +524,14 @@ class SafetensorsFile:
             self._descriptor = -1
 
 
-def check_header(header: Any, size: int, marks: Mapping[str, str]) -> dict[str, Any]:
-    """The entries of a safetensors header whose data has `size` bytes; ValueError if they cannot be used."""
+def check_header(header: Any, begin: int, size: int, marks: Mapping[str, str]) -> dict[str, Stored]:
+    """The tensors of a header in a file of `size` bytes, whose data begin at `begin`; ValueError if it is damaged."""
     expect(is_map(header, lambda entry: isinstance(entry, dict)), "its header is no object of objects")
     found = header.pop("__metadata__", {})
     known = all(found.get(mark, value) == value for mark, value in marks.items())  # older files have no marks
     expect(known, "it was written with another manifest")
-    end = 0
+    tensors = {}
+    end = begin
     for key, entry in header.items():
         dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         expect(isinstance(dtype, str) and dtype in ITEM_BYTES, f"{key} has the type {dtype}, which is unknown here")
@@ -549,9 +539,30 @@ def check_header(header: Any, size: int, marks: Mapping[str, str]) -> dict[str, 
         expect(all(is_count(n) for n in offsets) and offsets[0] <= offsets[1], f"the offsets of {key}")
         nbytes = math.prod(shape) * ITEM_BYTES[dtype] if is_shape(shape) else -1
         expect(nbytes == offsets[1] - offsets[0], f"the shape of {key}")
-        end = max(end, offsets[1])
-    expect(end == size, f"it describes {end} bytes of tensors, and there are {size}: it was cut off or overwritten")
-    return dict(header)
+        tensors[key] = Stored(dtype, tuple(shape), begin + offsets[0], nbytes)
+        end = max(end, begin + offsets[1])
+    problem = f"it describes {end - begin} bytes of tensors, and there are {size - begin}"
+    expect(end == size, f"{problem}: it was truncated or overwritten")
+    return tensors
+
+
+def encode_header(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[list[str], bytes]:
+    """In which order the file holds its tensors, which are given as name -> (element type, shape); and its header.
+
+    Readers view the bytes in place, so elements must start at a multiple of their size: the widest come first.
+    """
+    ordered = sorted(tensors, key=lambda name: -ITEM_BYTES[tensors[name][0]])
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in ordered:
+        code, shape = tensors[name]
+        start, end = end, end + math.prod(shape) * ITEM_BYTES[code]
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    return ordered, len(text).to_bytes(8, "little") + text
 
 
 place = threading.Lock()
@@ -573,7 +584,7 @@ def round_to_bf16(single: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """The bits of the nearest bfloat16, ties to even."""
     bits = single.view("<u4")
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
-    # A NaN stays one: rounding could carry its bits into the sign, or cut all of them off.
+    # A NaN stays one: rounding could carry its bits into the sign, or drop all of them.
     return np.where(np.isnan(single), (bits >> 16) | 0x40, rounded).astype("<u2")
 
 
@@ -603,18 +614,12 @@ def write_file(
     path: Path, tensors: Sequence[Tensor], files: RankFiles, tied: Mapping[str, str], advance: Advance
 ) -> None:
     """Write one safetensors file; the names of tied parameters go into its metadata, as safetensors.torch does."""
-    # Readers view the bytes in place, so elements must start at a multiple of their size: the widest come first.
-    ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.written])
-    header: dict[str, Any] = {"__metadata__": {**tied, "format": "pt"}}
-    end = 0
-    for tensor in ordered:
-        start, end = end, end + tensor.nbytes
-        header[tensor.name] = {"dtype": tensor.written, "shape": tensor.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 8)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    entries = {tensor.name: (tensor.written, tensor.shape) for tensor in tensors}
+    ordered, header = encode_header(entries, {**tied, "format": "pt"})
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in ordered:
+        file.write(header)
+        for tensor in (by_name[name] for name in ordered):
             for raw in files.chunks(tensor):
                 try:
                     file.write(convert(raw, tensor.stored, tensor.written).data)
@@ -629,45 +634,58 @@ def write_folder(
     folder: Path, tensors: Sequence[Tensor], shard_bytes: int, write: Callable[[Path, Sequence[Tensor]], None]
 ) -> list[str]:
     """Write model.safetensors, or numbered files of at most `shard_bytes` (or one tensor) each and their index."""
-    groups: list[list[Tensor]] = [[]]
+    by_name = {tensor.name: tensor for tensor in tensors}
+    files = split_by_size({tensor.name: tensor.nbytes for tensor in tensors}, shard_bytes, "model{}.safetensors")
+    for file, names in files.items():
+        write(folder / file, [by_name[name] for name in names])
+    totals = {"total_parameters": sum(t.numel for t in tensors), "total_size": sum(t.nbytes for t in tensors)}
+    write_index(folder / "model.safetensors.index.json", files, totals)
+    return list(files)
+
+
+def split_by_size(sizes: Mapping[str, int], most: int, pattern: str) -> dict[str, list[str]]:
+    """File -> its tensors, of which `sizes` has the bytes: in order, as many as fit into `most` bytes, at least one.
+
+    The "{}" in `pattern` becomes the number of the file where there are several.
+    """
+    groups: list[list[str]] = [[]]
     size = 0
-    for tensor in tensors:
-        if groups[-1] and size + tensor.nbytes > shard_bytes:
+    for name, nbytes in sizes.items():
+        if groups[-1] and size + nbytes > most:
             groups.append([])
             size = 0
-        groups[-1].append(tensor)
-        size += tensor.nbytes
-    count = len(groups)
-    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    names = names if count > 1 else ["model.safetensors"]
-    for name, group in zip(names, groups, strict=True):
-        write(folder / name, group)
-    if count > 1:
-        totals = {"total_parameters": sum(t.numel for t in tensors), "total_size": sum(t.nbytes for t in tensors)}
-        weight_map = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
-        index = json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2, sort_keys=True)
-        (folder / "model.safetensors.index.json").write_text(index + "\n")
-    return names
+        groups[-1].append(name)
+        size += nbytes
+    if len(groups) == 1:
+        return {pattern.format(""): groups[0]}
+    return {pattern.format(f"-{i:05d}-of-{len(groups):05d}"): group for i, group in enumerate(groups, start=1)}
+
+
+def write_index(path: Path, files: Mapping[str, Sequence[str]], totals: Mapping[str, int]) -> None:
+    """Write which of several files holds which tensor; nothing where there is one file."""
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        path.write_text(json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n")
 
 
 def save_bin(weights: Path, out: Path, tied: Mapping[str, str]) -> None:
     """Rewrite a safetensors file as torch.save does. Its pages are mapped, so they are no memory of the process."""
     import torch
 
+    with closing(SafetensorsFile(weights)) as file:
+        header = file.header()
     raw = np.memmap(weights, np.uint8, mode="c")
-    start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
     state = {}
-    for name, entry in json.loads(raw[8:start].tobytes()).items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            dtype = getattr(torch, TORCH_NAMES[entry["dtype"]])
-            # torch.save takes tensors at one address for one: an empty one must not point to its neighbour.
-            flat = torch.from_numpy(raw[start + begin : start + end]).view(dtype) if end > begin else torch.empty(0)
-            state[name] = flat.to(dtype).view(entry["shape"])
-    with out.open("xb") as file:
-        torch.save({**state, **{alias: state[name] for alias, name in tied.items()}}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    for name, stored in header.items():
+        dtype = getattr(torch, TORCH_NAMES[stored.dtype])
+        # torch.save takes tensors at one address for one: an empty one must not point to its neighbour.
+        data = raw[stored.start : stored.start + stored.nbytes]
+        flat = torch.from_numpy(data).view(dtype) if stored.nbytes else torch.empty(0, dtype=dtype)
+        state[name] = flat.view(stored.shape)
+    with out.open("xb") as saved:
+        torch.save({**state, **{alias: state[name] for alias, name in tied.items()}}, saved)
+        saved.flush()
+        os.fsync(saved.fileno())
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -693,8 +711,8 @@ def copy_model_files(folder: Path, target: Path, config: dict[str, Any] | None, 
     widest = next((FLOATS[code] for code in FLOATS if code in written), None)
     if config is not None and widest:
         nested = [value for key, value in config.items() if key.endswith("_config") and key != "quantization_config"]
-        for part in (part for part in (config, *nested) if isinstance(part, dict)):
-            part.update({key: widest for key in ("dtype", "torch_dtype") if part.get(key)})
+        for block in (block for block in (config, *nested) if isinstance(block, dict)):
+            block.update({key: widest for key in ("dtype", "torch_dtype") if block.get(key)})
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

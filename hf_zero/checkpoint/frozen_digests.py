@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import torch
 
+from hf_zero.checkpoint.agreement import together
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.writer import Chunked
 from hf_zero.distributed.comm import Comm
-from hf_zero.errors import CheckpointError, OffloadError
-from hf_zero.layout import Run
+from hf_zero.errors import CheckpointError
+from hf_zero.layout import Slice
 
-FrozenShards = list[tuple[Run, Chunked]]
+FrozenShards = list[tuple[Slice, Chunked]]
 
 _MODULUS = 1 << 64
 _CHUNK = 1 << 20
@@ -27,55 +28,45 @@ _POSITION, _MIX, _FINAL = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644E
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def partial_digest(values: Chunked, run: Run) -> int:
-    """What the elements of `run` contribute to the digest of their parameter. `values`: [run.numel]."""
+def partial_digest(values: Chunked, slice_: Slice) -> int:
+    """What the elements of `slice_` contribute to the digest of their parameter. `values`: [slice_.numel]."""
     total = 0
-    positions = _Positions(run)
+    pieces = iter(slice_.pieces)
+    position = end = 0  # in the flattened parameter, of the piece that the next elements belong to
     for chunk in values.chunks():
-        for part in chunk.detach().reshape(-1).split(_CHUNK):
-            total += _hash(part, positions.take(part.numel()).to(part.device))
+        left = chunk.detach().reshape(-1)
+        while left.numel():
+            while position == end:
+                piece = next(pieces)
+                position, end = piece.start, piece.end
+            count = min(left.numel(), end - position, _CHUNK)
+            total += _hash(left[:count], position)
+            left, position = left[count:], position + count
     return total % _MODULUS
 
 
-def _hash(part: torch.Tensor, positions: torch.Tensor) -> int:
-    bits = part.contiguous().view(_INTEGERS[part.element_size()]).to(torch.int64)
+def _hash(values: torch.Tensor, first: int) -> int:
+    """`values`: elements whose positions in the parameter begin at `first`."""
+    bits = values.contiguous().view(_INTEGERS[values.element_size()]).to(torch.int64)
+    positions = torch.arange(first, first + values.numel(), device=values.device)
     mixed = (bits ^ (positions * _POSITION)) * _MIX
     mixed ^= mixed >> 29
     return int((mixed * _FINAL).sum())
 
 
-class _Positions:
-    """The flat positions of a run's elements, in order, handed out piece by piece."""
-
-    def __init__(self, run: Run) -> None:
-        self._spans = [(piece.start, piece.numel) for piece in reversed(run.pieces)]
-
-    def take(self, numel: int) -> torch.Tensor:
-        taken = []
-        while numel:
-            start, left = self._spans.pop()
-            count = min(left, numel)
-            taken.append(torch.arange(start, start + count))
-            if count < left:
-                self._spans.append((start + count, left - count))
-            numel -= count
-        return torch.cat(taken) if taken else torch.empty(0, dtype=torch.int64)
-
-
-def whole_digests(comm: Comm, shards: FrozenShards) -> dict[str, str]:
+def full_digests(comm: Comm, shards: FrozenShards) -> dict[str, str]:
     """Name -> digest, as hexadecimal text, of every frozen parameter; `shards`: what this rank answers for.
 
     All ranks must call. Raises CheckpointError on every rank if any rank could not read its shards.
     """
-    parts = comm.together(
+    by_rank = together(
+        comm,
         "digests of frozen weights",
-        lambda: {run.name: partial_digest(values, run) for run, values in shards},
-        catch=(OffloadError, OSError),
-        raise_as=CheckpointError,
+        lambda: {slice_.name: partial_digest(values, slice_) for slice_, values in shards},
     )
     totals: dict[str, int] = {}
-    for part in parts:
-        for name, value in part.items():
+    for mine in by_rank:
+        for name, value in mine.items():
             totals[name] = (totals.get(name, 0) + value) % _MODULUS
     return {name: f"{value:016x}" for name, value in totals.items()}
 
@@ -89,7 +80,7 @@ def check_frozen(comm: Comm, reader: CheckpointReader, shards: FrozenShards) -> 
     stored = reader.manifest.extra.get(FROZEN_DIGESTS, {})
     if not stored:
         return
-    mine = whole_digests(comm, shards)
+    mine = full_digests(comm, shards)
     other = [name for name in stored if mine.get(name) != stored[name]]
     if other:
         raise CheckpointError(

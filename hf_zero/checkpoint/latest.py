@@ -64,14 +64,14 @@ def chosen(folder: str | Path | None, tag: str | int | None = None) -> Path:
 
 
 def holds_nothing(folder: Path) -> bool:
-    """Whether no save has come to `folder` yet: there is no checkpoint, whole or torn, in it or one level below."""
+    """Whether no save has come to `folder` yet: no checkpoint, complete or not, is in it or one level below."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: expected the folder of a checkpoint.")
     return not zero_folder(folder).exists() and newest_complete_checkpoint(folder) is None
 
 
 def set_latest(folder: Path, tag: str) -> None:
-    """Say in `folder` that `tag` was saved last.
+    """Note in `folder` that `tag` was saved last.
 
     Raises:
         CheckpointError: The operating system refused.

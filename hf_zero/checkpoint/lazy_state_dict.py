@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.consolidate import WEIGHT_KINDS
 from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.manifest import STATE_MARK, TensorInfo
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
@@ -108,9 +107,8 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
         return self._reader.read_buffer(stored) if info is None else self._reader.read_full(stored, self._dtype(info))
 
     def _dtype(self, info: TensorInfo) -> torch.dtype:
-        kinds = self._reader.kinds(info.name)
-        kind = next((kind for kind in WEIGHT_KINDS if kind in kinds), None)
-        dtype: torch.dtype = getattr(torch, info.dtype if kind is None else kinds[kind])
+        kind = self._reader.weight_kind(info.name)
+        dtype: torch.dtype = getattr(torch, info.dtype if kind is None else self._reader.kinds(info.name)[kind])
         return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 

@@ -1,4 +1,4 @@
-"""zero/manifest.json: what it says, how it is written to JSON and read back, and whether the files agree with it.
+"""zero/manifest.json: its content, how it is written to JSON and read back, and whether the files agree with it.
 
 The manifest is the commit mark: a folder without one holds no checkpoint, whatever else lies in it. It also holds the
 layouts, so that a reader finds any element of any parameter from the manifest and the rank files alone. No torch here.
@@ -74,10 +74,23 @@ class SaveInfo:
     client_state: Any = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "world_size": self.world_size,
+            "stage": self.stage,
+            "global_step": self.global_step,
+            "params": [_tensor_json(info) for info in self.params],
+            "tied": dict(self.tied),
+            "param_groups": [dict(group) for group in self.param_groups],
+            "client_state": self.client_state,
+            "extra": dict(self.extra),
+            "layouts": [layout.to_json() for layout in self.layouts],
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(SaveInfo):
-    """SaveInfo, and what the ranks wrote: the whole content of zero/manifest.json."""
+    """SaveInfo, and what the ranks wrote: all that zero/manifest.json holds."""
 
     format_version: int
     hf_zero_version: str
@@ -98,19 +111,11 @@ class Manifest(SaveInfo):
             "format_version": self.format_version,
             "hf_zero_version": self.hf_zero_version,
             "saved_at": self.saved_at,
-            "world_size": self.world_size,
-            "stage": self.stage,
-            "global_step": self.global_step,
-            "files": [{"name": file.name, "size": file.size, "crc32": file.crc32} for file in self.files],
-            "params": [_tensor_json(info) for info in self.params],
+            "files": [dict(vars(file)) for file in self.files],
             "buffers": [_tensor_json(info) for info in self.buffers],
-            "tied": dict(self.tied),
             "kinds": {name: dict(kinds) for name, kinds in self.kinds.items()},
             "scalars": {name: dict(scalars) for name, scalars in self.scalars.items()},
-            "param_groups": [dict(group) for group in self.param_groups],
-            "client_state": self.client_state,
-            "extra": dict(self.extra),
-            "layouts": [layout.to_json() for layout in self.layouts],
+            **super().to_json(),
         }
 
     @classmethod
@@ -127,14 +132,8 @@ class Manifest(SaveInfo):
 
 
 def marks_of(info: SaveInfo, buffers: Iterable[TensorInfo]) -> dict[str, str]:
-    """What rank files say of the manifest that they belong to: see consolidate.file_marks."""
-    content = {
-        "layouts": [layout.to_json() for layout in info.layouts],
-        "params": [_tensor_json(param) for param in info.params],
-        "tied": dict(info.tied),
-        "buffers": [_tensor_json(buffer) for buffer in buffers],
-    }
-    return file_marks(content)
+    """What rank files hold of the manifest that they belong to: see consolidate.file_marks."""
+    return file_marks({**info.to_json(), "buffers": [_tensor_json(buffer) for buffer in buffers]})
 
 
 def zero_folder(folder: str | Path) -> Path:

@@ -1,7 +1,7 @@
 """One parameter's optimizer state in the files: what is sharded as the parameter is, numbers, tensors of other shapes.
 
 The last are those of optimizers that need unsharded parameters, such as Adafactor's row and column means. They are
-small, and are stored unsharded among the buffers, under names that no buffer of a model has.
+small, and are stored unsharded among the buffers, under names with STATE_MARK, which no buffer of a model has.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hf_zero.checkpoint.consolidate import CODES, WEIGHT_KINDS
 from hf_zero.checkpoint.manifest import STATE_MARK, Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.scheduler_state import like
-from hf_zero.checkpoint.writer import Chunked, Scalar
+from hf_zero.checkpoint.writer import Chunked, Scalar, dtype_name
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import Piece, Run
-from hf_zero.optim.param_groups import OwnedRun
+from hf_zero.layout import Piece, Slice
+from hf_zero.optim.param_groups import OwnedSlice
 from hf_zero.optim.sharded import ShardedOptimizer
 
 # Optimizer state that is a Python number, not a tensor of one element, keeps its kind through a file by this suffix.
@@ -32,41 +32,37 @@ GROUP_OF = "param_group_of"
 ATTACHED = "attached."
 # Optimizers that keep the same state under the same names: one goes on where the other stopped.
 _SAME_STATE = frozenset(["Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam", "UncorrectedAdam"])
-# Hyperparameters that say how an update is computed, not which: another device or torch may have other ways.
+# Hyperparameters of how an update is computed, not of which: another device or torch may have other ways.
 _OWN_CHOICE = frozenset(["fused", "foreach", "capturable", "differentiable"])
 
 
-def state_name(name: str, kind: str) -> str:
-    """Among the buffers: a state of the parameter `name` whose shape is not the parameter's."""
-    return f"{name}{STATE_MARK}{kind}"
-
-
 def collect(
-    states: Sequence[Mapping[str, Any]], owned: OwnedRun, odd: Container[tuple[str, str]]
+    states: Sequence[Mapping[str, Any]], owned: OwnedSlice, odd: Container[tuple[str, str]]
 ) -> tuple[dict[str, torch.Tensor | Chunked], dict[str, Scalar]]:
-    """The optimizer state of one run: its tensors joined, its scalars once.
+    """The optimizer state of one slice: its tensors joined, its scalars once.
 
     Args:
-        states: For each tensor that the optimizer holds of the run.
+        states: For each tensor that the optimizer holds of the slice.
         odd: (parameter, kind) of what is saved elsewhere.
     """
     tensors: dict[str, torch.Tensor | Chunked] = {}
     scalars: dict[str, Scalar] = {}
     for key, first in states[0].items():
         values = [state[key] for state in states]
-        if (owned.run.name, key) in odd:
+        if (owned.slice.name, key) in odd:
             continue
         if isinstance(first, torch.Tensor) and first.shape == owned.masters[0].shape and first.dim():
             flat = [value.reshape(-1) for value in values]
             tensors[key] = flat[0] if len(flat) == 1 else torch.cat(flat)
         elif isinstance(first, torch.Tensor) and first.numel() == 1:
-            scalars[key + _as_it_was(first)] = first.item()
+            is_usual = first.dim() == 0 and first.dtype == torch.float32
+            scalars[key if is_usual else f"{key}@{dtype_name(first.dtype)}{list(first.shape)}"] = first.item()
         elif isinstance(first, bool | int | float):
             scalars[key + _PYTHON_NUMBER] = first
         elif first is not None:
             raise CheckpointError(
-                f"optimizer state {key!r} of {owned.run.name} is a {type(first).__name__}, which a checkpoint cannot "
-                "cut to another world size; use an optimizer whose state is elementwise"
+                f"optimizer state {key!r} of {owned.slice.name} is a {type(first).__name__}, which a checkpoint "
+                "cannot shard for another world size; use an optimizer whose state is elementwise"
             )
     return tensors, scalars
 
@@ -74,7 +70,7 @@ def collect(
 def read_states(
     reader: CheckpointReader,
     name: str,
-    pieces: Run | Sequence[Piece],
+    pieces: Slice | Sequence[Piece],
     tensors: Sequence[torch.Tensor],
     group: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
@@ -93,7 +89,9 @@ def read_states(
                 state[kind] = chunk.to(device, tensor.dtype, copy=True).view(tensor.shape)
     for saved_as, value in reader.scalars(name).items():
         key, scalar = _restored(saved_as, value)
-        if isinstance(scalar, torch.Tensor) and _is_on_device(key, group):
+        # As torch's Optimizer.load_state_dict has it: kernels read `step` where the parameter is, Python on the CPU.
+        is_on_device = key != "step" or group.get("fused") or group.get("capturable")
+        if isinstance(scalar, torch.Tensor) and is_on_device:
             scalar = scalar.to(device)
         for state in states:
             state[key] = scalar.clone() if isinstance(scalar, torch.Tensor) else scalar
@@ -102,18 +100,6 @@ def read_states(
         if mark and owner == name:  # the optimizer needs full parameters, so it holds one tensor
             states[0][kind] = reader.read_buffer(info.name).to(device)
     return states
-
-
-def _is_on_device(key: str, group: Mapping[str, Any]) -> bool:
-    """As torch's Optimizer.load_state_dict has it: kernels read `step` where the parameter is, Python on the CPU."""
-    return key != "step" or bool(group.get("fused") or group.get("capturable"))
-
-
-def _as_it_was(value: torch.Tensor) -> str:
-    """A suffix of the key in the file: type and shape of a tensor of one element, unless they are the usual ones."""
-    if value.dim() == 0 and value.dtype == torch.float32:
-        return ""
-    return f"@{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def _restored(saved_as: str, value: Scalar) -> tuple[str, torch.Tensor | Scalar]:
@@ -176,9 +162,9 @@ def group_numbers(optimizer: ShardedOptimizer) -> dict[str, int]:
     if len(optimizer.param_groups) < 2:
         return {}
     group_of = {id(tensor): n for n, group in enumerate(optimizer.param_groups) for tensor in group["params"]}
-    runs = optimizer.owned
-    tensors: dict[str, Sequence[torch.Tensor]] = {owned.run.name: owned.masters for owned in runs if owned.native}
-    tensors.update({name: held for name, _, held in optimizer.strategy.places(runs)})
+    slices = optimizer.owned
+    tensors: dict[str, Sequence[torch.Tensor]] = {owned.slice.name: owned.masters for owned in slices if owned.native}
+    tensors.update({name: held for name, _, held in optimizer.strategy.places(slices)})
     return {name: group_of[id(held[0])] for name, held in tensors.items() if held}
 
 

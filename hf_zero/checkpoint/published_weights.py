@@ -1,7 +1,7 @@
 """Files that lie beside `zero/` in a checkpoint folder: whether they can be read at all. No torch here.
 
 Nothing has a checksum of them but what their formats have: JSON must parse, torch's files are zip archives with a
-checksum of every part, safetensors files are as long as their headers say.
+checksum of every part, safetensors files have the length in their headers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from hf_zero.checkpoint.consolidate import SafetensorsFile
 
 _LEGACY_PICKLE = b"\x80"  # how files of torch.save begin that are no archives
+# What the three formats raise; RuntimeError includes NotImplementedError and RecursionError.
+_DAMAGE = (ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def damaged_files(
@@ -25,46 +27,26 @@ def damaged_files(
     problems = []
     for path in sorted({path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()}):
         try:
-            problem = _problem(path)
+            _check(path)
         except OSError as error:
-            problem = error.strerror or str(error)
-        if problem:
-            problems.append(f"{path} is damaged: {problem}")
+            problems.append(f"{path} is damaged: {error.strerror or error}")
+        except _DAMAGE as error:
+            problems.append(f"{path} is damaged: {str(error) or type(error).__name__}")
     return problems
 
 
-def _problem(path: Path) -> str | None:
+def _check(path: Path) -> None:
+    """Raise OSError or one of _DAMAGE if the file cannot be read."""
     if path.suffix == ".json":
-        return _json_problem(path.read_bytes())
-    if path.suffix == ".safetensors":
-        return _safetensors_problem(path)
-    return _archive_problem(path)
-
-
-def _json_problem(text: bytes) -> str | None:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return str(error)
-    return None
-
-
-def _archive_problem(path: Path) -> str | None:
-    with path.open("rb") as file:
-        if file.read(1) == _LEGACY_PICKLE:
-            return None
-    try:
+        json.loads(path.read_bytes())
+    elif path.suffix == ".safetensors":
+        with closing(SafetensorsFile(path)) as weights:
+            weights.header()
+    else:
+        with path.open("rb") as file:
+            if file.read(1) == _LEGACY_PICKLE:
+                return
         with zipfile.ZipFile(path) as archive:
-            part = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        return str(error) or type(error).__name__
-    return None if part is None else f"wrong checksum of {part}"
-
-
-def _safetensors_problem(path: Path) -> str | None:
-    with closing(SafetensorsFile(path)) as file:
-        try:
-            file.header()
-        except ValueError as error:
-            return str(error)
-    return None
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"wrong checksum of {damaged}")

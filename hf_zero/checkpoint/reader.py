@@ -12,15 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.consolidate import WEIGHT_KINDS, Advance, RankFiles
+from hf_zero.checkpoint.consolidate import WEIGHT_KINDS, RankFiles
 from hf_zero.checkpoint.manifest import BUFFER_KIND, Manifest, TensorInfo, offering, read_manifest
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import Piece, Run, Slot, UnitLayout
+from hf_zero.layout import Piece, Slice, Slot, UnitLayout
 
 
 def open_checkpoint(folder: str | Path) -> CheckpointReader:
@@ -38,7 +37,7 @@ class _Copy:
     """Elements that lie without a gap in one file and in the destination."""
 
     rank: int
-    source: int  # elements from the start of the parameter's run in the rank file
+    source: int  # elements from the start of the parameter's slice in the rank file
     target: int  # elements from the start of the destination
     numel: int
 
@@ -54,15 +53,13 @@ class CheckpointReader:
         self.manifest = manifest
         with offering(folder):
             self._files = RankFiles(folder, manifest.to_json())
-        # (parameter, rank) -> where its run starts in that rank's shard
-        self._run_starts: dict[tuple[str, int], int] = {}
+        # (parameter, rank) -> where its slice starts in that rank's shard
+        self._slice_starts: dict[tuple[str, int], int] = {}
 
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -77,9 +74,6 @@ class CheckpointReader:
     def _buffers(self) -> dict[str, TensorInfo]:
         return {info.name: info for info in self.manifest.buffers}
 
-    def __contains__(self, name: str) -> bool:
-        return self._canonical(name) in self._units
-
     def shape(self, name: str) -> tuple[int, ...]:
         return self._slot(name).shape
 
@@ -87,16 +81,20 @@ class CheckpointReader:
         """Kind -> element type of what is stored of a parameter. Empty for a parameter of no elements."""
         return self.manifest.kinds.get(self._slot(name).name, {})
 
+    def weight_kind(self, name: str) -> str | None:
+        """The kind that holds the parameter itself: the master where there is one. None if it is not stored."""
+        return next((kind for kind in WEIGHT_KINDS if kind in self.kinds(name)), None)
+
     def scalars(self, name: str) -> Mapping[str, Any]:
         """Optimizer scalars of a parameter, such as "step"."""
         return self.manifest.scalars.get(self._slot(name).name, {})
 
     # ---------------------------------------------------------------- checks
-    def check_against(self, layouts: Iterable[UnitLayout], *, strict: bool = True) -> None:
-        """Every parameter of these layouts is stored with the same shape; if strict, nothing else is stored.
+    def check_against(self, layouts: Iterable[UnitLayout]) -> None:
+        """Every parameter of these layouts is stored with the same shape, and nothing else is stored.
 
         Raises:
-            CheckpointError: Lists every parameter that is missing, of another shape, or (if strict) unknown.
+            CheckpointError: Lists every parameter that is missing, of another shape, or unknown.
         """
         problems = []
         wanted: set[str] = set()
@@ -107,15 +105,14 @@ class CheckpointReader:
                 problems.append(f"{slot.name}: not in the checkpoint")
             elif self.shape(name) != slot.shape:
                 problems.append(f"{slot.name}: shape {slot.shape} in the model, {self.shape(name)} in the checkpoint")
-        if strict:
-            problems += [f"{name}: not in the model" for name in self._units if name not in wanted]
+        problems += [f"{name}: not in the model" for name in self._units if name not in wanted]
         if problems:
             raise CheckpointError(
                 f"{self.folder} does not fit the model ({len(problems)} differences):\n  " + "\n  ".join(problems)
             )
 
-    def verify(self, rank: int = 0, world_size: int = 1, progress: Advance | None = None) -> None:
-        """Read this rank's share of the files whole (all of them at world size 1): are checksums and headers right?
+    def verify(self, rank: int = 0, world_size: int = 1) -> None:
+        """Check checksums and headers of this rank's share of the files (all of them at world size 1).
 
         Raises:
             CheckpointError: Files have changed, or differ from the manifest; the newest complete checkpoint is
@@ -123,12 +120,12 @@ class CheckpointReader:
         """
         ranks = range(rank, len(self.manifest.files), world_size)
         with offering(self.folder):
-            self._files.verify(ranks, progress)
+            self._files.verify(ranks)
             for one in ranks:
                 self._files.header(one)
 
     # ---------------------------------------------------------------- reading
-    def read(self, name: str, kind: str, pieces: Run | Sequence[Piece]) -> torch.Tensor:
+    def read(self, name: str, kind: str, pieces: Slice | Sequence[Piece]) -> torch.Tensor:
         """1-D CPU tensor of these elements, one piece behind the other, in the stored element type.
 
         Args:
@@ -138,7 +135,7 @@ class CheckpointReader:
             CheckpointError: The parameter or the kind is not stored, or a file is damaged.
         """
         slot = self._slot(name)
-        ranges = pieces.pieces if isinstance(pieces, Run) else pieces
+        ranges = pieces.pieces if isinstance(pieces, Slice) else pieces
         stored = self.kinds(name)
         if kind not in stored:
             raise CheckpointError(f"{self.folder} holds no {kind!r} of {name}, only {sorted(stored)}")
@@ -150,12 +147,9 @@ class CheckpointReader:
                 self._read_into(view, f"{slot.name}::{kind}", copy, dtype.itemsize)
         return result
 
-    def read_weights(self, name: str, pieces: Run | Sequence[Piece], dtype: torch.dtype) -> torch.Tensor:
-        """1-D CPU tensor of these elements of the parameter itself, converted to `dtype`.
-
-        It is read from the master where there is one, else from the parameter (a frozen one has no master).
-        """
-        kind = next((kind for kind in WEIGHT_KINDS if kind in self.kinds(name)), None)
+    def read_weights(self, name: str, pieces: Slice | Sequence[Piece], dtype: torch.dtype) -> torch.Tensor:
+        """1-D CPU tensor of these elements of the parameter itself, converted to `dtype`; see `weight_kind`."""
+        kind = self.weight_kind(name)
         if kind is None:
             if self._slot(name).numel:
                 raise CheckpointError(f"{self.folder} holds no weights of {name}, only {sorted(self.kinds(name))}")
@@ -168,7 +162,7 @@ class CheckpointReader:
         return self.read_weights(name, [Piece(slot.name, 0, slot.numel, 0, 0)], dtype).view(slot.shape)
 
     def read_buffer(self, name: str) -> torch.Tensor:
-        """A persistent buffer, whole and in its own shape and element type."""
+        """A persistent buffer, unsharded, in its own shape and element type."""
         info = self._buffers.get(name)
         if info is None:
             raise CheckpointError(f"{self.folder} holds no buffer {name!r}")
@@ -196,9 +190,9 @@ class CheckpointReader:
         return copies
 
     def _run_start(self, unit: UnitLayout, name: str, rank: int) -> int:
-        if (name, rank) not in self._run_starts:
-            self._run_starts.update({(run.name, rank): run.shard_offset for run in unit.runs(rank)})
-        return self._run_starts[name, rank]
+        if (name, rank) not in self._slice_starts:
+            self._slice_starts.update({(slice_.name, rank): slice_.shard_offset for slice_ in unit.slices(rank)})
+        return self._slice_starts[name, rank]
 
     def _read_into(self, view: memoryview, key: str, copy: _Copy, itemsize: int) -> None:
         target = view[copy.target * itemsize : (copy.target + copy.numel) * itemsize]

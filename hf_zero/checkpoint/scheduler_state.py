@@ -29,7 +29,7 @@ def plain(value: Any) -> Any:
 
 
 def scheduler_content(scheduler: Any) -> dict[str, Any]:
-    """What a checkpoint says of the scheduler; nothing where there is none."""
+    """What a checkpoint holds of the scheduler; nothing where there is none."""
     if scheduler is None:
         return {}
     return {STATE: plain(scheduler.state_dict()), CLASS: type(scheduler).__name__}

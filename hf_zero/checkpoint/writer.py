@@ -1,10 +1,10 @@
-"""Writes a checkpoint folder, in phases that the engine calls with a vote in between; no collectives here.
+"""Writes a checkpoint folder, in phases between which the ranks agree (collective.py); no collectives here.
 
 [Note: Commit order]
     0  every rank  check_info(info): what JSON cannot hold is refused before anything is written
     1  rank 0      save_id = prepare_folder(folder)            then broadcast save_id
-    2  every rank  record = write_rank_file(folder, rank, runs, buffers, save_id=save_id)
-    3  every rank  vote: has every rank written its file? gather the records on rank 0
+    2  every rank  record = write_rank_file(folder, rank, slices, buffers, save_id=save_id)
+    3  every rank  all-gather the records: has every rank written its file?
     4  rank 0      commit(folder, build_manifest(info, records)); where a rank or this failed, discard(folder)
     5  every rank  wait for rank 0's result, so that no rank starts the next save into the folder before it is decided
 
@@ -17,7 +17,6 @@ checkpoint or the new one (or none, if there was none).
 from __future__ import annotations
 
 import importlib.resources
-import json
 import logging
 import secrets
 import time
@@ -28,8 +27,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.atomic_files import ChecksumWriter, written_atomically
-from hf_zero.checkpoint.consolidate import CHUNK_BYTES, CODES, check_manifest
+from hf_zero.checkpoint.atomic_files import written_atomically
+from hf_zero.checkpoint.consolidate import CHUNK_BYTES, CODES, check_manifest, encode_header
 from hf_zero.checkpoint.manifest import (
     BUFFER_KIND,
     SCRIPT_NAME,
@@ -47,7 +46,7 @@ from hf_zero.checkpoint.manifest import (
     zero_folder,
 )
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import FORMAT_VERSION, Run
+from hf_zero.layout import FORMAT_VERSION, Slice
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ Scalar = float | int | bool
 
 @dataclass(frozen=True)
 class Chunked:
-    """A 1-D tensor that comes in chunks from where it is kept, so that it is never in memory as a whole."""
+    """A 1-D tensor that comes in chunks from where it is kept, so that it is never in memory in full."""
 
     numel: int
     dtype: torch.dtype
@@ -68,24 +67,13 @@ class Chunked:
 
 
 @dataclass(frozen=True)
-class RunState:
+class SliceState:
     """What a rank saves of one parameter: what it owns of it, and of its optimizer state."""
 
-    unit: str  # UnitLayout.name
-    run: Run
-    # 1-D [run.numel] each: "master" or "param", "exp_avg", "exp_avg_sq", ...
+    slice: Slice
+    # 1-D [slice_.numel] each: "master" or "param", "exp_avg", "exp_avg_sq", ...
     tensors: Mapping[str, torch.Tensor | Chunked]
     scalars: Mapping[str, Scalar] = field(default_factory=dict)  # such as "step": the same on every owner
-
-
-@dataclass(frozen=True)
-class _Entry:
-    key: str
-    source: Chunked
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.numel * self.source.dtype.itemsize
 
 
 # -------------------------------------------------------------------- phase 0: every rank
@@ -122,51 +110,53 @@ def prepare_folder(folder: str | Path) -> str:
     return secrets.token_hex(4) if manifest_path(folder).exists() else ""
 
 
-def rank_file_name(rank: int, save_id: str = "") -> str:
-    return f"rank-{rank:05d}{'.' if save_id else ''}{save_id}.safetensors"
-
-
 # -------------------------------------------------------------------- phase 2: every rank
 def write_rank_file(
     folder: str | Path,
     rank: int,
-    runs: Iterable[RunState],
+    slices: Iterable[SliceState],
     buffers: Mapping[str, torch.Tensor] | None = None,
     *,
     save_id: str = "",
     info: SaveInfo | None = None,
 ) -> FileRecord:
-    """Write this rank's pieces; they are on the disk when this returns.
+    """Write this rank's shards; they are on the disk when this returns.
 
     Tensors are written one by one in chunks, from whatever device they are on: no second copy of the state is made.
 
     Args:
-        runs: Everything this rank owns. Tensors are 1-D [run.numel], in their own dtype.
-        buffers: Whole persistent buffers under their state_dict names; given by rank 0 only.
-        info: What the manifest will say; the file is marked with it.
+        runs: Everything this rank owns. Tensors are 1-D [slice_.numel], in their own dtype.
+        buffers: Persistent buffers, unsharded, under their state_dict names; given by rank 0 only.
+        info: What the manifest will hold; the file is marked with it.
     Raises:
         CheckpointError: The operating system refused; the message names the file, and nothing of it is left.
     """
-    states = list(runs)
-    entries = [_Entry(_key(s.run.name, kind), _chunked(tensor)) for s in states for kind, tensor in s.tensors.items()]
+    states = list(slices)
     for state in states:
         _check_state(state)
-    infos = []
-    for name, buffer in (buffers or {}).items():
-        infos.append(TensorInfo(name, tuple(buffer.shape), dtype_name(buffer.dtype)))
-        entries.append(_Entry(_key(name, BUFFER_KIND), _chunked(buffer.detach().reshape(-1))))
-    path = zero_folder(folder) / rank_file_name(rank, save_id)
+    infos = [TensorInfo(name, tuple(one.shape), dtype_name(one.dtype)) for name, one in (buffers or {}).items()]
+    tensors = [(f"{s.slice.name}::{kind}", tensor) for s in states for kind, tensor in s.tensors.items()]
+    tensors += [(f"{name}::{BUFFER_KIND}", one.detach().reshape(-1)) for name, one in (buffers or {}).items()]
+    sources = {key: _chunked(tensor) for key, tensor in tensors}
+    if len(sources) < len(tensors):
+        raise AssertionError(f"a tensor is given twice: {sorted(key for key, _ in tensors)}")
+    path = zero_folder(folder) / f"rank-{rank:05d}{'.' if save_id else ''}{save_id}.safetensors"
     marks = {} if info is None else marks_of(info, infos)
     if rank:
         marks.pop("buffers", None)
     with written_atomically(path) as file:
-        _write_safetensors(file, entries, marks)
+        entries = {key: (CODES[dtype_name(source.dtype)], [source.numel]) for key, source in sources.items()}
+        ordered, header = encode_header(entries, {"format": "pt", **marks})
+        file.write(header)
+        for tensor in (tensor for key in ordered for tensor in sources[key].chunks()):
+            for chunk in _raw_chunks(tensor):
+                file.write(chunk)
     return FileRecord(
         rank=rank,
         file=FileInfo(path.name, file.size, file.crc32),
-        numels={state.run.name: state.run.numel for state in states},
-        kinds={s.run.name: {kind: dtype_name(t.dtype) for kind, t in s.tensors.items()} for s in states},
-        scalars={state.run.name: dict(state.scalars) for state in states if state.scalars},
+        numels={state.slice.name: state.slice.numel for state in states},
+        kinds={s.slice.name: {kind: dtype_name(t.dtype) for kind, t in s.tensors.items()} for s in states},
+        scalars={state.slice.name: dict(state.scalars) for state in states if state.scalars},
         buffers=tuple(infos),
     )
 
@@ -175,23 +165,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _key(name: str, kind: str) -> str:
-    return f"{name}::{kind}"
-
-
-def _check_state(state: RunState) -> None:
+def _check_state(state: SliceState) -> None:
     for key, value in state.scalars.items():
         if not isinstance(value, (bool, int, float)):
-            raise AssertionError(f"{state.run.name} {key}: a scalar must be a number, not {type(value).__name__}")
+            raise AssertionError(f"{state.slice.name} {key}: a scalar must be a number, not {type(value).__name__}")
     for kind, tensor in state.tensors.items():
         if isinstance(tensor, Chunked):
             shape: tuple[int, ...] = (tensor.numel,)
         else:
             shape = tuple(tensor.shape)
             if tensor.numel() > 1 and tensor.stride() == (0,):
-                raise AssertionError(f"{state.run.name} {kind}: this is a placeholder, not the shard")
-        if shape != (state.run.numel,):
-            raise AssertionError(f"{state.run.name} {kind}: shape {shape} instead of ({state.run.numel},)")
+                raise AssertionError(f"{state.slice.name} {kind}: this is a placeholder, not the shard")
+        if shape != (state.slice.numel,):
+            raise AssertionError(f"{state.slice.name} {kind}: shape {shape} instead of ({state.slice.numel},)")
 
 
 def _chunked(tensor: torch.Tensor | Chunked) -> Chunked:
@@ -199,27 +185,6 @@ def _chunked(tensor: torch.Tensor | Chunked) -> Chunked:
     if isinstance(tensor, Chunked):
         return tensor
     return Chunked(tensor.numel(), tensor.dtype, lambda: iter([tensor]))
-
-
-def _write_safetensors(file: ChecksumWriter, entries: Sequence[_Entry], marks: Mapping[str, str]) -> None:
-    # Readers view the bytes in place, so elements must start at a multiple of their size: the widest come first.
-    ordered = sorted(entries, key=lambda entry: -entry.source.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **marks}}
-    offset = 0
-    for entry in ordered:
-        if entry.key in header:
-            raise AssertionError(f"{entry.key} is given twice")
-        code = CODES[dtype_name(entry.source.dtype)]
-        end = offset + entry.nbytes
-        header[entry.key] = {"dtype": code, "shape": [entry.source.numel], "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for entry in ordered:
-        for tensor in entry.source.chunks():
-            for chunk in _raw_chunks(tensor):
-                file.write(chunk)
 
 
 def _raw_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -293,15 +258,14 @@ def discard(folder: str | Path) -> None:
 
     A checkpoint that the folder holds is untouched: files that the manifest names are never deleted here.
     """
-    if not manifest_path(folder).exists():
-        _delete_rank_files(folder, keep=set())
-        return
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError as error:
-        logger.warning("nothing is deleted in %s: %s", zero_folder(folder), error)
-        return
-    _delete_rank_files(folder, keep={file.name for file in manifest.files})
+    keep: set[str] = set()
+    if manifest_path(folder).exists():
+        try:
+            keep = {file.name for file in read_manifest(folder).files}
+        except CheckpointError as error:
+            logger.warning("nothing is deleted in %s: %s", zero_folder(folder), error)
+            return
+    _delete_rank_files(folder, keep)
 
 
 def _delete_rank_files(folder: str | Path, keep: set[str]) -> None:

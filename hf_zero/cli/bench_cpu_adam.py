@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_zero.cli.text import count, format_bytes, table
 from hf_zero.errors import StateError
-from hf_zero.native.machine import available_bytes
+from hf_zero.native.machine import available_bytes, default_threads
 
 SUMMARY = "the Adam update on the CPU: torch's, and what memory allows"
 
@@ -49,8 +49,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from hf_zero.native.threads import default_threads
-
     _check_memory(max(args.numel))
     threads = args.threads or sorted({1, default_threads()})
     results = []

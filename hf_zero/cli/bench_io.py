@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint.consolidate import parse_bytes
-from hf_zero.cli.text import table
+from hf_zero.cli.text import plural, table
+from hf_zero.config.resolved import Aio
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +36,7 @@ _FINALISTS, _FINAL_ROUNDS = 4, 3
 @dataclass(frozen=True)
 class Setting:
     engine: str
-    block_size: int
-    queue_depth: int
-    threads: int
+    aio: Aio
 
 
 @dataclass
@@ -85,10 +84,10 @@ def run(args: argparse.Namespace) -> None:
 
 def fio_speed(path: Path, size: int, setting: Setting, mode: str, fio_engine: str) -> float:
     """Bytes per second by fio, of the same file with O_DIRECT; each of its threads takes its own part."""
-    part = size // setting.threads
+    aio, part = setting.aio, size // setting.aio.intra_op_parallelism
     command = ["fio", "--name=x", f"--filename={path}", f"--ioengine={fio_engine}", f"--rw={mode}", "--thread"]
-    command += [f"--bs={setting.block_size}", f"--iodepth={setting.queue_depth}", "--direct=1", f"--size={part}"]
-    command += [f"--numjobs={setting.threads}", f"--offset_increment={part}", "--group_reporting"]
+    command += [f"--bs={aio.block_size}", f"--iodepth={aio.queue_depth}", "--direct=1", f"--size={part}"]
+    command += [f"--numjobs={aio.intra_op_parallelism}", f"--offset_increment={part}", "--group_reporting"]
     done = subprocess.run([*command, "--output-format=json"], capture_output=True, text=True, timeout=600)
     if done.returncode != 0:
         raise RuntimeError(f"fio failed: {(done.stderr or done.stdout).strip()[-300:]}")
@@ -98,9 +97,9 @@ def fio_speed(path: Path, size: int, setting: Setting, mode: str, fio_engine: st
 
 def our_speed(path: Path, buffer: torch.Tensor, setting: Setting, mode: str) -> float:
     """Bytes per second of one request for all of the buffer."""
-    from hf_zero.native.aio import AioQueue, AioSettings
+    from hf_zero.native.aio import AioQueue
 
-    queue = AioQueue(AioSettings(setting.block_size, setting.queue_depth, setting.threads), engine=setting.engine)
+    queue = AioQueue(setting.aio, engine=setting.engine)
     with contextlib.closing(queue), contextlib.closing(queue.open(path)) as file:
         start = time.perf_counter()
         queue.wait(queue.write(file, buffer, 0) if mode == "write" else queue.read(file, buffer, 0))
@@ -119,7 +118,8 @@ def _settings(quick: bool) -> list[Setting]:
     blocks = (1 << 20,) if quick else (1 << 18, 1 << 20, 1 << 22)
     depths = (8, 32)
     threads = (1,) if quick else (1, 2)
-    return [Setting(*values) for values in itertools.product(engines, blocks, depths, threads)]
+    aios = [Aio(*values) for values in itertools.product(blocks, depths, threads)]
+    return [Setting(engine, aio) for engine in engines for aio in aios]
 
 
 def _sweep(path: Path, size: int, args: argparse.Namespace) -> tuple[list[Result], bool]:
@@ -194,19 +194,10 @@ def _unusable(probe: Path, size: int) -> str | None:
 
 
 # ---------------------------------------------------------------- output
-def _aio_block(setting: Setting) -> dict[str, Any]:
-    return {
-        "block_size": setting.block_size,
-        "queue_depth": setting.queue_depth,
-        "intra_op_parallelism": setting.threads,
-        "single_submit": False,
-        "overlap_events": True,
-    }
-
-
 def _describe(setting: Setting) -> str:
-    threads = f"{setting.threads} thread{'s' if setting.threads > 1 else ''}"
-    return f"{setting.engine}, {setting.block_size >> 10} KiB, depth {setting.queue_depth}, {threads}"
+    aio = setting.aio
+    threads = plural(aio.intra_op_parallelism, "thread")
+    return f"{setting.engine}, {aio.block_size >> 10} KiB, depth {aio.queue_depth}, {threads}"
 
 
 def _as_json(results: Sequence[Result], best: Result, direct: bool, size: int) -> dict[str, Any]:
@@ -215,14 +206,17 @@ def _as_json(results: Sequence[Result], best: Result, direct: bool, size: int) -
         "direct": direct,
         "results": [
             {
-                **asdict(result.setting),
+                "engine": result.setting.engine,
+                "block_size": result.setting.aio.block_size,
+                "queue_depth": result.setting.aio.queue_depth,
+                "threads": result.setting.aio.intra_op_parallelism,
                 **{f"{mode}_gb_s": round(result.speed(mode) / 1e9, 3) for mode in _MODES},
                 **{f"fio_{mode}_gb_s": round(speed / 1e9, 3) for mode, speed in result.fio.items()},
             }
             for result in results
         ],
         "engine": best.setting.engine,
-        "aio": _aio_block(best.setting),
+        "aio": asdict(best.setting.aio),
     }
 
 
@@ -231,8 +225,8 @@ def _print(results: Sequence[Result], best: Result, direct: bool, size: int) -> 
     heads = ["engine", "block KiB", "depth", "threads", "read GB/s", "write GB/s"]
     rows = [heads + (["fio read", "fio write"] if with_fio else [])]
     for result in results:
-        setting = result.setting
-        row = [setting.engine, str(setting.block_size >> 10), str(setting.queue_depth), str(setting.threads)]
+        aio = result.setting.aio
+        row = [result.setting.engine, *map(str, (aio.block_size >> 10, aio.queue_depth, aio.intra_op_parallelism))]
         row += [f"{result.speed(mode) / 1e9:.2f}" for mode in _MODES]
         row += [f"{result.fio[mode] / 1e9:.2f}" if mode in result.fio else "" for mode in _MODES if with_fio]
         rows.append(row)
@@ -243,4 +237,4 @@ def _print(results: Sequence[Result], best: Result, direct: bool, size: int) -> 
         print(f"{line}  <- best" if result is best else line)
     if best.setting.engine != results[0].setting.engine:
         print(f"\nHF_ZERO_AIO_ENGINE={best.setting.engine} was fastest: set it in the environment.")
-    print(f"\nBest, for the configuration:\n{json.dumps({'aio': _aio_block(best.setting)}, indent=2)}")
+    print(f"\nBest, for the configuration:\n{json.dumps({'aio': asdict(best.setting.aio)}, indent=2)}")

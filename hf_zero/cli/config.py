@@ -96,9 +96,10 @@ def _resolve(args: argparse.Namespace) -> None:
     arguments = _read_rest(args)
     config = _load(args.file)
     model = _model(args.model) if args.model is not None else None
-    problems = config.problems(arguments, model, args.world_size, num_training_steps=args.num_training_steps)
-    _report_problems(config, problems, as_json=args.json)
-    resolved = config.resolve(arguments, model, args.world_size, num_training_steps=args.num_training_steps)
+    outcome = config.outcome(arguments, model, args.world_size, num_training_steps=args.num_training_steps)
+    _report_problems(config, outcome.problems, as_json=args.json)
+    resolved = outcome.config
+    assert resolved is not None, "no problems"
     if args.json:
         values = {
             path: {"value": value, "origin": resolved.origins[path]} for path, value in resolved.settings.items()

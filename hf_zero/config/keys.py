@@ -14,7 +14,8 @@ from hf_zero.config.optimizers import (
     SCHEDULERS,
     TORCH_OPTIMIZERS,
 )
-from hf_zero.config.resolved import Aio, OffloadOptimizer, ResolvedConfig, ZeroSection, rows_of
+from hf_zero.config.precision import LossScaling
+from hf_zero.config.resolved import Aio, OffloadOptimizer, ResolvedConfig, ZeroSection
 from hf_zero.config.schema import (
     Alias,
     Block,
@@ -29,6 +30,7 @@ from hf_zero.config.schema import (
     real,
     refused,
     refused_block,
+    rows_of,
     texts,
 )
 
@@ -53,9 +55,10 @@ _OWN_CHECKPOINTING = "gradient_checkpointing of the model is used"
 _APEX = "amp levels are run by torch, with the bounds of its own gradient scaler"
 
 
-def _stage3(name: str) -> Alias:
-    """DeepSpeed takes these names with and without the prefix."""
-    return Alias(target=f"{ZERO}.stage3_{name}")
+# DeepSpeed takes these names with and without "stage3_".
+_WITHOUT_PREFIX = """prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters
+    max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params
+    allgather_sequential""".split()
 
 
 def _offload(device: str) -> Alias:
@@ -72,12 +75,7 @@ FP16 = Block(
         "auto_cast": no_effect(
             flag(False, auto=True), "floating inputs are always cast to the type of the parameters"
         ),
-        "loss_scale": real(0.0, auto=True),
-        "initial_scale_power": count(16, auto=True),
-        "loss_scale_window": count(1000, low=1, auto=True),
-        "hysteresis": count(2, low=1, auto=True),
-        "consecutive_hysteresis": flag(False, auto=True),
-        "min_loss_scale": count(1, auto=True),
+        **rows_of(LossScaling),
         "fp16_master_weights_and_grads": refused(flag(False, auto=True), _FP32_MASTERS),
     },
 )
@@ -98,15 +96,13 @@ AMP = Block(
         "enabled": flag(False, auto=True),
         "opt_level": choice("O1", "O0", "O1", "O2", "O3", auto=True),
         "loss_scale": anything(),
-        "cast_model_type": no_effect(anything(), _APEX),
-        "patch_torch_functions": no_effect(anything(), _APEX),
-        "keep_batchnorm_fp32": no_effect(anything(), _APEX),
-        "master_weights": no_effect(anything(), _APEX),
-        "cast_model_outputs": no_effect(anything(), _APEX),
+        **dict.fromkeys(
+            "cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights cast_model_outputs".split(),
+            no_effect(anything(), _APEX),
+        ),
         "num_losses": no_effect(count(1, low=1), _APEX),
         "verbosity": no_effect(count(1), _APEX),
-        "min_loss_scale": no_effect(real(), _APEX),
-        "max_loss_scale": no_effect(real(), _APEX),
+        **dict.fromkeys(("min_loss_scale", "max_loss_scale"), no_effect(real(), _APEX)),
     }
 )
 
@@ -175,23 +171,16 @@ ZERO_KEYS: dict[str, Entry] = {
     ),
     "zenflow": refused_block(_DROP_BLOCK),
     "zero_hpz_partition_size": refused(count(1, auto=True), _ZEROPP),
-    "zero_quantized_weights": refused(flag(False, auto=True), _ZEROPP),
-    "zero_quantized_nontrainable_weights": refused(flag(False, auto=True), _ZEROPP),
-    "zero_quantized_gradients": refused(flag(False, auto=True), _ZEROPP),
+    **{
+        f"zero_quantized_{kind}": refused(flag(False, auto=True), _ZEROPP)
+        for kind in ("weights", "nontrainable_weights", "gradients")
+    },
     "zeropp_loco_param": refused_block(_ZEROPP),
     "mics_shard_size": refused(count(-1, low=-1, auto=True), _ALL_RANKS),
     "mics_hierarchical_params_gather": refused(flag(False, auto=True), _ALL_RANKS),
     # Names without the prefix, deprecated names, and a block that old files keep here.
-    "prefetch_bucket_size": _stage3("prefetch_bucket_size"),
-    "param_persistence_threshold": _stage3("param_persistence_threshold"),
-    "model_persistence_threshold": _stage3("model_persistence_threshold"),
-    "max_live_parameters": _stage3("max_live_parameters"),
-    "max_reuse_distance": _stage3("max_reuse_distance"),
-    "gather_16bit_weights_on_model_save": _stage3("gather_16bit_weights_on_model_save"),
-    "stage3_gather_fp16_weights_on_model_save": _stage3("gather_16bit_weights_on_model_save"),
-    "module_granularity_threshold": _stage3("module_granularity_threshold"),
-    "use_all_reduce_for_fetch_params": _stage3("use_all_reduce_for_fetch_params"),
-    "allgather_sequential": _stage3("allgather_sequential"),
+    **{name: Alias(target=f"{ZERO}.stage3_{name}") for name in _WITHOUT_PREFIX},
+    "stage3_gather_fp16_weights_on_model_save": Alias(target=f"{ZERO}.stage3_gather_16bit_weights_on_model_save"),
     "cpu_offload": _offload("offload_optimizer"),
     "cpu_offload_param": _offload("offload_param"),
     "cpu_offload_params": _offload("offload_param"),
@@ -265,23 +254,18 @@ REFUSED_BLOCKS: dict[str, Entry] = {
     "comms_logger": refused_block(
         "Use torch.profiler: collectives stand in it under their unit's name.", enabled=flag()
     ),
-    "tensorboard": refused_block(_LOGGING, enabled=flag()),
-    "csv_monitor": refused_block(_LOGGING, enabled=flag()),
-    "wandb": refused_block(_LOGGING, enabled=flag()),
-    "comet": refused_block(_LOGGING, enabled=flag()),
+    **dict.fromkeys("tensorboard csv_monitor wandb comet".split(), refused_block(_LOGGING, enabled=flag())),
     "autotuning": refused_block(_DROP_BLOCK, enabled=flag()),
     "elasticity": refused_block(
         "Remove the block: a checkpoint resumes at any number of ranks, and torchrun restarts.", enabled=flag()
     ),
-    "curriculum_learning": refused_block(_OUT, enabled=flag()),
-    "data_efficiency": refused_block(_OUT, enabled=flag()),
+    **dict.fromkeys(("curriculum_learning", "data_efficiency"), refused_block(_OUT, enabled=flag())),
     "compression_training": refused_block(
         _OUT,
         layer_reduction=_SWITCH,
         **{name: Block(free=True, keys={"shared_parameters": _SWITCH}) for name in _TECHNIQUES.split()},
     ),
-    "quantize_training": refused_block(_OUT),
-    "weight_quantization": refused_block(_OUT),
+    **dict.fromkeys(("quantize_training", "weight_quantization"), refused_block(_OUT)),
     "eigenvalue": refused_block(_OUT, enabled=flag()),
     "progressive_layer_drop": refused_block(_OUT, enabled=flag()),
     "sparse_attention": refused_block("Remove the block and choose the attention in the model's configuration."),

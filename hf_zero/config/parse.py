@@ -41,10 +41,6 @@ class Parsed:
     problems: tuple[Problem, ...] = ()
     notices: tuple[str, ...] = ()  # deprecated names that were used
 
-    def get(self, path: str, default: Any = None) -> Any:
-        """The value at a dotted path, or `default`."""
-        return look_up(self.values, path, default)
-
 
 def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
     """Read and check a configuration; mistakes in keys and values are in `.problems`.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.config.schema import look_up
+from hf_zero.config.schema import count, flag, key, look_up, real, values_of
 
 # torch.amp.GradScaler's, which torch_autocast and amp O1 stand for: no hysteresis, no lower bound to speak of.
 _TORCH_WINDOW = 2000
@@ -14,14 +14,17 @@ _TORCH_WINDOW = 2000
 
 @dataclass(frozen=True)
 class LossScaling:
-    """How losses are scaled in fp16. Names and rules are DeepSpeed's; see optim/loss_scaler.py."""
+    """fp16: how losses are scaled. Names and rules are DeepSpeed's; see optim/loss_scaler.py."""
 
-    static: float = 0.0  # fp16.loss_scale; 0 is dynamic
-    initial_power: int = 16
-    window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_scale: float = 1.0
+    static: float = key(real(0.0, auto=True), "loss_scale")  # 0 is dynamic
+    initial_power: int = key(count(16, auto=True), "initial_scale_power")
+    window: int = key(count(1000, low=1, auto=True), "loss_scale_window")
+    hysteresis: int = key(count(2, low=1, auto=True))
+    consecutive_hysteresis: bool = key(flag(False, auto=True))
+    min_scale: float = key(count(1, auto=True), "min_loss_scale")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "min_scale", float(self.min_scale))  # the key is a whole number
 
     @classmethod
     def of_torch(cls, initial_power: int = 16, window: int = _TORCH_WINDOW) -> LossScaling:
@@ -43,7 +46,8 @@ def precision_of(values: Mapping[str, Any]) -> Precision:
     if look_up(values, "torch_autocast.enabled"):
         autocast = look_up(values, "torch_autocast.dtype") or "bfloat16"
     if look_up(values, "fp16.enabled"):
-        return Precision("float16", autocast, _scaling(values["fp16"]), skip_nonfinite=True)
+        scaling = LossScaling(**values_of(LossScaling, values["fp16"]))
+        return Precision("float16", autocast, scaling, skip_nonfinite=True)
     if look_up(values, "bf16.enabled"):
         return Precision("bfloat16", autocast, skip_nonfinite=look_up(values, "bf16.check_grad_overflow") is True)
     level = _amp_level(values)
@@ -55,17 +59,6 @@ def precision_of(values: Mapping[str, Any]) -> Precision:
         return Precision("float16", None, scaling, skip_nonfinite=True)
     scaled = autocast == "float16"
     return Precision(None, autocast, LossScaling.of_torch() if scaled else None, skip_nonfinite=scaled)
-
-
-def _scaling(block: Mapping[str, Any]) -> LossScaling:
-    return LossScaling(
-        static=block["loss_scale"],
-        initial_power=block["initial_scale_power"],
-        window=block["loss_scale_window"],
-        hysteresis=block["hysteresis"],
-        consecutive_hysteresis=block["consecutive_hysteresis"],
-        min_scale=float(block["min_loss_scale"]),
-    )
 
 
 def _amp_level(values: Mapping[str, Any]) -> str | None:

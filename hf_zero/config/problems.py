@@ -56,8 +56,7 @@ class Problems:
 
     def add_text(self, key: str, text: str, remedy: str) -> None:
         """A problem with a text of its own, such as a difference to TrainingArguments."""
-        line = self._lines.get(key)
-        self.found.append(Problem(key, text, remedy, line))
+        self.found.append(Problem(key, text, remedy, self._lines.get(key)))
 
     def has(self, path: str) -> bool:
         """Whether something was found about a key, or about a block or what is inside it."""

@@ -19,21 +19,18 @@ from hf_zero.config.optimizers import torch_form
 from hf_zero.config.parse import Parsed
 from hf_zero.config.precision import precision_of
 from hf_zero.config.problems import Problem, Problems, show
-from hf_zero.config.resolved import (
-    ARGUMENTS,
-    AUTO_CLIPPING,
-    AUTO_DEFAULT,
-    AUTO_FILLED,
-    AUTO_PARAMETERS,
-    BELOW_STAGE_3,
-    DEFAULT,
-    FILE,
-    INFERRED,
-    ResolvedConfig,
-    values_of,
-)
+from hf_zero.config.resolved import DEFAULT, FILE, ResolvedConfig
 from hf_zero.config.schedules import check_block
-from hf_zero.config.schema import AUTO, BadValue, Block, Key, find, look_up, put, walk
+from hf_zero.config.schema import AUTO, BadValue, Block, Key, find, look_up, put, values_of, walk
+
+# Origins of values, beside FILE and DEFAULT. AUTO_* were "auto" in the file.
+ARGUMENTS = "TrainingArguments"
+INFERRED = "inferred"  # from the other batch numbers
+AUTO_FILLED = "auto"
+AUTO_PARAMETERS = "auto (from parameters)"
+AUTO_DEFAULT = "auto (default)"
+AUTO_CLIPPING = "auto (accelerate's value: no max_grad_norm is given)"
+BELOW_STAGE_3 = "no effect below stage 3"
 
 CLIPPING = "gradient_clipping"
 OFFLOAD_PARAM = f"{ZERO}.offload_param.device"

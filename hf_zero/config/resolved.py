@@ -7,7 +7,6 @@ A field made by `key` declares a key of the file: its type, range and default; a
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,51 +16,26 @@ from typing import Any
 from hf_zero.config import batch
 from hf_zero.config.precision import Precision
 from hf_zero.config.problems import show
-from hf_zero.config.schema import AUTO, Block, Entry, Key, choice, count, dtype, flag, interval, put, real, text, texts
+from hf_zero.config.schema import (
+    AUTO,
+    Key,
+    choice,
+    count,
+    dtype,
+    flag,
+    interval,
+    key,
+    put,
+    real,
+    rows_of,
+    text,
+    texts,
+)
+from hf_zero.errors import ConfigError
 
-# Origins of values. AUTO_* were "auto" in the file.
+# Origins of values; resolve.py has the others.
 FILE = "file"
 DEFAULT = "default"
-ARGUMENTS = "TrainingArguments"
-INFERRED = "inferred"  # from the other batch numbers
-AUTO_FILLED = "auto"
-AUTO_PARAMETERS = "auto (from parameters)"
-AUTO_DEFAULT = "auto (default)"
-AUTO_CLIPPING = "auto (accelerate's value: no max_grad_norm is given)"
-BELOW_STAGE_3 = "no effect below stage 3"
-
-
-def key(row: Key) -> Any:
-    """A field with the value of the key of its name."""
-    return field(default=row.default, metadata={"row": row})
-
-
-def rows_of(section: type[Any]) -> dict[str, Entry]:
-    """The rows and blocks that the fields of a section declare."""
-    rows: dict[str, Entry] = {}
-    for one in dataclasses.fields(section):
-        if "row" in one.metadata:
-            rows[one.name] = one.metadata["row"]
-        elif one.default_factory is not dataclasses.MISSING:
-            inner: Any = one.default_factory
-            rows[_block_name(one)] = Block(always=True, keys=rows_of(inner))
-    return rows
-
-
-def values_of(section: type[Any], block: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of those fields in a resolved block; its other keys are refused, or there is nothing to do."""
-    values = {}
-    for one in dataclasses.fields(section):
-        if "row" in one.metadata:
-            values[one.name] = block[one.name]
-        elif one.default_factory is not dataclasses.MISSING:
-            inner: Any = one.default_factory
-            values[one.name] = inner(**values_of(inner, block[_block_name(one)]))
-    return values
-
-
-def _block_name(one: dataclasses.Field[Any]) -> str:
-    return str(one.metadata.get("block", one.name))
 
 
 @dataclass(frozen=True)
@@ -95,13 +69,24 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True)
 class Aio:
-    """aio: how the files of `nvme` are read and written."""
+    """aio: how the files of `nvme` are read and written.
 
-    block_size: int = key(count(1 << 20, low=1))  # bytes
-    queue_depth: int = key(count(8, low=1))
-    intra_op_parallelism: int = key(count(1, low=1))
-    single_submit: bool = key(flag(False))
+    Raises:
+        ConfigError: A value is out of range, also where it comes from Python; every one of them is named.
+    """
+
+    block_size: int = key(count(1 << 20, low=1, high=1 << 30))  # bytes of one operation
+    queue_depth: int = key(count(8, low=1, high=4096))  # operations under way at once, per thread
+    intra_op_parallelism: int = key(count(1, low=1))  # threads that submit
+    single_submit: bool = key(flag(False))  # one operation per system call, not as many as there are
+    # A free place is filled at once; False: when all operations under way are through.
     overlap_events: bool = key(flag(True))
+
+    def __post_init__(self) -> None:
+        given = ((name, getattr(self, name), row) for name, row in rows_of(Aio).items() if isinstance(row, Key))
+        wrong = [f"aio.{name}={value} must be {row.expected()}" for name, value, row in given if not row.holds(value)]
+        if wrong:
+            raise ConfigError("; ".join(wrong) + ".")
 
 
 @dataclass(frozen=True)
@@ -155,7 +140,7 @@ class ResolvedConfig(Mapping[str, Any]):
     wall_clock_breakdown: bool = key(flag(False))
     memory_breakdown: bool = key(flag(False))
     dump_state: bool = key(flag(False))
-    zero: ZeroSection = field(default_factory=ZeroSection, metadata={"block": "zero_optimization"})
+    zero: ZeroSection = field(default_factory=ZeroSection, metadata={"name": "zero_optimization"})
     aio: Aio = field(default_factory=Aio)
     # Made of several keys.
     stage: int

@@ -1,7 +1,8 @@
 """The shape of a configuration: which keys there are at which depth, and what each may hold.
 
 The rows themselves are in `resolved.py` (keys that are obeyed as they are) and `keys.py` (the others, and the blocks).
-This file owns the row types, the check of one value against its row, and the lookup of rows and values by dotted path.
+This file owns the row types, the fields that declare rows, the check of one value against its row, and the lookup of
+rows and values by dotted path.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from hf_zero.config.problems import either
@@ -88,13 +89,13 @@ class Key:
     def _range(self) -> str:
         parts = []
         if self.low is not None:
-            parts.append(f"of at least {self.low:g}")
+            parts.append(f"of at least {self.low:.12g}")
         if self.above is not None:
-            parts.append(f"above {self.above:g}")
+            parts.append(f"above {self.above:.12g}")
         if self.high is not None:
-            parts.append(f"at most {self.high:g}")
+            parts.append(f"at most {self.high:.12g}")
         if self.below is not None:
-            parts.append(f"below {self.below:g}")
+            parts.append(f"below {self.below:.12g}")
         return f" {' and '.join(parts)}" if parts else ""
 
     def holds(self, number: float) -> bool:
@@ -208,6 +209,37 @@ def floats(
 
 def anything() -> Key:
     return Key(kind="any")
+
+
+def key(row: Key, name: str = "") -> Any:
+    """A field of a section with the value of the key `name`, which is the field's own name where none is given."""
+    return field(default=row.default, metadata={"row": row, "name": name})
+
+
+def rows_of(section: type[Any]) -> dict[str, Entry]:
+    """The rows and blocks that the fields of a section declare."""
+    return {
+        name: entry if isinstance(entry, Key) else Block(always=True, keys=rows_of(entry))
+        for _, name, entry in _declared(section)
+    }
+
+
+def values_of(section: type[Any], block: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of those fields in a resolved block; its other keys are refused, or there is nothing to do."""
+    return {
+        attribute: block[name] if isinstance(entry, Key) else entry(**values_of(entry, block[name]))
+        for attribute, name, entry in _declared(section)
+    }
+
+
+def _declared(section: type[Any]) -> Iterator[tuple[str, str, Any]]:
+    """Of each field that declares something: its attribute, the name in the file, and the row or the inner section."""
+    for one in fields(section):
+        name = one.metadata.get("name") or one.name
+        if "row" in one.metadata:
+            yield one.name, name, one.metadata["row"]
+        elif one.default_factory is not MISSING:
+            yield one.name, name, one.default_factory
 
 
 def find(root: Block, path: str) -> Entry | None:

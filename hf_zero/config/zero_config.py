@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_zero.config.parse import Parsed, parse
 from hf_zero.config.problems import Problem, raise_all
-from hf_zero.config.resolve import Surroundings, resolve
+from hf_zero.config.resolve import Outcome, Surroundings, resolve
 from hf_zero.config.resolved import ResolvedConfig
 from hf_zero.config.schema import AUTO, look_up, put
 
@@ -71,16 +71,19 @@ class ZeroConfig:
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted path as the file has it ("auto" included), under canonical names and types."""
-        return copy.deepcopy(self._parsed.get(path, default))
+        return copy.deepcopy(look_up(self._parsed.values, path, default))
 
     def check(self) -> list[Problem]:
         """Every problem that the file has by itself: wrong keys and values, contradictions, what is not supported."""
         return list(resolve(self._parsed, Surroundings(file_only=True)).problems)
 
+    def outcome(self, args: Any = None, model: Any = None, world_size: int = 1, **others: Any) -> Outcome:
+        """As `resolve` with the same arguments, for a caller that reports problems in its own way."""
+        return resolve(self._parsed, Surroundings(args=args, model=model, world_size=world_size, **others))
+
     def problems(self, args: Any = None, model: Any = None, world_size: int = 1, **others: Any) -> list[Problem]:
         """What `resolve` would raise for the same arguments, as a list."""
-        around = Surroundings(args=args, model=model, world_size=world_size, **others)
-        return list(resolve(self._parsed, around).problems)
+        return list(self.outcome(args, model, world_size, **others).problems)
 
     def resolve(
         self,
@@ -104,15 +107,14 @@ class ZeroConfig:
         Raises:
             ConfigError: All problems at once, each with key, value, what was expected, and remedy.
         """
-        around = Surroundings(
-            args=args,
-            model=model,
-            world_size=world_size,
+        outcome = self.outcome(
+            args,
+            model,
+            world_size,
             num_training_steps=num_training_steps,
             client_optimizer=client_optimizer,
             client_scheduler=client_scheduler,
         )
-        outcome = resolve(self._parsed, around)
         raise_all(self.source, outcome.problems)
         if outcome.config is None:
             raise AssertionError("a configuration without problems must resolve")

@@ -18,6 +18,7 @@ class Accelerator:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self._name = "cpu" if device is None else device.type
         self._module: Any = torch.get_device_module(self._name)
+        self._random: Any = torch if self._name == "cpu" else self._module
 
     # ---------------------------------------------------------------- devices
     def device_name(self, device_index: int | None = None) -> str:
@@ -94,10 +95,7 @@ class Accelerator:
     # ---------------------------------------------------------------- random numbers
     def manual_seed(self, seed: int) -> None:
         """Seed the generator of the device in use."""
-        if self._name == "cpu":
-            torch.manual_seed(seed)
-        else:
-            self._module.manual_seed(seed)
+        self._random.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
         if self._name == "cpu":
@@ -106,22 +104,18 @@ class Accelerator:
             self._module.manual_seed_all(seed)
 
     def initial_seed(self) -> int:
-        return int(torch.initial_seed() if self._name == "cpu" else self._module.initial_seed())
+        return int(self._random.initial_seed())
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        state: torch.Tensor = (
-            torch.get_rng_state() if self._name == "cpu" else self._rng("get_rng_state", device_index)
-        )
+        state: torch.Tensor = self._random.get_rng_state(*self._index(device_index))
         return state
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        if self._name == "cpu":
-            torch.set_rng_state(new_state)
-        else:
-            self._module.set_rng_state(new_state, *(() if device_index is None else (device_index,)))
+        self._random.set_rng_state(new_state, *self._index(device_index))
 
-    def _rng(self, name: str, device_index: int | None) -> Any:
-        return getattr(self._module, name)(*(() if device_index is None else (device_index,)))
+    def _index(self, device_index: int | None) -> tuple[int, ...]:
+        """As arguments: the device in use is torch's default, and the CPU has no index."""
+        return () if device_index is None or self._name == "cpu" else (device_index,)
 
     # ---------------------------------------------------------------- types
     def is_bf16_supported(self) -> bool:

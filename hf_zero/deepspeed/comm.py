@@ -7,7 +7,6 @@ one process too. hf_zero's own collectives do not go through here.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -38,19 +37,14 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return list(dist.get_process_group_ranks(group))
 
 
-_OWN: dict[str, Callable[..., Any]] = {
-    "init_distributed": init_distributed,
-    "get_local_rank": get_local_rank,
-    "get_world_group": get_world_group,
-    "get_all_ranks_from_group": get_all_ranks_from_group,
-}
+_OWN = {one.__name__ for one in (init_distributed, get_local_rank, get_world_group, get_all_ranks_from_group)}
 # DeepSpeed's other names of a function.
 _SAME = {
     "allgather_fn": "all_gather_into_tensor",
     "reduce_scatter_fn": "reduce_scatter_tensor",
     "inference_all_reduce": "all_reduce",
 }
-NAMES = sorted(_OF_TORCH | _OWN.keys() | _SAME.keys())
+NAMES = sorted(_OF_TORCH | _OWN | _SAME.keys())
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,6 @@ accumulation steps are Trainer's, though the engine itself accumulates one.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from hf_zero.checkpoint.agreement import together
+from hf_zero.checkpoint.agreement import on_rank_0
+from hf_zero.checkpoint.consolidate import ConsolidateError, published
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.optim.hyperparameters import learning_rates, momenta
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class DeepSpeedEngine(ZeroEngine):
     """A ZeroEngine that also answers to DeepSpeed's names, as every engine of hf_zero: see hf_zero/engine/factory.py.
 
-    A method that says nothing of ranks may be called on any one.
+    Any rank may call a method whose docstring does not mention ranks.
     """
 
     # ---------------------------------------------------------------- DeepSpeed's arguments
@@ -115,7 +115,7 @@ class DeepSpeedEngine(ZeroEngine):
         """
         if self.managed:
             raise StateError("set_train_batch_size: Trainer and Accelerate accumulate by themselves; set it there")
-        if self.micro_steps % self.accumulation_steps or not all(buffer.is_empty for buffer in self.reducer.buffers):
+        if self.micro_steps % self.accumulation_steps or not all(acc.is_empty for acc in self.reducer.accumulators):
             raise StateError(
                 f"rank {self.rank}: set_train_batch_size({train_batch_size}) came inside an accumulation window, "
                 "whose gradients are scaled for the old size.\nCall it right after the step() that ends one."
@@ -138,7 +138,7 @@ class DeepSpeedEngine(ZeroEngine):
         return self.schedule.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next backward is the last before the update, from now on. All ranks must call, alike.
+        """Set whether the next backward is the last before the update, from now on. All ranks must call, alike.
 
         For loops that call `step()` once per update. Gradients are still divided by the accumulation steps.
         """
@@ -244,8 +244,7 @@ class DeepSpeedEngine(ZeroEngine):
                 logger.warning("%s is not written: stage3_gather_16bit_weights_on_model_save is false", path)
             return False
         state = self.full_state_dict(keep=self.rank == 0, trainable_only=exclude_frozen_parameters)
-
-        together(self.comm, "save_16bit_model", lambda: _write_weights(state, path) if self.rank == 0 else None)
+        on_rank_0(self.comm, "save_16bit_model", lambda: _write_weights(state, path))
         return True
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
@@ -255,7 +254,7 @@ class DeepSpeedEngine(ZeroEngine):
     # ---------------------------------------------------------------- memory and end
     def empty_partition_cache(self) -> None:
         """Reshard parameters that were gathered ahead or kept. All ranks must call; not within a step."""
-        self.params.release_all()
+        self.params.reshard_all()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
@@ -265,26 +264,23 @@ class DeepSpeedEngine(ZeroEngine):
         Gathers nothing: at stage 3 the model keeps placeholders only, which read as NaN. `teardown()` gives the
         plain model back. A second call does nothing.
         """
-        if self.homes.closed:
+        if self.placements.closed:
             return
-        self.retire()
-        self.homes.close()
+        self.uninstall()
+        self.placements.close()
         self.optimizer = None
 
 
 def _write_weights(state: dict[str, torch.Tensor], path: Path) -> None:
-    """`path` appears when it is complete."""
-    partial = path.with_name(path.name + ".partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".safetensors":
-            firsts = {id(tensor): name for name, tensor in reversed(state.items())}
-            save_file({name: state[name].contiguous() for name in firsts.values()}, partial, {"format": "pt"})
-        else:
-            torch.save(state, partial)
-        os.replace(partial, path)
-    except Exception as error:  # of a full disk each format says something else
+        with published(path) as partial:
+            if path.suffix == ".safetensors":
+                firsts = {id(tensor): name for name, tensor in reversed(state.items())}
+                save_file({name: state[name].contiguous() for name in firsts.values()}, partial, {"format": "pt"})
+            else:
+                with partial.open("xb") as file:
+                    torch.save(state, file)
+    except ConsolidateError as error:
+        raise CheckpointError(str(error)) from error
+    except Exception as error:  # of a full disk each format raises something else
         raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)

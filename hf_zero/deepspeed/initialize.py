@@ -88,7 +88,7 @@ def initialize(
     made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)
     engine = _make_engine(model, resolved, train=made is not None, replace=True)
     sharded = engine.attach_optimizer(made) if made is not None else None
-    _tell_clipping(engine, resolved)
+    _warn_of_no_clipping(engine, resolved)
     engine.lr_scheduler = choose_scheduler(lr_scheduler, resolved.scheduler, made)
     loader = None if training_data is None else _make_loader(training_data, engine, collate_fn)
     return engine, sharded, loader, engine.lr_scheduler
@@ -137,7 +137,7 @@ def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool, rep
     return engine
 
 
-def _tell_clipping(engine: ZeroEngine, resolved: ResolvedConfig) -> None:
+def _warn_of_no_clipping(engine: ZeroEngine, resolved: ResolvedConfig) -> None:
     if engine.optimizer is not None and engine.rank == 0 and resolved.origins["gradient_clipping"] == DEFAULT:
         logger.warning("gradient_clipping is not set: gradients are not clipped (DeepSpeed 0.19.3 and later: 1.0)")
 

@@ -36,10 +36,10 @@ class Init(_Block):
     Args:
         module: A model that is built already: it is put into shards at once, and frozen until `initialize`.
         config_dict_or_path, config: Path, dict or JSON string of stage 3; None means stage 3 with its defaults.
-        dtype: torch.bfloat16, torch.float16 or torch.float32, in the place of what the configuration says.
+        dtype: torch.bfloat16, torch.float16 or torch.float32, in the place of what the configuration sets.
         enabled: False makes the block do nothing.
         data_parallel_group, mpu, remote_device, ...: Taken where they are None or off; the configuration's
-            offload_param says where parameters live.
+            offload_param decides where parameters live.
     All ranks must enter and leave together and build the same.
     """
 
@@ -61,14 +61,17 @@ class Init(_Block):
                 raise ConfigError(f"zero.Init({name}=...): parameters are shared by all ranks; remove {name}")
         if remote_device not in (None, "none", "cpu"):
             raise ConfigError(
-                f'zero.Init(remote_device={remote_device!r}): say it in "offload_param" of the configuration'
+                f'zero.Init(remote_device={remote_device!r}): set it in "offload_param" of the configuration'
             )
         given = config_dict_or_path if config is None else config
         if remote_device == "cpu":
             given = _offloaded(given)
         self._block = sharded_init(given, enabled=enabled and module is None, dtype=dtype)
         if module is not None and enabled:
-            _shard_whole(module, given)
+            trainable = [param for param in module.parameters() if param.requires_grad]
+            shard(module, given)
+            for param in trainable:
+                param.requires_grad_(True)
 
 
 class GatheredParameters(_Block):
@@ -105,10 +108,3 @@ def _offloaded(given: Any) -> ZeroConfig:
     zero = {**raw.get("zero_optimization", {})}
     zero.setdefault("offload_param", {"device": "cpu"})
     return ZeroConfig.load({**raw, "zero_optimization": zero})
-
-
-def _shard_whole(module: nn.Module, given: Any) -> None:
-    trainable = [param for param in module.parameters() if param.requires_grad]
-    shard(module, given)
-    for param in trainable:
-        param.requires_grad_(True)

@@ -1,8 +1,12 @@
-"""The collectives of an engine.
+"""The collectives of an engine: how each is started, per backend, and how it is waited for.
 
-Owns the process group of an engine, the choice of primitive per backend, the counters that tests and reports read, and
-the log of operations that turns a hang into a sentence. All calls come from one thread, in the same order on every
-rank; where that does not hold, all ranks raise DivergenceError: see [Note: Matching] in operation_log.py.
+All calls come from one thread, in the same order on every rank; where that does not hold, all ranks raise
+DivergenceError: see [Note: Matching] in operation_log.py.
+
+[Note: Messages instead of gloo's collectives]
+Between CPU ranks an all-gather, a reduce-scatter and an all-to-all are messages between pairs of ranks. gloo's own
+all-gather fills a buffer of its own and copies, half as fast; its reduce-scatter takes two to four times as long and
+rounds in the type that travels at every hop. scripts/bench_comm.py measures both.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +25,9 @@ from torch.profiler import record_function
 
 from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.engine_group import EngineGroup
-from hf_zero.distributed.gloo_collectives import GLOO_BUCKET_NUMEL, exchange_and_sum, read_parts
+from hf_zero.distributed.failure_monitor import FIRST_LOOK_S, LOOK_EVERY_S, FailureMonitor
 from hf_zero.distributed.peer_memory import Gather, PeerMemory, meet_peers
+from hf_zero.distributed.process_group import Link
 from hf_zero.distributed.processes import (
     backend_for,
     default_device,
@@ -29,10 +36,18 @@ from hf_zero.distributed.processes import (
     refuse_shared_device,
 )
 from hf_zero.distributed.store_protocol import LostRankError, Presence
-from hf_zero.distributed.work import CommCount, Done, Pending
+from hf_zero.distributed.work import CommCount, Done, Finish, Pending
 from hf_zero.errors import OffloadError, ZeroError
 
+# Elements per collective on gloo: larger single calls fall out of the cache.
+_GLOO_BUCKET_NUMEL = 1 << 20
 _MAX_RECEIVE_BUFFERS = 8
+_CLOSED = "its connections were closed"
+# The first message of an object: its length, and as many bytes of it as fit.
+_LENGTH_BYTES = 8
+_FIRST_BYTES = 504
+_OBJECTS_TAG = 0  # of all objects: ranks that gather different ones meet, and their digests differ
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever device is the default at the import
 _T = TypeVar("_T")
 
 
@@ -67,7 +82,12 @@ class Comm:
         self.backend = backend_for(self.device)
         self._processes = EngineGroup(ranks, self.backend, self.timeout_s)
         self.rank, self.world_size = self._processes.rank, self._processes.world_size
+        self._find_connections(self._processes)
         leave_cleanly_at_exit()
+
+    def _find_connections(self, group: EngineGroup) -> None:
+        assert group.control is not None
+        group.control.find_connections(lambda mine: self.all_gather_object(mine, "connections"))
 
     @property
     def name(self) -> str:
@@ -87,7 +107,7 @@ class Comm:
     @property
     def max_bucket_numel(self) -> int | None:
         """Elements per collective beyond which this backend gets slower; None if it does not."""
-        return GLOO_BUCKET_NUMEL if self.backend == "gloo" else None
+        return _GLOO_BUCKET_NUMEL if self.backend == "gloo" else None
 
     def all_gather(self, full: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
         """Start filling `full` (1-D) with the `part` of every rank, in rank order. `part` may lie inside `full`."""
@@ -102,8 +122,8 @@ class Comm:
                 self._coalesced.append((full, part))
                 return Done()
             if self.backend == "gloo":
-                return self._processes.exchange(full.chunk(self.world_size), [part] * self.world_size, title)
-            return self._processes.begin(functools.partial(dist.all_gather_single, full, part), title)
+                return self._exchange(full.chunk(self.world_size), [part] * self.world_size, title)
+            return self._begin(functools.partial(dist.all_gather_single, full, part), title)
 
     @contextlib.contextmanager
     def coalesced(self, what: str) -> Iterator[None]:
@@ -120,8 +140,8 @@ class Comm:
         try:
             yield
             gathers, self._coalesced = self._coalesced, None
-            if gathers and self._processes is not None:
-                read_parts(self._processes, peers, gathers, f"all-gather of {what}")
+            if gathers:
+                self._read_parts(peers, gathers, f"all-gather of {what}")
         finally:
             self._coalesced = None
 
@@ -142,10 +162,10 @@ class Comm:
         title = f"reduce-scatter of {what}"
         with record_function(f"hf_zero::reduce ({what})"):
             if self.backend == "gloo":
-                return exchange_and_sum(self._processes, self._received, out, wire, title)
+                return self._exchange_and_sum(out, wire, title)
             result = out if wire.dtype == out.dtype else torch.empty_like(out, dtype=wire.dtype)
             finish = None if result is out else functools.partial(out.copy_, result)
-            return self._processes.begin(functools.partial(dist.reduce_scatter_single, result, wire), title, finish)
+            return self._begin(functools.partial(dist.reduce_scatter_single, result, wire), title, finish)
 
     def all_reduce(self, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None) -> Pending:
         """Start summing `full` over ranks in place."""
@@ -155,7 +175,7 @@ class Comm:
             return Done()
         with record_function(f"hf_zero::all_reduce ({what})"):
             finish = None if wire is full else functools.partial(full.copy_, wire)
-            return self._processes.begin(functools.partial(dist.all_reduce, wire), f"all-reduce of {what}", finish)
+            return self._begin(functools.partial(dist.all_reduce, wire), f"all-reduce of {what}", finish)
 
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, what: str, sizes: tuple[list[int], list[int]] | None = None
@@ -174,8 +194,8 @@ class Comm:
             if self.backend == "gloo":
                 places = out.split(received) if received else out.chunk(self.world_size)
                 parts = full.split(sent) if sent else full.chunk(self.world_size)
-                return self._processes.exchange(places, parts, title)
-            return self._processes.begin(functools.partial(dist.all_to_all_single, out, full, received, sent), title)
+                return self._exchange(places, parts, title)
+            return self._begin(functools.partial(dist.all_to_all_single, out, full, received, sent), title)
 
     def vote(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """`values` (1-D float64, any device) of every rank: [world size, numel] on the host.
@@ -185,7 +205,7 @@ class Comm:
         self._record("vote", what, values)
         if self._processes is None:
             return values.cpu().unsqueeze(0)
-        return self._processes.all_gather_numbers(values.cpu(), f"vote on {what}")
+        return self._all_gather_numbers(self._processes, values.cpu(), f"vote on {what}")
 
     def confirm(self, what: str) -> None:
         """Raise DivergenceError, on all ranks, if they have started different operations. All ranks must call.
@@ -195,7 +215,7 @@ class Comm:
         if self.backend not in ("gloo", "none"):
             assert self._processes is not None
             self._processes.add_to_log("confirm", what)
-            self._processes.all_gather_numbers(torch.empty(0, dtype=torch.float64), what)
+            self._all_gather_numbers(self._processes, torch.empty(0, dtype=torch.float64), what)
 
     def broadcast(self, tensor: torch.Tensor, what: str, *, src: int = 0) -> None:
         """Copy `tensor` of group rank `src` to all ranks, in place."""
@@ -205,11 +225,17 @@ class Comm:
         self._record("broadcast", what, tensor)
         if self._processes is None:
             return Done()
-        return self._processes.begin(functools.partial(dist.broadcast, tensor, group_src=src), f"broadcast of {what}")
+        return self._begin(functools.partial(dist.broadcast, tensor, group_src=src), f"broadcast of {what}")
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """`value` of every rank, in rank order. For small control data."""
-        return [value] if self._processes is None else self._processes.all_gather_object(value, what)
+        """`value` of every rank, in rank order. For small control data, which goes over gloo on every backend."""
+        group = self._processes
+        if group is None:
+            return [value]
+        group.add_to_log("objects", what)
+        out = [pickle.loads(data) for data in self._all_gather_bytes(pickle.dumps((group.log.digest, value)), what)]
+        group.expect_equal([digest for digest, _ in out])
+        return [given for _, given in out]
 
     def barrier(self, what: str) -> None:
         self.all_gather_object(None, what)
@@ -285,6 +311,7 @@ class Comm:
             self._received.clear()
             self._presence.clear()
             self._processes.reconnect()
+            self._find_connections(self._processes)
 
     def reason_of_another(self) -> ZeroError | None:
         """What another rank said before it closed its connections."""
@@ -298,6 +325,104 @@ class Comm:
         return [] if self._processes is None else self._processes.log.last()
 
     # ---------------------------------------------------------------- inside
+    def _begin(self, call: Callable[..., Any], what: str, finish: Finish = None) -> Pending:
+        """Start one of torch's collectives, which are matched by their order.
+
+        Args:
+            call: Takes `group` and `async_op`, and returns torch's Work.
+            finish: Runs after it, when it is waited for.
+        """
+        group = self._processes
+        assert group is not None
+        try:
+            link = group.link
+            if link is None:  # another thread has closed it
+                raise RuntimeError(_CLOSED)
+            work = call(group=link.group, async_op=True)
+        except RuntimeError as error:
+            raise group.failure(what, error) from error
+        if link.is_gloo:
+            return HostWork(group, lambda gloo: work.wait(), what, finish)
+        return DeviceWork(group, link, work, what, finish)
+
+    def _exchange(
+        self,
+        places: Sequence[torch.Tensor],
+        parts: Sequence[torch.Tensor],
+        what: str,
+        finish: Finish = None,
+        tag: int | None = None,
+    ) -> Pending:
+        """Start sending `parts[r]` to rank r, and filling `places[r]` with what that one sends, over gloo.
+
+        Messages carry the tag of the operation that was logged last, unless another is given: see [Note: Matching] in
+        operation_log.py.
+        """
+        group = self._processes
+        assert group is not None
+        place, part = places[self.rank], parts[self.rank]
+        if place.data_ptr() != part.data_ptr():
+            place.copy_(part)
+        tag = group.log.tag if tag is None else tag
+        return HostWork(group, functools.partial(_exchange, places, parts, self.rank, tag), what, finish)
+
+    def _all_gather_bytes(self, mine: bytes, what: str) -> list[bytes]:
+        """One message to each rank where no rank has more than fits; torch's way takes five times the processor."""
+        size = _LENGTH_BYTES + _FIRST_BYTES
+        head = (len(mine).to_bytes(_LENGTH_BYTES, "little") + mine[:_FIRST_BYTES]).ljust(size, b"\0")
+        heads = self._exchange_bytes(head, [size] * self.world_size, what)
+        lengths = [int.from_bytes(data[:_LENGTH_BYTES], "little") for data in heads]
+        left = [max(0, length - _FIRST_BYTES) for length in lengths]
+        tails = self._exchange_bytes(mine[_FIRST_BYTES:], left, what) if any(left) else [b""] * self.world_size
+        return [
+            (head[_LENGTH_BYTES:] + tail)[:length] for head, tail, length in zip(heads, tails, lengths, strict=True)
+        ]
+
+    def _exchange_bytes(self, mine: bytes, sizes: Sequence[int], what: str) -> list[bytes]:
+        """`mine` of every rank, of which rank r has `sizes[r]`. Matched by order alone."""
+        received = [bytearray(size) for size in sizes]
+        places = [torch.frombuffer(data, dtype=torch.uint8) if data else _NO_BYTES for data in received]
+        part = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else _NO_BYTES
+        self._exchange(places, [part] * self.world_size, what, tag=_OBJECTS_TAG).wait()
+        return [bytes(data) for data in received]
+
+    def _exchange_and_sum(self, out: torch.Tensor, sent: torch.Tensor, what: str) -> Pending:
+        """Reduce-scatter by all-to-all and a local sum in rank order."""
+        received = self._received.take(sent.numel(), sent.dtype)
+
+        def finish() -> None:
+            parts = received.view(self.world_size, -1)
+            if self.world_size == 2 and received.dtype == out.dtype:
+                torch.add(parts[0], parts[1], out=out)
+            else:
+                torch.sum(parts, 0, dtype=out.dtype, out=out)
+            self._received.give(received)
+
+        return self._exchange(received.chunk(self.world_size), sent.chunk(self.world_size), what, finish)
+
+    def _read_parts(self, peers: PeerMemory, gathers: Sequence[Gather], what: str) -> None:
+        """All-gathers by reading the parts of the other ranks from their memory. All ranks must call."""
+        mine = torch.tensor([part.data_ptr() for _, part in gathers])
+        addresses = torch.empty((self.world_size, len(gathers)), dtype=mine.dtype)
+        # Over when every rank's parts are there to be read
+        self._exchange(addresses.unbind(), [mine] * self.world_size, what).wait()
+        try:
+            peers.fill(gathers, addresses.tolist(), self.rank)
+        except OSError as error:
+            assert self._processes is not None
+            raise self._processes.failure(what, error) from error
+        # Parts may change once every rank has read them.
+        self._begin(dist.barrier, what).wait()
+
+    def _all_gather_numbers(self, group: EngineGroup, values: torch.Tensor, what: str) -> torch.Tensor:
+        """`values` (1-D float64 on the host) of every rank, [world size, numel], from ranks that started the same
+        operations before. Logged by the caller."""
+        mine = torch.cat([torch.tensor([group.log.digest], dtype=torch.float64), values])
+        everyone = torch.empty((self.world_size, mine.numel()), dtype=torch.float64)
+        self._exchange(everyone.unbind(), [mine] * self.world_size, what).wait()
+        group.expect_equal(everyone[:, 0].tolist())
+        return everyone[:, 1:]
+
     def _record(self, op: str, what: str, full: torch.Tensor, *, equal_sizes: bool = True) -> None:
         if self._processes is not None:
             self._processes.add_to_log(op, what, full if equal_sizes else None)
@@ -312,3 +437,111 @@ class Comm:
         if self.world_size < 2 or not self.computes_on_host:
             return None
         return meet_peers(lambda card: self.all_gather_object(card, "memory of the ranks"))
+
+
+class GroupWork:
+    """An operation of a group that has started, and what is left to do once it is over. `wait` may be called again."""
+
+    _group: EngineGroup
+    _what: str
+    _finish: Finish
+    _is_over = False
+
+    def wait(self) -> None:
+        if self._is_over:
+            return
+        try:
+            if self._group.stopped:
+                raise RuntimeError(_CLOSED)
+            self._until_over()
+        except RuntimeError as error:
+            raise self._group.failure(self._what, error) from error
+        self._is_over = True
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def _until_over(self) -> None:
+        raise NotImplementedError
+
+
+class DeviceWork(GroupWork):
+    """torch's Work for which a stream of the device waits, and not the host."""
+
+    def __init__(self, group: EngineGroup, link: Link, work: Any, what: str, finish: Finish = None) -> None:
+        self._group, self._what, self._finish = group, what, finish
+        self._work = work
+        link.note(self, work)
+
+    def _until_over(self) -> None:
+        self._work.wait()
+
+
+class HostWork(GroupWork):
+    """A call over gloo that a thread makes, and leaving off where the wait for it would be in vain.
+
+    When a connection ends, gloo fails the operations that have not begun to use it; one whose bytes were on their way
+    waits on, until the group's timeout, and cannot be called back. So another thread waits, and may be left behind.
+
+    Args:
+        call: Takes torch's group, and returns when all is over.
+    """
+
+    def __init__(self, group: EngineGroup, call: Callable[[Any], object], what: str, finish: Finish = None) -> None:
+        self._group, self._what, self._finish = group, what, finish
+        link = group.control
+        if link is None:  # another thread has closed it
+            raise group.failure(what, RuntimeError(_CLOSED))
+        self._link = link
+        self._call: Callable[[], object] | None = functools.partial(call, link.group)
+        self._error: BaseException | None = None
+        self._running = threading.Lock()
+        self._running.acquire()
+        link.jobs.put(self.perform)
+
+    def perform(self) -> None:
+        """Called in a thread, once."""
+        assert self._call is not None
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = error
+        self._call = None  # the operations are not kept until the next job
+        self._running.release()
+
+    def _until_over(self) -> None:
+        if not self._running.acquire(timeout=FIRST_LOOK_S):
+            self._wait_and_look()
+        self._running.release()
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame: no cycle, which would keep the operations
+
+    def _wait_and_look(self) -> None:
+        """Go on waiting; RuntimeError if a connection ended, or other ranks started other operations."""
+        self._group.check.begin_wait()
+        monitor = FailureMonitor(self._link.connections, self._group.name)
+        pause = FIRST_LOOK_S
+        while True:
+            pause = min(2 * pause, LOOK_EVERY_S)
+            if monitor.look():
+                self._group.look_for_difference()
+            if self._running.acquire(timeout=pause):
+                return
+
+
+def _exchange(places: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], rank: int, tag: int, group: Any) -> None:
+    """See Comm._exchange; returns when all of it is over."""
+    works: list[Any] = []
+    world_size = len(places)
+    for step in range(1, world_size):  # an order in which no two ranks begin with the same one
+        to, origin = (rank + step) % world_size, (rank - step) % world_size
+        if parts[to].numel():
+            works.append(dist.isend(parts[to], group=group, group_dst=to, tag=tag))
+        if places[origin].numel():
+            works.append(dist.irecv(places[origin], group=group, group_src=origin, tag=tag))
+    for work in works:
+        work.wait()

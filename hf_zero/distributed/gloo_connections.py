@@ -1,8 +1,8 @@
 """The sockets of one gloo group, so that they can be closed for certain.
 
 torch has no call for that: what destroys a group waits for operations under way until their timeout, and leaves the
-connections open as long as anything holds one of the operations: a traceback, a buffer that is being gathered, a data
-loader worker that was forked. The other ranks, which learn of a failure by the end of a connection, go on waiting.
+connections open as long as anything holds one of the operations: a traceback, a gather under way, a data loader worker
+that was forked. The other ranks, which learn of a failure by the end of a connection, go on waiting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A process group of torch, with two ends: after an error, and when nobody needs it any more.
 
 Threads start messages of gloo, which writes into the socket in the thread that sends, while this rank computes; and
-they wait for gloo, and may be left behind: see HostWork in engine_group.py.
+they wait for gloo, and may be left behind: see HostWork in comm.py.
 """
 
 from __future__ import annotations

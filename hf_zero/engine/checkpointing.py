@@ -89,7 +89,7 @@ class Checkpointing:
     def read(self, folder: str | Path, parts: Parts) -> Any:
         """Restore `parts` from `folder` itself; returns the client_state or {}."""
         schedule = self._schedule
-        schedule.params.release_all()
+        schedule.params.reshard_all()
         schedule.finish_updates()
         schedule.zero_grad()
         loaded = collective.load(self.session(), Path(folder), parts)

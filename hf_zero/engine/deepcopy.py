@@ -19,6 +19,8 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.runtime.build import BuildSettings, build_units
 from hf_zero.runtime.full_weights import FullWeights
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamIndex
+from hf_zero.sharding.shard import placeholder
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
 
@@ -51,11 +53,12 @@ def _copy_model(engine: Engine, memo: dict[int, Any], new_engine: Callable[..., 
     """Shards are copied as they are; masters, gradients and optimizer state are not."""
     with engine.suspended():
         for unit in engine.units:
-            for param in (param for buffer in unit.buffers for param in buffer.params):
-                memo[id(param)] = nn.Parameter(_placeholder_of(param), requires_grad=param.requires_grad)
+            for param in (param for flat in unit.flats for param in flat.params):
+                data = placeholder(param.shape, param.dtype, param.device)
+                memo[id(param)] = nn.Parameter(data, requires_grad=param.requires_grad)
         copied: nn.Module = copy.deepcopy(engine.module, memo)
-    settings = BuildSettings.of(engine.config, 1.0, train=False)
-    built = build_units(copied, settings, engine.comm, _Twins(engine.units, memo).fill)
+    settings = BuildSettings.of(engine.config, train=False)
+    built = build_units(copied, settings, engine.comm, _Twins(engine.units, memo).initialize)
     twin = new_engine(copied, engine.config, built=built, train=False)
     for install in engine.installs:
         twin.install(install)
@@ -63,42 +66,34 @@ def _copy_model(engine: Engine, memo: dict[int, Any], new_engine: Callable[..., 
 
 
 def _copy_part(engine: Engine, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    mine = {id(param) for param in module.parameters()}
-    units = [unit for unit in engine.units if any(id(p) in mine for buffer in unit.buffers for p in buffer.params)]
-    with engine.weights.gathered(units), engine.suspended():
+    with engine.weights.gathered(ParamIndex(engine.units).units_of(module.parameters())), engine.suspended():
         for param in module.parameters():
             memo[id(param)] = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
         return copy.deepcopy(module, memo)
 
 
-def _placeholder_of(param: nn.Parameter) -> torch.Tensor:
-    return torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)
-
-
 class _Twins:
-    """Gives a copied model's buffers the values of the original's."""
+    """Gives a copied model's flat parameters the values of the original's."""
 
     def __init__(self, units: list[ShardUnit], memo: dict[int, Any]) -> None:
-        self._of: dict[int, tuple[ShardUnit, FlatParam, nn.Parameter]] = {}
-        for unit in units:
-            for buffer in unit.buffers:
-                for param in buffer.params:
-                    self._of[id(memo[id(param)])] = (unit, buffer, param)
+        self._index = ParamIndex(units)
+        params = (param for unit in units for flat in unit.flats for param in flat.params)
+        self._original_of: dict[nn.Parameter, nn.Parameter] = {memo[id(param)]: param for param in params}
 
-    def fill(self, buffer: FlatParam) -> None:
+    def initialize(self, flat: FlatParam) -> None:
         """All ranks must call, in the same order."""
-        twins = [self._of[id(param)] for param in buffer.params]
-        source = twins[0][1] if twins else None
-        if source is not None and buffer.fits(source, [param for *_, param in twins]):
-            buffer.fill_from(source, share=False)
+        originals = [self._original_of[param] for param in flat.params]
+        source = self._index[originals[0]].flat if originals else None
+        if source is not None and flat.fits(source, originals):
+            flat.initialize_from(source, share=False)
             return
-        units = {id(unit): unit for unit, *_ in twins if unit.state is UnitState.SHARDED}.values()
+        units = [unit for unit in self._index.units_of(originals) if unit.state is UnitState.SHARDED]
         with torch.no_grad():
             for unit in units:
-                unit.gather_start()
-                unit.gather_finish()
-            for param, (*_, original) in zip(buffer.params, twins, strict=True):
+                unit.unshard()
+                unit.wait_for_unshard()
+            for param, original in zip(flat.params, originals, strict=True):
                 param.data = original.detach().clone()
-            buffer.fill_from_params()
+            flat.initialize_from_params()
             for unit in units:
-                unit.release()
+                unit.reshard()

@@ -33,6 +33,7 @@ from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_
 from hf_zero.runtime.full_weights import FullWeights, own_tensors
 from hf_zero.runtime.memory_report import announce_engine, memory_report
 from hf_zero.runtime.shape_only import ShapeOnly
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import check_parameters, clean_name
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
@@ -55,7 +56,7 @@ class ZeroEngine(ModuleWrapper):
         group: Ranks that share the model; None means all.
         device: Where parameters live and compute; None takes the accelerator of this process, or the CPU.
         built: Units of this model that were made already (see replace.py); None makes them from the parameters.
-        train: False keeps neither masters nor gradients: the model runs, and `replace.renew` makes it trainable.
+        train: False keeps neither masters nor gradients: the model runs, and `replace_engines` makes it trainable.
     All ranks must construct it. Raises ConfigError, StateError (the model has an engine), DivergenceError.
     """
 
@@ -72,24 +73,22 @@ class ZeroEngine(ModuleWrapper):
     ) -> None:
         if engine_of(model) is not None:
             raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
-        check_parameters(model, cut=config.stage == 3)  # before there is a process group to leave half made
+        check_parameters(model, sharded=config.stage == 3)  # before there is a process group to leave half made
         super().__init__(model)
         self.config = config
         self.managed = managed
         self.trains = train
-        accumulation_steps = 1 if managed else config.gradient_accumulation_steps
         if built is None:
             comm = Comm.join(device, group=group, timeout_s=config.desync_timeout)
-            scale = 1 / (comm.world_size * accumulation_steps)
-            built = build_units(model, BuildSettings.of(config, scale, train=train), comm)
+            built = build_units(model, BuildSettings.of(config, train=train), comm)
         self.comm = built.comm
         share_the_rest(model, built.units, self.comm)
-        self.homes, self.units, self.pool = built.homes, built.units, built.pool
-        self.loss_scale = built.settings.grads.loss_scale
+        self.placements, self.units, self.pool = built.placements, built.units, built.pool
+        self.loss_scale = built.loss_scale
         self.schedule = StepSchedule(
             built,
             config,
-            accumulation_steps,
+            1 if managed else config.gradient_accumulation_steps,
             trains=train,
             on_new_gradients=lambda added: self._attachment.on_gradients(added),
         )
@@ -102,11 +101,11 @@ class ZeroEngine(ModuleWrapper):
         self.reports = Reports()
         if train and self.rank == 0:
             self.reports = Reports.of(self.schedule, config, self.device, lambda: self.config.train_batch_size)
-        self._attachment = self._fit()
+        self._attachment = self._attach()
         if self.rank == 0:
             announce_engine(config, self.device, self.world_size, self.units, self.reducer, trains=train)
 
-    def _fit(self) -> ModelAttachment:
+    def _attach(self) -> ModelAttachment:
         """Put the engine on its model."""
         computes = Computes(
             torch_dtype(self.config.dtype), torch_dtype(self.config.precision.autocast), self.loss_scale
@@ -233,7 +232,7 @@ class ZeroEngine(ModuleWrapper):
             list(self.params.orders.values()),
             clip=clip,
             allow_untested=self.config.zero_allow_untested_optimizer,
-            offload=HostAdamSettings.of(self.config, self.homes.host, clips=clip > 0),
+            offload=HostAdamSettings.of(self.config, self.placements.host, clips=clip > 0),
             guard=StepGuard(self.config.precision, self.config.stage, self.loss_scale),
             after_step=self.schedule.end_step,
         )
@@ -279,11 +278,10 @@ class ZeroEngine(ModuleWrapper):
         """
         with self._attachment.naming_shards():
             state = cast(dict[str, Any], super().state_dict(*args, **kwargs))
-        sharded = [unit for unit in self.units if unit.on_demand and unit.state is not UnitState.FULL]
-        hidden = {id(param) for unit in sharded for buffer in unit.buffers for param in buffer.params}
+        hidden = ParamIndex(unit for unit in self.units if unit.on_demand and unit.state is not UnitState.UNSHARDED)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         for name, param in self.named_parameters(remove_duplicate=False):
-            if id(param) in hidden and prefix + name in state:
+            if param in hidden and prefix + name in state:
                 state[prefix + name] = ShapeOnly(param, clean_name(name.removeprefix(_CHILD)))
         return state
 
@@ -340,8 +338,8 @@ class ZeroEngine(ModuleWrapper):
 
         def check() -> None:
             self._attachment.check_model()
-            for buffer in (buffer for unit in self.units for buffer in unit.buffers):
-                buffer.check_views()
+            for flat in (flat for unit in self.units for flat in unit.flats):
+                flat.check_views()
 
         self.comm.together("the model's parameters", check, catch=(StateError,), raise_as=StateError)
 
@@ -412,8 +410,8 @@ class ZeroEngine(ModuleWrapper):
         gradients before their reduce, both inside forward and backward.
         """
         state_bytes = 0 if self.optimizer is None else self.optimizer.state_bytes()
-        return memory_report(self.units, self.reducer, self.homes, state_bytes) | {
-            "gathered_peak": self.params.peak_live_bytes,
+        return memory_report(self.units, self.reducer, self.placements, state_bytes) | {
+            "gathered_peak": self.params.live.peak_bytes,
             "gradients_peak": self.pool.peak_live_bytes,
         }
 
@@ -427,26 +425,26 @@ class ZeroEngine(ModuleWrapper):
             self.comm.require_all_ranks("engine.teardown", self.comm.timeout_s)
         for call in self._before_teardown:
             call(self)
-        self.retire()
+        self.uninstall()
         for unit in self.units:
             self.params.unshard(unit)
-            for buffer in unit.buffers:
-                buffer.detach()
-        self.homes.close()
+            for flat in unit.flats:
+                flat.detach()
+        self.placements.close()
         end_unless_shared(self.comm)
 
-    def retire(self) -> None:
-        """Take everything off the model but its units, which another engine is to take over. All ranks must call."""
+    def uninstall(self) -> None:
+        """Leave nothing of the engine on its model but the units, for another engine. All ranks must call."""
         self.finish_updates()
         for unit in self.units:
-            if unit.state is UnitState.GATHERING:
+            if unit.state is UnitState.UNSHARDING:
                 self.params.unshard(unit)
-        self._uninstall()
+        self._detach()
         if self.optimizer is not None:
             self.optimizer.close()
         _LIVE.discard(self)
 
-    def _uninstall(self) -> None:
+    def _detach(self) -> None:
         self._attachment.uninstall()
         while self._uninstalls:
             self._uninstalls.pop()()
@@ -454,11 +452,11 @@ class ZeroEngine(ModuleWrapper):
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside, the model is a plain module with placeholders: nothing of the engine is on it."""
-        self._uninstall()
+        self._detach()
         try:
             yield
         finally:
-            self._attachment = self._fit()
+            self._attachment = self._attach()
 
     def install(self, install: Install) -> None:
         """Call `install(engine)` now and whenever the engine comes back to its model: it puts something on it."""
@@ -475,8 +473,8 @@ class ZeroEngine(ModuleWrapper):
 
 
 def _named_params(unit: ShardUnit) -> Iterator[tuple[str, nn.Parameter]]:
-    for buffer in unit.buffers:
-        for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+    for flat in unit.flats:
+        for slot, param in zip(flat.layout.slots, flat.params, strict=True):
             yield slot.name, param
 
 

@@ -8,18 +8,12 @@ and repeated: then training ends, with a sentence.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import threading
 import traceback
-from collections.abc import Iterator
 
 from hf_zero.distributed.processes import named_by_all
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.errors import OffloadError, OutOfMemoryError, StateError
-
-# Seconds between two looks at the store, where ranks do not see by themselves that a connection was closed.
-_LOOK_EVERY_S = 0.5
 
 
 def abandon(reason: OffloadError | OutOfMemoryError | StateError) -> None:
@@ -29,7 +23,7 @@ def abandon(reason: OffloadError | OutOfMemoryError | StateError) -> None:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Let go of the local variables in the tracebacks of `error`: activations, buffers that are being gathered."""
+    """Let go of the local variables in the tracebacks of `error`: activations, gathers under way."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -67,8 +61,8 @@ def _drop_pending(engine: ZeroEngine) -> None:
     """What was under way is lost."""
     engine.reducer.forget()
     for unit in engine.units:
-        for buffer in unit.buffers:
-            buffer.forget_gather()
+        for flat in unit.flats:
+            flat.forget_gather()
 
 
 def _order(engine: ZeroEngine) -> tuple[int, str]:
@@ -101,30 +95,3 @@ def _forget_pass(engine: ZeroEngine) -> None:
         engine.reports.forget()
     engine.zero_grad()
     engine.schedule.restart_at(engine.global_steps)
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """Inside, a rank that another one abandoned stops waiting on a device whose kernels would wait for ever.
-
-    gloo's calls end by themselves when a connection is closed; kernels of NCCL must be aborted.
-    """
-    over = threading.Event()
-    watch = threading.Thread(target=_look_for_reasons, args=(over,), name="hf_zero-watch", daemon=True)
-    watch.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watch.join()
-
-
-def _look_for_reasons(over: threading.Event) -> None:
-    while not over.wait(_LOOK_EVERY_S):
-        _look()  # a function of its own: between two looks nothing here may keep an engine alive
-
-
-def _look() -> None:
-    for engine in live_engines():
-        if engine.comm.backend not in ("gloo", "none") and engine.comm.reason_of_another() is not None:
-            engine.comm.disconnect()

@@ -1,7 +1,7 @@
-"""Replaces the engine of a model without unsharding it: from inference to training, and after changes.
+"""Replaces the engine of a model and reshards it in place: from inference to training, and after changes.
 
 What has changed in a model since its engine was made (adapters were added, layers frozen, embeddings resized, the
-model wrapped in another module) takes effect here: units are built again, and shards that stay the same move over.
+model wrapped in another module) takes effect here: units are built again, and shards that stay the same are reused.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ def new_engine(
     if replace:
         for engine in inside:
             _drop_optimizer(engine)
-    return renew(model, inside, config, managed=managed, train=train)
+    return replace_engines(model, inside, config, managed=managed, train=train)
 
 
 def _drop_optimizer(engine: ZeroEngine) -> None:
     """Give up optimizer state and gradients; masters have the last update. All ranks must call."""
     if engine.optimizer is not None:
-        engine.params.release_all()
+        engine.params.reshard_all()
         engine.finish_updates()
         engine.optimizer.zero_grad()
         engine.optimizer.close()
         engine.optimizer = None
 
 
-def renew(
+def replace_engines(
     model: nn.Module,
     engines: Sequence[ZeroEngine],
     config: ResolvedConfig,
@@ -76,7 +76,7 @@ def renew(
     managed: bool = False,
     train: bool = True,
 ) -> ZeroEngine:
-    """A new engine for `model` in the place of `engines`, whose parameters it takes over. All ranks must call.
+    """A new engine for `model` in the place of `engines`, whose shards it reshards in place. All ranks must call.
 
     None of them may have an optimizer: its state would not follow. Peak extra memory: one unit.
     """
@@ -88,15 +88,14 @@ def renew(
             )
     comm = engines[0].comm
     for engine in engines:
-        engine.retire()
+        engine.uninstall()
     layout_change = LayoutChange((unit for engine in engines for unit in engine.units), comm)
-    accumulation = 1 if managed else config.gradient_accumulation_steps
-    settings = BuildSettings.of(config, 1.0 / (comm.world_size * accumulation), train=train)
-    built = build_units(model, settings, comm, layout_change.fill, reuse=layout_change.reuse)
+    settings = BuildSettings.of(config, train=train)
+    built = build_units(model, settings, comm, layout_change.initialize, reuse=layout_change.reuse)
     layout_change.finish()
     for engine in engines:
-        engine.homes.close()
-    renewed = engine_class()(model, config, managed=managed, built=built, train=train)
+        engine.placements.close()
+    replacement = engine_class()(model, config, managed=managed, built=built, train=train)
     for other in dict.fromkeys(engine.comm for engine in engines if engine.comm is not comm):
         end_unless_shared(other)
-    return renewed
+    return replacement

@@ -7,6 +7,7 @@ one key of the configuration; without any, and on ranks that do not log, nothing
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,23 +30,22 @@ _EPSILON_S = 1e-6
 _GIB = 1024**3
 
 
+class Event(enum.Enum):
+    """What happens in a micro-batch, in this order; a forward without gradients is no part of it."""
+
+    FORWARD_STARTS = "before forward"
+    FORWARD_ENDS = "after forward"
+    BACKWARD_STARTS = "before backward"
+    REDUCE_STARTS = "before the last reduces"  # the backward itself is over; what is left of its reduces follows
+    BACKWARD_ENDS = "after backward"
+    STEP_STARTS = "before step"
+    STEP_ENDS = "after step"
+
+
 class Watcher:
-    """Called as things happen, in this order; a forward without gradients is no part of it."""
+    """Called as things happen."""
 
-    def forward_starts(self) -> None: ...
-
-    def forward_ends(self) -> None: ...
-
-    def backward_starts(self) -> None: ...
-
-    def reduce_starts(self) -> None:
-        """The backward itself is over; what is left of its reduces follows."""
-
-    def backward_ends(self) -> None: ...
-
-    def step_starts(self) -> None: ...
-
-    def step_ends(self) -> None: ...
+    def on(self, event: Event) -> None: ...
 
     def micro_ends(self, boundary: bool) -> None:
         """A micro-batch is over; with `boundary` the parameters were updated, or the update was skipped."""
@@ -59,8 +59,8 @@ class ProgressLines(Watcher):
         self._every = every
         self._began = False
 
-    def forward_starts(self) -> None:
-        if not self._began:
+    def on(self, event: Event) -> None:
+        if event is Event.FORWARD_STARTS and not self._began:
             self._began = True
             self._log()
 
@@ -93,15 +93,11 @@ class ThroughputLines(Watcher):
         self._micro_steps = self._steps = 0
         self._samples = 0  # of the steps that were timed
 
-    def forward_starts(self) -> None:
-        if self._start is None and self._steps >= _WARM_UP_STEPS:
+    def on(self, event: Event) -> None:
+        if event is Event.FORWARD_STARTS and self._start is None and self._steps >= _WARM_UP_STEPS:
             self._start = self._clock.mark()
-
-    def backward_ends(self) -> None:
-        self._last = self._clock.mark()
-
-    def step_ends(self) -> None:
-        self._last = self._clock.mark()
+        elif event in (Event.BACKWARD_ENDS, Event.STEP_ENDS):
+            self._last = self._clock.mark()
 
     def micro_ends(self, boundary: bool) -> None:
         self._micro_steps += 1
@@ -130,6 +126,21 @@ class ThroughputLines(Watcher):
         )
 
 
+# The phases of wall_clock_breakdown, by the events that start and end them.
+_STARTS = {
+    Event.FORWARD_STARTS: "fwd",
+    Event.BACKWARD_STARTS: "bwd_inner",
+    Event.REDUCE_STARTS: "bwd_allreduce",
+    Event.STEP_STARTS: "step",
+}
+_ENDS = {
+    Event.FORWARD_ENDS: "fwd",
+    Event.REDUCE_STARTS: "bwd_inner",
+    Event.BACKWARD_ENDS: "bwd_allreduce",
+    Event.STEP_ENDS: "step",
+}
+
+
 class WallClockLines(Watcher):
     """wall_clock_breakdown: milliseconds of each phase, per micro-batch and per step.
 
@@ -137,40 +148,18 @@ class WallClockLines(Watcher):
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._fwd, self._inner, self._reduce, self._step = (Stopwatch(clock) for _ in range(4))
+        self._watches = {phase: Stopwatch(clock) for phase in _STARTS.values()}
         self._sums: dict[str, float] = {}
 
-    def forward_starts(self) -> None:
-        self._fwd.start()
-
-    def forward_ends(self) -> None:
-        self._fwd.stop()
-
-    def backward_starts(self) -> None:
-        self._inner.start()
-
-    def reduce_starts(self) -> None:
-        self._inner.stop()
-        self._reduce.start()
-
-    def backward_ends(self) -> None:
-        self._reduce.stop()
-
-    def step_starts(self) -> None:
-        self._step.start()
-
-    def step_ends(self) -> None:
-        self._step.stop()
+    def on(self, event: Event) -> None:
+        if event in _ENDS:
+            self._watches[_ENDS[event]].stop()
+        if event in _STARTS:
+            self._watches[_STARTS[event]].start()
 
     def micro_ends(self, boundary: bool) -> None:
-        inner, reduce = self._inner.take_ms(), self._reduce.take_ms()
-        micro = {
-            "fwd": self._fwd.take_ms(),
-            "bwd": inner + reduce,
-            "bwd_inner": inner,
-            "bwd_allreduce": reduce,
-            "step": self._step.take_ms(),
-        }
+        ms = {phase: watch.take_ms() for phase, watch in self._watches.items()}
+        micro = {"fwd": ms["fwd"], "bwd": ms["bwd_inner"] + ms["bwd_allreduce"], **ms}
         self._log({f"{name}_microstep": ms for name, ms in micro.items()})
         self._sums = {name: self._sums.get(name, 0.0) + ms for name, ms in micro.items()}
         if boundary:
@@ -187,23 +176,9 @@ class MemoryLines(Watcher):
     def __init__(self) -> None:
         log_memory_usage("Engine made")
 
-    def forward_starts(self) -> None:
-        log_memory_usage("Engine before forward")
-
-    def forward_ends(self) -> None:
-        log_memory_usage("Engine after forward")
-
-    def backward_starts(self) -> None:
-        log_memory_usage("Engine before backward")
-
-    def backward_ends(self) -> None:
-        log_memory_usage("Engine after backward")
-
-    def step_starts(self) -> None:
-        log_memory_usage("Engine before step")
-
-    def step_ends(self) -> None:
-        log_memory_usage("Engine after step")
+    def on(self, event: Event) -> None:
+        if event is not Event.REDUCE_STARTS:
+            log_memory_usage(f"Engine {event.value}")
 
 
 class Reports:
@@ -243,14 +218,14 @@ class Reports:
                 self._forward_starts()
 
         def backward_starts() -> None:
-            self._notify("backward_starts")
+            self._notify(Event.BACKWARD_STARTS)
             callbacks.backward_starts()
 
         def backward_ends() -> None:
-            self._notify("reduce_starts")
+            self._notify(Event.REDUCE_STARTS)
             callbacks.backward_ends()
             self._backward_done = True
-            self._notify("backward_ends")
+            self._notify(Event.BACKWARD_ENDS)
 
         return dataclasses.replace(
             callbacks, forward_starts=forward_starts, backward_starts=backward_starts, backward_ends=backward_ends
@@ -263,17 +238,17 @@ class Reports:
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if _trains():
-                self._notify("forward_ends")
+                self._notify(Event.FORWARD_ENDS)
 
         # Last of all hooks, and outside of what torch.compile traces.
         return model.register_forward_hook(torch.compiler.disable(after)).remove
 
     def step_starts(self) -> None:
-        self._notify("step_starts")
+        self._notify(Event.STEP_STARTS)
 
     def step_ends(self, *, boundary: bool) -> None:
         """What ends a micro-batch; `boundary` as in Watcher.micro_ends."""
-        self._notify("step_ends")
+        self._notify(Event.STEP_ENDS)
         self._micro_ends(boundary)
 
     def forget(self) -> None:
@@ -283,16 +258,16 @@ class Reports:
     def _forward_starts(self) -> None:
         if self._backward_done:  # Trainer and Accelerate call no step between micro-batches
             self._micro_ends(False)
-        self._notify("forward_starts")
+        self._notify(Event.FORWARD_STARTS)
 
     def _micro_ends(self, boundary: bool) -> None:
         self._backward_done = False
         for watcher in self._watchers:
             watcher.micro_ends(boundary)
 
-    def _notify(self, event: str) -> None:
+    def _notify(self, event: Event) -> None:
         for watcher in self._watchers:
-            getattr(watcher, event)()
+            watcher.on(event)
 
 
 def _trains() -> bool:

@@ -27,8 +27,9 @@ from hf_zero.runtime.build import BuildSettings, build_units
 from hf_zero.runtime.edit_watch import EditWatch
 from hf_zero.runtime.memory_report import cast_line
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.home import Placement
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.placement import FlatParamSpec, Placement
 from hf_zero.sharding.reshard import LayoutChange
 from hf_zero.sharding.unit import ShardUnit, UnitState
 from hf_zero.storage import DeviceStore
@@ -51,9 +52,9 @@ class ShardedConstruction:
     def __init__(self, comm: Comm, resolve: Callable[[nn.Module], ResolvedConfig]) -> None:
         self._comm = comm
         self._resolve = resolve
-        home = DeviceStore(comm.device)
-        self._home = Placement(param=home, master=home, copies=CopyStream(comm.device), native=False, tile_numel=1)
-        self._units: dict[int, ShardUnit] = {}  # by id of the parameter
+        store, copies = DeviceStore(comm.device), CopyStream(comm.device)
+        self._placement = Placement(param=store, master=store, copies=copies, native=False, tile_numel=1)
+        self._index = ParamIndex()  # of what is in shards
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._settled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # an engine has taken them over already
@@ -104,17 +105,16 @@ class ShardedConstruction:
             return
         groups: dict[torch.dtype, dict[str, nn.Parameter]] = {}
         for name, param in module.named_parameters(recurse=False):
-            if id(param) not in self._units and param.is_floating_point() and not param.is_meta:
+            if param not in self._index and param.is_floating_point() and not param.is_meta:
                 groups.setdefault(param.dtype, {})[f"{type(module).__name__}.{name}"] = param
         if not groups:
             return
         label = f"{type(module).__name__} {next(self._numbers)}"
-        unit = ShardUnit(label, UnitKind.LAYER, module, [self._buffer(label, *item) for item in groups.items()])
-        unit.release()
-        for params in groups.values():
-            self._units.update({id(param): unit for param in params.values()})
+        unit = ShardUnit(label, UnitKind.LAYER, module, [self._flat(label, *item) for item in groups.items()])
+        unit.reshard()
+        self._index.add(unit)
 
-    def _buffer(self, name: str, dtype: torch.dtype, params: dict[str, nn.Parameter]) -> FlatParam:
+    def _flat(self, name: str, dtype: torch.dtype, params: dict[str, nn.Parameter]) -> FlatParam:
         kind = str(dtype).removeprefix("torch.")
         layout = UnitLayout.build(
             f"{name}/{kind}",
@@ -124,8 +124,8 @@ class ShardedConstruction:
             world_size=self._comm.world_size,
             max_bucket_numel=self._comm.max_bucket_numel,
         )
-        fill = FlatParam.fill_from_params
-        return FlatParam(layout, list(params.values()), self._comm, self._home, on_demand=True, dtype=dtype, fill=fill)
+        spec, members = FlatParamSpec(layout, dtype, on_demand=True), list(params.values())
+        return FlatParam(spec, members, self._comm, self._placement, FlatParam.initialize_from_params)
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[nn.Parameter], write_rank: int | None) -> Iterator[None]:
@@ -136,13 +136,12 @@ class ShardedConstruction:
             StateError: This rank wrote where all only read.
         """
         params = list(params)
-        units = {id(unit): unit for param in params if (unit := self._units.get(id(param))) is not None}.values()
-        mine = [unit for unit in units if unit.state is UnitState.SHARDED]
+        mine = [unit for unit in self._index.units_of(params) if unit.state is UnitState.SHARDED]
         with torch.no_grad():
             for unit in mine:
-                unit.gather_start()
-                unit.gather_finish()
-        watch = EditWatch((buffer for unit in mine for buffer in unit.buffers), by_value=False)
+                unit.unshard()
+                unit.wait_for_unshard()
+        watch = EditWatch((flat for unit in mine for flat in unit.flats), by_value=False)
         yield
         if write_rank is None and (edited := watch.edited()):
             raise StateError(
@@ -155,22 +154,22 @@ class ShardedConstruction:
             for unit in mine:
                 if write_rank is not None:
                     self._keep_edits(unit, write_rank)
-                unit.release()
+                unit.reshard()
             if write_rank:  # rank 0's values win anyway when these are sharded
                 for param in params:
-                    if id(param) not in self._units and param.is_floating_point() and not param.is_meta:
+                    if param not in self._index and param.is_floating_point() and not param.is_meta:
                         values = param.detach().to(self._comm.device, copy=True)
                         self._comm.broadcast(values, "edits of parameters under construction", src=write_rank)
                         param.copy_(values)
 
     def _keep_edits(self, unit: ShardUnit, write_rank: int) -> None:
-        for buffer in unit.buffers:
-            for start, numel in buffer.layout.buckets():
-                bucket = buffer.full[start : start + numel]
+        for flat in unit.flats:
+            for start, numel in flat.layout.buckets():
+                bucket = flat.full[start : start + numel]
                 self._comm.broadcast(bucket, f"first weights of {unit.name}", src=write_rank)
-            buffer.accept_whole()
+            flat.accept_edits()
 
-    def whole(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
+    def unsharded(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
         """Inside, `modules` have their own parameters unsharded; rank 0's changes are kept. All ranks must call."""
         return self.gathered((param for module in modules for param in module.parameters(recurse=False)), 0)
 
@@ -179,25 +178,24 @@ class ShardedConstruction:
         """Put every outermost module under an engine. All ranks must call."""
         roots = [module for module in self._seen if module not in self._inner and _has_parameters(module)]
         roots = [root for root in roots if not any(module in self._settled for module in root.modules())]
-        return self._engines(sorted(roots, key=self._first_number), list(self._units.values()))
+        return self._engines(sorted(roots, key=self._first_number), self._index.units)
 
     def settle(self, model: nn.Module) -> None:
         """Put `model` under its engine before the end of the block, for an engine to follow. All ranks must call."""
-        units = {id(unit): unit for p in model.parameters() if (unit := self._units.get(id(p))) is not None}
-        if units:
-            self._engines([model], list(units.values()))
+        if units := self._index.units_of(model.parameters()):
+            self._engines([model], units)
         for param in model.parameters():
-            self._units.pop(id(param), None)
+            self._index.pop(param)
         self._settled.update(model.modules())
 
     def _engines(self, roots: Iterable[nn.Module], units: Iterable[ShardUnit]) -> list[ZeroEngine]:
-        layout_change = LayoutChange({id(unit): unit for unit in units}.values(), self._comm)
+        layout_change = LayoutChange(units, self._comm)
         engines = []
         for root in roots:
             config, params = self._resolve(root), list(root.parameters())
             types = [param.dtype for param in params]
-            settings = BuildSettings.of(config, 1.0, train=False)
-            built = build_units(root, settings, self._comm, layout_change.fill, reuse=layout_change.reuse)
+            settings = BuildSettings.of(config, train=False)
+            built = build_units(root, settings, self._comm, layout_change.initialize, reuse=layout_change.reuse)
             engines.append(engine_class()(root, config, built=built, train=False))
             line = cast_line(types, [param.dtype for param in params])
             if line is not None and self._comm.rank == 0:
@@ -207,7 +205,7 @@ class ShardedConstruction:
 
     def _first_number(self, root: nn.Module) -> int:
         """The same order on every rank: by what was sharded first."""
-        names = [self._units[id(param)].name for param in root.parameters() if id(param) in self._units]
+        names = [unit.name for unit in self._index.units_of(root.parameters())]
         return min((int(name.rpartition(" ")[2]) for name in names), default=next(self._numbers))
 
 

@@ -43,8 +43,6 @@ class StepSchedule:
         trains: bool,
         on_new_gradients: Callable[[list[GradAccumulator]], None],
     ) -> None:
-        self.accumulation_steps = accumulation_steps
-        self.micro_steps = 0
         self.global_steps = 0
         self.step_applied = False  # the last `step` updated the parameters
         self.forced_boundary: bool | None = None  # the script's own answer, in the place of the count
@@ -53,7 +51,7 @@ class StepSchedule:
         self._no_sync = False
         self._trains = trains
         self._comm: Comm = built.comm
-        self._loss_scale = built.settings.grads.loss_scale
+        self._loss_scale = built.loss_scale
         self._is_sharded = any(unit.on_demand for unit in built.units)
         self._on_new_gradients = on_new_gradients
         self.reducer = GradReducer(
@@ -68,6 +66,7 @@ class StepSchedule:
         limits = PrefetchLimits.of(config.zero)
         self.params = OnDemandParams(built.units, limits, on_left=self.reducer.unit_left, on_used=edits.used)
         self._unfreeze = Unfreeze(built, self.params, self._take_in)
+        self.accumulate_over(accumulation_steps)
 
     # ---------------------------------------------------------------- micro-batches
     def is_boundary(self) -> bool:
@@ -95,12 +94,12 @@ class StepSchedule:
         self.micro_steps = global_steps * self.accumulation_steps
 
     def accumulate_over(self, steps: int) -> None:
-        """Change the number of micro-batches of an update, between two of them."""
+        """Set the number of micro-batches of an update, between two updates."""
         self.accumulation_steps = steps
         self.restart_at(self.global_steps)
         scale = 1 / (self._comm.world_size * steps)
-        for buffer in self.reducer.buffers:
-            buffer.use_scale(scale)
+        for acc in self.reducer.accumulators:
+            acc.use_scale(scale)
         self._unfreeze.use_scale(scale)
 
     # ---------------------------------------------------------------- forward
@@ -125,10 +124,10 @@ class StepSchedule:
         self.reducer.shown.hide()
         self.params.begin_backward()
 
-    def gradient_is_final(self, buffer: GradAccumulator) -> None:
+    def gradient_is_final(self, acc: GradAccumulator) -> None:
         """Reduced, and no other one follows before the update: an offloaded optimizer may begin with it."""
         if self.optimizer is not None:
-            self.optimizer.gradient_is_final(buffer)
+            self.optimizer.gradient_is_final(acc)
 
     def end_backward(self) -> None:
         with torch.no_grad():

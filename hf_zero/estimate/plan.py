@@ -29,8 +29,8 @@ from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.home import FlatParamSpec
 from hf_zero.sharding.partition import UnitSpec
+from hf_zero.sharding.placement import FlatParamSpec
 from hf_zero.sharding.unit import ShardUnit
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -94,10 +94,9 @@ def plan_model(
         optimizer: Makes the optimizer; None takes the configuration's block, else torch's AdamW.
     """
     comm = PretendedComm(rank, config.world_size, on_host=on_host)
-    settings = BuildSettings.of(config, 1.0)
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    settings = BuildSettings.of(config)
     drafted = flat_param_specs(model, settings, comm)
-    return _Planner(config, settings, comm, profile, optimizer).plan(drafted, buffers)
+    return _Planner(config, settings, comm, profile, optimizer).plan(drafted, model.buffers())
 
 
 def plan_units(
@@ -117,18 +116,17 @@ def plan_units(
     drafted = [
         (
             UnitSpec(unit.name, unit.kind, unit.module, tuple(_parameters_of(unit))),
-            [FlatParamSpec(buffer.layout, buffer.dtype, buffer.on_demand) for buffer in unit.buffers],
+            [FlatParamSpec(flat.layout, flat.dtype, flat.on_demand) for flat in unit.flats],
         )
         for unit in units
     ]
-    settings = BuildSettings.of(config, 1.0, train=optimizer is not None)
-    nbytes = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-    return _Planner(config, settings, pretended, None, optimizer).plan(drafted, nbytes)
+    settings = BuildSettings.of(config, train=optimizer is not None)
+    return _Planner(config, settings, pretended, None, optimizer).plan(drafted, buffers)
 
 
 def _parameters_of(unit: ShardUnit) -> Iterator[tuple[str, nn.Parameter]]:
-    for buffer in unit.buffers:
-        for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+    for flat in unit.flats:
+        for slot, param in zip(flat.layout.slots, flat.params, strict=True):
             yield slot.name, param
 
 
@@ -150,11 +148,12 @@ class _Planner:
         self._optimizer = optimizer
         self._tracker = StorageTracker()
 
-    def plan(self, drafted: Drafted, buffer_bytes: int) -> Plan:
+    def plan(self, drafted: Drafted, buffers: Iterable[torch.Tensor]) -> Plan:
         tracker = self._tracker
+        buffer_bytes = sum(buffer.nbytes for buffer in buffers)
         with torch.no_grad():
             built, stand_ins, start = self._build(drafted)
-            assert isinstance(built.homes, PretendedPlacements)
+            assert isinstance(built.placements, PretendedPlacements)
             micro_batch = MicroBatch()
             reducer = GradReducer(
                 built.grads,
@@ -174,13 +173,13 @@ class _Planner:
                 states.update()
                 update = tracker.restart_peak()
                 between = tracker.live
-        report = memory_report(built.units, reducer, built.homes, states.state_bytes) | {
-            "gathered_peak": params.peak_live_bytes,
+        report = memory_report(built.units, reducer, built.placements, states.state_bytes) | {
+            "gathered_peak": params.live.peak_bytes,
             "gradients_peak": built.pool.peak_live_bytes,
         }
         lost = int(_FRAGMENTED * (moment.total - static)) if self._on_host else 0
         phases = {"start": start, "forward and backward": moment.total + lost, "update": max(update, before)}
-        staging = built.homes.staging_bytes
+        staging = built.placements.staging_bytes
         phases = {name: peak + buffer_bytes + (staging if name != "start" else 0) for name, peak in phases.items()}
         between += buffer_bytes + staging
         return self._by_medium(built, states, report, moment, static, buffer_bytes, phases, between)
@@ -204,7 +203,7 @@ class _Planner:
 
         def fill(flat: FlatParam) -> None:
             tracker.refresh()  # those before may have been resharded
-            flat.fill_from_params()
+            flat.initialize_from_params()
 
         with tracker:
             built = make_units(specs, self._settings, self._comm, fill, PretendedPlacements)
@@ -222,13 +221,13 @@ class _Planner:
         phases: dict[str, int],
         between: int,
     ) -> Plan:
-        homes = built.homes
-        assert isinstance(homes, PretendedPlacements)
-        host = _by_kind(homes.host.usage())
-        disk = _by_kind({key: size for store in homes.disks.values() for key, size in store.usage().items()})
+        placements = built.placements
+        assert isinstance(placements, PretendedPlacements)
+        host = _by_kind(placements.host.usage())
+        disk = _by_kind({key: size for store in placements.disks.values() for key, size in store.usage().items()})
         device = {kind: report[kind] - host.get(kind, 0) - disk.get(kind, 0) for kind in _ORDER}
         device["gradients"] = max(device["gradients"], 0) + states.lent_bytes
-        device["whole gradients"] = sum(buffer.resident_bytes for buffer in built.grads)
+        device["whole gradients"] = sum(acc.resident_bytes for acc in built.grads)
         device["buffers of the model"] = buffer_bytes
         device["gathered parameters"] = moment.gathered
         device["gradient buffers"] = max(moment.tracked - static, 0)
@@ -236,8 +235,8 @@ class _Planner:
         device["lost to the allocator"] = int(_FRAGMENTED * (moment.total - static)) if self._on_host else 0
         forward = phases["forward and backward"]
         device["update"] = max(phases["update"] - forward, 0)
-        if homes.disks:
-            host["staging"] = homes.staging_bytes
+        if placements.disks:
+            host["staging"] = placements.staging_bytes
         if states.early:
             disk["staged states"] = states.staged_bytes
         return Plan(

@@ -42,6 +42,19 @@ class PretendedComm(Comm):
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         return [value] * self.world_size
 
+    def _begin(self, call: Callable[..., Any], what: str, finish: Finish = None) -> Pending:
+        return Ended(finish)
+
+    def _exchange(
+        self,
+        places: Sequence[torch.Tensor],
+        parts: Sequence[torch.Tensor],
+        what: str,
+        finish: Finish = None,
+        tag: int | None = None,
+    ) -> Pending:
+        return Ended(finish)
+
 
 class _PretendedGroup(EngineGroup):
     """Ranks that are not there."""
@@ -51,14 +64,6 @@ class _PretendedGroup(EngineGroup):
         self.name = ""
         self.log = OperationLog()
         self.stopped = False
-
-    def begin(self, call: Callable[..., Any], what: str, finish: Finish = None) -> Pending:
-        return Ended(finish)
-
-    def exchange(
-        self, places: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], what: str, finish: Finish = None
-    ) -> Pending:
-        return Ended(finish)
 
 
 class Ended:
@@ -124,16 +129,11 @@ class PretendedDisk(ShardStore):
         return {key: numel * dtype.itemsize for key, (numel, dtype) in self._sizes.items()}
 
 
-class _NoCopies(CopyStream):
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))  # without a stream
-
-
 class PretendedPlacements(Placements):
     """Placements whose stores have sizes only: no memory, no folder, no file."""
 
     def _make_copies(self) -> CopyStream:
-        return _NoCopies()
+        return CopyStream(torch.device("cpu"))  # without a stream
 
     def _make_host(self, *, pin: bool) -> HostStore:
         return PretendedHost(META, pin=False)

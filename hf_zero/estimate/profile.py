@@ -75,7 +75,7 @@ class _Recorder(OnDemandParams):
     def after_use(self, unit: ShardUnit) -> None:
         self.record("after_use", unit)
 
-    def unshard(self, unit: ShardUnit) -> None:
+    def unshard(self, unit: ShardUnit, *, wait: bool = True) -> None:
         self.record("unshard", unit)
 
     def hold(self, unit: ShardUnit) -> None:
@@ -84,8 +84,8 @@ class _Recorder(OnDemandParams):
     def begin_forward(self) -> None:
         self.record("begin_forward")
 
-    def release_idle(self) -> None:
-        self.record("release_idle")
+    def reshard_idle(self) -> None:
+        self.record("reshard_idle")
 
     def begin_backward(self) -> None:
         self.record("begin_backward")
@@ -169,16 +169,20 @@ def measure(model: nn.Module, config: ResolvedConfig, batch: Mapping[str, torch.
         offload_param=OffloadParam(),
         offload_optimizer=OffloadOptimizer(),
     )
-    settings = BuildSettings.of(dataclasses.replace(config, stage=3, zero=zero), 1.0)
+    settings = BuildSettings.of(dataclasses.replace(config, stage=3, zero=zero))
     comm = PretendedComm(0, 2, on_host=on_host)
     with _untouched(model):
         built = make_units(
-            flat_param_specs(model, settings, comm), settings, comm, FlatParam.fill_from_params, PretendedPlacements
+            flat_param_specs(model, settings, comm),
+            settings,
+            comm,
+            FlatParam.initialize_from_params,
+            PretendedPlacements,
         )
         for unit in built.units:
             if unit.on_demand:
-                unit.gather_start()
-                unit.gather_finish()
+                unit.unshard()
+                unit.wait_for_unshard()
         tracker = StorageTracker()
         tracker.ignore(tensor for tensor in [*model.parameters(), *model.buffers(), *batch.values()])
         recorder = _Recorder(built.units, tracker)
@@ -221,9 +225,9 @@ def _recording(
             hooks.on_root(unit, recorder, watch)
         elif unit.on_demand:
             hooks.on_layer(unit, recorder, watch, "cpu")  # a device for autocast, which is off
-        for buffer in unit.buffers:
-            for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
-                if buffer.layout.trainable:
+        for flat in unit.flats:
+            for slot, param in zip(flat.layout.slots, flat.params, strict=True):
+                if flat.layout.trainable:
                     hooks.on_gradient(param, recorder.gradient, slot.name)
     try:
         yield

@@ -48,18 +48,18 @@ class _Watch:
     def __init__(self, params: OnDemandParams, tracker: StorageTracker) -> None:
         self._params = params
         self._tracker = tracker
-        self.most = Moment(tracker.live, params.live_bytes, 0)
+        self.most = Moment(tracker.live, params.live.nbytes, 0)
 
     def computing(self, activations: int) -> None:
         """The model runs between two events."""
-        self._see(self._tracker.live, self._params.live_bytes, activations)
+        self._see(self._tracker.live, self._params.live.nbytes, activations)
 
     def handling(self, act: Callable[[], None], activations: int) -> None:
         """The engine acts at an event."""
-        before = self._params.live_bytes
+        before = self._params.live.nbytes
         self._tracker.restart_peak()
         act()
-        self._see(self._tracker.restart_peak(), max(before, self._params.live_bytes), activations)
+        self._see(self._tracker.restart_peak(), max(before, self._params.live.nbytes), activations)
 
     def _see(self, tracked: int, gathered: int, activations: int) -> None:
         seen = Moment(tracked, gathered, activations)
@@ -106,8 +106,8 @@ class _Acting:
         self._shapes = {slot.name: slot.shape for b in built.grads for slot in b.flat.layout.slots}
         self._places = {
             slot.name: (number, index)
-            for number, buffer in enumerate(built.grads)
-            for index, slot in enumerate(buffer.flat.layout.slots)
+            for number, flat in enumerate(built.grads)
+            for index, slot in enumerate(flat.flat.layout.slots)
         }
         self._params = params
         self._reducer = reducer
@@ -126,7 +126,7 @@ class _Acting:
             arguments = (unit,) if event.phase is None else (unit, event.phase)
             with torch.enable_grad():
                 getattr(self._params, event.call)(*arguments)
-        elif event.call in ("begin_forward", "begin_backward", "release_idle"):
+        elif event.call in ("begin_forward", "begin_backward", "reshard_idle"):
             with torch.enable_grad():
                 getattr(self._params, event.call)()
 
@@ -148,15 +148,15 @@ def _plain_events(built: BuiltUnits) -> list[Event]:
 
     def gradients(name: str) -> list[Event]:
         unit = next(unit for unit in built.units if unit.name == name)
-        slots = [(slot, b) for b in unit.buffers if b.layout.trainable for slot in b.layout.slots]
+        slots = [(slot, b) for b in unit.flats if b.layout.trainable for slot in b.layout.slots]
         return [Event("gradient", "", None, slot.name, b.dtype, 0, 0) for slot, b in slots]
 
     events = [event("before_use", root.name, Phase.FORWARD), event("begin_forward")]
     for layer in layers:
         events += [event("before_use", layer.name, Phase.FORWARD), event("after_use", layer.name)]
-    events += [event("release_idle"), event("hold", root.name), event("begin_backward")]
+    events += [event("reshard_idle"), event("hold", root.name), event("begin_backward")]
     late = [gradients(unit.name) for unit in (root, *others)]
-    for mine in late:  # the head's comes first, and with it the memory of the full buffer; the embedding's last
+    for mine in late:  # the head's comes first, and with it the memory of the flat parameter; the embedding's last
         events += mine[-1:]
     leaving: list[Event] = []
     for layer in reversed(layers):  # a layer's inputs have their gradients when the one before has been entered

@@ -14,8 +14,8 @@ from hf_zero.errors import ConfigError
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.offload.host_state import HostState
 from hf_zero.optim.offload.param_writer import make_writer, must_stage
-from hf_zero.optim.param_groups import CutGroups
-from hf_zero.optim.registry import check_native, check_optimizer, needs_whole, optimizer_of
+from hf_zero.optim.param_groups import ShardedGroups
+from hf_zero.optim.registry import check_native, check_optimizer, needs_unsharded, optimizer_of
 from hf_zero.optim.updates.elementwise import sub_groups
 from hf_zero.runtime.build import BuiltUnits
 
@@ -49,18 +49,18 @@ class PlannedStates:
         if trained and built.grads:
             make = factory or (lambda params: _optimizer_of(config.optimizer, params, on_host=on_host))
             self._optimizer = make(trained)
-            sharded = any(buffer.flat.layout.world_size > 1 for buffer in built.grads)
-            if sharded and needs_whole(self._optimizer) is not None:
+            sharded = any(flat.flat.layout.world_size > 1 for flat in built.grads)
+            if sharded and needs_unsharded(self._optimizer) is not None:
                 kind = type(self._optimizer).__name__
                 raise ConfigError(f"{kind} updates full matrices on their owner ranks, which is not planned yet")
             check_optimizer(self._optimizer, sharded=sharded, allow_untested=config.zero_allow_untested_optimizer)
-            if any(buffer.flat.home.native for buffer in built.grads):
+            if any(flat.flat.placement.native for flat in built.grads):
                 check_native(self._optimizer)
-            self._owned = CutGroups(self._optimizer).take(built.grads)
-        settings = HostAdamSettings.of(config, built.homes.host, clips=config.gradient_clipping > 0)
-        native = [buffer for buffer in built.grads if buffer.flat.home.native]
-        runs = {b: [owned for owned in self._owned if owned.buffer is b] for b in native}
-        self._native = [HostState(b, runs[b], settings.moments_dtype) for b in native if runs[b]]
+            self._owned = ShardedGroups(self._optimizer).take(built.grads)
+        settings = HostAdamSettings.of(config, built.placements.host, clips=config.gradient_clipping > 0)
+        native = [acc for acc in built.grads if acc.flat.placement.native]
+        slices = {acc: [owned for owned in self._owned if owned.acc is acc] for acc in native}
+        self._native = [HostState(acc, slices[acc], settings.moments_dtype) for acc in native if slices[acc]]
         delayed = settings.delay_from is not None
         self.early = settings.early and not delayed and any(s.master.store.can_stage for s in self._native)
         self.lent_bytes = 0  # gradients on the device that a delayed update reads beside those of the next step
@@ -76,7 +76,7 @@ class PlannedStates:
         """One step of the torch optimizer on the shards that it updates, as ShardedOptimizer calls it."""
         if self._optimizer is None:
             return
-        everything = {buffer: [True] * len(buffer.flat.params) for buffer in self._built.grads}
+        everything = {flat: [True] * len(flat.flat.params) for flat in self._built.grads}
         for group in sub_groups(self._optimizer, self._owned, everything):
             for master, grad in group:
                 master.grad = grad.to(master.dtype)

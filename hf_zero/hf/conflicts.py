@@ -121,12 +121,9 @@ def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
 
 
 def parallelism_conflicts(parallelism: Any) -> list[Problem]:
-    """Dimensions of accelerate's ParallelismConfig that shard or wrap the model themselves."""
-    names = [
-        name
-        for name in ("tp", "cp", "sp", "dp_shard", "dp_replicate")
-        if parallelism is not None and getattr(parallelism, f"{name}_enabled", False)
-    ]
+    """Dimensions of accelerate's ParallelismConfig, or None, that shard or wrap the model themselves."""
+    dimensions = ("tp", "cp", "sp", "dp_shard", "dp_replicate")
+    names = [name for name in dimensions if getattr(parallelism, f"{name}_enabled", False)]
     if not names:
         return []
     text = f"parallelism_config enables {', '.join(names)}: hf_zero shards over all ranks and nothing else."
@@ -175,11 +172,11 @@ def model_conflicts(model: nn.Module, stage: int) -> list[Problem]:
         problems.append(Problem("model", f"The model is wrapped in {name} already.", "Hand over the model itself."))
     devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
     if devices and (stage == 3 or len(devices) > 1):
-        text = f"{name} was loaded with a device_map ({', '.join(devices)}), but ranks place their parts themselves."
+        text = f"{name} was loaded with a device_map ({', '.join(devices)}), but ranks place their shards themselves."
         problems.append(Problem("model", text, "Load it without device_map."))
     if stage == 3 and is_quantized(model):
         packed = f" (first: {', '.join(_packed_names(model)[:3])})" if _packed_names(model) else ""
-        text = f"{name} is quantized{packed}, and stage 3 cannot cut packed parameters."
+        text = f"{name} is quantized{packed}, and stage 3 cannot shard packed parameters."
         problems.append(Problem("model", text, "Use stage 2, or load it unquantized."))
     return problems
 

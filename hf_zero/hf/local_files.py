@@ -16,7 +16,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError, ZeroError
 
 _T = TypeVar("_T")
-# What a disk that is full or gone raises in the libraries that write to it; torch.save says RuntimeError
+# What a disk that is full or gone raises in the libraries that write to it; torch.save: RuntimeError
 _WRITE_ERRORS = (OSError, RuntimeError, ValueError, safetensors.SafetensorError)
 
 
@@ -43,7 +43,6 @@ def write_on_all(comm: Comm, path: Any, work: Callable[[], _T]) -> _T:
     Raises:
         CheckpointError: On every rank, if any rank could not write. It names rank, path and reason.
     """
-
     return _on_all(comm, "writing files", writing(path), work)
 
 
@@ -53,7 +52,6 @@ def read_on_all(comm: Comm, path: Any, work: Callable[[], _T]) -> _T:
     Raises:
         CheckpointError: On every rank, if the file of any rank is damaged. It names rank, path and reason.
     """
-
     return _on_all(comm, "reading files", _reading(path), work)
 
 
@@ -79,13 +77,13 @@ def _on_all(comm: Comm, what: str, block: AbstractContextManager[None], work: Ca
 
 
 def _reason(error: BaseException) -> str:
-    """In one line; what the libraries in between say may have several, and no reason."""
+    """In one line: messages of the libraries in between may have several."""
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first}"[:300]
 
 
 def _room(path: Any) -> str:
-    """torch.save does not say why it failed."""
+    """The free space, because torch.save does not report why it failed."""
     folder = Path(str(path))
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent

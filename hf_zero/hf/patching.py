@@ -143,6 +143,15 @@ def replace_method(module: nn.Module, name: str, engine: ZeroEngine, method: Cal
     engine.on_uninstall(undo)
 
 
+def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """All arguments of a call by name, with those in **kwargs."""
+    given = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given.update(given.pop(name, {}))
+    return given
+
+
 def check_patch_points(patch_points: list[PatchPoint]) -> None:
     """Raise if a method that we act through is not there or takes other arguments.
 

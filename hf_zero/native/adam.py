@@ -19,7 +19,7 @@ import torch
 
 from hf_zero.errors import ConfigError, NativeError
 from hf_zero.native.library import library
-from hf_zero.native.threads import default_threads
+from hf_zero.native.machine import default_threads
 
 SIMD_VARIABLE = "HF_ZERO_SIMD"
 SIMD_LEVELS = ("default", "v3", "v4")  # numbered as hz_simd: baseline, AVX2, AVX-512

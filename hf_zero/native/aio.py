@@ -13,54 +13,27 @@ import logging
 import os
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
+from hf_zero.config.resolved import Aio
 from hf_zero.errors import ConfigError, OffloadError, StateError
 from hf_zero.native.aio_errors import AioError, describe_errno, open_error, short_error, transfer_error
 from hf_zero.native.library import library
 from hf_zero.native.machine import usable_cores
 
-__all__ = ["AioError", "AioFile", "AioQueue", "AioSettings", "AioStats"]
+__all__ = ["AioError", "AioFile", "AioQueue", "AioStats"]
 
 logger = logging.getLogger(__name__)
 
 ENGINE_VARIABLE = "HF_ZERO_AIO_ENGINE"
 _ENGINES = ("auto", "io_uring", "threads")  # hz_aio_engine, in its order
-_MAX_BLOCK_SIZE = 1 << 30
-_MAX_QUEUE_DEPTH = 4096
 # A wait sleeps at most so long at a time, so that Ctrl-C gets through while a disk hangs.
 _WAIT_SLICE_MS = 200
 _SHORT = 2  # HZ_AIO_SHORT
 _OK = 0
-
-
-@dataclass(frozen=True)
-class AioSettings:
-    """How files are accessed; the keys are those of the `aio` section of the configuration.
-
-    Raises:
-        ConfigError: A value is out of range; every one of them is named.
-    """
-
-    block_size: int = 1 << 20  # bytes of one operation
-    queue_depth: int = 8  # operations under way at once, per thread
-    threads: int = 1  # that submit (intra_op_parallelism)
-    single_submit: bool = False  # one operation per system call, not as many as there are
-    overlap_events: bool = True  # a free place is filled at once; False: when all operations under way are through
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not 1 <= self.block_size <= _MAX_BLOCK_SIZE:
-            problems.append(f"aio.block_size={self.block_size} must be 1 to {_MAX_BLOCK_SIZE} bytes")
-        if not 1 <= self.queue_depth <= _MAX_QUEUE_DEPTH:
-            problems.append(f"aio.queue_depth={self.queue_depth} must be 1 to {_MAX_QUEUE_DEPTH}")
-        if self.threads < 1:
-            problems.append(f"aio.intra_op_parallelism={self.threads} must be at least 1")
-        if problems:
-            raise ConfigError("; ".join(problems) + ".")
 
 
 class _Options(ctypes.Structure):  # hz_aio_options
@@ -93,16 +66,9 @@ class _FileInfo(ctypes.Structure):  # hz_aio_file_info
     ]
 
 
-_COUNTERS = ("submits", "operations", "completions", "refills", "max_in_flight", "bounced", "buffered")
-
-
-class _Stats(ctypes.Structure):  # hz_aio_stats
-    _fields_ = [(name, ctypes.c_int64) for name in _COUNTERS]
-
-
 @dataclass(frozen=True)
 class AioStats:
-    """Counters of a queue since it was made."""
+    """Counters of a queue since it was made: hz_aio_stats, in its order."""
 
     submits: int  # system calls that started operations
     operations: int  # started: blocks, and rests of blocks that were transferred in part
@@ -111,6 +77,10 @@ class AioStats:
     max_in_flight: int  # blocks under way at once
     bounced: int  # operations through an aligned block of the queue, because memory or offset were not aligned
     buffered: int  # operations through the page cache
+
+
+class _Stats(ctypes.Structure):
+    _fields_ = [(counter.name, ctypes.c_int64) for counter in fields(AioStats)]
 
 
 @functools.cache
@@ -189,16 +159,16 @@ class AioQueue:
 
     engine: str  # what is used: "io_uring" or "threads"
 
-    def __init__(self, settings: AioSettings | None = None, *, engine: str = "auto") -> None:
-        self.settings = mine = settings or AioSettings()
-        wanted = _engine_number(engine)
-        _warn_of_many_threads(mine.threads)
-        sizes = (mine.block_size, mine.queue_depth, mine.threads)
+    def __init__(self, settings: Aio | None = None, *, engine: str = "auto") -> None:
+        self.settings = mine = settings or Aio()
+        wanted, threads = _engine_number(engine), mine.intra_op_parallelism
+        _warn_of_many_threads(threads)
+        sizes = (mine.block_size, mine.queue_depth, threads)
         options = _Options(*sizes, mine.single_submit, mine.overlap_events, wanted)
         used, ring_error = ctypes.c_int32(), ctypes.c_int32()
         handle = _native().hz_aio_create(ctypes.byref(options), ctypes.byref(used), ctypes.byref(ring_error))
         if handle < 0:
-            raise _creation_error(_ENGINES[wanted], mine.threads, -handle)
+            raise _creation_error(_ENGINES[wanted], threads, -handle)
         if ring_error.value:
             _log_no_io_uring(describe_errno(ring_error.value))
         self.engine = _ENGINES[used.value]
@@ -272,7 +242,7 @@ class AioQueue:
         self._check_process()
         stats = _Stats()
         _native().hz_aio_stats_of(self._handle, ctypes.byref(stats))
-        return AioStats(*(getattr(stats, name) for name in _COUNTERS))
+        return AioStats(*(getattr(stats, counter.name) for counter in fields(AioStats)))
 
     def close(self) -> None:
         """Wait for everything under way and end the threads. Tickets that are left can still be waited for."""

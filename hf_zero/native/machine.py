@@ -1,4 +1,4 @@
-"""What this machine gives this process, on every operating system: cores, memory, and how much of it was used."""
+"""What this machine gives this process, on every operating system: cores, threads, memory, and how much was used."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 
 import psutil
 
+from hf_zero.errors import ConfigError
+
+THREADS_VARIABLE = "HF_ZERO_CPU_THREADS"
 _STATUS = Path("/proc/self/status")  # Linux
 
 
@@ -16,6 +19,30 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def default_threads() -> int:
+    """HF_ZERO_CPU_THREADS if set; else this process's share of the cores that it may run on, at least 1.
+
+    OMP_NUM_THREADS is not asked: torchrun sets it to 1 for every rank, which would make updates single-threaded.
+
+    Raises:
+        ConfigError: HF_ZERO_CPU_THREADS is not a positive whole number.
+    """
+    named = os.environ.get(THREADS_VARIABLE)
+    if named:
+        if not named.isascii() or not named.isdecimal() or int(named) < 1:
+            raise ConfigError(
+                f"{THREADS_VARIABLE}={named!r} is not a number of threads: set it to 1 or more, or unset it"
+            )
+        return int(named)
+    return max(1, usable_cores() // _local_ranks())
+
+
+def _local_ranks() -> int:
+    """Processes of this job on this machine; 1 outside of a launcher."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(ranks)) if ranks.isascii() and ranks.isdecimal() else 1
 
 
 def memory_bytes() -> int:

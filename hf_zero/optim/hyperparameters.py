@@ -43,7 +43,7 @@ def momenta(param_groups: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def groups_digest(param_groups: Sequence[Mapping[str, Any]]) -> float:
-    """An integer, for the vote of a step."""
+    """An integer, for the ballot of a step."""
     return digest_of(repr(numbers_of(param_groups)).encode())
 
 

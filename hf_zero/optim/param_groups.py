@@ -9,79 +9,79 @@ from typing import Any
 import torch
 
 from hf_zero.errors import ConfigError
-from hf_zero.layout import Run
-from hf_zero.optim.state_access import slice_of
-from hf_zero.optim.updates.owners import Owners, WholeParam
+from hf_zero.layout import Slice
+from hf_zero.optim.updates.owners import OwnedParam, Owners
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.sharding.shard import ShardTensor, StoredShard
+from hf_zero.sharding.param_index import ParamPlace
+from hf_zero.sharding.shard import slice_of
 
 
 @dataclass(frozen=True)
-class OwnedRun:
+class OwnedSlice:
     """The elements of one parameter that this rank owns, and what the user's optimizer holds for them.
 
     Where the native rule updates them, `masters` is one placeholder and `grads` is empty.
     """
 
-    buffer: GradAccumulator
-    index: int  # of the parameter in the buffer
-    run: Run
+    acc: GradAccumulator
+    index: int  # of the parameter in its flat parameter
+    slice: Slice
     masters: list[torch.Tensor]  # views of the master shard: what the user's optimizer holds in its param groups
     grads: list[torch.Tensor]  # views of the gradient shard, as `masters`
 
+    def is_at(self, place: ParamPlace) -> bool:
+        return self.acc.flat is place.flat and self.index == place.index
+
     @property
     def native(self) -> bool:
-        return self.buffer.flat.home.native
+        return self.acc.flat.placement.native
 
 
-def own_run(buffer: GradAccumulator, index: int, run: Run) -> OwnedRun:
-    """What the optimizer is to hold for `run` of the buffer's parameter `index`."""
-    master = buffer.flat.master
-    if isinstance(master, StoredShard):
-        # One element of its own, expanded, as a sharded parameter is: shape, type and numel are true, values are not.
-        shape = run.shape if run.is_unsharded else (run.numel,)
-        return OwnedRun(buffer, index, run, [torch.full((), torch.nan, dtype=master.dtype).expand(shape)], [])
-    assert isinstance(master, ShardTensor)
-    masters, grads = _same_cut(master.run_tensors(run), buffer.shard.run_tensors(run))
-    return OwnedRun(buffer, index, run, masters, grads)
+def own_slice(acc: GradAccumulator, index: int, slice_: Slice) -> OwnedSlice:
+    """What the optimizer is to hold for `slice_` of the flat parameter's parameter `index`."""
+    assert acc.flat.master is not None
+    masters = acc.flat.master.slice_tensors(slice_)
+    if acc.flat.placement.native:
+        return OwnedSlice(acc, index, slice_, masters, [])
+    return OwnedSlice(acc, index, slice_, *_split_alike(masters, acc.shard.slice_tensors(slice_)))
 
 
-def _same_cut(a: list[torch.Tensor], b: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Two lists that tile one run, one of them perhaps in one tensor, split at the same places."""
+def _split_alike(a: list[torch.Tensor], b: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Two lists that tile one slice, one of them perhaps in one tensor, split at the same places."""
     if len(a) == len(b):
         return a, b
     if len(a) == 1:
         return list(torch.split(a[0].view(-1), [tensor.numel() for tensor in b])), b
     if len(b) == 1:
         return a, list(torch.split(b[0].view(-1), [tensor.numel() for tensor in a]))
-    raise AssertionError(f"a run cut into {len(a)} and {len(b)} tensors")
+    raise AssertionError(f"a run split into {len(a)} and {len(b)} tensors")
 
 
-def cut_state(state: dict[str, Any], owned: OwnedRun) -> dict[torch.Tensor, dict[str, Any]]:
+def shard_state(state: dict[str, Any], owned: OwnedSlice) -> dict[torch.Tensor, dict[str, Any]]:
     """State that the optimizer had for an unsharded parameter, for the tensors that this rank updates of it."""
-    numel = owned.buffer.flat.layout.slots[owned.index].numel
-    cut: dict[torch.Tensor, dict[str, Any]] = {master: {} for master in owned.masters}
+    numel = owned.acc.flat.layout.slots[owned.index].numel
+    sharded: dict[torch.Tensor, dict[str, Any]] = {master: {} for master in owned.masters}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
-            mine = slice_of(value.detach(), owned.run)
+            mine = slice_of(value.detach(), owned.slice)
             chunks = torch.split(mine, [master.numel() for master in owned.masters])
             for master, chunk in zip(owned.masters, chunks, strict=True):
-                cut[master][key] = chunk.clone().view(master.shape)
+                sharded[master][key] = chunk.clone().view(master.shape)
         else:
             for master in owned.masters:
-                cut[master][key] = value.clone() if isinstance(value, torch.Tensor) else value
-    return cut
+                sharded[master][key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return sharded
 
 
-class CutGroups:
+class ShardedGroups:
     """Puts the elements that this rank updates into an optimizer's param groups, in place of unsharded parameters.
 
-    Parameters without masters wait, with their group, until `take` gets a buffer that trains them.
+    Parameters without masters wait, with their group, until `take` gets a gradient accumulator for them.
     """
 
     native_state: list[
-        tuple[OwnedRun, dict[str, Any]]
-    ]  # of the runs taken last that are updated natively: what the optimizer had for them
+        tuple[OwnedSlice, dict[str, Any]]
+    ]  # what the optimizer had for natively updated slices taken last
 
     def __init__(self, optimizer: torch.optim.Optimizer, owners: Owners | None = None) -> None:
         """`owners` deals out the parameters that the optimizer needs in full."""
@@ -98,25 +98,24 @@ class CutGroups:
     def wait_for(self, group: dict[str, Any], params: Iterable[torch.Tensor]) -> None:
         self._waiting.extend((group, param) for param in params)
 
-    def take(self, buffers: Sequence[GradAccumulator]) -> list[OwnedRun]:
-        """What this rank updates of the waiting parameters that are in `buffers`."""
+    def take(self, accumulators: Sequence[GradAccumulator]) -> list[OwnedSlice]:
+        """What this rank updates of the waiting parameters whose gradients are in `accumulators`."""
         places: dict[torch.Tensor, tuple[GradAccumulator, int]]
-        places = {p: (buffer, i) for buffer in buffers for i, p in enumerate(buffer.flat.params)}
-        runs = {b: {run.name: run for run in b.flat.layout.runs(b.flat.rank)} for b in buffers}
-        taken: list[OwnedRun] = []
+        places = {p: (acc, i) for acc in accumulators for i, p in enumerate(acc.flat.params)}
+        taken: list[OwnedSlice] = []
         left = []
         self.native_state = []
-        wholes = self._adopt(places)
+        adopted = self._adopt(places)
         for group, param in self._waiting:
             if param not in places:
                 left.append((group, param))
                 continue
-            buffer, index = places[param]
-            run = runs[buffer].get(buffer.flat.layout.slots[index].name)
-            owned = own_run(buffer, index, run) if run is not None else None
+            acc, index = places[param]
+            slice_ = acc.flat.slice_of(index)
+            owned = own_slice(acc, index, slice_) if slice_ is not None else None
             taken += [owned] if owned is not None else []
-            if param in wholes:
-                self._hold_unsharded(group, param, wholes[param])
+            if param in adopted:
+                self._hold_unsharded(group, param, adopted[param])
                 continue
             if owned is None:
                 continue  # other ranks own all of it
@@ -125,28 +124,28 @@ class CutGroups:
         self._waiting = left
         return taken
 
-    def _adopt(self, places: Mapping[torch.Tensor, tuple[GradAccumulator, int]]) -> dict[torch.Tensor, WholeParam]:
+    def _adopt(self, places: Mapping[torch.Tensor, tuple[GradAccumulator, int]]) -> dict[torch.Tensor, OwnedParam]:
         """Owners of those of the waiting parameters that are needed unsharded, by parameter."""
         if self._owners is None:
             return {}
         wanted = [param for group, param in self._waiting if param in places and self._owners.wants(group)]
         return dict(zip(wanted, self._owners.adopt([places[one] for one in wanted]), strict=True))
 
-    def _hold_unsharded(self, group: dict[str, Any], param: torch.Tensor, adopted: WholeParam) -> None:
+    def _hold_unsharded(self, group: dict[str, Any], param: torch.Tensor, adopted: OwnedParam) -> None:
         state = self._state.pop(param, None)
-        if adopted.whole is not None:
-            group["params"].append(adopted.whole)
+        if adopted.full is not None:
+            group["params"].append(adopted.full)
             if state is not None:
-                self._live_state[adopted.whole] = state
+                self._live_state[adopted.full] = state
 
-    def _move_state(self, param: torch.Tensor, owned: OwnedRun) -> None:
+    def _move_state(self, param: torch.Tensor, owned: OwnedSlice) -> None:
         if param not in self._state:
             return
-        cut = cut_state(self._state.pop(param), owned)
+        sharded = shard_state(self._state.pop(param), owned)
         if owned.native:
-            self.native_state.append((owned, cut[owned.masters[0]]))
+            self.native_state.append((owned, sharded[owned.masters[0]]))
         else:
-            self._live_state.update(cut)
+            self._live_state.update(sharded)
 
     def refuse_strangers(self) -> None:
         """Raise ConfigError if a trainable parameter is no parameter of the model."""

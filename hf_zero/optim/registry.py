@@ -113,7 +113,7 @@ def _spec_of(kind: type) -> OptimizerSpec | None:
 
 
 # ---------------------------------------------------------------- what a user brings
-def needs_whole(optimizer: torch.optim.Optimizer) -> Callable[[Mapping[str, Any]], bool] | None:
+def needs_unsharded(optimizer: torch.optim.Optimizer) -> Callable[[Mapping[str, Any]], bool] | None:
     """Which param groups of `optimizer` need unsharded parameters and can have them; None if none does."""
     spec = _spec_of(type(optimizer))
     if spec is None or spec.updates is not Updates.PARAMETERS:

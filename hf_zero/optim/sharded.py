@@ -13,25 +13,26 @@ from hf_zero.errors import StateError
 from hf_zero.optim.direct_steps import DirectSteps
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdam, HostAdamSettings
-from hf_zero.optim.param_groups import CutGroups, OwnedRun
+from hf_zero.optim.param_groups import OwnedSlice, ShardedGroups
 from hf_zero.optim.registry import check_group, check_native, check_optimizer
 from hf_zero.optim.state_access import (
     assemble,
     changed_state,
     check_kind,
+    full_state,
     joined_state,
     read_state,
-    run_of,
-    whole_state,
     write_state,
 )
-from hf_zero.optim.step_ballot import WindowFacts, clip_coefficient, settle_window
+from hf_zero.optim.step_ballot import StepFacts, clip_coefficient, settle_step
 from hf_zero.optim.updates.whole_params import make_owners, make_update
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.prefetch import UseOrder
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.sharding.flat_param import FlatParam, gather_resident
+from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamPlace
 from hf_zero.sharding.shard import ShardTensor
+from hf_zero.sharding.unit import gather_resident
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -41,11 +42,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     are the same dicts in the same list; only what is under "params" changes.
 
     Args:
-        optimizer: Built over the model's own parameters. State it already has is cut to the shards.
-        reducer: Holds the gradient buffers of all trainable parameters.
+        optimizer: Built over the model's own parameters. State it already has is sharded.
+        reducer: Holds the gradient accumulators of all trainable parameters.
         clip: `gradient_clipping`; 0 means the caller clips, or nobody.
         offload: How offloaded states are updated natively.
-        guard: Says which steps are left out.
+        guard: Decides which steps are left out.
     """
 
     def __init__(
@@ -62,10 +63,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         after_step: Callable[[], None],
     ) -> None:
         # Not calling super().__init__: the state and the groups are the inner optimizer's own.
-        sharded = any(buffer.flat.layout.world_size > 1 for buffer in reducer.buffers)
+        sharded = any(acc.flat.layout.world_size > 1 for acc in reducer.accumulators)
         check_optimizer(optimizer, sharded=sharded, allow_untested=allow_untested)
-        native = any(buffer.flat.home.native for buffer in reducer.buffers)
-        if native:
+        if any(acc.flat.placement.native for acc in reducer.accumulators):
             check_native(optimizer)
         self.optimizer = optimizer
         self._direct = DirectSteps(optimizer)
@@ -77,7 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip = clip
         self.guard = guard
         self._after_step = after_step
-        self._facts: WindowFacts | None = None
+        self._facts: StepFacts | None = None
         self._factor = 1.0  # what clipping multiplies natively updated gradients with, in the update itself
         self.attached: dict[str, dict[FlatParam, ShardTensor]] = {}  # kind -> shards that checkpoints hold too
         self.suspended = ""  # why there can be neither a step nor a checkpoint now
@@ -85,15 +85,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._native_flats: list[FlatParam] = []  # in the order of their updates; the same on all ranks
         self._offload = offload.for_groups(optimizer.param_groups)
         owners = make_owners(optimizer, comm, sharded=sharded)
-        self._cut = CutGroups(optimizer, owners)
-        self.owned = self._cut.take(reducer.buffers)  # what this rank updates, in the order of the param groups
-        self._cut.refuse_strangers()
+        self._groups = ShardedGroups(optimizer, owners)
+        self.owned = self._groups.take(
+            reducer.accumulators
+        )  # what this rank updates, in the order of the param groups
+        self._groups.refuse_strangers()
         self.strategy = make_update(optimizer, reducer, comm, owners)
         self._native: HostAdam | None = None
-        if native:
-            with comm.stop_together():
-                self._native = HostAdam(self._offload, self._comm.device)
-            self._update_natively(self.owned, reducer.buffers)
+        self._update_natively(self.owned, reducer.accumulators)
 
     # ---------------------------------------------------------------- the optimizer's face
     @property
@@ -123,20 +122,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         given = param_group["params"]
         params = [given] if isinstance(given, torch.Tensor) else list(given)
-        held = [buffer for buffer in self._reducer.buffers if any(buffer.flat is flat for flat in self._native_flats)]
-        late = {param for buffer in held for param in buffer.flat.params}
+        held = [acc for acc in self._reducer.accumulators if any(acc.flat is flat for flat in self._native_flats)]
+        late = {param for acc in held for param in acc.flat.params}
         if any(param in late for param in params):
             raise StateError(
-                "add_param_group: these parameters lie in one buffer with others whose offloaded update has begun.\n"
+                "add_param_group: these share a flat parameter with others whose offloaded update has begun.\n"
                 "Give the optimizer all trainable parameters from the start, or freeze the new ones until they join."
             )
         check_group(self.optimizer, param_group, params)
         self.optimizer.add_param_group({**param_group, "params": []})
-        self._cut.wait_for(self.optimizer.param_groups[-1], params)
-        self.take_in([buffer for buffer in self._reducer.buffers if buffer not in held])
+        self._groups.wait_for(self.optimizer.param_groups[-1], params)
+        self.take_in([acc for acc in self._reducer.accumulators if acc not in held])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget what has been accumulated in this window."""
+        """Forget the gradients of this accumulation window."""
         self._reducer.shown.discard()
         self._facts, self._factor = None, 1.0
 
@@ -148,23 +147,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         facts = self._settle(f"step with gradients clipped to {max_norm:g}")
         if (factor := clip_coefficient(facts.norm, max_norm)) != 1.0:
             self._factor *= factor
-            for buffer in self._reducer.buffers:
-                if not buffer.flat.home.native:
-                    buffer.shard.scale(factor)
+            for acc in self._reducer.accumulators:
+                if not acc.flat.placement.native:
+                    acc.shard.scale(factor)
             self._facts = dataclasses.replace(facts, norm=facts.norm * factor)
         return facts.norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the masters from the mean gradient, bring parameters up to date, start a new window.
+        """Update the masters from the mean gradient, bring parameters up to date, start a new accumulation window.
 
         All ranks must call. A parameter that had no gradient on any rank is left alone, as torch does.
         """
         if closure is not None:
             raise StateError("a closure cannot be used on shards: call backward, then step()")
         self.check_active("a step")
-        for buffer in self._reducer.buffers:
-            buffer.flat.check_views()
+        for acc in self._reducer.accumulators:
+            acc.flat.check_views()
         facts = self._settle()
         if self._clip > 0:
             self.clip_grad_norm(self._clip)
@@ -174,7 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._forget_window()
             self._after_step()
             return
-        has_grad = {buffer: facts.has_grad[i] for i, buffer in enumerate(self._reducer.buffers)}
+        has_grad = {acc: facts.has_grad[i] for i, acc in enumerate(self._reducer.accumulators)}
         changed = False
         if self._native is not None:
             with self._comm.stop_together():
@@ -189,10 +188,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reducer.clear()
         self._facts, self._factor = None, 1.0
 
-    def gradient_is_final(self, buffer: GradAccumulator) -> None:
-        """In the last backward before the step: the gradient of `buffer` is complete."""
+    def gradient_is_final(self, acc: GradAccumulator) -> None:
+        """In the last backward before the step: the gradient of `acc` is complete."""
         if self._native is not None and self._clip <= 0:
-            self._native.gradient_is_final(buffer)
+            self._native.gradient_is_final(acc)
 
     def rollback_early(self) -> None:
         """Undo updates that began in backward and hold their states: the step makes them again. No communication."""
@@ -210,7 +209,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_updating(self) -> bool:
-        """Whether a step has begun: ranks have agreed on the gradient, and the window is not over."""
+        """Whether a step has begun: ranks have agreed on the gradient, and the accumulation window is not over."""
         return self._facts is not None
 
     def check_active(self, what: str) -> None:
@@ -240,109 +239,111 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- gradients and state of one parameter
     @torch.no_grad()
-    def full_grad(self, flat: FlatParam, index: int) -> torch.Tensor | None:
-        """See access.full_grad. The window stays open: more may be accumulated after it."""
-        grads, factor = self._settled(flat, index) or (None, 1.0)
+    def full_grad(self, place: ParamPlace) -> torch.Tensor | None:
+        """See access.full_grad. More may be accumulated after it."""
+        grads, factor = self._settled(place) or (None, 1.0)
         if grads is None:
             return None
-        return assemble(flat, index, self._comm, lambda run: grads.shard.read_run(run) * factor, grads.dtype)
+        return assemble(place, self._comm, lambda slice_: grads.shard.read_slice(slice_) * factor, grads.dtype)
 
     @torch.no_grad()
-    def local_grad(self, flat: FlatParam, index: int) -> torch.Tensor | None:
-        """What this rank owns of a gradient as the step will use it, 1-D; see fragments.local_grad."""
-        found, run = self._settled(flat, index), run_of(flat, index)
-        return None if found is None or run is None else found[0].shard.read_run(run) * found[1]
+    def local_grad(self, place: ParamPlace) -> torch.Tensor | None:
+        """What this rank owns of a gradient as the step will use it, 1-D; see access.local_grad."""
+        found, slice_ = self._settled(place), place.slice
+        return None if found is None or slice_ is None else found[0].shard.read_slice(slice_) * found[1]
 
     @torch.no_grad()
-    def set_grad(self, flat: FlatParam, index: int, values: torch.Tensor | None) -> None:
+    def set_grad(self, place: ParamPlace, values: torch.Tensor | None) -> None:
         """Let the step use these values, 1-D, for the elements that this rank owns. All ranks must call.
 
         Raises StateError for a parameter without gradient memory.
         """
-        grads = next((one for one in self._reducer.buffers if one.flat is flat), None)
+        grads = next((one for one in self._reducer.accumulators if one.flat is place.flat), None)
         if grads is None:
-            raise StateError(f"{flat.layout.slots[index].name} is frozen: it has no gradient")
+            raise StateError(f"{place.slot.name} is frozen: it has no gradient")
         self._settle()
         self.rollback_early()  # it has used the old values
-        for native in (one for one in self._reducer.buffers if one.flat.home.native):
+        for native in (one for one in self._reducer.accumulators if one.flat.placement.native):
             native.shard.scale(self._factor)
         self._factor = 1.0
-        run = run_of(flat, index)
-        if run is not None and values is not None:
-            grads.shard.write_run(run, values)
-        grads.seen[index] = True
-        self._facts = None  # the norm has changed: the step votes again
+        if (slice_ := place.slice) is not None and values is not None:
+            grads.shard.write_slice(slice_, values)
+        grads.seen[place.index] = True
+        self._facts = None  # the norm has changed: the step holds its ballot again
 
     @torch.no_grad()
-    def full_state(self, flat: FlatParam, index: int, kind: str) -> torch.Tensor | None:
+    def full_state(self, place: ParamPlace, kind: str) -> torch.Tensor | None:
         """See access.full_optimizer_state."""
-        if kind == "master" and flat.master is not None:
-            return assemble(flat, index, self._comm, flat.master.read_run, flat.master.dtype)
-        read = self.strategy.reader_of(flat, index)
-        return read(kind) if read else whole_state(flat, index, kind, self._comm, self._state_of(flat, index))
+        if kind == "master" and (master := place.flat.master) is not None:
+            return assemble(place, self._comm, master.read_slice, master.dtype)
+        read = self.strategy.reader_of(place)
+        return read(kind) if read else full_state(place, kind, self._comm, self._state_of(place))
 
     @torch.no_grad()
-    def local_state(self, flat: FlatParam, index: int, kind: str) -> torch.Tensor | None:
+    def local_state(self, place: ParamPlace, kind: str) -> torch.Tensor | None:
         """What this rank owns of a state, 1-D, or 0-dim where it is a number; None if it owns nothing."""
-        run = run_of(flat, index)
-        if run is not None and kind == "master" and flat.master is not None:
-            return flat.master.read_run(run)
-        mine = self._state_of(flat, index)
-        return None if run is None or not mine else read_state(flat, index, kind, mine, run)
+        slice_ = place.slice
+        if slice_ is not None and kind == "master" and place.flat.master is not None:
+            return place.flat.master.read_slice(slice_)
+        mine = self._state_of(place)
+        return None if slice_ is None or not mine else read_state(place, kind, mine, slice_)
 
     @torch.no_grad()
-    def set_state(self, flat: FlatParam, index: int, kind: str, values: torch.Tensor | None, *, number: bool) -> None:
+    def set_state(self, place: ParamPlace, kind: str, values: torch.Tensor | None, *, number: bool) -> None:
         """Set what this rank owns of a state: 1-D, or 0-dim where it is a `number`. All ranks must call.
 
         Raises StateError on all ranks; see check_kind.
         """
-        owned, mine = self._owned_of(flat, index), self._state_of(flat, index)
-        check_kind(flat, index, kind, self._comm, mine, number=number)
+        owned, mine = self._owned_of(place), self._state_of(place)
+        check_kind(place, kind, self._comm, mine, number=number)
         if owned is None or values is None or not mine:
             return
         if owned.native:
-            self.load_native_state(owned, changed_state(mine, kind, owned.run, values))
+            self.load_native_state(owned, changed_state(mine, kind, owned.slice, values))
         else:
             write_state([self.state[master] for master in owned.masters], kind, values)
 
-    def _state_of(self, flat: FlatParam, index: int) -> dict[str, Any] | None:
+    def _state_of(self, place: ParamPlace) -> dict[str, Any] | None:
         """This rank's state of a parameter by kind; {} before the first update, None if it owns nothing of it."""
-        self.strategy.check_cut(flat, index)
-        if (owned := self._owned_of(flat, index)) is None:
+        self.strategy.check_sharded(place)
+        if (owned := self._owned_of(place)) is None:
             return None
         mine = self.native_state(owned)
         return mine if mine is not None else joined_state([self.state.get(master, {}) for master in owned.masters])
 
-    def _owned_of(self, flat: FlatParam, index: int) -> OwnedRun | None:
-        return next((one for one in self.owned if one.buffer.flat is flat and one.index == index), None)
+    def _owned_of(self, place: ParamPlace) -> OwnedSlice | None:
+        return next((one for one in self.owned if one.is_at(place)), None)
 
-    def _settled(self, flat: FlatParam, index: int) -> tuple[GradAccumulator, float] | None:
-        """(where the gradient of this window is, what clipping multiplies it with); None if no rank has one."""
+    def _settled(self, place: ParamPlace) -> tuple[GradAccumulator, float] | None:
+        """(where the gradient of this step is, what clipping multiplies it with); None if no rank has one."""
         facts = self._facts or self._ballot(closes=False)
-        for number, grads in enumerate(self._reducer.buffers):
-            if grads.flat is flat and facts.has_grad[number][index]:
-                return grads, self._factor if flat.home.native else 1.0  # elsewhere the gradient itself was scaled
+        for number, grads in enumerate(self._reducer.accumulators):
+            if grads.flat is place.flat and facts.has_grad[number][place.index]:
+                return (
+                    grads,
+                    self._factor if grads.flat.placement.native else 1.0,
+                )  # else the gradient itself was scaled
         return None
 
     # ---------------------------------------------------------------- inside
     @torch.no_grad()
-    def _settle(self, purpose: str = "step") -> WindowFacts:
+    def _settle(self, purpose: str = "step") -> StepFacts:
         if self._reducer.shown.collect_all() or self._facts is None:
             self._facts = self._ballot(purpose=purpose)
             if self.guard.accepts(self._facts.norm):
                 self.last_norm = self._facts.norm
         return self._facts
 
-    def _ballot(self, **options: Any) -> WindowFacts:
-        return settle_window(self._reducer, self._comm, self._orders, self.param_groups, **options)
+    def _ballot(self, **options: Any) -> StepFacts:
+        return settle_step(self._reducer, self._comm, self._orders, self.param_groups, **options)
 
     def _publish(self, *, native_too: bool) -> None:
         """Masters -> parameters: cast, and gather where parameters stay unsharded on ranks that own a part each."""
         changed = []
-        for buffer in self._reducer.buffers:
-            if not buffer.flat.home.native:
-                buffer.flat.refresh()
-                changed.append(buffer.flat)
+        for acc in self._reducer.accumulators:
+            if not acc.flat.placement.native:
+                acc.flat.refresh()
+                changed.append(acc.flat)
         with self._comm.coalesced("updated parameters"):
             gather_resident(changed)
         if native_too:
@@ -350,37 +351,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
             gather_resident(self._native_flats)
 
     def take_in(self, added: Sequence[GradAccumulator]) -> None:
-        """Update the parameters of buffers that the reducer has got since, as far as a group holds them.
+        """Update parameters whose gradients the reducer has got since, as far as a group holds them.
 
         All ranks must call.
         """
         self.finish_updates()
-        runs = self._cut.take(added)
-        self.owned.extend(runs)
-        native = [buffer for buffer in added if buffer.flat.home.native]
-        if native:
-            check_native(self.optimizer)
-            self._native = self._native or HostAdam(self._offload, self._comm.device)
-            self._update_natively(runs, native)
+        slices = self._groups.take(added)
+        self.owned.extend(slices)
+        self._update_natively(slices, added)
 
-    def _update_natively(self, runs: Sequence[OwnedRun], buffers: Sequence[GradAccumulator]) -> None:
-        assert self._native is not None
+    def _update_natively(self, slices: Sequence[OwnedSlice], accumulators: Sequence[GradAccumulator]) -> None:
+        """Hand what is offloaded of `accumulators` to the native rule."""
+        native = [acc for acc in accumulators if acc.flat.placement.native]
+        if not native:
+            return
+        check_native(self.optimizer)
         groups = {id(master): group for group in self.optimizer.param_groups for master in group["params"]}
-        owned = [(run, groups[id(run.masters[0])]) for run in runs if run.native]
+        owned = [(slice_, groups[id(slice_.masters[0])]) for slice_ in slices if slice_.native]
         # Backward in the order of reduces is forward; what is never sharded is waited for, so it comes first.
-        order = sorted(buffers, key=lambda buffer: (buffer.flat.on_demand, -buffers.index(buffer)))
-        self._native_flats += [buffer.flat for buffer in order if buffer.flat.home.native]
+        order = sorted(native, key=lambda acc: (acc.flat.on_demand, -native.index(acc)))
+        self._native_flats += [acc.flat for acc in order]
         with self._comm.stop_together():
+            self._native = self._native or HostAdam(self._offload, self._comm.device)
             self._native.take_in(owned, order)
-            for run, state in self._cut.native_state:
-                self._native.load_run(run, state)
+            for slice_, state in self._groups.native_state:
+                self._native.load_run(slice_, state)
 
-    def native_state(self, owned: OwnedRun) -> dict[str, Any] | None:
-        """The state of a run that is updated natively (see HostAdam.state_of); None for others."""
+    def native_state(self, owned: OwnedSlice) -> dict[str, Any] | None:
+        """The state of a slice that is updated natively (see HostAdam.state_of); None for others."""
         return self._native.state_of(owned) if owned.native and self._native is not None else None
 
-    def load_native_state(self, owned: OwnedRun, state: Mapping[str, Any]) -> None:
-        """Set the state of a natively updated run; {} is the state before the first update."""
+    def load_native_state(self, owned: OwnedSlice, state: Mapping[str, Any]) -> None:
+        """Set the state of a natively updated slice; {} is the state before the first update."""
         assert self._native is not None
         self._native.load_run(owned, state)
 

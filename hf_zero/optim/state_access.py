@@ -1,4 +1,4 @@
-"""One parameter's gradient or optimizer state: put together from what the ranks own of it, read and set in part."""
+"""One parameter's gradient or optimizer state: assembled from what the ranks own of it, read and set by slice."""
 
 from __future__ import annotations
 
@@ -9,50 +9,33 @@ import torch
 
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
-from hf_zero.layout import Run
-from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.layout import Slice
+from hf_zero.sharding.param_index import ParamPlace
 from hf_zero.sharding.shard import Shard
 
 
-def run_of(flat: FlatParam, index: int) -> Run | None:
-    """What this rank owns of the buffer's parameter `index`; None if that is nothing."""
-    name = flat.layout.slots[index].name
-    return next((run for run in flat.layout.runs(flat.rank) if run.name == name), None)
-
-
-def slice_of(full: torch.Tensor, run: Run) -> torch.Tensor:
-    """The elements of `run` out of its full parameter, or a tensor of that shape: 1-D [run.numel]."""
-    flat = full.reshape(-1)
-    return torch.cat([flat[piece.start : piece.end] for piece in run.pieces])
-
-
-def assemble(
-    flat: FlatParam, index: int, comm: Comm, read: Callable[[Run], torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    """A tensor of the shape of the buffer's parameter `index`, on the compute device. All ranks must call.
+def assemble(place: ParamPlace, comm: Comm, read: Callable[[Slice], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the shape of a parameter, on the compute device. All ranks must call.
 
     Args:
-        read: Values of a run that this rank owns, in its order.
+        read: Values of a slice that this rank owns, in its order.
     """
-    slot = flat.layout.slots[index]
+    slot = place.slot
     # Every element has one owner: the sum over ranks adds zeros to it, which changes no bit. 16 bits travel as 32.
     wide = torch.promote_types(dtype, torch.float32)
-    whole = torch.zeros(slot.numel, dtype=wide, device=comm.device)
-    run = run_of(flat, index)
-    if run is not None:
-        at, values = 0, read(run).reshape(-1)
-        for piece in run.pieces:
-            whole[piece.start : piece.end].copy_(values[at : at + piece.numel])
+    full = torch.zeros(slot.numel, dtype=wide, device=comm.device)
+    if (slice_ := place.slice) is not None:
+        at, values = 0, read(slice_).reshape(-1)
+        for piece in slice_.pieces:
+            full[piece.start : piece.end].copy_(values[at : at + piece.numel])
             at += piece.numel
-    if flat.layout.world_size > 1:
-        comm.all_reduce(whole, f"whole {slot.name}").wait()
-    return whole.to(dtype).view(slot.shape)
+    if place.flat.layout.world_size > 1:
+        comm.all_reduce(full, f"full {slot.name}").wait()
+    return full.to(dtype).view(slot.shape)
 
 
 # -------------------------------------------------------------------- optimizer state
-def whole_state(
-    flat: FlatParam, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None
-) -> torch.Tensor | None:
+def full_state(place: ParamPlace, kind: str, comm: Comm, mine: Mapping[str, Any] | None) -> torch.Tensor | None:
     """One kind of state of a parameter; None before the first update. All ranks must call.
 
     Args:
@@ -60,28 +43,26 @@ def whole_state(
     Raises:
         StateError: There is state, but not of this kind.
     """
-    described = _agree_on_kind(flat, index, kind, comm, mine)
+    described = _agree_on_kind(place, kind, comm, mine)
     if described is None:
         return None
     if not isinstance(described, torch.dtype):
         return torch.tensor(described, device=comm.device)
 
-    def read(run: Run) -> torch.Tensor:
+    def read(slice_: Slice) -> torch.Tensor:
         assert mine is not None
-        return _values(mine[kind], run)
+        return _values(mine[kind], slice_)
 
-    return assemble(flat, index, comm, read, described)
+    return assemble(place, comm, read, described)
 
 
-def check_kind(
-    flat: FlatParam, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None, *, number: bool
-) -> None:
+def check_kind(place: ParamPlace, kind: str, comm: Comm, mine: Mapping[str, Any] | None, *, number: bool) -> None:
     """Raise StateError on all ranks unless the parameter has this kind of state, as one number or not.
 
     All ranks must call.
     """
-    slot = flat.layout.slots[index]
-    described = _agree_on_kind(flat, index, kind, comm, mine)
+    slot = place.slot
+    described = _agree_on_kind(place, kind, comm, mine)
     if described is None:
         raise StateError(f"{slot.name} has no optimizer state before the first update, so none can be set")
     if slot.shape and number == isinstance(described, torch.dtype):
@@ -89,9 +70,9 @@ def check_kind(
         raise StateError(f"optimizer state {kind!r} of {slot.name} is {wanted}")
 
 
-def _agree_on_kind(flat: FlatParam, index: int, kind: str, comm: Comm, mine: Mapping[str, Any] | None) -> Any:
+def _agree_on_kind(place: ParamPlace, kind: str, comm: Comm, mine: Mapping[str, Any] | None) -> Any:
     """The type of a state on whichever rank has it, or its number; None before the first update."""
-    name = flat.layout.slots[index].name
+    name = place.slot.name
     facts = None if mine is None else {key: _describe(value) for key, value in mine.items()}
     everyone = [found for found in comm.all_gather_object(facts, f"state of {name}") if found]
     if not everyone:
@@ -107,7 +88,7 @@ def _unknown_kind(name: str, kind: str, kinds: set[str]) -> StateError:
 
 
 def _describe(value: Any) -> Any:
-    """The type of what is cut like the parameter, or the number that is the same for all of it."""
+    """The type of what is sharded like the parameter, or the number that is the same for all of it."""
     if isinstance(value, Shard):
         return value.dtype
     if isinstance(value, torch.Tensor):
@@ -115,38 +96,38 @@ def _describe(value: Any) -> Any:
     return value
 
 
-def _values(value: Any, run: Run) -> torch.Tensor:
-    """One kind of a run's state, 1-D; 0-dim for a number."""
+def _values(value: Any, slice_: Slice) -> torch.Tensor:
+    """One kind of a slice's state, 1-D; 0-dim for a number."""
     if isinstance(value, Shard):
-        return value.read_run(run)
+        return value.read_slice(slice_)
     return value if isinstance(value, torch.Tensor) else torch.tensor(value)
 
 
 def joined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of one run from that of the tensors which the optimizer holds for it: cut tensors become 1-D."""
+    """The state of one slice from that of the tensors which the optimizer holds for it: sharded tensors become 1-D."""
     joined: dict[str, Any] = {}
     for kind, first in states[0].items():
-        cut = isinstance(first, torch.Tensor) and first.dim() > 0
-        joined[kind] = torch.cat([state[kind].reshape(-1) for state in states]) if cut else first
+        is_sharded = isinstance(first, torch.Tensor) and first.dim() > 0
+        joined[kind] = torch.cat([state[kind].reshape(-1) for state in states]) if is_sharded else first
     return joined
 
 
-def read_state(flat: FlatParam, index: int, kind: str, mine: Mapping[str, Any], run: Run) -> torch.Tensor:
+def read_state(place: ParamPlace, kind: str, mine: Mapping[str, Any], slice_: Slice) -> torch.Tensor:
     """One kind of what this rank owns of a state, 1-D; 0-dim for a number. Raises StateError for an unknown kind."""
     if kind not in mine:
-        raise _unknown_kind(flat.layout.slots[index].name, kind, set(mine))
-    return _values(mine[kind], run)
+        raise _unknown_kind(place.slot.name, kind, set(mine))
+    return _values(mine[kind], slice_)
 
 
-def changed_state(mine: Mapping[str, Any], kind: str, run: Run, values: torch.Tensor) -> dict[str, Any]:
-    """A run's state as plain tensors and numbers, one kind of it replaced."""
-    state = {key: _values(value, run) for key, value in mine.items()}
+def changed_state(mine: Mapping[str, Any], kind: str, slice_: Slice, values: torch.Tensor) -> dict[str, Any]:
+    """A slice's state as plain tensors and numbers, one kind of it replaced."""
+    state = {key: _values(value, slice_) for key, value in mine.items()}
     state[kind] = values
     return {key: value.item() if value.dim() == 0 else value for key, value in state.items()}
 
 
 def write_state(states: Sequence[dict[str, Any]], kind: str, values: torch.Tensor) -> None:
-    """Set one kind in the state of the tensors that an optimizer holds for a run; see `joined_state`."""
+    """Set one kind in the state of the tensors that an optimizer holds for a slice; see `joined_state`."""
     if not isinstance(states[0][kind], torch.Tensor):
         for state in states:
             state[kind] = type(state[kind])(values.item())

@@ -1,8 +1,8 @@
-"""What all ranks agree on between the last backward of a window and the optimizer step.
+"""What all ranks agree on between the last backward of an accumulation window and the optimizer step.
 
-One vote per step carries it: which gradient buffers have a rest on some rank, which parameters had a gradient on any
-rank, the squared norm, whether the ranks used their units in the same order, and whether their param groups say the
-same.
+One all-reduce of step statistics carries it: which gradient accumulators have late gradients on some rank, which
+parameters had a gradient on any rank, the squared norm, whether the ranks used their units in the same order, and
+whether their param groups are the same.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ParamGroups = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class WindowFacts:
-    """The outcome of the vote, equal on all ranks."""
+class StepFacts:
+    """The outcome of the ballot, equal on all ranks."""
 
     norm: float  # L2 norm of the full mean gradient, before clipping
-    has_grad: tuple[tuple[bool, ...], ...]  # per gradient buffer, per parameter: on any rank
+    has_grad: tuple[tuple[bool, ...], ...]  # per gradient accumulator, per parameter: on any rank
 
 
-def settle_window(
+def settle_step(
     reducer: GradReducer,
     comm: Comm,
     orders: Sequence[UseOrder],
@@ -41,19 +41,19 @@ def settle_window(
     *,
     closes: bool = True,
     purpose: str = "step",
-) -> WindowFacts:
-    """Bring every gradient of the window into the shards and vote. All ranks must call.
+) -> StepFacts:
+    """Bring every gradient of the accumulation window into the shards and hold the ballot. All ranks must call.
 
-    A second vote is needed only where some rank had gradients that came after their buffer's reduce.
+    A second ballot is needed only where some rank had gradients that came after the reduce of their unit.
 
     Args:
         closes: A step follows. Then StateError is raised, on all ranks, for param groups whose numbers differ between
             ranks, and for a parameter that no rank had a gradient of, where `ignore_unused_parameters` is false.
-        purpose: What the ranks vote for; DivergenceError where theirs differ, such as one rank that clips alone.
+        purpose: What the ballot is for; DivergenceError where theirs differ, such as one rank that clips alone.
     """
     reducer.settle()
-    for buffer in reducer.buffers:
-        buffer.drop_missing()
+    for acc in reducer.accumulators:
+        acc.drop_missing()
     facts = _vote(reducer, comm, orders, param_groups, purpose)
     if any(facts.rests):
         reducer.reduce_rests(facts.rests)
@@ -65,16 +65,16 @@ def settle_window(
     if closes and not facts.same_numbers:
         refuse_different(param_groups, comm)
     if closes:
-        _refuse_unused(reducer.buffers, facts.has_grad)
-    return WindowFacts(math.sqrt(facts.norm_sq), tuple(facts.has_grad))
+        _refuse_unused(reducer.accumulators, facts.has_grad)
+    return StepFacts(math.sqrt(facts.norm_sq), tuple(facts.has_grad))
 
 
-def _refuse_unused(buffers: Sequence[GradAccumulator], has_grad: Sequence[Sequence[bool]]) -> None:
+def _refuse_unused(accumulators: Sequence[GradAccumulator], has_grad: Sequence[Sequence[bool]]) -> None:
     unused = [
         slot.name
-        for buffer, present in zip(buffers, has_grad, strict=True)
-        if not buffer.allow_unused
-        for slot, there in zip(buffer.flat.layout.slots, present, strict=True)
+        for acc, present in zip(accumulators, has_grad, strict=True)
+        if not acc.allow_unused
+        for slot, there in zip(acc.flat.layout.slots, present, strict=True)
         if not there
     ]
     if unused:
@@ -99,16 +99,16 @@ class _Outcome:
 def _vote(
     reducer: GradReducer, comm: Comm, orders: Sequence[UseOrder], param_groups: ParamGroups, purpose: str
 ) -> _Outcome:
-    norm_sq = local_norm_sq(reducer.buffers, comm)
+    norm_sq = local_norm_sq(reducer.accumulators, comm)
     digests = [*(order.digest() for order in orders), groups_digest(param_groups), reducer.shown.digest(norm_sq)]
-    ballot = [0.0, *digests, *(float(buffer.has_rest) for buffer in reducer.buffers)]
-    for buffer in reducer.buffers:
-        ballot += [float(seen) for seen in buffer.seen]
+    ballot = [0.0, *digests, *(float(acc.has_rest) for acc in reducer.accumulators)]
+    for acc in reducer.accumulators:
+        ballot += [float(seen) for seen in acc.seen]
     values = torch.tensor(ballot, dtype=torch.float64, device=comm.device)
     values[0] = norm_sq
     by_rank = comm.vote(values, purpose)
     norms, equal, rests, seen = by_rank.split(
-        [1, len(digests), len(reducer.buffers), sum(len(buffer.seen) for buffer in reducer.buffers)], dim=1
+        [1, len(digests), len(reducer.accumulators), sum(len(acc.seen) for acc in reducer.accumulators)], dim=1
     )
     *agreed, same_numbers, same_changes = (equal == equal[0]).all(0).tolist()
     there = iter(seen.any(0).tolist())
@@ -118,25 +118,25 @@ def _vote(
         same_numbers=same_numbers,
         same_changes=same_changes,
         rests=rests.any(0).tolist(),
-        has_grad=[tuple(itertools.islice(there, len(buffer.seen))) for buffer in reducer.buffers],
+        has_grad=[tuple(itertools.islice(there, len(acc.seen))) for acc in reducer.accumulators],
     )
 
 
-def local_norm_sq(buffers: Sequence[GradAccumulator], comm: Comm) -> torch.Tensor:
-    """Squared L2 norm of this rank's gradient shards (padding is zero), so that the sum over ranks is the whole's.
+def local_norm_sq(accumulators: Sequence[GradAccumulator], comm: Comm) -> torch.Tensor:
+    """Squared L2 norm of this rank's gradient shards (padding is zero); the sum over ranks is the full gradient's.
 
     fp64 0-dim. Norms are taken per part in the gradient's type (16-bit types in fp32) and summed in fp64.
     """
     total = torch.zeros((), dtype=torch.float64, device=comm.device)
-    for buffer in buffers:
-        buffer.wait_for_copies()
-        parts = [part for part in buffer.shard.parts if part.numel()]
+    for acc in accumulators:
+        acc.wait_for_copies()
+        parts = [part for part in acc.shard.parts if part.numel()]
         if not parts:
             continue
-        at_least_fp32 = torch.promote_types(buffer.dtype, torch.float32)
+        at_least_fp32 = torch.promote_types(acc.dtype, torch.float32)
         norms = torch._foreach_norm(parts, 2, dtype=at_least_fp32)
         squares = torch.stack(norms).double().square().sum()
-        replicas = comm.world_size // buffer.flat.layout.world_size
+        replicas = comm.world_size // acc.flat.layout.world_size
         total += squares.to(comm.device) / replicas
     return total
 

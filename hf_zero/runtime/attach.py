@@ -93,7 +93,7 @@ class ModelAttachment:
         watch = BackwardWatch(callbacks.backward_starts, callbacks.backward_ends)
         self._hooks.on_state_dict(fitted.model, callbacks.state_dict)
         self._reducer = fitted.reducer
-        self.on_gradients(fitted.reducer.buffers)
+        self.on_gradients(fitted.reducer.accumulators)
         self._hooks.on_forward(fitted.model, functools.partial(self._starts, callbacks.forward_starts))
         self._hooks.on_forward_end(fitted.model, callbacks.forward_ends)
         computes = fitted.computes
@@ -118,13 +118,13 @@ class ModelAttachment:
         if self._tree is not None:
             self._tree.check(self._rank)
 
-    def on_gradients(self, buffers: Iterable[GradAccumulator]) -> None:
+    def on_gradients(self, accumulators: Iterable[GradAccumulator]) -> None:
         """Hand the gradients of their parameters to the reducer."""
-        for buffer in buffers:
-            number = self._reducer.buffers.index(buffer)
-            for index, param in enumerate(buffer.flat.params):
+        for acc in accumulators:
+            number = self._reducer.accumulators.index(acc)
+            for index, param in enumerate(acc.flat.params):
                 self._hooks.on_gradient(param, self._reducer.arrived, number, index)
-                if buffer.flat.layout.world_size == 1:  # the mean itself may be in param.grad
+                if acc.flat.layout.world_size == 1:  # the mean itself may be in param.grad
                     self._hooks.before_gradient(param, self._reducer.shown.hide)
 
     def naming_shards(self) -> contextlib.AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 [Note: Autocast copies]
 Under autocast a Linear computes with a 16-bit copy of its fp32 weight. Two things keep that copy alive after the unit
-has been released: autograd, which saves it for backward, and autocast's own cache, until autocast ends. Together they
+has been resharded: autograd, which saves it for backward, and autocast's own cache, until autocast ends. Together they
 would hold 2 bytes of every parameter on every rank, which is what stage 3 exists to avoid. So a copy is saved as "this
 parameter, in this type", made again from the gathered parameter in backward, and the cache is emptied after each unit.
 """

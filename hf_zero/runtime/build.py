@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -20,9 +20,9 @@ from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.runtime.reduce_schedule import MAX_REDUCES
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.home import FlatParamSpec, Placement
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import UnitKind, UnitSpec, partition
-from hf_zero.sharding.placement import OffloadSettings, Placements
+from hf_zero.sharding.placement import FlatParamSpec, OffloadSettings, Placement, Placements
 from hf_zero.sharding.stages import UnitPlan, keeps_small_parameters_unsharded, plan_unit
 from hf_zero.sharding.unit import ShardUnit
 
@@ -55,8 +55,7 @@ class BuildSettings:
     offload: OffloadSettings
 
     @classmethod
-    def of(cls, config: ResolvedConfig, scale: float, *, train: bool = True) -> BuildSettings:
-        """`scale` multiplies every gradient; see GradSettings."""
+    def of(cls, config: ResolvedConfig, *, train: bool = True) -> BuildSettings:
         zero = config.zero
         return cls(
             stage=config.stage,
@@ -66,9 +65,7 @@ class BuildSettings:
             cast_to=torch_dtype(config.dtype),
             keep_fp32=config.keep_fp32,
             train=train,
-            grads=GradSettings(
-                torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type), scale, LossScale()
-            ),
+            grads=GradSettings(torch_dtype(config.grad_accum_dtype), torch_dtype(config.communication_data_type)),
             reduction=Reduction.of(config),
             allow_unused=zero.ignore_unused_parameters,
             offload=OffloadSettings.of(config),
@@ -80,42 +77,43 @@ class BuildSettings:
 
 @dataclass(frozen=True)
 class BuiltUnits:
+    """What one engine has been built from: the parts that its parameters and gradients share."""
+
     settings: BuildSettings
     comm: Comm
-    homes: Placements
+    placements: Placements
     units: list[ShardUnit]
-    grads: list[GradAccumulator]  # in the order of reduces: the last layer first, root and persistent units last
     pool: BufferPool
+    loss_scale: LossScale
+    # In the order of reduces: the last layer first, root and persistent units last.
+    grads: list[GradAccumulator] = field(default_factory=list)
 
 
-Fill = Callable[[FlatParam], None]
+Initialize = Callable[[FlatParam], None]
 Reuse = Callable[[FlatParamSpec, list[nn.Parameter], Placement], FlatParam | None]
-
-
-Drafted = list[
-    tuple[UnitSpec, list[FlatParamSpec]]
-]  # a unit before memory exists, with the flat parameters that it will have
+# Units before memory exists, with the flat parameters that they will have.
+Drafted = list[tuple[UnitSpec, list[FlatParamSpec]]]
 
 
 def build_units(
     model: nn.Module,
     settings: BuildSettings,
     comm: Comm,
-    fill: Fill = FlatParam.fill_from_params,
+    initialize: Initialize = FlatParam.initialize_from_params,
     *,
     reuse: Reuse | None = None,
 ) -> BuiltUnits:
     """Take the model's parameters over. All ranks must call; rank 0's values win.
 
-    `fill` gives a flat parameter its first values: from full parameters, unless they are elsewhere. `reuse` gives one
-    that is there already, or None.
+    `initialize` gives a flat parameter its first values: from full parameters, unless they are elsewhere. `reuse`
+    gives one that is there already, or None.
     Raises ConfigError for parameters that cannot be cut, DivergenceError if the ranks built different models,
     OffloadError where a folder to offload to cannot be used.
     """
     drafted = flat_param_specs(model, settings, comm)
     _tell_lost_strides([spec for spec, _ in drafted], comm)
     _check_equal(comm, [flat_spec.layout for _, mine in drafted for flat_spec in mine])
-    return make_units(drafted, settings, comm, fill, reuse=reuse)
+    return make_units(drafted, settings, comm, initialize, reuse=reuse)
 
 
 def flat_param_specs(model: nn.Module, settings: BuildSettings, comm: Comm) -> Drafted:
@@ -135,54 +133,49 @@ def make_units(
     drafted: Drafted,
     settings: BuildSettings,
     comm: Comm,
-    fill: Fill,
-    homes_class: type[Placements] = Placements,
+    initialize: Initialize,
+    placements_class: type[Placements] = Placements,
     *,
     reuse: Reuse | None = None,
 ) -> BuiltUnits:
     """The second half of `build_units`: memory, and the parameters in it."""
-    homes = homes_class(settings.offload, comm, [flat_spec for _, mine in drafted for flat_spec in mine])
+    placements = placements_class(settings.offload, comm, [flat_spec for _, mine in drafted for flat_spec in mine])
     units: list[ShardUnit] = []
-    eager: dict[int, bool] = {}
     for spec, mine in drafted:
         params = dict(spec.params)
-        buffers = []
+        flats = []
         for flat_spec in mine:
             members = [params[slot.name] for slot in flat_spec.layout.slots]
-            home = homes.placement_of(flat_spec)
+            placement = placements.placement_of(flat_spec)
             with comm.stop_together():  # the disk may be full on one rank
-                flat = reuse(flat_spec, members, home) if reuse is not None else None
+                flat = reuse(flat_spec, members, placement) if reuse is not None else None
                 if flat is None:
-                    layout, dtype = flat_spec.layout, flat_spec.dtype
-                    flat = FlatParam(
-                        layout, members, comm, home, on_demand=flat_spec.on_demand, dtype=dtype, fill=fill
-                    )
-            buffers.append(flat)
-            eager[id(flat)] = settings.plan(spec.kind, comm.world_size).eager
-        unit = ShardUnit(spec.name, spec.kind, spec.module, buffers)
+                    flat = FlatParam(flat_spec, members, comm, placement, initialize)
+            flats.append(flat)
+        unit = ShardUnit(spec.name, spec.kind, spec.module, flats)
         if unit.on_demand:
-            unit.release()
+            unit.reshard()
         units.append(unit)
-    comm.barrier(
-        "all shards"
-    )  # rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own
+    # Rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own.
+    comm.barrier("all shards")
     pool = BufferPool(comm.device, max_per_size=MAX_REDUCES if comm.computes_on_host else 0)
-    flats = [flat for unit in _reduce_order(units) for flat in unit.buffers if flat.layout.trainable]
-    grads = [make_grads(flat, settings, comm, pool, homes, eager=eager[id(flat)]) for flat in flats]
-    return BuiltUnits(settings, comm, homes, units, grads, pool)
+    built = BuiltUnits(settings, comm, placements, units, pool, LossScale())
+    for unit in _reduce_order(units):
+        built.grads.extend(make_grads(built, unit, flat) for flat in unit.flats if flat.layout.trainable)
+    return built
 
 
-def make_grads(
-    flat: FlatParam, settings: BuildSettings, comm: Comm, pool: BufferPool, homes: Placements, *, eager: bool
-) -> GradAccumulator:
-    """The gradient memory of a trainable flat parameter."""
+def make_grads(built: BuiltUnits, unit: ShardUnit, flat: FlatParam) -> GradAccumulator:
+    """The gradient memory of a trainable flat parameter of `unit`."""
+    settings = built.settings
     return GradAccumulator(
         flat,
-        comm,
-        pool,
+        built.comm,
+        built.pool,
         settings.grads,
-        homes.host,
-        eager=eager,
+        built.placements.host,
+        built.loss_scale,
+        eager=settings.plan(unit.kind, built.comm.world_size).eager,
         reduction=settings.reduction,
         allow_unused=settings.allow_unused,
     )
@@ -274,19 +267,20 @@ def share_the_rest(model: nn.Module, units: Iterable[ShardUnit], comm: Comm) -> 
 
     Parameters of a class of their own (quantized ones) are left to who made them.
     """
-    held = {id(param) for unit in units for buffer in unit.buffers for param in buffer.params}
+    index, shared_params = ParamIndex(units), set[nn.Parameter]()
     for module in model.modules():
         for name, value in module._buffers.items():
             if value is not None and value.numel():
                 module._buffers[name] = _from_rank_0(value, comm, f"buffer {name}")
         for name, param in module._parameters.items():
-            if type(param) is nn.Parameter and id(param) not in held and param.numel():
+            is_left = param not in index and param not in shared_params
+            if type(param) is nn.Parameter and is_left and param.numel():
                 shared = _from_rank_0(param, comm, f"parameter {name}")
                 if torch._has_compatible_shallow_copy_type(param, shared):
                     param.data = shared
                 else:  # torch swaps no data between the CPU and devices that it does not know (the meta device, too)
                     torch.utils.swap_tensors(param, nn.Parameter(shared, param.requires_grad))
-                held.add(id(param))
+                shared_params.add(param)
 
 
 def _from_rank_0(value: torch.Tensor, comm: Comm, what: str) -> torch.Tensor:

@@ -21,18 +21,18 @@ class EditWatch:
             nothing. Otherwise compare torch's counts of writes in place, which cost nothing and miss `param.data`.
     """
 
-    def __init__(self, buffers: Iterable[FlatParam], *, by_value: bool) -> None:
-        self._buffers = list(buffers)
+    def __init__(self, flats: Iterable[FlatParam], *, by_value: bool) -> None:
+        self._flats = list(flats)
         self._marks_of = _fingerprints if by_value else _versions
-        self._marks = [self._marks_of(buffer) for buffer in self._buffers]
+        self._marks = [self._marks_of(flat) for flat in self._flats]
 
     def edited(self) -> dict[str, int]:
         """The parameters that this rank has written to, each with what it is recognised by."""
         found = {}
-        for buffer, old in zip(self._buffers, self._marks, strict=True):
-            new = self._marks_of(buffer)
-            for index, slot in enumerate(buffer.layout.slots):
-                if old[index] != new[index] or _is_replaced(buffer, index):
+        for flat, old in zip(self._flats, self._marks, strict=True):
+            new = self._marks_of(flat)
+            for index, slot in enumerate(flat.layout.slots):
+                if old[index] != new[index] or _is_replaced(flat, index):
                     found[slot.name] = new[index]
         return found
 
@@ -41,31 +41,31 @@ class EditWatch:
 
         Raises StateError if the other tensor has another shape.
         """
-        for buffer in self._buffers:
-            for index, slot in enumerate(buffer.layout.slots):
-                param = buffer.params[index]
-                if _is_replaced(buffer, index):
+        for flat in self._flats:
+            for index, slot in enumerate(flat.layout.slots):
+                param = flat.params[index]
+                if _is_replaced(flat, index):
                     if param.shape != slot.shape:
                         raise StateError(
                             f"{slot.name} was given data of shape {tuple(param.shape)}; a sharded parameter keeps its "
                             f"shape {slot.shape}. Change shapes before the model is handed to hf_zero."
                         )
-                    buffer.full[slot.offset : slot.end].copy_(param.data.reshape(-1))
-            buffer.bind_views()
+                    flat.full[slot.offset : slot.end].copy_(param.data.reshape(-1))
+            flat.bind_views()
 
 
-def _is_replaced(buffer: FlatParam, index: int) -> bool:
-    slot, param = buffer.layout.slots[index], buffer.params[index]
-    place = buffer.full[slot.offset : slot.end]
+def _is_replaced(flat: FlatParam, index: int) -> bool:
+    slot, param = flat.layout.slots[index], flat.params[index]
+    place = flat.full[slot.offset : slot.end]
     return param.data_ptr() != place.data_ptr() or param.shape != slot.shape
 
 
-def _versions(buffer: FlatParam) -> list[int]:
-    return [param._version for param in buffer.params]
+def _versions(flat: FlatParam) -> list[int]:
+    return [param._version for param in flat.params]
 
 
-def _fingerprints(buffer: FlatParam) -> list[int]:
-    sums = [fingerprint(buffer.full[slot.offset : slot.end]) for slot in buffer.layout.slots]
+def _fingerprints(flat: FlatParam) -> list[int]:
+    sums = [fingerprint(flat.full[slot.offset : slot.end]) for slot in flat.layout.slots]
     return [int(value) for value in torch.stack(sums).tolist()] if sums else []
 
 

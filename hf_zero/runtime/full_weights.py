@@ -10,13 +10,13 @@ from torch import nn
 
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError, DivergenceError, OffloadError, StateError
-from hf_zero.layout import Run
+from hf_zero.layout import Slice
 from hf_zero.runtime.edit_watch import EditWatch
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import clean_name, tied_names
-from hf_zero.sharding.shard import ShardTensor
-from hf_zero.sharding.unit import ShardUnit, UnitState
+from hf_zero.sharding.shard import ShardTensor, slice_of
+from hf_zero.sharding.unit import ShardUnit, UnitState, gather_resident
 
 
 def own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -51,7 +51,7 @@ class FullWeights:
     @contextlib.contextmanager
     def gathered(self, units: Iterable[ShardUnit]) -> Iterator[None]:
         """Unshard `units` inside the block, for reading. All ranks must call."""
-        wanted = [unit for unit in units if unit.state is not UnitState.FULL]
+        wanted = [unit for unit in units if unit.state is not UnitState.UNSHARDED]
         if wanted:
             with self._comm.coalesced("weights"):
                 self._params.gather_ahead(wanted)
@@ -63,9 +63,9 @@ class FullWeights:
         """As `gathered`, for code that is not ours: raises StateError on every rank if one wrote to a parameter."""
         units = list(units)
         with self.gathered(units):
-            watch = EditWatch([buffer for unit in units for buffer in unit.buffers], by_value=False)
+            watch = EditWatch([flat for unit in units for flat in unit.flats], by_value=False)
             yield
-            stayed = all(unit.state is UnitState.FULL for unit in units)  # else a step released them
+            stayed = all(unit.state is UnitState.UNSHARDED for unit in units)  # else a step released them
             self._refuse_edits(list(watch.edited()) if stayed else [])
 
     def _refuse_edits(self, mine: list[str]) -> None:
@@ -88,12 +88,12 @@ class FullWeights:
         self.check_idle(units)
         self._before_write()
         with self.gathered(units):
-            buffers = [buffer for unit in units for buffer in unit.buffers]
+            flats = [flat for unit in units for flat in unit.flats]
             # What is never sharded is edited in place. Masters are no copy of it: they may be the same memory.
-            resident = [buffer for buffer in buffers if not buffer.on_demand]
+            resident = [flat for flat in flats if not flat.on_demand]
             writes = self._comm.rank == write_rank
-            saved = [buffer.full.to("cpu", copy=True) for buffer in resident] if writes else []
-            watch = EditWatch(buffers, by_value=True)
+            saved = [flat.full.to("cpu", copy=True) for flat in resident] if writes else []
+            watch = EditWatch(flats, by_value=True)
             try:
                 yield
                 error = None
@@ -101,28 +101,28 @@ class FullWeights:
                 raise  # the ranks cannot talk any more
             except Exception as problem:
                 error = problem
-            if any(unit.state is not UnitState.FULL for unit in units):
+            if any(unit.state is not UnitState.UNSHARDED for unit in units):
                 raise StateError("a step inside gathered_params(..., write_rank=...): parameters have changed twice")
             try:
                 names = self._agree_on_edits(watch, write_rank, error)
             except StateError:
-                for buffer, values in zip(resident, saved, strict=False):
-                    buffer.full.copy_(values)
+                for flat, values in zip(resident, saved, strict=False):
+                    flat.full.copy_(values)
                 self._broadcast(resident, write_rank)
-                for buffer in resident:
-                    buffer.bind_views()
+                for flat in resident:
+                    flat.bind_views()
                 if error is not None:
                     raise error from None
                 raise
-            changed = [buffer for buffer in buffers if any(slot.name in names for slot in buffer.layout.slots)]
+            changed = [flat for flat in flats if any(slot.name in names for slot in flat.layout.slots)]
             self._broadcast(changed, write_rank)
-            for buffer in changed:
-                take_over(buffer, names)
+            for flat in changed:
+                take_over(flat, names)
 
     def check_idle(self, units: Iterable[ShardUnit]) -> None:
         """Raise StateError if one of `units` is in use: its values cannot be replaced now."""
         on_demand = [unit for unit in units if unit.on_demand]
-        if any(unit.state is UnitState.FULL or self._params.awaits_backward for unit in on_demand):
+        if any(unit.state is UnitState.UNSHARDED or self._params.awaits_backward for unit in on_demand):
             raise StateError(
                 "parameters cannot be written between forward and backward, or inside another gathered_params: units "
                 "are in use. Write before the forward or after engine.step()."
@@ -157,22 +157,22 @@ class FullWeights:
             )
         return set(kept)
 
-    def _broadcast(self, buffers: Iterable[FlatParam], src: int) -> None:
-        for buffer in buffers:
-            for start, numel in buffer.layout.buckets():
-                bucket = buffer.full[start : start + numel]
-                self._comm.broadcast(bucket, f"edits of {buffer.layout.name}", src=src)
-            if not buffer.on_demand:  # a backward that saved the old values must say so, as in plain torch
-                torch.autograd.graph.increment_version(buffer.params)
+    def _broadcast(self, flats: Iterable[FlatParam], src: int) -> None:
+        for flat in flats:
+            for start, numel in flat.layout.buckets():
+                bucket = flat.full[start : start + numel]
+                self._comm.broadcast(bucket, f"edits of {flat.layout.name}", src=src)
+            if not flat.on_demand:  # a backward that saved the old values must say so, as in plain torch
+                torch.autograd.graph.increment_version(flat.params)
 
     def state_dict(self, keep: bool, *, trainable_only: bool) -> dict[str, torch.Tensor]:
         """See ZeroEngine.full_state_dict."""
         whole: dict[str, torch.Tensor] = {}
         for unit in self._units:
             with self.gathered([unit]):
-                for buffer in unit.buffers:
-                    if keep and (buffer.layout.trainable or not trainable_only):
-                        for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+                for flat in unit.flats:
+                    if keep and (flat.layout.trainable or not trainable_only):
+                        for slot, param in zip(flat.layout.slots, flat.params, strict=True):
                             whole[slot.name] = param.detach().to("cpu", copy=True)
         if not keep:
             return {}
@@ -207,7 +207,7 @@ class FullWeights:
         with torch.no_grad():
             left = wanted
             for unit in self._units:
-                mine = {slot.name for buffer in unit.buffers for slot in buffer.layout.slots}
+                mine = {slot.name for flat in unit.flats for slot in flat.layout.slots}
                 self.set_unit(unit, {name: state[given[name]] for name in mine & given.keys()})
                 left = {name: tensor for name, tensor in left.items() if name not in mine}
             for name, tensor in left.items():  # buffers, and parameters that are in no unit
@@ -220,57 +220,55 @@ class FullWeights:
         `state` must be the same on every rank, with the shapes of the parameters.
         """
         self._params.reshard(unit)  # it may have been gathered ahead
-        for buffer in unit.buffers:
-            targets = list(buffer.owned().values())
-            for run in buffer.layout.runs(buffer.rank):
-                if run.name in state:
-                    flat = state[run.name].reshape(-1)
+        for flat in unit.flats:
+            targets = list(flat.owned().values())
+            for slice_ in flat.layout.slices(flat.rank):
+                if slice_.name in state:
+                    mine = slice_of(state[slice_.name], slice_)
                     for target in targets:
-                        target.write_run(run, torch.cat([flat[piece.start : piece.end] for piece in run.pieces]))
-            if not buffer.on_demand:
-                for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+                        target.write_slice(slice_, mine)
+            if not flat.on_demand:
+                for slot, param in zip(flat.layout.slots, flat.params, strict=True):
                     if slot.name in state:
                         param.copy_(state[slot.name])
 
-    def set_piece(self, unit: ShardUnit, buffer: FlatParam, run: Run | None, values: torch.Tensor | None) -> None:
+    def set_piece(self, unit: ShardUnit, flat: FlatParam, slice_: Slice | None, values: torch.Tensor | None) -> None:
         """Set what this rank owns of a parameter of a unit that is not in use, masters too. All ranks must call.
 
         `values` is 1-D [run.numel]; None where this rank owns nothing.
         """
         self._params.reshard(unit)
-        if run is not None and values is not None:
-            for target in buffer.owned().values():
-                target.write_run(run, values)
-        share_resident(buffer)
+        if slice_ is not None and values is not None:
+            for target in flat.owned().values():
+                target.write_slice(slice_, values)
+        share_resident(flat)
 
 
-def share_resident(buffer: FlatParam) -> None:
+def share_resident(flat: FlatParam) -> None:
     """Where parameters are never sharded: make them so again from what each rank owns. All ranks must call."""
-    if buffer.on_demand:
+    if flat.on_demand:
         return
-    if buffer.layout.world_size > 1:
-        buffer.gather_start()
-        buffer.gather_finish()
-    torch.autograd.graph.increment_version(buffer.params)  # a backward that saved the old values must say so
+    gather_resident([flat])
+    torch.autograd.graph.increment_version(flat.params)  # a backward that saved the old values must say so
 
 
-def take_over(buffer: FlatParam, names: set[str]) -> None:
+def take_over(flat: FlatParam, names: set[str]) -> None:
     """Bring shard and master of these parameters up to date with what `full` holds.
 
     A master keeps its digits where the parameter is still what it rounds to.
     """
-    whole = ShardTensor(buffer.layout, buffer.rank, buffer.full, in_full=True)
-    for run in buffer.layout.runs(buffer.rank):
-        if run.name not in names:
+    whole = ShardTensor(flat.layout, flat.rank, flat.full, in_full=True)
+    for slice_ in flat.layout.slices(flat.rank):
+        if slice_.name not in names:
             continue
-        values = whole.read_run(run)
-        if buffer.on_demand:
-            buffer.shard.write_run(run, values)
-        master = buffer.master
-        if master is not None and master is not buffer.shard:
-            old = master.read_run(run)
+        values = whole.read_slice(slice_)
+        if flat.on_demand:
+            flat.shard.write_slice(slice_, values)
+        master = flat.master
+        if master is not None and master is not flat.shard:
+            old = master.read_slice(slice_)
             values = values.to(old.device)
-            master.write_run(run, torch.where(old.to(buffer.dtype) == values, old, values.to(old.dtype)))
+            master.write_slice(slice_, torch.where(old.to(flat.dtype) == values, old, values.to(old.dtype)))
 
 
 def _some(names: list[str]) -> str:

@@ -13,7 +13,7 @@ from hf_zero.distributed.work import Pending
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.shard import ShardTensor, memory_shard
+from hf_zero.sharding.shard import MemoryShard, ShardTensor
 from hf_zero.storage import HostStore
 
 
@@ -23,8 +23,6 @@ class GradSettings:
 
     accum_dtype: torch.dtype | None  # None: fp32, fp64 for fp64 parameters
     wire_dtype: torch.dtype | None  # `communication_data_type`; None: the accumulation type
-    scale: float  # 1 / (world size x accumulation steps): the sum over ranks and micro-steps becomes the mean
-    loss_scale: LossScale  # what losses were multiplied with; shards are free of it
 
 
 class GradState(enum.Enum):
@@ -57,20 +55,24 @@ class GradAccumulator:
         pool: BufferPool,
         settings: GradSettings,
         host: HostStore,
+        loss_scale: LossScale,
         *,
         eager: bool,
         reduction: Reduction,
         allow_unused: bool = True,
     ) -> None:
-        """`allow_unused`: a parameter may be without gradient on all ranks in a window."""
+        """`loss_scale`: what losses were multiplied with; shards are free of it.
+
+        `allow_unused`: a parameter may be without gradient on all ranks in an accumulation window.
+        """
         self.flat = flat
         self.eager = eager
         self.allow_unused = allow_unused
         self._reduction = reduction
         self._comm = comm
         self._pool = pool
-        self._mean = settings.scale
-        self._loss_scale = settings.loss_scale
+        self._mean = 1.0  # see use_scale
+        self._loss_scale = loss_scale
         self._stays_local = False  # gradients are not summed over ranks: the optimizer exchanges something smaller
         self._wire = settings.wire_dtype
         if settings.accum_dtype is not None:
@@ -80,7 +82,7 @@ class GradAccumulator:
         self._max_under_way = reduction.buckets_in_flight(comm, self.dtype, self._wire)
         self._host = host
         # Reduced gradients go to the host, where the update is.
-        self.on_host = not comm.computes_on_host and not flat.home.master.is_on_device
+        self.on_host = not comm.computes_on_host and not flat.placement.master.is_on_device
         self._memories = 0
         self._resident, self.shard = self._make_memory(eager)
         self._spare: tuple[torch.Tensor | None, ShardTensor] | None = None
@@ -103,7 +105,7 @@ class GradAccumulator:
         resident = None if eager else torch.zeros(layout.padded_numel, dtype=self.dtype, device=device)
         self._memories += 1
         if self.on_host:
-            return resident, memory_shard(layout, rank, self._host, f"grad/{self._memories}", self.dtype)
+            return resident, MemoryShard(layout, rank, self._host, f"grad/{self._memories}", self.dtype)
         if resident is not None:
             return resident, ShardTensor(layout, rank, resident, in_full=True)
         memory = torch.zeros(layout.shard_numel, dtype=self.dtype, device=device)
@@ -146,7 +148,7 @@ class GradAccumulator:
 
     # ---------------------------------------------------------------- arrival
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
-        """Add the gradient of the buffer's parameter `index`."""
+        """Add the gradient of the flat parameter's parameter `index`."""
         if self.unreduced is None:
             self.unreduced = self._fresh_unsharded()
         if self._state is GradState.EMPTY:
@@ -189,7 +191,10 @@ class GradAccumulator:
         return any(self._written)
 
     def use_scale(self, scale: float) -> None:
-        """Multiply gradients by `scale` from the next window on; see GradSettings."""
+        """Multiply gradients by `scale`, 1 / (world size x accumulation steps), from the next accumulation window on.
+
+        The sum over ranks and micro-steps becomes the mean.
+        """
         self._mean = scale
 
     @property
@@ -265,7 +270,7 @@ class GradAccumulator:
     def _copy_to_host(self, result: torch.Tensor, mine: torch.Tensor) -> None:
         """Move a reduced part from the compute device to the host, or add it to what is there."""
         if not self._adds:
-            self._on_its_way = self.flat.home.copies.copy(mine, result)
+            self._on_its_way = self.flat.placement.copies.copy(mine, result)
         else:
             self.wait_for_copies()
             mine.add_(result.to(mine.device))
@@ -282,8 +287,8 @@ class GradAccumulator:
 
     def unsharded_mean(self) -> list[torch.Tensor] | None:
         """The mean gradient of every parameter, where this rank has all of it: views that do not count as written
-        to when the buffer itself is. None where it does not, or not yet."""
-        not_here = self.flat.layout.world_size > 1 or self.on_host or self.flat.home.native
+        to when the accumulator itself is. None where it does not, or not yet."""
+        not_here = self.flat.layout.world_size > 1 or self.on_host or self.flat.placement.native
         if not_here or self._stays_local or not self.is_reduced or self.unreduced is not None:
             return None
         if not self._mean_views:
@@ -312,9 +317,9 @@ class GradAccumulator:
         if not self.is_reduced:
             return False
         self.wait_for_copies()
-        for run in self.flat.layout.runs(self.flat.rank):
-            if run.name == slot.name:
-                for tensor in self.shard.run_tensors(run):
+        for slice_ in self.flat.layout.slices(self.flat.rank):
+            if slice_.name == slot.name:
+                for tensor in self.shard.slice_tensors(slice_):
                     tensor.zero_()
         return True
 

@@ -64,7 +64,7 @@ class ModelGuards:
 
     def _guard_state_dict(self, module: nn.Module, path: str, mine: dict[str, ShardUnit]) -> None:
         def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            sharded = [name for name, unit in mine.items() if unit.state is not UnitState.FULL]
+            sharded = [name for name, unit in mine.items() if unit.state is not UnitState.UNSHARDED]
             if sharded and not self._names_only:
                 raise StateError(
                     "state_dict() of a sharded model would hold placeholders instead of weights (first: "
@@ -138,7 +138,7 @@ class ModelTree:
 
     def _refuse_strangers(self, rank: int) -> None:
         known = ParamIndex(self._units)
-        names = {slot.name for unit in self._units for buffer in unit.buffers for slot in buffer.layout.slots}
+        names = {slot.name for unit in self._units for flat in unit.flats for slot in flat.layout.slots}
         strangers = [
             clean_name(name)
             for name, param in named_parameters(self._model)

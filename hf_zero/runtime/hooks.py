@@ -7,23 +7,23 @@ task: from hooks on tensors that a forward outside of any backward returned. Whe
 model called without it, a loss that was built from something a module kept), the first gradient queues it; if that
 was made in a nested backward, the end comes with that one's, and once more for what arrives later.
 
-[Note: When a unit is released in backward]
+[Note: When a unit is resharded in backward]
 Its module's inputs have their gradient when nothing in the module is left to run: autograd runs ready nodes
 latest-made first, and everything in the module was made after its inputs. Modules whose inputs need no gradient stay
 gathered until the end of backward.
 
 The tensor between two calls of one module in a row is the output of the first and the input of the second: its
-gradient enters the backward of the first call, then leaves that of the second. So a unit is released when the last
+gradient enters the backward of the first call, then leaves that of the second. So a unit is resharded when the last
 call that was entered is left (`BackwardCalls`).
 
 [Note: Recomputation]
 Activation checkpointing runs forwards inside backward, and may leave them by an exception as soon as it has what it
-needs. So inside backward a forward hook gathers (again: nothing to do if the unit is FULL) and never releases. What
-it returns is watched as in a forward: several calls of one unit may be recomputed before the backward of any of them.
+needs. So inside backward a forward hook unshards (again: nothing to do where it is so) and never reshards. What it
+returns is watched as in a forward: several calls of one unit may be recomputed before the backward of any of them.
 
 [Note: Double backward]
 With create_graph=True the nodes of the second backward read weights that the first one saved, and run before any hook
-on an output. So a backward that builds a graph releases nothing until a backward that builds none, or a step, is over.
+on an output. So a backward that builds a graph reshards nothing until a backward that builds none, or a step, is over.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ class ModelHooks:
             if in_backward() or not scope or scope[0] is not module:
                 return
             scope.clear()
-            params.release_idle()
+            params.reshard_idle()
             if torch.is_grad_enabled() and (_transforms() or any(one.requires_grad for one in tensors_in(output))):
                 params.hold(unit)
                 reached = params.end_of_forward()

@@ -39,9 +39,8 @@ class LossScale:
     def __init__(self) -> None:
         self.value = 1.0
         self.is_used = False  # losses must be scaled, even if by 1
-        self.suspects: list[str] | None = (
-            None  # parameters whose gradient on this rank was not finite; None: not looked
-        )
+        # Parameters whose gradient on this rank was not finite; None: not looked.
+        self.suspects: list[str] | None = None
         self._in_loss = False  # the loss of the backward under way, or next, was multiplied
         self._entered = False  # the scale came in through an output in the backward under way
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hf_zero.config import ResolvedConfig
-from hf_zero.config.announce import announce
+from hf_zero.config.announce import start_text
 from hf_zero.runtime.log_lines import log_start
 from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
@@ -33,15 +33,18 @@ def announce_engine(
     """What a reader of the log needs to know, once, from rank 0."""
     if trains:
         log_start(zero_line(config, device, world_size, units))
-    announce(config, logger)
+    for notice in config.notices:
+        logger.warning(notice)
+    if not config.dump_state:  # which logs it whatever the level
+        logger.info("%s", start_text(config))
     logger.info("hf_zero: %s", start_line(config, world_size, units, reducer))
 
 
 def zero_line(config: ResolvedConfig, device: torch.device, world_size: int, units: Sequence[ShardUnit]) -> str:
     """That ZeRO is on, and how: for everybody who reads the log."""
     numel: dict[torch.dtype, int] = collections.Counter()
-    for buffer in (buffer for unit in units for buffer in unit.buffers):
-        numel[buffer.full.dtype] += buffer.layout.numel
+    for flat in (flat for unit in units for flat in unit.flats):
+        numel[flat.full.dtype] += flat.layout.numel
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     parts = [f"hf_zero: ZeRO stage {config.stage} over {ranks} on {device.type}"]
     if numel:
@@ -61,9 +64,9 @@ def _short(dtype: torch.dtype) -> str:
 def start_line(config: ResolvedConfig, world_size: int, units: Sequence[ShardUnit], reducer: GradReducer) -> str:
     """Stage, units and types of gradients in one sentence, and at stage 3 DeepSpeed's on persistent parameters."""
     kept = [unit for unit in units if unit.kind is UnitKind.PERSISTENT]
-    grads = sorted({f"{buffer.dtype}".removeprefix("torch.") for buffer in reducer.buffers})
-    numel = sum(buffer.layout.numel for unit in kept for buffer in unit.buffers)
-    count = sum(len(buffer.params) for unit in kept for buffer in unit.buffers)
+    grads = sorted({f"{acc.dtype}".removeprefix("torch.") for acc in reducer.accumulators})
+    numel = sum(flat.layout.numel for unit in kept for flat in unit.flats)
+    count = sum(len(flat.params) for unit in kept for flat in unit.flats)
     line = (
         f"stage {config.stage} on {world_size} rank(s), {len(units)} units; gradients accumulate in "
         f"{'/'.join(grads) or 'nothing'} and are reduced in {config.communication_data_type or 'the same type'}"
@@ -76,20 +79,20 @@ def start_line(config: ResolvedConfig, world_size: int, units: Sequence[ShardUni
 
 
 def memory_report(
-    units: Iterable[ShardUnit], reducer: GradReducer, homes: Placements, state_bytes: int
+    units: Iterable[ShardUnit], reducer: GradReducer, placements: Placements, state_bytes: int
 ) -> dict[str, int]:
     """Bytes on this rank between steps, by kind and by medium; `state_bytes` are the optimizer's."""
     report = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
     for unit in units:
-        for buffer in unit.buffers:
-            for kind, shard in buffer.owned().items():
+        for flat in unit.flats:
+            for kind, shard in flat.owned().items():
                 report[kind] += shard.nbytes
-    report["gradients"] = sum(grads.shard.nbytes for grads in reducer.buffers)
+    report["gradients"] = sum(acc.shard.nbytes for acc in reducer.accumulators)
     report["optimizer"] = state_bytes
     report["total"] = sum(report.values())
-    report["disk"] = homes.disk_bytes()
-    report["host"] = sum(homes.host.usage().values())
-    report["device"] = max(report["total"] - report["disk"] - homes.host_bytes(), 0)
+    report["disk"] = placements.disk_bytes()
+    report["host"] = sum(placements.host.usage().values())
+    report["device"] = max(report["total"] - report["disk"] - placements.host_bytes(), 0)
     return report
 
 

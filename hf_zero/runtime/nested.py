@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,25 +14,27 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if not _is_container(value) and not isinstance(value, torch.nn.Module | type):
         # One level only: what a forward returns in a class of its own, but not all that hangs on it.
         value = list(getattr(value, "__dict__", {}).values())
-    yield from _in_containers(value)
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        else:
+            left.extend(reversed(_items(value)))
 
 
 def _is_container(value: Any) -> bool:
     return isinstance(value, torch.Tensor | Mapping | list | tuple) or dataclasses.is_dataclass(value)
 
 
-def _in_containers(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _in_containers(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _in_containers(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _in_containers(getattr(value, field.name))
+def _items(value: Any) -> Sequence[Any]:
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return ()
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

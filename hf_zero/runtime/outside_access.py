@@ -1,7 +1,7 @@
 """Unshards parameters that are read outside of their layer's forward: a fused loss, a penalty, a child's weight.
 
 [Note: Reads outside of a forward]
-From the start of the model's forward to the end of its backward, reading `module.weight` of a released unit gathers
+From the start of the model's forward to the end of its backward, reading `module.weight` of a resharded unit gathers
 the unit. With gradients on it stays unsharded until the end of backward, because autograd looks at the parameter again
 there, and it is whole in every further backward before the step. That costs the memory of that unit, and nothing where
 nobody reads. All ranks must read the same parameters in the same order, as they must call the same layers. A compiled
@@ -100,7 +100,7 @@ class OutsideReads:
         if place is None:
             return
         unit = place.unit
-        if unit.state is not UnitState.FULL:
+        if unit.state is not UnitState.UNSHARDED:
             with torch.no_grad(), temporarily_clear_interpreter_stack():
                 self._params.unshard(unit)
             self._borrowed.append(unit)
@@ -111,7 +111,7 @@ class OutsideReads:
     def on_iteration(self, param: Any) -> None:
         """`param` was met in a loop over the module's parameters."""
         place = self._index.get(param)
-        if place is not None and place.unit.state is not UnitState.FULL:
+        if place is not None and place.unit.state is not UnitState.UNSHARDED:
             self.iterated.add(id(param))
 
     def check_gradient(self, param: torch.Tensor, grad: torch.Tensor) -> None:

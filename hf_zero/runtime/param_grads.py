@@ -79,7 +79,7 @@ def take_arrived(param: torch.Tensor) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class _Shown:
-    buffer: GradAccumulator
+    acc: GradAccumulator
     index: int
     param: nn.Parameter
     grad: torch.Tensor
@@ -87,18 +87,18 @@ class _Shown:
 
 
 class ParamGrads:
-    """Shows the gradients of one engine's buffers, and takes the user's changes over.
+    """Shows the gradients of one engine's accumulators, and takes the user's changes over.
 
     Args:
-        buffers: The reducer's own list.
+        accumulators: The reducer's own list.
         drop_all: What the reducer does where no gradient of the window is wanted.
         on_change: Called before a gradient is changed that an update may have used already.
     """
 
     def __init__(
-        self, buffers: Sequence[GradAccumulator], *, drop_all: Callable[[], None], on_change: Callable[[], None]
+        self, accumulators: Sequence[GradAccumulator], *, drop_all: Callable[[], None], on_change: Callable[[], None]
     ) -> None:
-        self._buffers = buffers
+        self._accumulators = accumulators
         self._drop_all = drop_all
         self._on_change = on_change
         self._shown: list[_Shown] = []
@@ -111,27 +111,27 @@ class ParamGrads:
     def show(self) -> None:
         """A backward is over."""
         self.hide()
-        for buffer in self._buffers:
-            whole = buffer.unsharded_mean()
-            stand_ins = self._stand_ins_of(buffer)
-            for index, param in enumerate(buffer.flat.params):
+        for acc in self._accumulators:
+            whole = acc.unsharded_mean()
+            stand_ins = self._stand_ins_of(acc)
+            for index, param in enumerate(acc.flat.params):
                 if whole is not None and param.requires_grad:
                     grad = whole[index]
-                elif buffer.seen[index]:
+                elif acc.seen[index]:
                     grad = stand_ins[index]
                 else:
                     continue
                 if grad.dtype != param.dtype:
                     param.grad_dtype = grad.dtype
                 param.grad = grad
-                self._shown.append(_Shown(buffer, index, param, grad, grad._version))
+                self._shown.append(_Shown(acc, index, param, grad, grad._version))
 
-    def _stand_ins_of(self, buffer: GradAccumulator) -> list[GradStandIn]:
-        if buffer not in self._stand_ins:
-            flat = buffer.flat
+    def _stand_ins_of(self, acc: GradAccumulator) -> list[GradStandIn]:
+        if acc not in self._stand_ins:
+            flat = acc.flat
             places = zip(flat.placeholders, flat.layout.slots, strict=True)
-            self._stand_ins[buffer] = [GradStandIn(placeholder, slot.name) for placeholder, slot in places]
-        return self._stand_ins[buffer]
+            self._stand_ins[acc] = [GradStandIn(placeholder, slot.name) for placeholder, slot in places]
+        return self._stand_ins[acc]
 
     def hide(self) -> None:
         """Take the user's changes over, and show nothing: autograd is about to accumulate."""
@@ -161,15 +161,15 @@ class ParamGrads:
             if grad is one.grad:
                 # A stand-in cannot be edited; autograd may have added to it before the start of its backward was seen.
                 if grad._version != one.version and not isinstance(grad, GradStandIn):
-                    shown[place] = _Shown(one.buffer, one.index, one.param, grad, grad._version)
+                    shown[place] = _Shown(one.acc, one.index, one.param, grad, grad._version)
                     changed |= self._edit(one, grad, one.grad)
             elif grad is None:
                 self._on_change()
-                if one.buffer.drop(one.index) and one.buffer.flat.layout.slots[one.index].numel:
+                if one.acc.drop(one.index) and one.acc.flat.layout.slots[one.index].numel:
                     self._changes.append(f"dropped {_name(one)}")
                 changed = True
             elif isinstance(one.grad, GradStandIn):
-                raise _lost(one.buffer, one.index)
+                raise _lost(one.acc, one.index)
             else:
                 one.grad.copy_(grad)
                 one.param.grad = one.grad
@@ -178,7 +178,7 @@ class ParamGrads:
 
     def _edit(self, one: _Shown, grad: torch.Tensor, mine: torch.Tensor) -> bool:
         # A parameter without gradient is left alone; it is shown zeros, which clipping touches as well.
-        one.buffer.seen[one.index] = one.buffer.seen[one.index] or bool(mine.count_nonzero())
+        one.acc.seen[one.index] = one.acc.seen[one.index] or bool(mine.count_nonzero())
         self._changes.append(f"edited {_name(one)}")
         self._edited = True
         return True
@@ -190,14 +190,14 @@ class ParamGrads:
         for look in self.before_step:
             changed |= look()
         known = {id(one.param) for one in self._shown}
-        for buffer in self._buffers:
-            for index, param in enumerate(buffer.flat.params):
+        for acc in self._accumulators:
+            for index, param in enumerate(acc.flat.params):
                 if id(param) in known or param.grad is None:
                     continue
                 grad, param.grad = param.grad, None
-                if not buffer.put(index, grad):
-                    raise _lost(buffer, index)
-                self._changes.append(f"edited {buffer.flat.layout.slots[index].name}")
+                if not acc.put(index, grad):
+                    raise _lost(acc, index)
+                self._changes.append(f"edited {acc.flat.layout.slots[index].name}")
                 self._edited = changed = True
         return changed
 
@@ -209,7 +209,7 @@ class ParamGrads:
     def discard(self) -> None:
         """The user drops the gradients of this window: on all ranks, if any have been reduced."""
         self._on_change()
-        dropped = [*self._changes, "dropped all"] if any(buffer.is_reduced for buffer in self._buffers) else []
+        dropped = [*self._changes, "dropped all"] if any(acc.is_reduced for acc in self._accumulators) else []
         weights = dict(self._weights)
         self._drop_all()
         self._changes, self._weights = dropped, weights
@@ -242,12 +242,12 @@ class ParamGrads:
         return self._changes + [f"wrote to {name} ({bits & 0xFFFFFF:06x})" for name, bits in self._weights.items()]
 
 
-def _lost(buffer: GradAccumulator, index: int) -> StateError:
+def _lost(acc: GradAccumulator, index: int) -> StateError:
     return StateError(
-        f"rank {buffer.comm_rank}: the .grad of {buffer.flat.layout.slots[index].name} was set by hand, and the step "
+        f"rank {acc.comm_rank}: the .grad of {acc.flat.layout.slots[index].name} was set by hand, and the step "
         f"would not use it: gradients are in shards.\n{_INSTEAD}"
     )
 
 
 def _name(one: _Shown) -> str:
-    return one.buffer.flat.layout.slots[one.index].name
+    return one.acc.flat.layout.slots[one.index].name

@@ -2,9 +2,9 @@
 
 [Note: Constant-size buffers]
 A reduce may need copies of what it moves: in the type that travels, or, on gloo, of what the other ranks sent. Where
-that is so, a gradient buffer has at most MAX_BUCKETS_IN_FLIGHT buckets under way, and the reducer has a fixed number
-of gradient buffers. So the copies are bounded by `reduce_bucket_size`, whatever the size of the model (Rajbhandari et
-al. 2020, ZeRO, section 6.2).
+that is so, an accumulator has at most MAX_BUCKETS_IN_FLIGHT buckets under way, and a fixed number of them reduce at a
+time. So the copies are bounded by `reduce_bucket_size`, whatever the size of the model (Rajbhandari et al. 2020,
+ZeRO, section 6.2).
 """
 
 from __future__ import annotations

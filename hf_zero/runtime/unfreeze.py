@@ -7,7 +7,6 @@ nothing: a parameter without gradient is left alone.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -21,31 +20,31 @@ from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.hooks import in_backward
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.home import FlatParamSpec, Placement
+from hf_zero.sharding.placement import FlatParamSpec, Placement
 from hf_zero.sharding.unit import ShardUnit
 
 
 def frozen_parameters(units: Sequence[ShardUnit]) -> list[nn.Parameter]:
     """Those without masters."""
-    return [p for unit in units for buffer in unit.buffers if not buffer.layout.trainable for p in buffer.params]
+    return [p for unit in units for flat in unit.flats if not flat.layout.trainable for p in flat.params]
 
 
 class Unfreeze:
-    """Splits frozen buffers of one engine's units.
+    """Splits frozen flat parameters of one engine's units.
 
     Args:
-        built: What the engine was built from; new gradient buffers are appended to its list.
-        on_added: Gets the new gradient buffers.
+        built: What the engine was built from; new accumulators are appended to its list.
+        on_added: Gets the new accumulators.
     """
 
     def __init__(
         self, built: BuiltUnits, params: OnDemandParams, on_added: Callable[[list[GradAccumulator]], None]
     ) -> None:
         self._built = built
-        self._settings = built.settings
         self._params = params
         self._on_added = on_added
         self._count = 0
+        self._scale = 1.0
         self._frozen = frozen_parameters(built.units) if built.settings.train else []
 
     def look(self) -> None:
@@ -56,13 +55,11 @@ class Unfreeze:
             self._on_added(added)
 
     def use_scale(self, scale: float) -> None:
-        """What new gradient buffers multiply with; see GradSettings."""
-        self._settings = dataclasses.replace(
-            self._settings, grads=dataclasses.replace(self._settings.grads, scale=scale)
-        )
+        """What new gradient accumulators multiply with; see GradAccumulator.use_scale."""
+        self._scale = scale
 
     def split(self) -> list[GradAccumulator]:
-        """Gradient buffers for every parameter that requires gradients by now. All ranks must call, alike.
+        """Gradient accumulators for every parameter that requires gradients by now. All ranks must call, alike.
 
         Raises StateError between forward and backward, and where states are on disk: their staging memory was cut for
         what was trained at first.
@@ -71,9 +68,9 @@ class Unfreeze:
             raise StateError("parameters cannot begin to require gradients between a forward and its backward")
         found = []
         for unit in self._built.units:
-            for buffer in list(unit.buffers):
-                if not buffer.layout.trainable and any(param.requires_grad for param in buffer.params):
-                    found.append(self._split(unit, buffer))
+            for flat in list(unit.flats):
+                if not flat.layout.trainable and any(param.requires_grad for param in flat.params):
+                    found.append(self._split(unit, flat))
         self._built.grads.extend(found)
         return found
 
@@ -81,8 +78,8 @@ class Unfreeze:
         comm = self._built.comm
         self._count += 1
         flat_specs = list(self._flat_specs(unit, old, comm))
-        self._built.homes.admit(flat_specs)
-        placements = [self._built.homes.placement_of(flat_spec) for flat_spec in flat_specs]
+        self._built.placements.admit(flat_specs)
+        placements = [self._built.placements.placement_of(flat_spec) for flat_spec in flat_specs]
         if len(flat_specs) == 1 and old.can_become(flat_specs[0], old.params, placements[0], comm):
             self._params.reshard(unit)
             old.check_placeholders()
@@ -98,9 +95,9 @@ class Unfreeze:
                 unit.replace(old, new)
                 self._params.reshard(unit)
             old.discard()
-        plan = self._settings.plan(unit.kind, comm.world_size)
-        trained = next(flat for flat in new if flat.layout.trainable)
-        return make_grads(trained, self._settings, comm, self._built.pool, self._built.homes, eager=plan.eager)
+        grads = make_grads(self._built, unit, next(flat for flat in new if flat.layout.trainable))
+        grads.use_scale(self._scale)
+        return grads
 
     def _flat_specs(self, unit: ShardUnit, old: FlatParam, comm: Comm) -> Iterator[FlatParamSpec]:
         base = old.layout.name.partition("/frozen")[0]
@@ -117,15 +114,12 @@ class Unfreeze:
                     dtype=old.layout.dtype,
                     trainable=trainable,
                     world_size=old.layout.world_size,
-                    max_bucket_numel=min(self._settings.bucket_numel, comm.max_bucket_numel or 1 << 62),
+                    max_bucket_numel=min(self._built.settings.bucket_numel, comm.max_bucket_numel or 1 << 62),
                 )
                 yield FlatParamSpec(layout, old.dtype, old.on_demand)
 
     def _copy(self, flat_spec: FlatParamSpec, placement: Placement, old: FlatParam, comm: Comm) -> FlatParam:
         by_name = {slot.name: param for slot, param in zip(old.layout.slots, old.params, strict=True)}
         members = [by_name[slot.name] for slot in flat_spec.layout.slots]
-        fill, on_demand = FlatParam.fill_from_params, old.on_demand
         with comm.stop_together():
-            return FlatParam(
-                flat_spec.layout, members, comm, placement, on_demand=on_demand, dtype=old.dtype, fill=fill
-            )
+            return FlatParam(flat_spec, members, comm, placement, FlatParam.initialize_from_params)

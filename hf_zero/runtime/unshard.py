@@ -24,15 +24,40 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
 
 
+class LiveUnits:
+    """Elements and bytes of the units that are unsharded on demand, and the most there were."""
+
+    def __init__(self) -> None:
+        self._units: dict[int, tuple[int, int]] = {}  # as they were at the gather: a unit may be resharded differently
+        self.numel = self.peak_numel = 0
+        self.nbytes = self.peak_bytes = 0
+
+    def add(self, unit: ShardUnit) -> None:
+        self._units[id(unit)] = unit.numel, unit.full_bytes
+        self.numel += unit.numel
+        self.nbytes += unit.full_bytes
+        self.peak_numel = max(self.peak_numel, self.numel)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+
+    def remove(self, unit: ShardUnit) -> None:
+        numel, nbytes = self._units.pop(id(unit), (0, 0))
+        self.numel -= numel
+        self.nbytes -= nbytes
+
+    def clear(self) -> None:
+        self._units.clear()
+        self.numel = self.nbytes = 0
+
+
 class OnDemandParams:
-    """Gathers a unit before its use, releases it after, and starts on the next one meanwhile.
+    """Gathers a unit before its use, reshards it after, and starts on the next one meanwhile.
 
     Invariants:
-      - A unit is FULL from `before_use` to `after_use`, recomputation included; a held unit stays FULL until
-        `release_all`, a pinned one until the end of the block that pinned it, or a step, which changes its values.
+      - A unit is UNSHARDED from `before_use` to `after_use`, recomputation included; a held unit stays UNSHARDED until
+        `reshard_all`, a pinned one until the end of the block that pinned it, or a step, which changes its values.
       - What is unsharded and not in use (prefetched or kept) stays within `stage3_max_live_parameters`, but for the
         next unit where the limits admit it.
-      - What is gathered, kept and released when depends on nothing but the order of uses, which is that of all ranks.
+      - What is gathered, kept and resharded when depends on nothing but the order of uses, which is that of all ranks.
     """
 
     def __init__(
@@ -63,13 +88,8 @@ class OnDemandParams:
         self.builds_graph = False  # this backward makes a graph of gradients: [Note: Double backward] in hooks.py
         self._graph_alive = False  # an earlier one did, and its graph may still be walked
         self._phase: Phase | None = None  # the pass of the training that is under way
-        self._kept: dict[int, ShardUnit] = {}  # KEPT units by id, the longest kept first
-        # Elements and bytes by id of what is unsharded, as they were at its gather: a unit may be cut anew meanwhile.
-        self._live: dict[int, tuple[int, int]] = {}
-        self.live_numel = 0
-        self.peak_live_numel = 0
-        self.live_bytes = 0
-        self.peak_live_bytes = 0
+        self._turns = itertools.count()
+        self.live = LiveUnits()
 
     def before_use(self, unit: ShardUnit, phase: Phase) -> None:
         """Unshard `unit`. All ranks must call, in the same order."""
@@ -91,11 +111,11 @@ class OnDemandParams:
 
     @property
     def all_pinned(self) -> bool:
-        """Whether nothing will be gathered or released before a block ends that keeps everything unsharded."""
+        """Whether nothing will be gathered or resharded before a block ends that keeps everything unsharded."""
         return all(self._stays_unsharded(unit) for unit in self.units)
 
     def _stays_unsharded(self, unit: ShardUnit) -> bool:
-        return unit.state is UnitState.FULL and id(unit) in self._pinned
+        return unit.state is UnitState.UNSHARDED and id(unit) in self._pinned
 
     def _use_again(self, unit: ShardUnit) -> None:
         """A use that belongs to no training pass, and is not recorded in the order of one."""
@@ -104,8 +124,8 @@ class OnDemandParams:
             return
         expected = next(self._stream.upcoming(), None)
         self._stream.note(unit)
-        if expected is not None and expected is not unit and expected.state is UnitState.GATHERING:
-            self._release(expected)  # another branch was taken
+        if expected is not None and expected is not unit and expected.state is UnitState.UNSHARDING:
+            self.reshard(expected)  # another branch was taken
         self.unshard(unit)
         # One ahead hides its gather. What was gathered ahead of the last token was gathered for nothing.
         self._prefetch(self._stream.upcoming, max_units=1)
@@ -121,47 +141,45 @@ class OnDemandParams:
         before, self._last_in_backward = self._last_in_backward, unit
         return before if before is not None and self._open_uses[id(before)] <= 0 else None
 
-    def unshard(self, unit: ShardUnit) -> None:
-        """Unshard `unit` outside of forward and backward. All ranks must call."""
+    def unshard(self, unit: ShardUnit, *, wait: bool = True) -> None:
+        """Unshard `unit`, or start to. All ranks must call, in the same order."""
         if unit.state is UnitState.SHARDED:
-            self._start(unit)
-        if unit.state is UnitState.GATHERING:
-            unit.gather_finish()
+            unit.unshard()
+            self.live.add(unit)
+        if not wait:
+            return
+        if unit.state is UnitState.UNSHARDING:
+            unit.wait_for_unshard()
         elif unit.state is UnitState.KEPT:
-            del self._kept[id(unit)]
             unit.use_again()
-
-    def reshard(self, unit: ShardUnit) -> None:
-        """Release `unit` whatever its state."""
-        self._release(unit)
 
     def gather_ahead(self, units: Iterable[ShardUnit]) -> None:
         """Start the gathers of those of `units` that wait for nothing but the other ranks. All ranks must call."""
         with torch.no_grad():
             for unit in units:
                 if unit.state is UnitState.SHARDED and not unit.is_offloaded:
-                    self._start(unit)
+                    self.unshard(unit, wait=False)
 
     @contextlib.contextmanager
     def pinned(self, units: Iterable[ShardUnit]) -> Iterator[None]:
         """Keep `units` unsharded inside the block: forwards there need no communication. All ranks must call.
 
-        A step inside releases them, because it changes their values.
+        A step inside reshards them, because it changes their values.
         """
-        mine = [unit for unit in units if unit.state is not UnitState.FULL]
+        mine = [unit for unit in units if unit.state is not UnitState.UNSHARDED]
         self._pinned.update(id(unit) for unit in mine)
         try:
             with torch.no_grad():
                 for unit, after in itertools.zip_longest(mine, mine[1:]):
                     for one in (unit, after):  # one ahead, as in a forward
                         if one is not None and one.state is UnitState.SHARDED:
-                            self._start(one)
+                            self.unshard(one, wait=False)
                     self.unshard(unit)
             yield
         finally:
             self._pinned.difference_update(id(unit) for unit in mine)
             for unit in mine:
-                self._release(unit)
+                self.reshard(unit)
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
@@ -171,7 +189,7 @@ class OnDemandParams:
         block. That is no more memory than one forward needs, which holds them while its layers come and go; it is left
         where `stage3_max_live_parameters` admits nothing ahead.
         """
-        whole = {id(unit) for unit in self.units if unit.state is UnitState.FULL}
+        whole = {id(unit) for unit in self.units if unit.state is UnitState.UNSHARDED}
         roots = [unit for unit in self.units if unit.kind is not UnitKind.LAYER and id(unit) not in whole]
         layers = [unit.numel for unit in self.units if unit.kind is UnitKind.LAYER]
         if not self._limits.admits_next(max(layers, default=0)):
@@ -185,7 +203,7 @@ class OnDemandParams:
             self._pinned.difference_update(id(unit) for unit in roots)
             for unit in self.units:
                 if id(unit) not in whole:
-                    self._release(unit)
+                    self.reshard(unit)
 
     @property
     def awaits_backward(self) -> bool:
@@ -197,7 +215,7 @@ class OnDemandParams:
         return id(unit) in self._held or id(unit) in self._pinned
 
     def hold(self, unit: ShardUnit) -> None:
-        """Keep `unit` unsharded until `release_all` (the root unit: from forward to the end of backward)."""
+        """Keep `unit` unsharded until `reshard_all` (the root unit: from forward to the end of backward)."""
         self._held.add(id(unit))
 
     def end_of_forward(self) -> Callable[[torch.Tensor], None]:
@@ -217,14 +235,13 @@ class OnDemandParams:
     def after_use(self, unit: ShardUnit) -> None:
         if self.stays_for_backward(unit) or self.builds_graph or self._graph_alive or unit.state is UnitState.KEPT:
             return
-        if unit.on_demand and unit.state is UnitState.FULL:
+        if unit.on_demand and unit.state is UnitState.UNSHARDED:
             self._on_used(unit, self._phase is Phase.BACKWARD)
-        room = unit.state is UnitState.FULL and self._beside_use() + unit.numel <= self._limits.live
+        room = unit.state is UnitState.UNSHARDED and self._beside_use() + unit.numel <= self._limits.live
         if room and self._is_needed_soon(unit):
-            self._kept[id(unit)] = unit
-            unit.keep()
+            unit.keep(next(self._turns))
         else:
-            self._release(unit)
+            self.reshard(unit)
 
     def _is_needed_soon(self, unit: ShardUnit) -> bool:
         """Whether the next use of `unit` in this forward and backward is within `stage3_max_reuse_distance`."""
@@ -255,13 +272,13 @@ class OnDemandParams:
         if self._stream is not None and not torch.is_grad_enabled():
             return  # a step votes on the order of the training's forwards
         self._phase = Phase.FORWARD
-        for unit in list(self._kept.values()):  # of a forward whose backward has not come yet, and may never
-            self._release(unit)
+        for unit in self._kept():  # of a forward whose backward has not come yet, and may never
+            self.reshard(unit)
         self.orders[Phase.FORWARD].begin()
         self._forward_trains = torch.is_grad_enabled()
 
     def begin_backward(self) -> None:
-        """All ranks must call. The root unit may have been released by the end of another backward."""
+        """All ranks must call. The root unit may have been resharded by the end of another backward."""
         self._all_used(late=False)
         self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self.orders[Phase.BACKWARD].begin()
@@ -280,12 +297,12 @@ class OnDemandParams:
             self._all_used(late=True)
             # Another backward may begin with nodes of a loss that reads a weight of these, before any hook of ours.
             held = set(self._held) if self._open_forwards or self._keeps_graph else set[int]()
-            self._release_all_but(self._pinned | held)
+            self._reshard_all_but(self._pinned | held)
             self._held = held
 
     def _all_used(self, *, late: bool) -> None:
         for unit in self.units:
-            if unit.state is UnitState.FULL and id(unit) not in self._pinned:
+            if unit.state is UnitState.UNSHARDED and id(unit) not in self._pinned:
                 self._on_used(unit, late)
 
     def end_step(self) -> None:
@@ -293,19 +310,19 @@ class OnDemandParams:
         self._open_uses.clear()
         self._open_forwards.clear()
         self._in_graphs.clear()
-        self.release_all()
+        self.reshard_all()
 
-    def release_all(self) -> None:
+    def reshard_all(self) -> None:
         """End of a step, or of all: nothing is in use any more."""
-        self._release_all_but(frozenset())
+        self._reshard_all_but(frozenset())
 
-    def _release_all_but(self, kept: AbstractSet[int]) -> None:
+    def _reshard_all_but(self, kept: AbstractSet[int]) -> None:
         self._phase = None
         self._held.clear()
         self.builds_graph = self._graph_alive = False
         for unit in self.units:
             if id(unit) not in kept:
-                self._release(unit)
+                self.reshard(unit)
 
     def forget(self) -> None:
         """A pass was broken off on all ranks, and its connections are closed: everything is in shards again."""
@@ -313,7 +330,6 @@ class OnDemandParams:
         self._open_forwards.clear()
         self._in_graphs.clear()
         self._open_uses.clear()
-        self._kept.clear()
         self._phase = None
         self._stream = self._last_in_backward = None
         self.builds_graph = self._graph_alive = False
@@ -321,40 +337,34 @@ class OnDemandParams:
             order.forget()
         for unit in self.units:
             unit.forget()
-        self._live.clear()
-        self.live_numel = self.live_bytes = 0
+        self.live.clear()
 
-    def release_idle(self) -> None:
+    def reshard_idle(self) -> None:
         """End of a forward: give back what was gathered ahead and not used."""
         if self._stream is not None and not torch.is_grad_enabled():
             return  # it was gathered for the next forward
-        idle = {UnitState.GATHERING} if self._forward_trains else {UnitState.GATHERING, UnitState.KEPT}
+        idle = {UnitState.UNSHARDING} if self._forward_trains else {UnitState.UNSHARDING, UnitState.KEPT}
         for unit in self.units:
             if unit.state in idle:
-                self._release(unit)
+                self.reshard(unit)
 
-    def _start(self, unit: ShardUnit) -> None:
-        unit.gather_start()
-        self._live[id(unit)] = unit.numel, unit.full_bytes
-        self.live_numel += unit.numel
-        self.live_bytes += unit.full_bytes
-        self.peak_live_numel = max(self.peak_live_numel, self.live_numel)
-        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
-
-    def _release(self, unit: ShardUnit) -> None:
+    def reshard(self, unit: ShardUnit) -> None:
+        """Reshard `unit` whatever its state."""
         if not unit.on_demand or unit.state is UnitState.SHARDED:
             return
-        if unit.state is UnitState.GATHERING:
-            unit.gather_finish()
-        unit.release()
-        self._kept.pop(id(unit), None)
-        numel, nbytes = self._live.pop(id(unit), (0, 0))
-        self.live_numel -= numel
-        self.live_bytes -= nbytes
+        if unit.state is UnitState.UNSHARDING:
+            unit.wait_for_unshard()
+        unit.reshard()
+        self.live.remove(unit)
+
+    def _kept(self) -> list[ShardUnit]:
+        """The longest kept first."""
+        kept = [unit for unit in self.units if unit.state is UnitState.KEPT]
+        return sorted(kept, key=lambda unit: unit.kept_at)
 
     def _beside_use(self) -> int:
         """Elements that are unsharded, or will be, and nobody uses."""
-        return sum(unit.numel for unit in self.units if unit.state in (UnitState.GATHERING, UnitState.KEPT))
+        return sum(unit.numel for unit in self.units if unit.state in (UnitState.UNSHARDING, UnitState.KEPT))
 
     def _make_room(self, numel: int, near: AbstractSet[int]) -> bool:
         """Reshard kept units, not `near` ones, until `numel` more elements may be unsharded; return whether they may.
@@ -362,12 +372,12 @@ class OnDemandParams:
         The longest kept goes first: backward comes to it last.
         """
         room = self._limits.live - numel - self._beside_use()
-        for unit in list(self._kept.values()):
+        for unit in self._kept():
             if room >= 0:
                 break
             if id(unit) not in near:
                 room += unit.numel
-                self._release(unit)
+                self.reshard(unit)
         return room >= 0
 
     def _prefetch(self, upcoming: Callable[[], Iterator[ShardUnit]], max_units: int | None = None) -> None:
@@ -388,4 +398,4 @@ class OnDemandParams:
                 may = self._make_room(unit.numel, near)
                 if not may and not (len(near) == 1 and self._limits.admits_next(unit.numel)):
                     return
-                self._start(unit)
+                self.unshard(unit, wait=False)

@@ -45,46 +45,46 @@ class WeightEdits:
         Args:
             late: Backward has begun, and with it perhaps the update.
         """
-        for buffer in unit.buffers:
-            buffer.check_views()
-            if written := buffer.written():
+        for flat in unit.flats:
+            flat.check_views()
+            if written := flat.written():
                 if late:
-                    _refuse_new_values(buffer, written)
+                    _refuse_new_values(flat, written)
                 else:
-                    self._take(buffer, written)
+                    self._take(flat, written)
 
     @torch.no_grad()
     def _look_at_resident(self) -> bool:
         found = False
-        for buffer in (buffer for unit in self._units for buffer in unit.buffers):
-            if not buffer.on_demand and (written := buffer.written()):
-                self._take(buffer, written)
+        for flat in (flat for unit in self._units for flat in unit.flats):
+            if not flat.on_demand and (written := flat.written()):
+                self._take(flat, written)
                 found = True
         return found
 
-    def _take(self, buffer: FlatParam, written: list[int]) -> None:
+    def _take(self, flat: FlatParam, written: list[int]) -> None:
         self._refuse_delayed()
-        slots = [buffer.layout.slots[index] for index in written]
-        marks = {slot.name: int(fingerprint(buffer.full[slot.offset : slot.end])) for slot in slots}
+        slots = [flat.layout.slots[index] for index in written]
+        marks = {slot.name: int(fingerprint(flat.full[slot.offset : slot.end])) for slot in slots}
         self._shown.note_weights(marks)
-        take_over(buffer, set(marks))
-        buffer.mark_written()
+        take_over(flat, set(marks))
+        flat.mark_written()
 
 
-def _refuse_new_values(buffer: FlatParam, written: list[int]) -> None:
+def _refuse_new_values(flat: FlatParam, written: list[int]) -> None:
     """In backward an update may have begun. A recomputed forward writes what the forward wrote: nothing is new."""
     for index in written:
-        slot = buffer.layout.slots[index]
-        for run in buffer.layout.runs(buffer.rank):
-            if run.name == slot.name:
+        slot = flat.layout.slots[index]
+        for slice_ in flat.layout.slices(flat.rank):
+            if slice_.name == slot.name:
                 parts = torch.cat(
-                    [buffer.full[slot.offset : slot.end][piece.start : piece.end] for piece in run.pieces]
+                    [flat.full[slot.offset : slot.end][piece.start : piece.end] for piece in slice_.pieces]
                 )
-                if not torch.equal(parts, buffer.shard.read_run(run).to(parts.device)):
+                if not torch.equal(parts, flat.shard.read_slice(slice_).to(parts.device)):
                     raise StateError(
                         f"{slot.name} was written to in backward, by a forward that is computed again (activation "
                         "checkpointing) or a hook, with other values than before: while weights are sharded that "
                         "cannot be kept.\nWrite after engine.step(), inside `with hf_zero.gathered_params(model, "
                         "write_rank=0):`."
                     )
-    buffer.mark_written()
+    flat.mark_written()

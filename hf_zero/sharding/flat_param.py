@@ -1,16 +1,15 @@
 """One flat parameter: parameters of one type that are unsharded and resharded together.
 
 [Note: Views outlive a reshard]
-Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the full
-buffer is one tensor for the whole run whose storage is resized to 0 at a reshard and refilled at the next gather: a
-view saved in forward sees the data again once the unit is gathered in backward. The parameters themselves are pointed
-at placeholders before the memory goes, so that reading a sharded parameter gives NaN, not freed memory.
+Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So `full` is one
+tensor for all of the training whose storage is resized to 0 at a reshard and refilled at the next gather: a view saved
+in forward sees the data again once the unit is gathered in backward. The parameters themselves are pointed at
+placeholders before the memory goes, so that reading a sharded parameter gives NaN, not freed memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -19,11 +18,10 @@ from torch import nn
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import Pending
 from hf_zero.errors import StateError
-from hf_zero.layout import UnitLayout
+from hf_zero.layout import Slice, UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
-from hf_zero.sharding.home import FlatParamSpec, Placement
+from hf_zero.sharding.placement import FlatParamSpec, Placement, master_dtype_of
 from hf_zero.sharding.shard import Shard, ShardTensor, StoredShard, make_shard
-from hf_zero.storage import MemoryStore
 from hf_zero.storage.base import BorrowedTensors, ShardStore
 
 
@@ -42,51 +40,50 @@ class FlatParam:
     shard: Shard  # the parameters' type
     master: Shard | None  # fp32 (fp64 for fp64 parameters)
     update: Pending | None
+    buckets: list[torch.Tensor]  # of `full`, 1-D: one all-gather each
+    slices: dict[str, Slice]  # what this rank owns, by parameter name; without those of which it owns nothing
 
     def __init__(
         self,
-        layout: UnitLayout,
+        spec: FlatParamSpec,
         params: Sequence[nn.Parameter],
         comm: Comm,
-        home: Placement,
-        *,
-        on_demand: bool,
-        dtype: torch.dtype,
-        fill: Callable[[FlatParam], None],
+        placement: Placement,
+        initialize: Callable[[FlatParam], None],
     ) -> None:
-        """`fill` gives the first values by one of the three fill_ methods. All ranks must call."""
-        self.layout = layout
+        """`initialize` gives the first values by one of the three initialize_ methods. All ranks must call."""
+        self.layout = layout = spec.layout
         self.params = list(params)
-        self.on_demand = on_demand
-        self.dtype = dtype
-        self.home = home
+        self.on_demand = spec.on_demand
+        self.dtype = spec.dtype
+        self.placement = placement
         self.update = None
-        self._comm = comm
+        self.comm = comm
         self._rank = comm.rank if layout.world_size > 1 else 0
-        self._pending: list[Pending] = []
+        self.slices = slices_by_name(layout, self._rank)
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
-        self._placeholder_values = torch.full((len(self.params),), torch.nan, dtype=dtype, device=self._device)
+        self._placeholder_values = torch.full((len(self.params),), torch.nan, dtype=self.dtype, device=self._device)
         self.placeholders = [self._placeholder_values[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
-        fill(self)
+        initialize(self)
 
     # ---------------------------------------------------------------- first values
-    def fill_from_params(self) -> None:
+    def initialize_from_params(self) -> None:
         """Initialize from unsharded parameters. All ranks must call; rank 0's values win."""
         master_dtype = master_dtype_of(self.dtype) if self.layout.trainable else self.dtype
-        whole = torch.zeros(self.layout.padded_numel, dtype=master_dtype, device=self._device)
+        values = torch.zeros(self.layout.padded_numel, dtype=master_dtype, device=self._device)
         with torch.no_grad():
             for param, slot in zip(self.params, self.layout.slots, strict=True):
-                whole[slot.offset : slot.end].copy_(param.detach().reshape(-1))
+                values[slot.offset : slot.end].copy_(param.detach().reshape(-1))
         for start, numel in self.layout.buckets():
-            self._comm.broadcast(whole[start : start + numel], f"first weights of {self.layout.name}")
-        self._set_full(whole if master_dtype == self.dtype else whole.to(self.dtype))
-        self._set_shards(ShardTensor(self.layout, self._rank, whole, in_full=True))
+            self.comm.broadcast(values[start : start + numel], f"first weights of {self.layout.name}")
+        self._set_full(values.to(self.dtype))
+        self._set_shards(ShardTensor(self.layout, self._rank, values, in_full=True))
         self.bind_views()
 
-    def fill_later(self) -> None:
-        """Start with zeros: whoever knows the values writes this rank's runs into the shard."""
+    def initialize_with_zeros(self) -> None:
+        """Start with zeros: whoever knows the values writes this rank's slices into the shard."""
         if self.layout.trainable:
             raise AssertionError(f"{self.layout.name}: masters would not follow")
         full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self._device)
@@ -94,18 +91,17 @@ class FlatParam:
         self._set_shards(None)
         self.bind_views()
 
-    def fill_from(self, old: FlatParam, *, share: bool) -> None:
-        """Take the shard of a buffer with the same parameters at the same places. No communication.
+    def initialize_from(self, old: FlatParam, *, share: bool) -> None:
+        """Take the shard of a flat parameter with the same parameters at the same places. No communication.
 
-        `share`: the old buffer will be discarded, so that its full buffer may be kept.
+        `share`: the old one will be discarded, so that its full tensor may be kept.
         """
-        best = old.master if old.master is not None else old.shard
         reuse = share and old.dtype == self.dtype and not self.on_demand
         full = old.full if reuse else torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self._device)
         if not self.on_demand and not reuse:
             full.copy_(old.full)
         self._set_full(full)
-        self._set_shards(best)
+        self._set_shards(old.best)
         self.bind_views()
 
     def fits(self, other: FlatParam, params: Sequence[nn.Parameter]) -> bool:
@@ -116,22 +112,21 @@ class FlatParam:
         mine = self.layout
         same_shards = mine.world_size == layout.world_size and mine.bucket_numel == layout.bucket_numel
         shapes = [slot.shape for slot in mine.slots] == [slot.shape for slot in layout.slots]
-        same = len(params) == len(self.params) and all(a is b for a, b in zip(params, self.params, strict=True))
-        return same_shards and shapes and same
+        return same_shards and shapes and [id(param) for param in params] == [id(param) for param in self.params]
 
     # ---------------------------------------------------------------- another engine, the same memory
     def can_become(
         self, spec: FlatParamSpec, params: Sequence[nn.Parameter], placement: Placement, comm: Comm
     ) -> bool:
         """Whether a new flat parameter would have the memory that this one has. Names and trainability may differ."""
-        same_kind = (spec.dtype, spec.on_demand) == (self.dtype, self.on_demand) and comm is self._comm
+        same_kind = (spec.dtype, spec.on_demand) == (self.dtype, self.on_demand) and comm is self.comm
         if not same_kind or not self._is_sharded_as(spec.layout, params):
             return False
-        if self.on_demand and not _can_adopt(placement.param, self.home.param):
+        if self.on_demand and not placement.param.can_adopt(self.placement.param):
             return False
         if self.master is None or not spec.layout.trainable:
             return True
-        return not (placement.native or self.home.native) and _can_adopt(placement.master, self.home.master)
+        return not (placement.native or self.placement.native) and placement.master.can_adopt(self.placement.master)
 
     def become(self, layout: UnitLayout, placement: Placement) -> None:
         """Go on as the flat parameter of `layout`, which `can_become` has admitted. No communication, no copy.
@@ -139,53 +134,42 @@ class FlatParam:
         A master is kept, made from the shard where training begins, or dropped where it ends.
         """
         self.finish_update()
-        old, before = self.layout, self.home
-        if self.master is not None and not layout.trainable:
-            self._drop_master()
-        for kind, theirs, mine in (
-            ("param", before.param, placement.param),
-            ("master", before.master, placement.master),
-        ):
-            key = f"{old.name}/{kind}"
-            if isinstance(theirs, MemoryStore) and isinstance(mine, MemoryStore) and key in theirs.usage():
-                mine.adopt(f"{layout.name}/{kind}", theirs, key)
-        self.layout, self.home = layout, placement
-        for shard in self.owned().values():
-            shard.layout = layout
-        if layout.trainable and self.master is None:
+        if self.own_master is not None and layout.trainable:
+            self.own_master.move(layout, placement.master)
+        elif self.own_master is not None:
+            self.own_master.drop()
+        self.shard.move(layout, placement.param)
+        self.layout, self.placement, self.slices = layout, placement, slices_by_name(layout, self._rank)
+        if not layout.trainable:
+            self.master = None
+        elif self.master is None:
             self.master = self._own_master(self.shard)
-
-    def _drop_master(self) -> None:
-        if isinstance(self.master, StoredShard):
-            self.master.drop()
-        elif self.master is not self.shard:
-            self.home.master.drop(f"{self.layout.name}/master")
-        self.master = None
 
     def _set_full(self, full: torch.Tensor) -> None:
         self.full = full
         self._views = [full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
-        self._buckets = [full[start : start + numel] for start, numel in self.layout.buckets()]
+        self.buckets = [full[start : start + numel] for start, numel in self.layout.buckets()]
 
     def _set_shards(self, values: Shard | None) -> None:
         """Make shard and master, with these values or zeros."""
-        in_full = ShardTensor(self.layout, self._rank, self.full, in_full=True)
-        keep = functools.partial(self._keep, values)
-        self.shard = keep(self.home.param, "param", self.dtype) if self.on_demand else in_full
+        if self.on_demand:
+            self.shard = self._keep(values, self.placement.param, "param", self.dtype)
+        else:
+            self.shard = ShardTensor(self.layout, self._rank, self.full, in_full=True)
         self.master = self._own_master(values) if self.layout.trainable and values is not None else None
 
     def _own_master(self, values: Shard) -> Shard:
         dtype = master_dtype_of(self.dtype)
-        if self.home.native:
-            tile = self.home.tile_numel
-            master = StoredShard(self.layout, self._rank, self.home.master, "master", dtype, tile)
+        if self.placement.native:
+            tile = self.placement.tile_numel
+            master = StoredShard(self.layout, self._rank, self.placement.master, "master", dtype, tile)
             master.copy_from(values)
             return master
-        if dtype == self.dtype and isinstance(self.shard, ShardTensor):
-            master_is_on_host = self._comm.computes_on_host or not self.home.master.is_on_device
+        if dtype == self.dtype and self.shard.in_memory is not None:
+            master_is_on_host = self.comm.computes_on_host or not self.placement.master.is_on_device
             if master_is_on_host == self.shard_is_on_host:
                 return self.shard
-        return self._keep(values, self.home.master, "master", dtype)
+        return self._keep(values, self.placement.master, "master", dtype)
 
     def _keep(self, values: Shard | None, store: ShardStore, kind: str, dtype: torch.dtype) -> Shard:
         """A shard of its own with these values, or zeros."""
@@ -200,44 +184,34 @@ class FlatParam:
         if self.on_demand and self.update is None:
             self.shard.prefetch()
 
-    def gather_start(self) -> None:
-        """Start to unshard the parameters. All ranks must call, in the same order."""
-        if self.on_demand:
-            self.check_placeholders()
-            self.check_views()
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            if self._device.type == "cpu":
-                use_huge_pages(self.full)
-        # Where the shard comes from the host, the copy and the all-gather behind it stay off the compute stream.
-        with self.home.copies.beside() if self.is_offloaded else contextlib.nullcontext():
-            for bucket, part in zip(self._buckets, self._parts_on_device(), strict=True):
-                if self.home.broadcasts and not self.on_demand:
-                    self._start_broadcasts(bucket, part)
-                else:
-                    self._pending.append(self._comm.all_gather(bucket, part, self.layout.name))
+    def allocate(self) -> None:
+        """Get memory for the unsharded parameters, which are still placeholders then."""
+        if not self.on_demand:
+            return
+        self.check_placeholders()
+        self.check_views()
+        self.full.untyped_storage().resize_(self.full_bytes)
+        if self._device.type == "cpu":
+            use_huge_pages(self.full)
 
-    def _start_broadcasts(self, bucket: torch.Tensor, part: torch.Tensor) -> None:
-        places = bucket.chunk(self._comm.world_size)
-        if places[self._rank].data_ptr() != part.data_ptr():
-            places[self._rank].copy_(part)
-        for owner, place in enumerate(places):
-            self._pending.append(self._comm.broadcast_start(place, self.layout.name, src=owner))
+    def on_copy_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Where the shard comes from the host, its copy and the all-gather behind it stay off the compute stream."""
+        return self.placement.copies.beside() if self.is_offloaded else contextlib.nullcontext()
 
     @property
     def is_offloaded(self) -> bool:
         """Whether the shard, or its update, is elsewhere than on the device."""
-        return self.home.master is not self.home.param or not self.home.param.is_on_device
+        return self.placement.master is not self.placement.param or not self.placement.param.is_on_device
 
-    def _parts_on_device(self) -> list[torch.Tensor]:
-        """This rank's part of every bucket, on the compute device; valid until `gather_finish`."""
-        if isinstance(self.shard, ShardTensor) and self.update is None:
-            shard = self.shard
-        else:
+    def parts_on_device(self) -> list[torch.Tensor]:
+        """This rank's part of every bucket, on the compute device; valid until `use_gathered`."""
+        shard = self.shard.in_memory
+        if shard is None or self.update is not None:
             with self._reading():
                 shard, self._borrowed = self.shard.borrow()
         if shard.memory.device == self.full.device:
             return shard.parts
-        # Straight into this rank's place in the full buffer: from there the all-gather takes it.
+        # Straight into this rank's place in the full tensor: from there the all-gather takes it.
         places = ShardTensor(self.layout, self._rank, self.full, in_full=True).parts
         for place, part in zip(places, shard.parts, strict=True):
             place.copy_(part, non_blocking=True)
@@ -248,7 +222,7 @@ class FlatParam:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         """Around a read of the shard or the masters: after an update that is under way; all ranks raise its errors."""
-        with self._comm.stop_together():
+        with self.comm.stop_together():
             if self.update is not None:
                 pending, self.update = self.update, None
                 pending.wait()
@@ -260,10 +234,8 @@ class FlatParam:
             with self._reading():
                 pass
 
-    def gather_finish(self) -> None:
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
+    def use_gathered(self) -> None:
+        """All buckets are filled: point the parameters at them."""
         if self._copied is not None:
             # An all-gather in between has waited already.
             self._copied.wait(torch.accelerator.current_stream(self.full.device))
@@ -278,12 +250,11 @@ class FlatParam:
 
     def forget_gather(self) -> None:
         """A gather was broken off, and its connections are closed: what it had of other memory goes back."""
-        self._pending.clear()
         if self._borrowed is not None:
             self._borrowed.release()
         self._borrowed = self._copied = None
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Point the parameters at placeholders and give the memory back. See [Note: Views outlive a reshard]."""
         self._bind(self.placeholders)
         self.full.untyped_storage().resize_(0)
@@ -315,13 +286,13 @@ class FlatParam:
             names = [slot.name for slot, same in zip(self.layout.slots, untouched.tolist(), strict=True) if not same]
             self._placeholder_values.fill_(torch.nan)
             raise StateError(
-                f"rank {self._comm.rank}: sharded parameter(s) were written to while they were sharded, and the "
+                f"rank {self.comm.rank}: sharded parameter(s) were written to while they were sharded, and the "
                 f"write is lost: {', '.join(names)}.\nWrite inside `with hf_zero.gathered_params(model, "
                 "write_rank=0):`, or before the model is handed to hf_zero."
             )
 
     def check_views(self) -> None:
-        """Raise if a parameter has left the buffer (`.to(dtype)`, `param.data = ...`): updates would miss it."""
+        """Raise if a parameter has left `full` (`.to(dtype)`, `param.data = ...`): updates would miss it."""
         bound = zip(self.layout.slots, self.params, self._bound, strict=True)
         strays = [
             slot.name
@@ -332,7 +303,7 @@ class FlatParam:
             if self.on_demand:
                 self._bind(self._bound)
             raise StateError(
-                f"rank {self._comm.rank}: parameter(s) were replaced or cast after hf_zero had taken the model over, "
+                f"rank {self.comm.rank}: parameter(s) were replaced or cast after hf_zero had taken the model over, "
                 f"and updates would not reach them: {', '.join(strays[:5])} ({len(strays)} in all).\nDo not call "
                 ".to(dtype) or .half(), nor assign param.data (vector_to_parameters does), on a model in training: "
                 "set the type before, or in the configuration (bf16.enabled), and values with hf_zero.set_full_param("
@@ -342,24 +313,24 @@ class FlatParam:
     # ---------------------------------------------------------------- around the optimizer step
     def refresh(self) -> None:
         """Bring the parameters' type up to date with the master weights after an update."""
-        if self.master is not None and self.master is not self.shard:
-            self.shard.copy_from(self.master)
+        if self.own_master is not None:
+            self.shard.copy_from(self.own_master)
 
     def full_master(self) -> torch.Tensor:
         """The masters of all ranks, 1-D [padded_numel], in their own type, on the device. All ranks must call."""
         assert self.master is not None
-        whole = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self._device)
-        mine = ShardTensor(self.layout, self._rank, whole, in_full=True)
+        full = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self._device)
+        mine = ShardTensor(self.layout, self._rank, full, in_full=True)
         with self._reading():
             mine.copy_from(self.master)
         if self.layout.world_size > 1:
             name = f"masters of {self.layout.name}"
             parts = zip(self.layout.buckets(), mine.parts, strict=True)
-            for pending in [self._comm.all_gather(whole[at : at + numel], part, name) for (at, numel), part in parts]:
+            for pending in [self.comm.all_gather(full[at : at + numel], part, name) for (at, numel), part in parts]:
                 pending.wait()
-        return whole
+        return full
 
-    def accept_whole(self) -> None:
+    def accept_edits(self) -> None:
         """Take edits of the gathered parameters over into the shard. There must be no master: it would be rounded."""
         if self.master is not None or not self.on_demand:
             raise AssertionError(f"{self.layout.name} has more than a shard to bring up to date")
@@ -368,26 +339,38 @@ class FlatParam:
     @property
     def shard_is_on_host(self) -> bool:
         """Whether the parameters' shard, where it is memory, is memory of the host."""
-        return self._comm.computes_on_host or (self.on_demand and not self.home.param.is_on_device)
+        return self.comm.computes_on_host or (self.on_demand and not self.placement.param.is_on_device)
 
     @property
     def rank(self) -> int:
         """The rank whose shard this process holds; 0 where every rank holds everything."""
         return self._rank
 
+    def slice_of(self, index: int) -> Slice | None:
+        """What this rank owns of parameter `index`; None if that is nothing."""
+        return self.slices.get(self.layout.slots[index].name)
+
     @property
     def full_bytes(self) -> int:
         return self.full.numel() * self.full.element_size()
 
     def owned(self) -> dict[str, Shard]:
-        """What this buffer keeps between uses, by what it is for."""
+        """What is kept between uses, by what it is for."""
         owned = {"parameters": self.shard}
-        if self.master is not None and self.master is not self.shard:
-            owned["master"] = self.master
-        return owned
+        return owned if self.own_master is None else owned | {"master": self.own_master}
+
+    @property
+    def own_master(self) -> Shard | None:
+        """The master weights, where they are not the shard itself."""
+        return None if self.master is self.shard else self.master
+
+    @property
+    def best(self) -> Shard:
+        """This rank's weights with all their digits: the master weights, or the shard where there are none."""
+        return self.shard if self.master is None else self.master
 
     def holds(self, index: int) -> bool:
-        """Whether a parameter is still what this buffer made it: its placeholder, or its view of the full buffer."""
+        """Whether a parameter is still what this one made it: its placeholder, or its view of the full tensor."""
         param = self.params[index]
         known = (self.placeholders[index], self._views[index])
         return any(param.data_ptr() == mine.data_ptr() and param.shape == mine.shape for mine in known)
@@ -399,36 +382,15 @@ class FlatParam:
         self.discard()
 
     def discard(self) -> None:
-        """Forget the full buffer and the shards; the parameters live elsewhere by now."""
-        for kind, store in (("param", self.home.param), ("master", self.home.master)):
-            if f"{self.layout.name}/{kind}" in store.usage():
-                store.drop(f"{self.layout.name}/{kind}")
+        """Forget the full tensor and the shards; the parameters have other memory by now."""
         for shard in self.owned().values():
-            if isinstance(shard, StoredShard):
-                shard.drop()
-        # Whoever still knows this buffer (an engine that another one replaces) must not keep the memory.
+            shard.drop()
+        # Whoever still knows this one (an engine that another one replaces) must not keep the memory.
         self.full = self.full.new_empty(0)
-        self._views, self._buckets, self.master = [], [], None
+        self._views, self.buckets, self.master = [], [], None
         del self.shard
 
 
-def _can_adopt(new: ShardStore, old: ShardStore) -> bool:
-    return isinstance(new, MemoryStore) and new.can_adopt(old)
-
-
-def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a parameter is updated: fp64 stays, everything else is fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def gather_resident(flats: Sequence[FlatParam]) -> None:
-    """Bring parameters that stay unsharded up to date from their owners. All ranks must call."""
-    gathering = []
-    for flat in flats:
-        if not flat.on_demand:
-            flat.finish_update()
-            if flat.layout.world_size > 1:
-                flat.gather_start()
-                gathering.append(flat)
-    for flat in gathering:
-        flat.gather_finish()
+def slices_by_name(layout: UnitLayout, rank: int) -> dict[str, Slice]:
+    """What `rank` owns of each parameter of which it owns something."""
+    return {slice_.name: slice_ for slice_ in layout.slices(rank)}

@@ -1,6 +1,6 @@
 """Decides which parameters form a unit.
 
-A unit is a module whose forward runs: its parameters are gathered before and released after. Decoder layers, by the
+A unit is a module whose forward runs: its parameters are unsharded before and resharded after. Decoder layers, by the
 model's own `_no_split_modules`; for any other module, a size rule. What is in no layer forms the root unit.
 """
 
@@ -24,7 +24,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 class UnitKind(enum.Enum):
     LAYER = "layer"  # gathered around the forward and the backward of its module
     ROOT = "root"  # gathered from root forward to the end of backward
-    PERSISTENT = "persistent"  # always whole: parameters too small to be worth a gather
+    PERSISTENT = "persistent"  # always unsharded: parameters too small to be worth a gather
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,12 @@ class UnitSpec:
 def partition(
     model: nn.Module, *, persistence_threshold: int = 0, model_persistence_threshold: int | None = None
 ) -> list[UnitSpec]:
-    """Cut `model` into units: layers in registration order, then the root unit (perhaps empty), then the persistent
-    one.
+    """The units of `model`: layers in registration order, the root unit (perhaps empty), the persistent one if any.
 
     Args:
         persistence_threshold: Parameters of at most this many elements stay unsharded
             (`stage3_param_persistence_threshold`).
-        model_persistence_threshold: Most elements that may stay whole in all (`stage3_model_persistence_threshold`).
+        model_persistence_threshold: Most elements that stay unsharded in all (`stage3_model_persistence_threshold`).
     """
     unit_paths = _unit_paths(model)
     owners = _owners(model, unit_paths)
@@ -75,7 +74,7 @@ def partition(
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Floating-point parameters under the names that a plain (not compiled) model gives them, shared ones once.
 
-    Those of one byte are left alone, like integers: without the scale beside them they are no numbers to cast or cut.
+    Those of one byte are left alone, like integers: without the scale beside them they are not numbers to cast.
     """
     for name, param in model.named_parameters():
         if param.is_floating_point() and param.dtype.itemsize > 1:
@@ -98,8 +97,8 @@ def clean_name(name: str) -> str:
     return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
 
 
-def check_parameters(model: nn.Module, *, cut: bool = False) -> None:
-    """Refuse parameters that cannot be flattened, with `cut` also those that cannot be cut; all in one message."""
+def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
+    """Refuse parameters that cannot be flattened, with `sharded` also packed ones; all in one message."""
     problems = []
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
@@ -109,13 +108,13 @@ def check_parameters(model: nn.Module, *, cut: bool = False) -> None:
         if param.is_meta:
             problems.append(f"{name} is on the meta device: load or initialise the weights first")
         elif kind == "DTensor":
-            problems.append(f"{name} is a DTensor: tensor parallelism and hf_zero cannot cut the same parameter")
+            problems.append(f"{name} is a DTensor: tensor parallelism and hf_zero cannot shard the same parameter")
         elif param.is_complex():
             problems.append(f"{name} has complex type {param.dtype}: keep it as two real parameters")
-        elif cut and param.dtype.itemsize == 1 and param.dtype != torch.bool:
+        elif sharded and param.dtype.itemsize == 1 and param.dtype != torch.bool:
             problems.append(f"{name} is packed ({param.dtype}): use stage 2, or an unquantized model")
         elif param.is_sparse or param.layout != torch.strided:
-            problems.append(f"{name} has layout {param.layout}: only dense parameters can be cut")
+            problems.append(f"{name} has layout {param.layout}: only dense parameters can be sharded")
     if problems:
         raise ConfigError("hf_zero cannot shard this model:\n  " + "\n  ".join(problems))
 
@@ -157,8 +156,7 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _by_size(model: nn.Module) -> list[str]:
-    """Post-order: a module becomes a unit as soon as the parameters gathered under it, less units below, are "
-    "enough."""
+    """Post-order: a module becomes a unit once the parameters under it, without those of units below, are enough."""
     total = sum(param.numel() for param in model.parameters())
     enough = max(int(total * _MIN_UNIT_SHARE), _MIN_UNIT_NUMEL)
     chosen: set[str] = set()
@@ -170,8 +168,7 @@ def _by_size(model: nn.Module) -> list[str]:
         seen.add(id(module))
         left = sum(param.numel() for param in module.parameters(recurse=False))
         for name, child in module.named_children():
-            below = visit(f"{path}.{name}" if path else name, child)
-            left += below
+            left += visit(f"{path}.{name}" if path else name, child)
         if path and left >= enough and _forward_runs(path, model):
             chosen.add(path)
             return 0
@@ -182,8 +179,7 @@ def _by_size(model: nn.Module) -> list[str]:
 
 
 def _forward_runs(path: str, model: nn.Module) -> bool:
-    """Whether calling the model calls this module: containers are never called, nor are parts of "
-    "MultiheadAttention."""
+    """Whether calling the model calls this module: not containers, nor the inside of MultiheadAttention."""
     parent_path = path.rpartition(".")[0]
     if isinstance(model.get_submodule(parent_path), nn.MultiheadAttention) or ".parametrizations" in f".{path}":
         return False

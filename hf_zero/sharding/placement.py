@@ -14,12 +14,12 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_zero.config.resolved import OffloadOptimizer, OffloadParam, ResolvedConfig
+import torch
+
+from hf_zero.config.resolved import Aio, OffloadOptimizer, OffloadParam, ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import OffloadError, StateError
-from hf_zero.native.aio import AioSettings
-from hf_zero.sharding.flat_param import master_dtype_of
-from hf_zero.sharding.home import FlatParamSpec, Placement
+from hf_zero.layout import UnitLayout
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
 from hf_zero.storage.copy_stream import CopyStream
 from hf_zero.storage.staging_pool import page_rounded
@@ -30,30 +30,51 @@ MAX_TILE_NUMEL = 1 << 22
 _STATES = 3
 
 
+def master_dtype_of(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a parameter is updated: fp64 stays, everything else is fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class FlatParamSpec:
+    """A flat parameter that is to be made."""
+
+    layout: UnitLayout
+    dtype: torch.dtype
+    on_demand: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the data of one flat parameter lives between uses, and how ranks share it after an update."""
+
+    param: ShardStore  # its shard, where parameters are unsharded around their use only
+    master: ShardStore  # master weights, and the moments of a native update
+    copies: CopyStream  # for what goes between host and device; one for all flat parameters
+    native: bool  # the native rule updates the masters tile by tile; else torch does, and they stay in memory
+    tile_numel: int
+    sub_group_numel: int = 1 << 62  # elements that one call of a torch optimizer updates
+    broadcasts: bool = False  # what is never sharded comes from each owner by a broadcast (`allgather_partitions`)
+
+
 @dataclass(frozen=True)
 class OffloadSettings:
     """What of the configuration decides where shards live."""
 
     param: OffloadParam
     optimizer: OffloadOptimizer
-    aio: AioSettings
+    aio: Aio
     sub_group_numel: int  # `sub_group_size`
     native: bool  # offloaded states are updated by native code, not by torch on the host
     broadcasts: bool  # `allgather_partitions` is false
 
     @classmethod
     def of(cls, config: ResolvedConfig) -> OffloadSettings:
-        zero, aio = config.zero, config.aio
+        zero = config.zero
         return cls(
             param=zero.offload_param,
             optimizer=zero.offload_optimizer,
-            aio=AioSettings(
-                block_size=aio.block_size,
-                queue_depth=aio.queue_depth,
-                threads=aio.intra_op_parallelism,
-                single_submit=aio.single_submit,
-                overlap_events=aio.overlap_events,
-            ),
+            aio=config.aio,
             sub_group_numel=zero.sub_group_size,
             # torch's optimizers keep their state in memory.
             native=config.force_native_adam or zero.offload_optimizer.device == "nvme",
@@ -66,6 +87,7 @@ class Placements:
 
     def __init__(self, settings: OffloadSettings, comm: Comm, flat_specs: Sequence[FlatParamSpec]) -> None:
         self._settings = settings
+        self._tile = max(1, min(settings.sub_group_numel, MAX_TILE_NUMEL))  # elements
         self._comm = comm
         self.device = DeviceStore(comm.device)
         self._copies = self._make_copies()
@@ -94,15 +116,15 @@ class Placements:
             master=self._states if offloaded else self.device,
             native=offloaded and self._settings.native,
             copies=self._copies,
-            tile_numel=max(1, min(self._settings.sub_group_numel, MAX_TILE_NUMEL)),
+            tile_numel=self._tile,
             sub_group_numel=max(1, self._settings.sub_group_numel),
             broadcasts=self._settings.broadcasts,
         )
 
     def admit(self, flat_specs: Sequence[FlatParamSpec]) -> None:
-        """Find places for buffers that are made later, in the place of frozen ones.
+        """Find places for flat parameters that are made later, in the place of frozen ones.
 
-        Raises StateError where masters are on disk: the staging memory was cut for what was trained at first.
+        Raises StateError where masters are on disk: the staging memory was sized for what was trained at first.
         """
         if self._settings.optimizer.device == "nvme":
             raise StateError(
@@ -115,7 +137,7 @@ class Placements:
             self._on_disk |= {flat_spec.layout.name for flat_spec in flat_specs}
 
     def _choose_offloaded(self, flat_specs: Sequence[FlatParamSpec]) -> frozenset[str]:
-        """Names of the layouts whose masters leave the device: a share of `ratio` of the elements, whole buffers."""
+        """Names of the layouts whose masters leave the device: a share of `ratio` of the elements, none in part."""
         if self._settings.optimizer.device == "none":
             return frozenset()
         trainable = [flat_spec.layout for flat_spec in flat_specs if flat_spec.layout.trainable]
@@ -157,17 +179,17 @@ class Placements:
                 write_behind=optimizer.pipeline_write,
             )
         if self._on_disk:
-            sizes = [d.layout.shard_numel * d.dtype.itemsize for d in flat_specs if d.layout.name in self._on_disk]
-            itemsize = max(d.dtype.itemsize for d in flat_specs if d.layout.name in self._on_disk)
-            one = page_rounded(min(max(sizes), param.buffer_size * itemsize))
+            mine = [spec for spec in flat_specs if spec.layout.name in self._on_disk]
+            largest = max(spec.layout.shard_numel * spec.dtype.itemsize for spec in mine)
+            one = page_rounded(min(largest, param.buffer_size * max(spec.dtype.itemsize for spec in mine)))
             self._params = self.disks["parameters"] = self._make_disk(
                 param.nvme_path, "parameters", param.buffer_count * one, pin=param.pin_memory, preallocate=True
             )
 
     def _state_tile_bytes(self, flat_specs: Sequence[FlatParamSpec]) -> int:
-        limit = max(1, min(self._settings.sub_group_numel, MAX_TILE_NUMEL))
-        mine = [flat_spec for flat_spec in flat_specs if flat_spec.layout.name in self._offloaded]
-        return max((min(d.layout.shard_numel, limit) * master_dtype_of(d.dtype).itemsize for d in mine), default=1)
+        mine = [spec for spec in flat_specs if spec.layout.name in self._offloaded]
+        sizes = (min(spec.layout.shard_numel, self._tile) * master_dtype_of(spec.dtype).itemsize for spec in mine)
+        return max(sizes, default=1)
 
     def _make_copies(self) -> CopyStream:
         return CopyStream(self._comm.device)

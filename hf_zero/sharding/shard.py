@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hf_zero.layout import Run, UnitLayout
+from hf_zero.layout import Slice, UnitLayout
 from hf_zero.storage.base import BorrowedTensors, ShardStore
-from hf_zero.storage.memory import MemoryStore
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One NaN of its own, expanded with stride 0: shape, type and device are true, there are no values."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def slice_of(full: torch.Tensor, slice_: Slice) -> torch.Tensor:
+    """The elements of `slice_` out of its full parameter, or a tensor of that shape: 1-D [slice_.numel]."""
+    flat = full.reshape(-1)
+    return torch.cat([flat[piece.start : piece.end] for piece in slice_.pieces])
 
 
 class Shard(abc.ABC):
@@ -18,6 +28,8 @@ class Shard(abc.ABC):
 
     Invariant: padding elements are zero and stay zero.
     """
+
+    in_full = False  # whether it is a view of memory with the layout of the full flat parameter
 
     def __init__(self, layout: UnitLayout, rank: int, dtype: torch.dtype) -> None:
         self.layout = layout
@@ -32,13 +44,25 @@ class Shard(abc.ABC):
     def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
         """Elements [start, start + numel) of the shard in order; each chunk is valid until the next."""
 
+    @property
     @abc.abstractmethod
-    def read_run(self, run: Run) -> torch.Tensor:
-        """The elements of `run`, 1-D [run.numel]; a view where they are contiguous in memory."""
+    def in_memory(self) -> ShardTensor | None:
+        """The shard itself where it stays in memory; None where its store only lends it."""
 
     @abc.abstractmethod
-    def write_run(self, run: Run, values: torch.Tensor) -> None:
-        """Set the elements of `run` from `values`, 1-D [run.numel], cast to this one's type."""
+    def slice_tensors(self, slice_: Slice) -> list[torch.Tensor]:
+        """What an optimizer holds for the elements of `slice_`, in order: views of them, or one placeholder.
+
+        A slice that is the unsharded parameter and contiguous has the parameter's shape.
+        """
+
+    @abc.abstractmethod
+    def read_slice(self, slice_: Slice) -> torch.Tensor:
+        """The elements of `slice_`, 1-D [slice_.numel]; a view where they are contiguous in memory."""
+
+    @abc.abstractmethod
+    def write_slice(self, slice_: Slice, values: torch.Tensor) -> None:
+        """Set the elements of `slice_` from `values`, 1-D [slice_.numel], cast to this one's type."""
 
     def copy_from(self, other: Shard) -> None:
         """Take the values of a shard of the same layout, cast to this one's type."""
@@ -56,18 +80,41 @@ class Shard(abc.ABC):
     def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
         """All of the shard in memory, to be read until what it is borrowed from is released."""
 
+    @abc.abstractmethod
+    def borrow_to_write(self, *, staged: bool) -> BorrowedTensors:
+        """Memory for all new values of the shard: one tensor, with `in_full` that of the full flat parameter.
+
+        `staged`: they are kept aside until `commit` or `rollback`.
+        """
+
+    def commit(self) -> None:
+        """Take the staged values; see ShardStore.commit."""
+        raise AssertionError(f"{self.layout.name}: new values of a shard in memory cannot be staged")
+
+    def rollback(self) -> None:
+        """Forget the staged values."""
+        raise AssertionError(f"{self.layout.name}: new values of a shard in memory cannot be undone")
+
     def prefetch(self) -> None:
         """Start bringing the shard into memory. A hint: it never waits."""
         return None
 
+    def move(self, layout: UnitLayout, store: ShardStore) -> None:
+        """Go on as the shard of `layout` on `store`, which can adopt what the shard is. Nothing is copied."""
+        self.layout = layout
+
+    def drop(self) -> None:
+        """Give its memory on a store back."""
+        return None
+
 
 class ShardTensor(Shard):
-    """A shard in memory: one part per bucket, one or more slices per parameter.
+    """A shard in memory, here that of its caller: one part per bucket, one or more slices per parameter.
 
     Invariant: the parts tile the shard in shard order.
 
     Args:
-        memory: 1-D [shard_numel], the shard itself, or with `in_full` 1-D [padded_numel], the full buffer of which
+        memory: 1-D [shard_numel], the shard itself, or with `in_full` 1-D [padded_numel], the full tensor of which
             this rank's parts are views: an fp32 parameter that is resident on every rank needs no second copy as
             master.
     """
@@ -100,29 +147,30 @@ class ShardTensor(Shard):
             yield self.parts[number][inside : inside + count]
             start += count
 
-    def run_tensors(self, run: Run) -> list[torch.Tensor]:
-        """Views of the elements of `run`, in order: one tensor where they are contiguous in memory.
+    @property
+    def in_memory(self) -> ShardTensor:
+        return self
 
-        A run that is the unsharded parameter and contiguous has the parameter's shape.
-        """
+    def slice_tensors(self, slice_: Slice) -> list[torch.Tensor]:
+        """Views: one tensor where the elements are contiguous in memory."""
         if not self.in_full:
-            spans = [(run.shard_offset, run.numel)]
+            spans = [(slice_.shard_offset, slice_.numel)]
         else:
             spans = []
-            for piece in run.pieces:
+            for piece in slice_.pieces:
                 if spans and sum(spans[-1]) == piece.flat_offset:
                     spans[-1] = (spans[-1][0], spans[-1][1] + piece.numel)
                 else:
                     spans.append((piece.flat_offset, piece.numel))
         tensors = [self.memory[start : start + numel] for start, numel in spans]
-        return [tensors[0].view(run.shape)] if len(tensors) == 1 and run.is_unsharded else tensors
+        return [tensors[0].view(slice_.shape)] if len(tensors) == 1 and slice_.is_unsharded else tensors
 
-    def read_run(self, run: Run) -> torch.Tensor:
-        views = [view.view(-1) for view in self.run_tensors(run)]
+    def read_slice(self, slice_: Slice) -> torch.Tensor:
+        views = [view.view(-1) for view in self.slice_tensors(slice_)]
         return views[0] if len(views) == 1 else torch.cat(views)
 
-    def write_run(self, run: Run, values: torch.Tensor) -> None:
-        views = [view.view(-1) for view in self.run_tensors(run)]
+    def write_slice(self, slice_: Slice, values: torch.Tensor) -> None:
+        views = [view.view(-1) for view in self.slice_tensors(slice_)]
         for view, chunk in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
             view.copy_(chunk)
 
@@ -135,13 +183,35 @@ class ShardTensor(Shard):
     def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
         return self, None
 
+    def borrow_to_write(self, *, staged: bool) -> BorrowedTensors:
+        if staged:
+            raise AssertionError(f"{self.layout.name}: new values of a shard in memory cannot be staged")
+        return BorrowedTensors([self.memory])
+
     def scale(self, factor: float) -> None:
-        if self.parts:  # a buffer of empty parameters has none, and torch refuses an empty list
+        if self.parts:  # a flat parameter of empty parameters has none, and torch refuses an empty list
             torch._foreach_mul_(self.parts, factor)
 
     def zero(self) -> None:
         if self.parts:
             torch._foreach_zero_(self.parts)
+
+
+class MemoryShard(ShardTensor):
+    """A shard of zeros: the tensor LAYOUT/KIND of a store that is memory."""
+
+    def __init__(self, layout: UnitLayout, rank: int, store: ShardStore, kind: str, dtype: torch.dtype) -> None:
+        self._store, self._kind, self._key = store, kind, f"{layout.name}/{kind}"
+        store.create(self._key, layout.shard_numel, dtype)
+        super().__init__(layout, rank, store.tensor(self._key), in_full=False)
+
+    def move(self, layout: UnitLayout, store: ShardStore) -> None:
+        key = f"{layout.name}/{self._kind}"
+        store.adopt(key, self._store, self._key)
+        self.layout, self._store, self._key = layout, store, key
+
+    def drop(self) -> None:
+        self._store.drop(self._key)
 
 
 @dataclass(frozen=True)
@@ -185,16 +255,23 @@ class StoredShard(Shard):
             self.tiles.append(Tile(f"{layout.name}/{kind}/{len(self.tiles)}", start, numel))
             store.create(self.tiles[-1].key, numel, dtype)
 
+    @property
+    def in_memory(self) -> None:
+        return None
+
+    def slice_tensors(self, slice_: Slice) -> list[torch.Tensor]:
+        return [placeholder(slice_.shape if slice_.is_unsharded else (slice_.numel,), self.dtype, torch.device("cpu"))]
+
     def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
         for tile, low, high in self._meeting(start, numel):
             with self.store.borrow([tile.key]) as borrow:
                 yield borrow.tensors[0][low - tile.start : high - tile.start]
 
-    def read_run(self, run: Run) -> torch.Tensor:
-        return torch.cat([chunk.clone() for chunk in self.chunks(run.shard_offset, run.numel)])
+    def read_slice(self, slice_: Slice) -> torch.Tensor:
+        return torch.cat([chunk.clone() for chunk in self.chunks(slice_.shard_offset, slice_.numel)])
 
-    def write_run(self, run: Run, values: torch.Tensor) -> None:
-        start = run.shard_offset
+    def write_slice(self, slice_: Slice, values: torch.Tensor) -> None:
+        start = slice_.shard_offset
         for tile, low, high in self._meeting(start, values.numel()):
             all_of_it = high - low == tile.numel
             with self.store.borrow([tile.key], write=True, overwrite=all_of_it) as borrow:
@@ -206,9 +283,24 @@ class StoredShard(Shard):
                 yield tile.start, borrow.tensors[0]
 
     def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
-        borrowed = self.store.borrow([tile.key for tile in self.tiles])  # one tile, or none
+        borrowed = self.store.borrow(self._keys)  # one tile, or none
         memory = borrowed.tensors[0] if self.tiles else torch.empty(0, dtype=self.dtype)
         return ShardTensor(self.layout, self.rank, memory, in_full=False), borrowed
+
+    def borrow_to_write(self, *, staged: bool) -> BorrowedTensors:
+        borrowed = self.store.borrow(self._keys, write=True, staged=staged, overwrite=True)
+        borrowed.tensors[0].zero_()  # padding is zero
+        return borrowed
+
+    def commit(self) -> None:
+        self.store.commit(self._keys)
+
+    def rollback(self) -> None:
+        self.store.rollback(self._keys)
+
+    @property
+    def _keys(self) -> list[str]:
+        return [tile.key for tile in self.tiles]
 
     def _meeting(self, start: int, numel: int) -> Iterator[tuple[Tile, int, int]]:
         """The tiles that [start, start + numel) meets, each with the range that it has of it."""
@@ -218,23 +310,14 @@ class StoredShard(Shard):
                 yield tile, low, high
 
     def prefetch(self) -> None:
-        self.store.prefetch([tile.key for tile in self.tiles])
+        self.store.prefetch(self._keys)
 
     def drop(self) -> None:
-        for tile in self.tiles:
-            self.store.drop(tile.key)
+        for key in self._keys:
+            self.store.drop(key)
         self.tiles = []
 
 
 def make_shard(layout: UnitLayout, rank: int, store: ShardStore, kind: str, dtype: torch.dtype) -> Shard:
     """A shard of zeros: a tensor for good where the store is memory, else one tile."""
-    if not isinstance(store, MemoryStore):
-        return StoredShard(layout, rank, store, kind, dtype)
-    return memory_shard(layout, rank, store, kind, dtype)
-
-
-def memory_shard(layout: UnitLayout, rank: int, store: MemoryStore, kind: str, dtype: torch.dtype) -> ShardTensor:
-    """A shard of zeros, which is the tensor LAYOUT/KIND of the store."""
-    key = f"{layout.name}/{kind}"
-    store.create(key, layout.shard_numel, dtype)
-    return ShardTensor(layout, rank, store.tensor(key), in_full=False)
+    return (MemoryShard if store.is_memory else StoredShard)(layout, rank, store, kind, dtype)

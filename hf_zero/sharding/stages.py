@@ -5,7 +5,7 @@ ZeRO (Rajbhandari et al., 2020) is three independent choices, and a stage is one
 | stage | parameters | gradients | after the step |
 |---|---|---|---|
 | 0 | resident, replicated | all-reduce at the boundary | nothing |
-| 1 | resident | whole across micro-steps, reduce-scatter at the boundary | all-gather |
+| 1 | resident | unsharded across micro-steps, reduce-scatter at the boundary | all-gather |
 | 2 | resident | reduce-scatter in every backward, accumulate in the shard | all-gather |
 | 3 | on demand | as stage 2 | nothing: the shard is the parameter |
 
@@ -25,7 +25,7 @@ class UnitPlan:
     """The policy of one unit."""
 
     on_demand: bool  # parameters are unsharded around their use only
-    sharded: bool  # each rank owns a part of parameters' master, gradient and optimizer state
+    sharded: bool  # each rank owns a shard of parameters' masters, gradients and optimizer states
     eager: bool  # gradients are reduced in every backward, not only at the boundary
 
 

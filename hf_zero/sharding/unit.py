@@ -1,11 +1,14 @@
-"""A unit and its state machine."""
+"""A unit, its state machine, and the all-gathers that unshard it."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
+import torch
 from torch import nn
 
+from hf_zero.distributed.work import Pending
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitKind
 
@@ -14,39 +17,41 @@ class UnitState(enum.Enum):
     """What memory exists in each state."""
 
     SHARDED = "sharded"  # the shard only; parameters are placeholders
-    GATHERING = "gathering"  # full buffers are being filled; parameters are still placeholders
-    FULL = "full"  # full buffers; parameters are views of them
-    KEPT = "kept"  # as FULL, but nobody uses it now: it waits for a use that is near, and may be resharded before
+    UNSHARDING = "unsharding"  # all-gathers are under way; parameters are still placeholders
+    UNSHARDED = "unsharded"  # parameters are views of them
+    KEPT = "kept"  # as UNSHARDED, but nobody uses it now: it waits for a use that is near, and may be resharded before
 
 
 class ShardUnit:
     """Parameters that are gathered and reduced together, around one module.
 
-    SHARDED -> gather_start() -> GATHERING -> gather_finish() -> FULL -> release() -> SHARDED
-    FULL -> keep() -> KEPT -> use_again() -> FULL, or KEPT -> release() -> SHARDED
+    SHARDED -> unshard() -> UNSHARDING -> wait_for_unshard() -> UNSHARDED -> reshard() -> SHARDED
+    UNSHARDED -> keep() -> KEPT -> use_again() -> UNSHARDED, or KEPT -> reshard() -> SHARDED
 
     Invariants:
-      - No unsharded memory exists in SHARDED. A unit that is not `on_demand` is FULL for ever.
-      - All ranks call gather_start in the same order: collectives match by order.
+      - No unsharded memory exists in SHARDED. A unit that is not `on_demand` is UNSHARDED for ever.
+      - All ranks call unshard in the same order: collectives match by order.
     """
 
-    def __init__(self, name: str, kind: UnitKind, module: nn.Module, buffers: list[FlatParam]) -> None:
+    def __init__(self, name: str, kind: UnitKind, module: nn.Module, flats: list[FlatParam]) -> None:
         self.name = name
         self.kind = kind
         self.module = module
-        self.buffers = buffers
-        self.on_demand = any(buffer.on_demand for buffer in buffers)
-        self.state = UnitState.FULL
+        self.flats = flats
+        self.on_demand = any(flat.on_demand for flat in flats)
+        self.state = UnitState.UNSHARDED
+        self.kept_at = 0
+        self._gathers: list[Pending] = []
         self._measure()
 
     def _measure(self) -> None:
-        self.numel = sum(buffer.layout.padded_numel for buffer in self.buffers)
-        self.full_bytes = sum(buffer.full_bytes for buffer in self.buffers)
+        self.numel = sum(flat.layout.padded_numel for flat in self.flats)
+        self.full_bytes = sum(flat.full_bytes for flat in self.flats)
 
     def replace(self, old: FlatParam, new: list[FlatParam]) -> None:
-        """Put buffers with the same parameters in the place of `old`, in the state of the unit."""
-        place = self.buffers.index(old)
-        self.buffers[place : place + 1] = new
+        """Put flat parameters with the same parameters in the place of `old`, in the state of the unit."""
+        place = self.flats.index(old)
+        self.flats[place : place + 1] = new
         self._measure()
 
     @property
@@ -55,49 +60,95 @@ class ShardUnit:
 
         The same on all ranks.
         """
-        return any(buffer.is_offloaded for buffer in self.buffers)
+        return any(flat.is_offloaded for flat in self.flats)
 
     def prefetch(self) -> None:
         """Start bringing the shards near where they are on a slow medium. No communication."""
-        for buffer in self.buffers:
-            buffer.prefetch()
+        for flat in self.flats:
+            flat.prefetch()
 
-    def gather_start(self) -> None:
+    def unshard(self) -> None:
         """Start to unshard the parameters. All ranks must call, in the same order."""
         self._expect(UnitState.SHARDED)
-        for buffer in self.buffers:
-            buffer.gather_start()
-        self.state = UnitState.GATHERING
+        for flat in self.flats:
+            self._gathers += _start_gather(flat)
+        self.state = UnitState.UNSHARDING
 
-    def gather_finish(self) -> None:
-        self._expect(UnitState.GATHERING)
-        for buffer in self.buffers:
-            buffer.gather_finish()
-        self.state = UnitState.FULL
+    def wait_for_unshard(self) -> None:
+        self._expect(UnitState.UNSHARDING)
+        for pending in self._gathers:
+            pending.wait()
+        self._gathers.clear()
+        for flat in self.flats:
+            flat.use_gathered()
+        self.state = UnitState.UNSHARDED
 
-    def keep(self) -> None:
-        """Nobody uses the unit any more; it stays unsharded for a use to come."""
-        self._expect(UnitState.FULL)
+    def keep(self, turn: int) -> None:
+        """Nobody uses the unit any more; it stays unsharded for a use to come. `turn` orders those that are kept."""
+        self._expect(UnitState.UNSHARDED)
         self.state = UnitState.KEPT
+        self.kept_at = turn
 
     def use_again(self) -> None:
         self._expect(UnitState.KEPT)
-        self.state = UnitState.FULL
+        self.state = UnitState.UNSHARDED
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         if self.state is not UnitState.KEPT:
-            self._expect(UnitState.FULL)
-        for buffer in self.buffers:
-            buffer.release()
+            self._expect(UnitState.UNSHARDED)
+        for flat in self.flats:
+            flat.reshard()
         self.state = UnitState.SHARDED
 
     def forget(self) -> None:
         """A pass was broken off, and its connections are closed: back to SHARDED, whatever the state."""
-        for buffer in self.buffers:
-            buffer.forget_gather()
-            buffer.release()
+        self._gathers.clear()
+        for flat in self.flats:
+            flat.forget_gather()
+            flat.reshard()
         self.state = UnitState.SHARDED
 
     def _expect(self, state: UnitState) -> None:
         if self.state is not state:
             raise AssertionError(f"unit {self.name} is {self.state.value}, expected {state.value}")
+
+
+def _start_gather(flat: FlatParam) -> list[Pending]:
+    """Start an all-gather per bucket. All ranks must call, in the same order."""
+    flat.allocate()
+    gathers = []
+    with flat.on_copy_stream():
+        for bucket, part in zip(flat.buckets, flat.parts_on_device(), strict=True):
+            if flat.placement.broadcasts and not flat.on_demand:
+                gathers += _start_broadcasts(flat, bucket, part)
+            else:
+                gathers.append(flat.comm.all_gather(bucket, part, flat.layout.name))
+    return gathers
+
+
+def _start_broadcasts(flat: FlatParam, bucket: torch.Tensor, part: torch.Tensor) -> list[Pending]:
+    places = bucket.chunk(flat.comm.world_size)
+    if places[flat.rank].data_ptr() != part.data_ptr():
+        places[flat.rank].copy_(part)
+    return [flat.comm.broadcast_start(place, flat.layout.name, src=owner) for owner, place in enumerate(places)]
+
+
+def gather(flats: Sequence[FlatParam]) -> None:
+    """Unshard flat parameters alone, not their units, or bring them up to date where they stay unsharded.
+
+    All ranks must call.
+    """
+    gathers = []
+    for flat in flats:
+        flat.finish_update()  # the gather of one runs beside the update of the next
+        if flat.on_demand or flat.layout.world_size > 1:
+            gathers += _start_gather(flat)
+    for pending in gathers:
+        pending.wait()
+    for flat in flats:
+        flat.use_gathered()
+
+
+def gather_resident(flats: Sequence[FlatParam]) -> None:
+    """Bring parameters that stay unsharded up to date from their owners. All ranks must call."""
+    gather([flat for flat in flats if not flat.on_demand])

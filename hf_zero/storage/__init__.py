@@ -2,8 +2,7 @@
 
 from hf_zero.storage.base import BorrowedTensors, ShardStore, StoreStats
 from hf_zero.storage.disk import DiskStore
-from hf_zero.storage.host import HostStore
-from hf_zero.storage.memory import DeviceStore, MemoryStore
+from hf_zero.storage.memory import DeviceStore, HostStore, MemoryStore
 from hf_zero.storage.staging_pool import StagingPool
 from hf_zero.storage.swap_folder import SwapFolder
 

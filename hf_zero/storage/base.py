@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import torch
 
@@ -50,13 +49,8 @@ class BorrowedTensors:
     def __enter__(self) -> BorrowedTensors:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.release()
-        else:
-            self.discard()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._end(keep=kind is None)
 
 
 class ShardStore(abc.ABC):
@@ -72,6 +66,7 @@ class ShardStore(abc.ABC):
     """
 
     can_stage = False
+    is_memory = False  # whether the content of a key is one tensor that stays where it is: `tensor`
     is_on_device = False  # whether the content is in the memory of the device that computes
 
     @abc.abstractmethod
@@ -111,6 +106,18 @@ class ShardStore(abc.ABC):
         """Zeros where a borrow is the content itself."""
         return StoreStats()
 
+    def tensor(self, key: str) -> torch.Tensor:
+        """The tensor behind `key`, where `is_memory`; it stays until `drop`, so an optimizer may hold views of it."""
+        raise AssertionError(f"{type(self).__name__} only lends tensors (is_memory is False)")
+
+    def can_adopt(self, other: ShardStore) -> bool:
+        """Whether tensors of `other` are what this store would have allocated."""
+        return False
+
+    def adopt(self, key: str, other: ShardStore, other_key: str) -> None:
+        """Take the tensor under `other_key` out of a store that passes `can_adopt`. Nothing is copied."""
+        raise AssertionError(f"{type(self).__name__} adopts nothing")
+
     def commit(self, keys: Sequence[str]) -> None:
         """Make what was written with `staged=True` the content of `keys`."""
         raise AssertionError(f"{type(self).__name__} cannot stage writes (can_stage is False)")
@@ -120,5 +127,5 @@ class ShardStore(abc.ABC):
         raise AssertionError(f"{type(self).__name__} cannot stage writes (can_stage is False)")
 
     def close(self) -> None:
-        """Give back files and threads; nothing of the store can be used any more. Twice is once."""
+        """Give back files and threads; nothing of the store can be used any more. A second call does nothing."""
         return None

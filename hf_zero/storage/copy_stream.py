@@ -29,7 +29,7 @@ class CopyStream:
             yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
-        """Start `target.copy_(source)`; the event says when it is over, None that it is.
+        """Start `target.copy_(source)`; the event completes when it is over. None: it is over.
 
         The source's memory is not given to anybody else before; a target on the device must outlive the event.
         """

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_zero.config.resolved import Aio
 from hf_zero.errors import OffloadError
-from hf_zero.native.aio import AioSettings
 from hf_zero.storage.base import BorrowedTensors, ShardStore, StoreStats
 from hf_zero.storage.staging_pool import StagingBlock, StagingPool
 from hf_zero.storage.swap_folder import Region, SwapFile, SwapFolder, Transfer
@@ -81,7 +81,7 @@ class DiskStore(ShardStore):
     """Keeps keys in one file; borrowed are CPU tensors in the memory of a staging pool.
 
     A write borrow that ends with an exception is not written: the key keeps its content. Contents live as long as the
-    process. A failed transfer makes its key unusable; a file that somebody removed or cut, the whole store.
+    process. A failed transfer makes its key unusable; a file that somebody removed or truncated, the store.
 
     Args:
         folder: Where the file is made, as `<name>.swap`.
@@ -99,7 +99,7 @@ class DiskStore(ShardStore):
         folder: SwapFolder,
         name: str,
         *,
-        aio: AioSettings,
+        aio: Aio,
         pool: StagingPool,
         preallocate: bool,
         read_ahead: bool = True,
@@ -110,7 +110,6 @@ class DiskStore(ShardStore):
         self._read_ahead = read_ahead
         self._write_behind = write_behind
         self._file = SwapFile(self.path, aio=aio, preallocate=preallocate)
-        self.engine = self._file.engine
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
         self._ahead: dict[Flight, None] = {}  # reads without a borrow, in the order they were asked for
@@ -143,7 +142,7 @@ class DiskStore(ShardStore):
                 entry = self._entries[key]
                 if entry.borrowed or entry.flight or entry.blank or entry.failure or not entry.nbytes:
                     continue
-                block = self._pool.take(entry.region.nbytes, wait=False)
+                block = self._pool.take_now(entry.region.nbytes)
                 if block is None:
                     return
                 entry.flight = self._read(entry, block)

@@ -1,4 +1,4 @@
-"""Shards that stay in memory: of the compute device, and what a store in the host's memory has in common with it."""
+"""Shards that stay in memory: of the compute device, or of the host, pinned where a CUDA device copies from it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 
 from hf_zero.native.host_memory import private_pages
 from hf_zero.storage.base import BorrowedTensors, ShardStore
+from hf_zero.storage.staging_pool import HostMemory
 
 
 class MemoryStore(ShardStore):
     """Every shard is one tensor; a borrow hands out the tensor itself."""
+
+    is_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device  # the one that computes
@@ -28,21 +31,19 @@ class MemoryStore(ShardStore):
         self._tensors[key] = self._allocate(key, numel, dtype)
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The one tensor behind `key`; it stays where it is until `drop`, so an optimizer may hold views of it."""
         return self._tensors[key]
 
     def can_adopt(self, other: ShardStore) -> bool:
-        """Whether tensors of `other` are what this store would have allocated."""
         return type(other) is type(self) and isinstance(other, MemoryStore) and other.device == self.device
 
-    def adopt(self, key: str, other: MemoryStore, other_key: str) -> None:
-        """Take the tensor under `other_key` out of a store that passes `can_adopt`. Nothing is copied."""
+    def adopt(self, key: str, other: ShardStore, other_key: str) -> None:
+        assert isinstance(other, MemoryStore)
         if key in self._tensors:
             raise AssertionError(f"{key} exists already")
         self._tensors[key] = other._tensors.pop(other_key)
 
     def prefetch(self, keys: Sequence[str]) -> None:
-        return None
+        """Nothing to do: every key is in memory."""
 
     def borrow(
         self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
@@ -54,7 +55,7 @@ class MemoryStore(ShardStore):
         return BorrowedTensors([self._tensors[key] for key in keys])
 
     def flush(self) -> None:
-        return None
+        """Nothing to do: a borrow writes to the content itself."""
 
     def drop(self, key: str) -> None:
         del self._tensors[key]
@@ -74,3 +75,41 @@ class DeviceStore(MemoryStore):
         # Pages of zeros, made in one go: torch.zeros would fault on each of them and write it once more. Small ones,
         # unlike numpy's: where memory is fragmented, the kernel takes long to find huge ones.
         return torch.frombuffer(private_pages(numel * dtype.itemsize, populate=True), dtype=dtype)
+
+
+class HostStore(MemoryStore):
+    """Every shard is a page-aligned CPU tensor; a borrow hands out the tensor itself.
+
+    Copies between it and the device, and waiting for them, are the caller's: the store knows no streams.
+
+    Args:
+        device: The device that computes.
+        pin: Pin the memory where that device is CUDA. A block that cannot be pinned is pageable; that is logged once.
+    """
+
+    def __init__(self, device: torch.device, *, pin: bool) -> None:
+        super().__init__(device)
+        self._memory = HostMemory(device, pin=pin)
+        self._blocks: dict[str, torch.Tensor] = {}  # uint8, rounded up to pages
+
+    def _allocate(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        self._blocks[key] = self._memory.allocate(nbytes)
+        return self._blocks[key][:nbytes].view(dtype)
+
+    def can_adopt(self, other: ShardStore) -> bool:
+        return super().can_adopt(other) and isinstance(other, HostStore) and other._memory.pins == self._memory.pins
+
+    def adopt(self, key: str, other: ShardStore, other_key: str) -> None:
+        assert isinstance(other, HostStore)
+        super().adopt(key, other, other_key)
+        self._blocks[key] = other._blocks.pop(other_key)
+        self._memory.adopt(self._blocks[key], other._memory)
+
+    def drop(self, key: str) -> None:
+        super().drop(key)
+        self._memory.free(self._blocks.pop(key))
+
+    def close(self) -> None:
+        for key in list(self._tensors):
+            self.drop(key)

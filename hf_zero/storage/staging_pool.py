@@ -1,4 +1,4 @@
-"""Host memory in whole pages: a helper that allocates (and pins) it, and the bounded pool that disk stores share.
+"""Host memory in pages: a helper that allocates (and pins) it, and the bounded pool that disk stores share.
 
 [Note: Why not torch.empty(pin_memory=True)]
 torch's host allocator rounds every block up to a power of two and never gives it back. Here memory is mapped in exact
@@ -45,9 +45,8 @@ class HostMemory:
     def __init__(self, device: torch.device, *, pin: bool) -> None:
         self.pins = pin and device.type == "cuda"
         self._device = device
-        self._registered: set[int] = set()  # addresses
+        self._registered: dict[int, int] = {}  # what is pinned: address -> bytes
         self._warned = False
-        self.pinned_bytes = 0
 
     def allocate(self, nbytes: int, *, fork: bool = True) -> torch.Tensor:
         """uint8 [nbytes rounded up to pages]; see transfer_memory. It lives as long as any view of the tensor."""
@@ -58,25 +57,19 @@ class HostMemory:
 
     def free(self, block: torch.Tensor) -> None:
         """Undo the pinning; the pages go when the last view goes."""
-        if block.numel() and block.data_ptr() in self._registered:
+        if self._registered.pop(block.data_ptr(), None) is not None:
             torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
-            self._registered.discard(block.data_ptr())
-            self.pinned_bytes -= block.numel()
 
     def adopt(self, block: torch.Tensor, other: HostMemory) -> None:
         """Become the one that frees a block which `other` allocated."""
-        if block.numel() and block.data_ptr() in other._registered:
-            other._registered.discard(block.data_ptr())
-            other.pinned_bytes -= block.numel()
-            self._registered.add(block.data_ptr())
-            self.pinned_bytes += block.numel()
+        if other._registered.pop(block.data_ptr(), None) is not None:
+            self._registered[block.data_ptr()] = block.numel()
 
     def _register(self, block: torch.Tensor) -> None:
         with torch.cuda.device(self._device):
             status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), _PORTABLE))
         if status == 0:
-            self._registered.add(block.data_ptr())
-            self.pinned_bytes += block.numel()
+            self._registered[block.data_ptr()] = block.numel()
             return
         self._clear_cuda_error()
         if not self._warned:
@@ -87,7 +80,7 @@ class HostMemory:
                 "`ulimit -l`, the memory limit of the container, or set pin_memory to false.",
                 block.numel(),
                 status,
-                self.pinned_bytes,
+                sum(self._registered.values()),
             )
 
     def _clear_cuda_error(self) -> None:
@@ -100,7 +93,7 @@ class HostMemory:
 
 @dataclasses.dataclass(eq=False)
 class StagingBlock:
-    """Memory taken from a pool: uint8, whole pages."""
+    """Memory taken from a pool: uint8, rounded up to pages."""
 
     memory: torch.Tensor
     owner: int | None  # thread that borrowed it; None while a transfer without a borrow uses it
@@ -146,16 +139,6 @@ class StagingPool:
         self._changed = threading.Condition()
         self._version = 0  # counts what a waiting thread would want to look at
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of borrowed and transfers, without what is kept for reuse."""
-        with self._changed:
-            return self._held.total()
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._memory.pinned_bytes
-
     def register(self, reclaimer: Reclaimer) -> None:
         with self._changed:
             self._reclaimers.append(reclaimer)
@@ -164,10 +147,8 @@ class StagingPool:
         with self._changed:
             self._reclaimers.remove(reclaimer)
 
-    def take(self, nbytes: int, wait: bool = True) -> StagingBlock | None:
-        """One block of at least `nbytes`; without `wait` None if there is no room now."""
-        if wait:
-            return self.take_all([nbytes])[0]
+    def take_now(self, nbytes: int) -> StagingBlock | None:
+        """One block of at least `nbytes`; None if there is no room now."""
         with self._changed:
             return self._allocate([nbytes], None)[0] if self._may_take([nbytes], None) else None
 
@@ -246,31 +227,26 @@ class StagingPool:
         """There is room, and nobody has waited for longer. A hint (None) never goes before those who wait; a thread
         with borrowed does, or they would wait for each other."""
         first = next(iter(self._line), owner)
-        return self._fits(sizes) and (owner == first or (owner is not None and self._held[owner] > 0))
-
-    def _fits(self, sizes: Sequence[int]) -> bool:
-        return self._held.total() + sum(map(page_rounded, sizes)) <= self.budget_bytes
+        fits = self._held.total() + sum(map(page_rounded, sizes)) <= self.budget_bytes
+        return fits and (owner == first or (owner is not None and self._held[owner] > 0))
 
     def _allocate(self, sizes: Sequence[int], owner: int | None) -> list[StagingBlock]:
         rounded = [page_rounded(size) for size in sizes]
-        reused = [self._idle[size].pop() if self._idle.get(size) else None for size in rounded]
-        memories = [memory for memory in reused if memory is not None]
+        # What can be reused first: mapping more may unmap what is idle.
+        memories = {index: self._idle[size].pop() for index, size in enumerate(rounded) if self._idle.get(size)}
         try:
-            blocks = []
-            for size, kept in zip(rounded, reused, strict=True):
-                memory = self._map(size) if kept is None else kept
-                if kept is None:
-                    memories.append(memory)
-                blocks.append(StagingBlock(memory, owner))
+            for index, size in enumerate(rounded):
+                if index not in memories:
+                    memories[index] = self._map(size)
         except OSError as error:
-            for memory in memories:
+            for memory in memories.values():
                 self._idle.setdefault(memory.numel(), []).append(memory)
             raise OffloadError(
                 f"{sum(rounded)} bytes of host memory for staging are not there ({error.strerror or error}); "
                 f"{self.current_bytes} bytes are in use. Lower buffer_size, buffer_count or sub_group_size."
             ) from error
         self._held[owner] += sum(rounded)
-        return blocks
+        return [StagingBlock(memories[index], owner) for index in range(len(rounded))]
 
     def _map(self, size: int) -> torch.Tensor:
         self._shrink(size)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import logging
 import os
 import platform
@@ -30,8 +31,9 @@ from typing import NamedTuple
 
 import torch
 
+from hf_zero.config.resolved import Aio
 from hf_zero.errors import OffloadError
-from hf_zero.native.aio import AioQueue, AioSettings
+from hf_zero.native.aio import AioQueue
 from hf_zero.native.aio_errors import remedy
 
 try:
@@ -78,7 +80,7 @@ class SwapFolder:
         self.swept = sweep(parent)
 
     def close(self) -> None:
-        """Remove the folder. Files in it that are open stay readable through their descriptors; twice is once."""
+        """Remove the folder. Files in it that are open stay readable; a second call does nothing."""
         if self._lock < 0 or os.getpid() != self._pid:
             return
         atexit.unregister(self.close)
@@ -197,7 +199,7 @@ def _boot_id() -> str:
 
 
 class Region(NamedTuple):
-    """A part of a file; both numbers are multiples of ALIGNMENT."""
+    """A range of a file; both numbers are multiples of ALIGNMENT."""
 
     offset: int
     nbytes: int
@@ -247,13 +249,13 @@ class Transfer:
 
 
 class SwapFile:
-    """A new file with a queue of its own, and which parts of it are free. Not thread-safe.
+    """A new file with a queue of its own, and which regions of it are free. Not thread-safe.
 
     Args:
         preallocate: Reserve the disk space when the file grows, so that a full disk shows here and not at a write.
     """
 
-    def __init__(self, path: Path, *, aio: AioSettings, preallocate: bool) -> None:
+    def __init__(self, path: Path, *, aio: Aio, preallocate: bool) -> None:
         self.path = path
         self._preallocate = preallocate
         self._size = 0
@@ -275,30 +277,23 @@ class SwapFile:
             os.close(self._fd)
             self._queue.close()
             raise
-        self.engine = self._queue.engine  # "io_uring" or "threads"
 
     @property
     def is_ours(self) -> bool:
         """False in a forked child, which must leave the file and the queue alone."""
         return os.getpid() == self._pid
 
-    @property
-    def direct(self) -> bool:
-        return self._file.direct
-
     def read(self, memory: torch.Tensor, region: Region, what: str) -> Transfer:
         """Start filling the first bytes of `memory` (uint8) from `region`."""
-        part = memory[: region.nbytes]
-        return Transfer(
-            self._queue, lambda: self._queue.read(self._file, part, region.offset), f"{what} could not be read"
-        )
+        used = memory[: region.nbytes]
+        start = functools.partial(self._queue.read, self._file, used, region.offset)
+        return Transfer(self._queue, start, f"{what} could not be read")
 
     def write(self, memory: torch.Tensor, region: Region, what: str) -> Transfer:
         """Start writing the first bytes of `memory` (uint8) to `region`."""
-        part = memory[: region.nbytes]
-        return Transfer(
-            self._queue, lambda: self._queue.write(self._file, part, region.offset), f"{what} could not be written"
-        )
+        used = memory[: region.nbytes]
+        start = functools.partial(self._queue.write, self._file, used, region.offset)
+        return Transfer(self._queue, start, f"{what} could not be written")
 
     def reserve(self, nbytes: int) -> Region:
         """Room for `nbytes`. Its content is whatever a key had there before, or zeros."""
@@ -317,13 +312,13 @@ class SwapFile:
             self._free.setdefault(region.nbytes, []).append(region.offset)
 
     def check(self) -> None:
-        """Raise OffloadError if somebody else removed or cut the file, from then on at every call."""
+        """Raise OffloadError if somebody else removed or truncated the file, from then on at every call."""
         if self._damage is None:
             status = os.fstat(self._fd)
             if status.st_nlink == 0:
                 self._damage = "was removed"
             elif status.st_size < self._size:
-                self._damage = f"was cut to {status.st_size} of {self._size} bytes"
+                self._damage = f"was truncated to {status.st_size} of {self._size} bytes"
         if self._damage is not None:
             raise OffloadError(
                 f"{self.path} {self._damage} while it was in use. Nothing else may touch nvme_path during training: "

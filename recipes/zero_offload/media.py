@@ -44,11 +44,11 @@ class Media:
 def measure(engine: ZeroEngine) -> Media:
     """The media of this rank. Call it between steps."""
     report = engine.memory_report()
-    host = engine.homes.host.usage()
+    host = engine.placements.host.usage()
     # A delayed update holds second copies, which the report does not count as parameters and gradients.
     second = sum(nbytes for key, nbytes in host.items() if key.endswith(("/staged", "/grad/2")))
     device = report["total"] - (report["host"] - second) - report["disk"]
-    disk = [disk.usage() for disk in engine.homes.disks.values()]
+    disk = [disk.usage() for disk in engine.placements.disks.values()]
     return Media(device, _by_kind([host]), _by_kind(disk))
 
 

@@ -67,7 +67,7 @@ def targets(stage: int) -> None:
         gathers[what] = engine.comm.counts["all_gather"].calls, other.comm.counts["all_gather"].calls
     if stage == 3:
         units = len(engine.units)
-        buffers = sum(len(unit.buffers) for unit in engine.units)
+        buffers = sum(len(unit.flats) for unit in engine.units)
         assert units == 4 and gathers["model"] == (buffers, 0)
         assert gathers["module"] == gathers["parameter"] == (1, 0), "one unit only"
         assert gathers["list"] == (2, 0) and gathers["generator"] == (1, 1)

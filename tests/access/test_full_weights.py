@@ -66,6 +66,7 @@ def replace_all(stage: int, config: tuple[tuple[str, Any], ...], how: str) -> di
     return {"loaded": all(same.values()), "masters": all(kept.values())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["load", "write"])
 @pytest.mark.parametrize("config", [(), BF16], ids=["fp32", "bf16"])
 def test_new_weights_are_trained_on(how: str, config: tuple[tuple[str, Any], ...]) -> None:

@@ -248,11 +248,11 @@ def devices(folder: str) -> None:
     steps(engine, 0, 1)
     engine.save_checkpoint(folder, "a")
     with open_checkpoint(Path(folder, "a")) as reader:
-        owned = next(owned for owned in engine.optimizer.owned if owned.run.numel > 1)
+        owned = next(owned for owned in engine.optimizer.owned if owned.slice.numel > 1)
         there = [torch.empty_like(master, device="meta") for master in owned.masters]
         reference = torch.nn.Parameter(torch.empty(2, device="meta"))
         for flags in ({}, {"fused": True}, {"capturable": True}, {"fused": None, "capturable": False}):
-            for state in read_states(reader, owned.run.name, owned.run, there, flags):
+            for state in read_states(reader, owned.slice.name, owned.slice, there, flags):
                 groups = [{"params": [0], **flags}]
                 want = torch.optim.Optimizer._process_value_according_to_param_policy(
                     reference, torch.tensor(1.0), 0, groups, "step"

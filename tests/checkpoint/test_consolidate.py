@@ -73,7 +73,7 @@ def test_its_arithmetic_is_that_of_the_layout() -> None:
             world_size=rng.randrange(1, 9),
             max_bucket_numel=rng.choice([None, 1, 8, 30, 100]),
         )
-        starts = {(run.name, rank): run.shard_offset for rank in range(unit.world_size) for run in unit.runs(rank)}
+        starts = {(run.name, rank): run.shard_offset for rank in range(unit.world_size) for run in unit.slices(rank)}
         for slot in unit.slots:
             got = script.segments(unit.to_json(), slot.offset, slot.numel)
             want = [

@@ -246,6 +246,7 @@ def load_and_save(stage: int, source: str, target: str) -> tuple[dict[str, torch
     return weights, steps(engine, 6, 8)
 
 
+@pytest.mark.slow
 def test_masters_of_a_bf16_run_go_through_a_sharded_model(tmp_path: Path) -> None:
     source = tmp_path / "source"
     trained = run_ranks(train_and_save, 2, str(source))[0]

@@ -153,6 +153,7 @@ def fails(call: Callable[[], Any], kind: type[Exception], label: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_an_edited_manifest_is_refused_or_read_right(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -163,6 +163,7 @@ def test_stage_0_saves_what_stage_3_resumes(tmp_path: Path) -> None:
     assert got["losses"] == pytest.approx(want["losses"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_consolidated_weights_are_the_masters(tmp_path: Path) -> None:
     for stage in (1, 3):
         folder, out = str(tmp_path / f"checkpoint{stage}"), tmp_path / f"out{stage}"

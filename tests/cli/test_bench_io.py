@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.cli.main import main
-from hf_zero.native.aio import AioSettings
+from hf_zero.config.resolved import Aio
 
 
 def run(*words: str) -> int:
@@ -24,7 +24,7 @@ def test_measures_and_cleans_up(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(row["read_gb_s"] > 0 and row["write_gb_s"] > 0 for row in found["results"])
     assert "threads" in {row["engine"] for row in found["results"]}
     block = found["aio"]
-    AioSettings(block["block_size"], block["queue_depth"], block["intra_op_parallelism"])
+    Aio(block["block_size"], block["queue_depth"], block["intra_op_parallelism"])
 
 
 def test_table_ends_with_the_block_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

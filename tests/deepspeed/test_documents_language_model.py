@@ -142,13 +142,12 @@ def test_configuration_in_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_configuration_in_the_script(tmp_path: Path) -> None:
-    write_script(tmp_path, f"CONFIG = {config(3)!r}\n" + COMMON + LOCAL_RANK + BY_DICT + LOOP.replace("FAIL", "pass"))
-    job = launch(tmp_path, "--num_gpus=2", "train.py")
-    assert job.status == 0, job.err
-    assert losses_of(job.out) == pytest.approx(plain_losses(), abs=2e-5)
-    alone = run_script(tmp_path / "train.py", "--local_rank=0", folder=tmp_path, processes=1)
-    assert alone.status == [0], alone.err
-    assert losses_of(alone.out) == pytest.approx(plain_losses(), abs=2e-5)
+    text = f"CONFIG = {config(3)!r}\n" + COMMON + LOCAL_RANK + BY_DICT + LOOP.replace("FAIL", "pass")
+    script = write_script(tmp_path, text)
+    for processes in (1, 2):
+        job = run_script(script, "--local_rank={rank}", folder=tmp_path, processes=processes)
+        assert job.status == [0] * processes, job.err
+        assert losses_of(job.out) == pytest.approx(plain_losses(), abs=2e-5)
 
 
 LOCAL_RANK = """
@@ -174,7 +173,7 @@ def test_two_hosts_of_a_hostfile(tmp_path: Path) -> None:
 def test_a_rank_that_raises_ends_the_job(hosts: int, tmp_path: Path) -> None:
     """The other rank waits for it in a collective then."""
     fail = """if i == 3 and dist.get_rank() == 1: open("failed", "w"), 1 / 0"""
-    script = write_script(tmp_path, COMMON + BY_FILE + LOOP.replace("FAIL", fail))
+    script = write_script(tmp_path, BIGRAMS + DATA + BY_FILE + LOOP.replace("FAIL", fail))
     (tmp_path / "zero.json").write_text(json.dumps(config(3)))
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     line: list[object] = ["--num_gpus=2"] if hosts == 1 else ["-H", "hosts", "--master_addr", "127.0.0.1"]

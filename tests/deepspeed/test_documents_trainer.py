@@ -1,4 +1,4 @@
-"""A Trainer script with transformers' own command line, by the launch lines of its DeepSpeed guide."""
+"""A Trainer script with transformers' own command line, as the launch lines of its DeepSpeed guide start it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.launches import fake_transports, launch, write_script
+from tests.harness.launches import write_script
 from tests.harness.scripts import run_script
 
 SCRIPT = """
@@ -43,10 +43,12 @@ CONFIG = {
 
 @pytest.mark.slow
 def test_one_host_and_two(tmp_path: Path) -> None:
-    """Two processes, and the launch line of a hostfile of two hosts: the same ranks, the same loss."""
+    """Two processes, and those that a hostfile of two hosts starts: the same ranks, the same loss.
+
+    `test_two_hosts_of_a_hostfile` launches such a line, `test_two_agents_meet` has what its processes are given.
+    """
     path = write_script(tmp_path, SCRIPT, "run_lm.py")
     (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "hostfile").write_text("hostname1 slots=8\nhostname2 slots=8\n")
     script: list[object] = [
         "--zero",
         "ds_config.json",
@@ -60,10 +62,9 @@ def test_one_host_and_two(tmp_path: Path) -> None:
     script += ["--per_device_train_batch_size", 4, "--use_cpu", "True", "--report_to", "none", "--width", 24]
     here = run_script(path, *script, folder=tmp_path)
     assert here.status == [0, 0], here.err
-    line = "--num_gpus 1 --num_nodes 2 --hostfile hostfile --master_addr 127.0.0.1 --master_port=19921".split()
-    more = fake_transports(tmp_path / "bin") | {"OMP_NUM_THREADS": "1"}
-    two = launch(tmp_path, *line, path.name, *script, timeout=200, **more)
-    assert two.status == 0, two.err
+    first_of_its_host = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "LOCAL_SIZE": "1", "ACCELERATE_USE_CPU": "true"}
+    two = run_script(path, "--local_rank=0", *script, folder=tmp_path, **first_of_its_host)
+    assert two.status == [0, 0], two.err
     results = [
         sorted(text.split()[1:] for text in out.splitlines() if text.startswith("RESULT"))
         for out in (here.out, two.out)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 import hf_zero
 from hf_zero.cli.main import main
@@ -21,27 +20,8 @@ from hf_zero.utils.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
+from tests.harness.models import WIDTH, Net
 from tests.harness.ranks import run_ranks
-
-WIDTH = 8
-
-
-class Net(nn.Module):
-    """Tied, frozen, a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, WIDTH)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.head = nn.Linear(WIDTH, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        hidden = self.frozen(torch.tanh(self.inner(self.embed(ids))))
-        return nn.functional.cross_entropy(self.head(hidden), ids)
 
 
 def start(stage: int, accumulation: int = 2, seed: int = 0, **keys: Any) -> Any:

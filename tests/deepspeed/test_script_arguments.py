@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch.utils.data import TensorDataset
 import hf_zero
 from tests.harness.launches import bare_environment, write_script
 from tests.harness.ranks import run_ranks
+from tests.harness.scripts import run_script
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
 
@@ -118,8 +117,9 @@ def test_init_distributed() -> None:
 
 
 ALONE = """
-    import sys, torch, hf_zero, torch.distributed as dist
-    assert "torch.distributed.run" not in sys.modules
+    import os, torch, hf_zero, torch.distributed as dist
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & set(os.environ)  # no launcher
+    assert not dist.is_initialized()
     losses = []
     for stage in (0, 1, 2, 3):
         torch.manual_seed(0)
@@ -143,14 +143,9 @@ ALONE = """
 @pytest.mark.slow
 def test_a_script_alone(tmp_path: Path) -> None:
     """Also twice at a time: no port is taken that the other one would need."""
-    script = write_script(tmp_path, ALONE)
-    command = ["env", "-i", *(f"{name}={value}" for name, value in bare_environment().items())]
-    command += [f"PYTHONPATH={Path(__file__).parents[2]}", sys.executable, str(script)]
-    pipe = subprocess.PIPE
-    jobs = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
-    for job in jobs:
-        out, err = job.communicate(timeout=120)
-        assert job.returncode == 0 and out.startswith("done"), err
+    both = run_script(write_script(tmp_path, ALONE), folder=tmp_path, processes=2, instead=bare_environment())
+    assert both.status == [0, 0], both.err
+    assert all(out.startswith("done") for out in both.outs), both.outs
 
 
 def test_the_local_rank_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:

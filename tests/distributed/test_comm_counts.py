@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_zero.distributed.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case
@@ -70,7 +71,7 @@ def expected(engine: ZeroEngine, setting: Setting) -> Counts:
     want: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     a = setting.accumulation
     for unit in engine.units:
-        for buffer in unit.buffers:
+        for buffer in unit.flats:
             layout = buffer.layout
             kind = unit.kind.value
             for op, times in _times(setting, kind, layout.trainable, a):
@@ -111,7 +112,8 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3,))])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
 def test_collectives_equal_the_formula(world: int) -> None:
     by_rank = run_ranks(count, world, SETTINGS)
     for setting, (counted, want), *others in zip(SETTINGS, *by_rank, strict=True):
@@ -133,7 +135,7 @@ def _moved_in_one(setting: Setting) -> tuple[int, int]:
         engine.comm.reset_counts()
         micro_step(engine, case, step, 0, options)
     on_a_ring = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "vote": 0}
-    layouts = [buffer.layout for unit in engine.units for buffer in unit.buffers]
+    layouts = [buffer.layout for unit in engine.units for buffer in unit.flats]
     padding = sum(layout.padded_numel - sum(slot.numel for slot in layout.slots) for layout in layouts)
     return sum(on_a_ring[op] * counted.numel for op, counted in engine.comm.counts.items()), padding
 
@@ -166,3 +168,18 @@ def count_bytes_of_one() -> list[int]:
         engine = start(Case("plain", 1), Options(stage))
         groups.append(0 if engine.comm._processes is None else 1)
     return groups
+
+
+LENGTHS = (0, 1, *range(400, 520), 5000)
+
+
+def _objects_of_every_length() -> list[list[bytes]]:
+    comm = Comm.join()
+    with torch.device("meta"):  # the default device of what is made inside is of no interest
+        return [comm.all_gather_object(bytes(length * comm.rank), "bytes") for length in LENGTHS]
+
+
+def test_objects_of_every_length_arrive() -> None:
+    for gathered in run_ranks(_objects_of_every_length, 3):
+        sizes = [[len(value) for value in values] for values in gathered]
+        assert sizes == [[0, length, 2 * length] for length in LENGTHS]

@@ -39,7 +39,7 @@ class Sent:
 
 
 @dataclasses.dataclass
-class Run:
+class Slice:
     sent: list[Sent]  # in the last step
     weights: dict[str, torch.Tensor]
     norms: list[float | None]
@@ -63,11 +63,11 @@ def record(comm: Comm) -> list[Sent]:
     return sent
 
 
-def train(case: Case, jobs: list[Options]) -> list[Run]:
+def train(case: Case, jobs: list[Options]) -> list[Slice]:
     return [_train_one(case, options) for options in jobs]
 
 
-def _train_one(case: Case, options: Options) -> Run:
+def _train_one(case: Case, options: Options) -> Slice:
     engine = start(case, options)
     sent = record(engine.comm)
     norms = []
@@ -76,14 +76,14 @@ def _train_one(case: Case, options: Options) -> Run:
         for micro in range(case.accumulation):
             micro_step(engine, case, step, micro, options)
         norms.append(engine.get_global_grad_norm())
-    return Run(list(sent), engine.full_state_dict(keep=True), norms)
+    return Slice(list(sent), engine.full_state_dict(keep=True), norms)
 
 
-def equal(a: Run, b: Run) -> bool:
+def equal(a: Slice, b: Slice) -> bool:
     return a.norms == b.norms and all(torch.equal(value, b.weights[name]) for name, value in a.weights.items())
 
 
-def assert_near(a: Run, b: Run, case: Case) -> None:
+def assert_near(a: Slice, b: Slice, case: Case) -> None:
     """To 1e-6 of what is summed. Where a true gradient is zero, Adam takes the sign of its rounding: so SGD."""
     assert case.optimizer == "sgd"
     for name, value in a.weights.items():
@@ -91,6 +91,7 @@ def assert_near(a: Run, b: Run, case: Case) -> None:
 
 
 # ---------------------------------------------------------------- which primitive
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=SLOW)])
 def test_broadcasts_in_the_place_of_all_gathers(world: int) -> None:
     """allgather_partitions false: after the step every owner broadcasts its part, in every bucket."""
@@ -108,6 +109,7 @@ def test_broadcasts_in_the_place_of_all_gathers(world: int) -> None:
             assert ("all_gather" in after) == (stage == 3), "layers are gathered on demand all the same"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=SLOW)])
 def test_all_reduces_in_the_place_of_reduce_scatters(world: int) -> None:
     case = dataclasses.replace(CASE, world=world, optimizer="sgd")
@@ -244,7 +246,7 @@ def count_bytes(stages: list[int], dtype: str | None) -> list[int]:
         # Layers only: what is read outside of them is held from forward to backward.
         options = Options(stage, config=(("communication_data_type", dtype),))
         engine = start(case, options)
-        layers = {b.layout.name for u in engine.units for b in u.buffers if u.kind is UnitKind.LAYER}
+        layers = {b.layout.name for u in engine.units for b in u.flats if u.kind is UnitKind.LAYER}
         sent = record(engine.comm)
         for step in range(STEPS):
             sent.clear()
@@ -271,10 +273,10 @@ def look_at_gradients(stage: int) -> tuple[bool, dict[str, tuple[int, int]]]:
     alias = True
     mine: dict[str, tuple[int, int]] = {}
     for owned in engine.optimizer.owned:
-        memory = owned.buffer.shard.memory.untyped_storage().data_ptr()
+        memory = owned.acc.shard.memory.untyped_storage().data_ptr()
         alias &= all(grad.untyped_storage().data_ptr() == memory for grad in owned.grads)
-        layout = owned.buffer.flat.layout
-        mine[layout.name] = (layout.numel, mine.get(layout.name, (0, 0))[1] + owned.run.numel)
+        layout = owned.acc.flat.layout
+        mine[layout.name] = (layout.numel, mine.get(layout.name, (0, 0))[1] + owned.slice.numel)
     return alias, mine
 
 

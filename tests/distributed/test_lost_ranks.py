@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.failure_monitor import FailureMonitor, watch_for
 from hf_zero.distributed.gloo_connections import Connections
 from hf_zero.distributed.work import Pending
 from hf_zero.errors import OffloadError
@@ -223,3 +225,48 @@ def test_the_process_ends_although_the_operation_does_not(tmp_path: Path) -> Non
     assert ranks[1].returncode == -signal.SIGKILL
     assert ranks[0].returncode == 1, errors
     assert "DivergenceError" in errors
+
+
+class Stopped:
+    """What a device's group would do: end what its kernels wait for."""
+
+    def __init__(self) -> None:
+        self.called = threading.Event()
+
+    def stop(self) -> None:
+        self.called.set()
+
+
+def watch(comm: Comm, over: threading.Event) -> Stopped:
+    group = comm._processes
+    assert group is not None and group.control is not None
+    watched = Stopped()
+    watch_for(FailureMonitor(group.control.connections, group.name), watched.stop, over)
+    return watched
+
+
+def watches() -> int:
+    return sum(thread.name == "hf_zero-watch" for thread in threading.enumerate())
+
+
+def watch_without_waiting() -> tuple[bool, bool, int]:
+    comm, over = Comm.join(), threading.Event()
+    watched, unwatched = watch(comm, threading.Event()), watch(comm, over)
+    watch(comm, threading.Event())  # garbage at once
+    over.set()
+    time.sleep(1.2)  # two looks
+    assert watches() == 1, "only the one that is still needed"
+    assert not watched.called.is_set()
+    dist.barrier()
+    if comm.rank == 1:
+        comm.abandon(OffloadError("rank 1: the disk is full"))
+        return False, False, 0
+    heard = watched.called.wait(SOON_S)
+    time.sleep(0.1)
+    return heard, unwatched.called.is_set(), watches()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets are found through /proc")
+def test_a_rank_that_does_not_wait_is_stopped_too() -> None:
+    """As a device's kernels are, which no call of the host waits for: a thread looks beside them."""
+    assert run_ranks(watch_without_waiting, 2, timeout=40)[0] == (True, False, 0)

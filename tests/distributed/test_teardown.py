@@ -86,7 +86,7 @@ def forgotten_after_an_error(stage: int) -> None:
         engine.backward(engine(x))
 
 
-def renewed(stage: int) -> None:
+def replaced(stage: int) -> None:
     """Two models that were spread on their own become one in training: one of the two groups is left over."""
     parts = nn.Sequential(hf_zero.shard(Net(), config(stage)), hf_zero.shard(Net(), config(stage)))
     parts[1].forward = lambda x: x  # type: ignore[method-assign]
@@ -113,7 +113,7 @@ def copied(stage: int) -> None:
 
 # More than one engine has, less than two have (5 or 6 files, 3 threads, and the update's).
 FILES, THREADS = 7, 5
-WAYS: list[Callable[[int], None]] = [torn_down, forgotten, forgotten_after_an_error, renewed, copied]
+WAYS: list[Callable[[int], None]] = [torn_down, forgotten, forgotten_after_an_error, replaced, copied]
 
 
 def again_and_again(ways: list[Callable[[int], None]], stage: int) -> list[tuple[str, list[tuple[int, int]]]]:
@@ -130,7 +130,7 @@ def again_and_again(ways: list[Callable[[int], None]], stage: int) -> list[tuple
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "world_size"), [(3, 2), (3, 3), (1, 2)])
 def test_nothing_is_left_of_an_engine(stage: int, world_size: int) -> None:
-    ways = [way for way in WAYS if stage == 3 or way not in (copied, renewed)]
+    ways = [way for way in WAYS if stage == 3 or way not in (copied, replaced)]
     for rank in run_ranks(again_and_again, world_size, ways, stage, timeout=120):
         for name, counts in rank:
             if name == "torn_down":

@@ -75,7 +75,7 @@ class Spies:
 
 def shards_of(engine: Any) -> dict[str, int]:
     """Addresses of what the engine keeps, by the first parameter of each flat parameter."""
-    flats = [flat for unit in engine.units for flat in unit.buffers]
+    flats = [flat for unit in engine.units for flat in unit.flats]
     return {flat.layout.slots[0].name: flat.shard.memory.data_ptr() for flat in flats if hasattr(flat.shard, "memory")}
 
 
@@ -183,6 +183,7 @@ OTHER = {
 }
 
 
+@pytest.mark.slow
 def test_another_layout_is_built_anew() -> None:
     for case, in_place, _ in found_on_ranks(OTHER):
         assert in_place["built"] > 0, case
@@ -196,6 +197,7 @@ def peaks() -> tuple[int, int]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_no_second_shard_of_a_layer_at_any_time() -> None:
     shard = 2048 * 2048 * 4 // 2
     for in_place, anew in run_ranks(peaks, 2):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,8 @@ from torch import nn
 from hf_zero import estimate
 from hf_zero.estimate.deepspeed_formulas import count_parameters
 from hf_zero.runtime.zero import stage3, stage_1_and_2
+from tests.harness.launches import write_script
+from tests.harness.scripts import run_script
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "estimators.json").read_text())  # see its "made_by"
 
@@ -68,10 +68,10 @@ def test_the_documented_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_documented_line_after_the_rename() -> None:
-    done = subprocess.run([sys.executable, "-c", ONE_LINER], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == T0_3B
+def test_the_documented_line_after_the_rename(tmp_path: Path) -> None:
+    done = run_script(write_script(tmp_path, ONE_LINER), folder=tmp_path, processes=1)
+    assert done.status == [0], done.err
+    assert done.out == T0_3B
 
 
 def test_stage_2_of_a_live_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from hf_zero.checkpoint.manifest import FileRecord, SaveInfo, TensorInfo
 from hf_zero.checkpoint.reader import open_checkpoint
-from hf_zero.checkpoint.writer import RunState, build_manifest, check_info, commit, prepare_folder, write_rank_file
-from hf_zero.layout import Run, UnitLayout
+from hf_zero.checkpoint.writer import SliceState, build_manifest, check_info, commit, prepare_folder, write_rank_file
+from hf_zero.layout import Slice, UnitLayout
 
 
 @dataclass
@@ -41,16 +41,15 @@ class WholeModel:
             for unit, (dtype, trainable, names) in self.units.items()
         )
 
-    def rank_states(self, layouts: tuple[UnitLayout, ...], rank: int) -> list[RunState]:
+    def rank_states(self, layouts: tuple[UnitLayout, ...], rank: int) -> list[SliceState]:
         return [
-            RunState(
-                layout.name,
+            SliceState(
                 run,
                 {kind: cut(tensor, run) for kind, tensor in self.state[run.name].items()},
                 self.scalars.get(run.name, {}),
             )
             for layout in layouts
-            for run in layout.runs(rank)
+            for run in layout.slices(rank)
         ]
 
 
@@ -92,7 +91,7 @@ def make_model(seed: int = 0, scale: int = 1) -> WholeModel:
     return model
 
 
-def cut(tensor: torch.Tensor, run: Run) -> torch.Tensor:
+def cut(tensor: torch.Tensor, run: Slice) -> torch.Tensor:
     flat = tensor.reshape(-1)
     return torch.cat([flat[piece.start : piece.end] for piece in run.pieces])
 
@@ -150,7 +149,7 @@ def assert_holds(folder: Path, model: WholeModel) -> None:
         for name, kinds in model.state.items():
             for kind, tensor in kinds.items():
                 if tensor.numel():
-                    whole = UnitLayout.build("x", {name: tensor.shape}, dtype="", trainable=True, world_size=1).runs(
+                    whole = UnitLayout.build("x", {name: tensor.shape}, dtype="", trainable=True, world_size=1).slices(
                         0
                     )[0]
                     assert_same(reader.read(name, kind, whole), tensor.reshape(-1))

@@ -3,7 +3,7 @@
 It imports torch once and never uses it, so it has no threads and a fork of it is a clean process that is ready in
 milliseconds: every job gets fresh ranks, nothing leaks from one test into the next, and a hung job is simply killed.
 What a job would import as it goes (`_WITH`) is imported before the fork as well: a Trainer brings a thousand modules,
-and a second of every rank.
+and a second of every rank. What they share lies in huge pages, which a fork need not list one by one.
 It exits, and takes its ranks with it, when the test process closes the control connection.
 """
 
@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import datetime
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -25,7 +26,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ DUMP_SECONDS = 1.0
 # A rank that is waiting for one that failed gets this long to say so itself.
 GRACE_SECONDS = 6.0
 _PR_SET_PDEATHSIG = 1
+_MADV_COLLAPSE = 25
+_HUGE_PAGE = 2 << 20
 # What is imported sooner or later where the module of a job has imported the key.
 _WITH = {
     "hf_zero": ["torch.utils.serialization.config", "torch.profiler._cupti_monitor"],
@@ -82,6 +85,8 @@ def serve(connection: Connection) -> None:
     import torch.distributed
 
     torch.set_num_threads(1)
+    stores = _start_stores(connection)
+    imported = 0
     while True:
         try:
             job: Job = connection.recv()
@@ -91,13 +96,13 @@ def serve(connection: Connection) -> None:
             importlib.import_module(job.module)
         _warm_up()
         gc.freeze()  # the collector of a rank need not walk, and so copy, what all of them share
-        store = _fork(lambda job=job: _serve_store(job), connection)
-        pids = [_fork(lambda job=job, rank=rank: _run_rank(job, rank), connection) for rank in range(job.world_size)]
-        try:
-            report = _supervise(job, pids, connection)
-        finally:
-            _kill([store])
-        connection.send(report)
+        if len(sys.modules) > imported:
+            imported = len(sys.modules)
+            _collapse_memory()
+        port = _fresh_store(stores) if job.init_group else 0
+        run = functools.partial(_run_rank, job, port)
+        pids = [_fork(functools.partial(run, rank), connection) for rank in range(job.world_size)]
+        connection.send(_supervise(job, pids, connection))
 
 
 def _warm_up() -> None:
@@ -127,6 +132,22 @@ def _modules_of_hf_zero() -> list[str]:
     return [name for name in names if not name.endswith("__main__")]
 
 
+def _collapse_memory() -> None:
+    """Move this process's data to huge pages, where the kernel can: forks and ends of ranks take a fifth of the time.
+
+    A rank that writes copies the 4 KiB around it, as ever.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, _, *name = line.split()
+        if access != "rw-p" or name not in ([], ["[heap]"]):
+            continue
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        for page in range(-(-start // _HUGE_PAGE) * _HUGE_PAGE, end - _HUGE_PAGE + 1, _HUGE_PAGE):
+            madvise(page, _HUGE_PAGE, _MADV_COLLAPSE)
+
+
 def _fork(run: Callable[[], int], connection: Connection) -> int:
     parent = os.getpid()
     pid = os.fork()
@@ -144,29 +165,29 @@ def _fork(run: Callable[[], int], connection: Connection) -> int:
 
 
 def _supervise(job: Job, pids: list[int], connection: Connection) -> Report:
-    deadline = time.monotonic() + job.timeout_s
-    exit_codes: dict[int, int | None] = {}
-    hung: list[int] = []
-    failed_at: float | None = None
-    while len(exit_codes) < len(pids):
-        for rank, pid in enumerate(pids):
-            if rank not in exit_codes and os.waitpid(pid, os.WNOHANG)[0]:
-                exit_codes[rank] = _exit_code(job, rank)
-                if exit_codes[rank] != 0 and failed_at is None:
-                    failed_at = time.monotonic()
-        now = time.monotonic()
-        left = [rank for rank in range(len(pids)) if rank not in exit_codes]
-        if failed_at is not None and not job.wait_for_all and now > failed_at + GRACE_SECONDS:
-            _kill([pids[rank] for rank in left])
-            exit_codes.update(dict.fromkeys(left))
-        elif now > deadline:
-            hung = left
-            _dump_and_kill([pids[rank] for rank in left])
-            exit_codes.update(dict.fromkeys(left))
-        elif select.select([connection], [], [], 0.005)[0]:  # nothing is sent during a job: the test process is gone
-            _kill([pids[rank] for rank in left])
+    exit_codes: list[int | None] = [None] * len(pids)
+    running = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}  # readable when the process has ended
+    end = deadline = time.monotonic() + job.timeout_s
+    while running:
+        ended = select.select([connection, *running], [], [], max(0.0, end - time.monotonic()))[0]
+        if connection in ended:  # nothing is sent during a job: the test process is gone
+            _kill([pids[rank] for rank in running.values()])
             raise SystemExit(1)
-    return Report([exit_codes[rank] for rank in range(len(pids))], hung)
+        for pidfd in ended:
+            rank = running.pop(pidfd)
+            os.close(pidfd)
+            os.waitpid(pids[rank], 0)
+            exit_codes[rank] = _exit_code(job, rank)
+            if exit_codes[rank] != 0 and not job.wait_for_all:
+                end = min(end, time.monotonic() + GRACE_SECONDS)
+        if not ended:
+            break
+    left = list(running.values())
+    for pidfd in running:
+        os.close(pidfd)
+    is_hung = bool(left) and end == deadline
+    (_dump_and_kill if is_hung else _kill)([pids[rank] for rank in left])
+    return Report(exit_codes, left if is_hung else [])
 
 
 def _exit_code(job: Job, rank: int) -> int:
@@ -190,30 +211,36 @@ def _kill(pids: list[int]) -> None:
 
 
 # ---------------------------------------------------------------- the rendezvous
-def _serve_store(job: Job) -> int:
-    """Serve the ranks' store from a process of its own, as torchrun does: any rank may die and the others can tell."""
+def _start_stores(connection: Connection) -> Connection:
+    """Fork the process that serves the ranks' stores: as with torchrun, any rank may die and the others can tell.
+
+    It is forked once, before the tests' imports, for a fork of what they bring costs as much as a rank.
+    """
+    ours, theirs = Pipe()
+    _fork(functools.partial(_serve_stores, theirs), connection)
+    theirs.close()
+    return ours
+
+
+def _serve_stores(requests: Connection) -> int:
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    _write(Path(job.folder) / "port", str(store.port).encode())
+    store = None
     while True:
-        time.sleep(1000)
+        requests.recv()
+        del store  # of the job before, whose ranks have ended
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        requests.send(store.port)
 
 
-def _connect_store(folder: Path, timeout: datetime.timedelta) -> Any:
-    from torch.distributed import TCPStore
-
-    port = folder / "port"
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not port.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the store did not start")
-        time.sleep(0.001)
-    return TCPStore("127.0.0.1", int(port.read_text()), is_master=False, timeout=timeout)
+def _fresh_store(stores: Connection) -> int:
+    """Port of a store that no job has used."""
+    stores.send(None)
+    return stores.recv()
 
 
 # ---------------------------------------------------------------- one rank
-def _run_rank(job: Job, rank: int) -> int:
+def _run_rank(job: Job, port: int, rank: int) -> int:
     folder = Path(job.folder)
     log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -224,7 +251,7 @@ def _run_rank(job: Job, rank: int) -> int:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable(sys.stderr)
     try:
-        _write(folder / f"result-{rank}.pkl", transport.dumps(_call(job, rank, folder)))
+        _write(folder / f"result-{rank}.pkl", transport.dumps(_call(job, port, rank, folder)))
         return 0
     except BaseException as error:
         _write(folder / f"error-{rank}.pkl", _pickled_error(error))
@@ -234,7 +261,7 @@ def _run_rank(job: Job, rank: int) -> int:
         sys.stderr.flush()
 
 
-def _call(job: Job, rank: int, folder: Path) -> Any:
+def _call(job: Job, port: int, rank: int, folder: Path) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -249,8 +276,8 @@ def _call(job: Job, rank: int, folder: Path) -> Any:
         return function(*args, **kwargs)
     # Shorter than the job, so that a rank that is left alone can report where it waited.
     timeout = datetime.timedelta(seconds=max(2.0, min(30.0, 0.6 * job.timeout_s)))
-    store = _connect_store(folder, timeout)
-    os.environ["MASTER_PORT"] = str(store.port)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    os.environ["MASTER_PORT"] = str(port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=timeout)
     dist.barrier()  # a rank that fails at once must not close connections that others are still making
     result = function(*args, **kwargs)

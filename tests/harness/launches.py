@@ -1,4 +1,5 @@
-"""Runs launch lines as a user does, in a shell of their own, and looks for what they left behind."""
+"""Runs launch lines and looks for what they left behind: `start` as a user does, in a process of their own, `launch`
+without the imports of a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.harness.scripts import run_hf_zero
 
 # The transport only, as sshd does it: options and the host are dropped, the rest runs in a shell with a bare
 # environment. Hosts called down-* refuse, hosts called slow-* never answer.
@@ -88,7 +91,11 @@ def finish(job: subprocess.Popen[str], timeout: float = 120) -> Launched:
 
 
 def launch(folder: Path, *arguments: object, timeout: float = 120, **more: str) -> Launched:
-    return finish(start(folder, *arguments, **more), timeout)
+    """As `start` and `finish`, but the launcher is a forked process: the import of torch's agent costs more than most
+    of these jobs. What it starts, on this host and on others, are the processes of a real launch."""
+    environment = bare_environment(**{"PYTHONPATH": str(Path(__file__).parents[2]), **more})
+    ran = run_hf_zero("launch", *arguments, folder=folder, instead=environment, timeout=timeout)
+    return Launched(ran.status[0], ran.out, ran.err, time.time())
 
 
 def write_script(folder: Path, text: str, name: str = "train.py") -> Path:

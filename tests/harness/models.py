@@ -1,6 +1,6 @@
 """Small models whose sizes divide by neither 2 nor 3, so that shards are uneven and padded.
 
-Every model takes a batch as keyword arguments and returns a dict with its "loss".
+Every model but `Net` takes a batch as keyword arguments and returns a dict with its "loss".
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 VOCAB, HIDDEN, INNER, LENGTH = 17, 11, 13, 5
+WIDTH = 8  # of Net
 
 # What the parity matrix varies in the transformer below; "a+b" is both.
 VARIANTS = (
@@ -131,6 +132,33 @@ class ConvNet(nn.Module):
         x = F.relu(self.conv2(x)).flatten(1)
         logits = self.head(F.relu(self.block(x)))
         return {"loss": F.cross_entropy(logits, target), "logits": logits}
+
+
+class Net(nn.Module):
+    """A tied weight, a frozen layer, a buffer that counts and one that does not; an attribute and a method of its own.
+
+    Returns the loss for token ids.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("calls", torch.zeros(1))
+        self.vocabulary = 11
+
+    def describe(self, word: str) -> str:
+        return f"{word} {type(self).__name__}"
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        inner = self.inner(self.embed(ids))
+        hidden = self.frozen(torch.tanh(inner * self.scale.to(inner.dtype)))
+        return F.cross_entropy(self.head(hidden), ids)
 
 
 def tiny_llama() -> nn.Module:

@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import transformers  # noqa: F401  (so that the fork server imports what goes with it)
 
@@ -58,6 +59,13 @@ def run_script(
     env = {"HF_HUB_OFFLINE": "1", **environment}
     results = run_ranks(become, processes, argv, str(folder), instead, init_group=False, timeout=timeout, env=env)
     return Ran(*([result[number] for result in results] for number in range(3)))
+
+
+def run_hf_zero(*arguments: object, folder: Path, processes: int = 1, **more: Any) -> Ran:
+    """Run `hf-zero ARGUMENTS` in `folder`, as the installed command does."""
+    script = folder / "hf-zero"
+    script.write_text("import sys\nfrom hf_zero.cli.main import main\nsys.exit(main())\n")
+    return run_script(script, *arguments, folder=folder, processes=processes, **more)
 
 
 def become(argv: list[str], folder: str, instead: Mapping[str, str] | None) -> tuple[int, str, str]:

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hf_zero import ZeroPlugin
+from hf_zero import ZeroConfig, ZeroPlugin
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import ConfigError
 
@@ -36,9 +36,8 @@ def prepared(config: dict[str, Any], *sizes: int, **accelerator: Any) -> tuple[A
     model, *_ = made.prepare(model, optimizer, *loaders)
     engine = engine_of(model)
     assert engine is not None
-    resolved = made.zero_plugin.resolve(made, model)
     engine.teardown()
-    return made, {**resolved.settings, "dtype": engine.config.dtype, "origins": resolved.origins}
+    return made, {**engine.config.settings, "dtype": engine.config.dtype, "origins": engine.config.origins}
 
 
 def test_auto_is_filled_from_the_accelerator_and_its_loaders() -> None:
@@ -47,6 +46,20 @@ def test_auto_is_filled_from_the_accelerator_and_its_loaders() -> None:
     assert values["gradient_clipping"] == 1.0 and values["dtype"] == "bfloat16"
     assert values["zero_optimization.reduce_bucket_size"] == 36
     assert {values["origins"][key] for key in BATCH} == {"auto"}
+
+
+def test_the_configuration_is_resolved_when_it_is_attached_and_when_the_model_is_known() -> None:
+    models = []
+    resolve = ZeroConfig.resolve
+
+    def noted(config: ZeroConfig, args: Any = None, model: Any = None, *others: Any, **brought: Any) -> Any:
+        models.append(model)
+        return resolve(config, args, model, *others, **brought)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ZeroConfig, "resolve", noted)
+        prepared({**AUTO, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, 4)
+    assert [model is not None for model in models] == [False, True]
 
 
 def test_missing_batch_numbers_follow_the_loader_too() -> None:

@@ -28,7 +28,7 @@ from hf_zero.hf.patching import ACTIVATION, PatchPoint, check_patch_points
 from hf_zero.hf.trainer.arguments import Seq2SeqTrainingArguments, TrainingArguments, zero_arguments
 from hf_zero.hf.trainer.trainer import Trainer, ZeroTrainerMixin
 from tests.harness.launches import bare_environment
-from tests.harness.scripts import run_script
+from tests.harness.scripts import Ran, run_script
 
 ROOT = Path(__file__).parents[2]
 ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
@@ -164,30 +164,49 @@ def test_zero_arguments_is_one_class_per_base() -> None:
     assert zero_arguments(TrainingArguments) is TrainingArguments
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "seq2seq", "sft"])
-def test_training_args_bin_loads_in_a_fresh_process(tmp_path: Path, kind: str) -> None:
+# transformers is imported once; each file is loaded by a fork of its own, which has nothing of hf_zero.
+LOAD = """
+import os, sys, torch, transformers.trainer_seq2seq
+for path in sys.argv[1:]:
+    if not os.fork():
+        assert not [name for name in sys.modules if name.split(".")[0] in ("hf_zero", "trl")]
+        args = torch.load(path, weights_only=False)
+        print(type(args).__name__, args.learning_rate, args.zero_config.stage, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, path
+"""
+
+
+def saved_class(kind: str) -> Any:
     if kind == "sft":
-        cls: Any = zero_arguments(pytest.importorskip("trl").SFTConfig)
-    else:
-        cls = TrainingArguments if kind == "plain" else Seq2SeqTrainingArguments
-    args = make(tmp_path, cls, zero=ZERO2, learning_rate=7e-4)
-    torch.save(args, tmp_path / "training_args.bin")
+        return zero_arguments(pytest.importorskip("trl").SFTConfig)
+    return TrainingArguments if kind == "plain" else Seq2SeqTrainingArguments
+
+
+@pytest.mark.slow
+def test_training_args_bin_loads_in_a_fresh_process(tmp_path: Path) -> None:
+    kinds = ["plain", "seq2seq", "sft"]
+    for kind in kinds:
+        save_arguments(tmp_path, kind)
+    files = [str(tmp_path / kind / "training_args.bin") for kind in kinds]
+    command = [sys.executable, "-c", LOAD, *files]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{saved_class(kind).__name__} 0.0007 2" for kind in kinds]
+
+
+def save_arguments(folder: Path, kind: str) -> None:
+    """Save them as Trainer does, and check which classes the file names."""
+    cls, folder = saved_class(kind), folder / kind
+    args = make(folder, cls, zero=ZERO2, learning_rate=7e-4)
+    folder.mkdir(exist_ok=True)
+    torch.save(args, folder / "training_args.bin")
     assert copy.copy(args).learning_rate == 7e-4 and type(copy.copy(args)) is cls
-    with zipfile.ZipFile(tmp_path / "training_args.bin") as archive:
+    with zipfile.ZipFile(folder / "training_args.bin") as archive:
         pickled = next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
     named = {text for op, text, _ in pickletools.genops(pickled) if op.name == "GLOBAL" and text.startswith("hf_zero")}
     public = "Seq2SeqTrainingArguments" if kind == "seq2seq" else "TrainingArguments"
     assert named == {f"hf_zero {public}"}, "files name where a class is exported, not where it lies today"
-    script = (
-        "import sys, torch\n"
-        "args = torch.load(sys.argv[1], weights_only=False)\n"
-        "print(type(args).__name__, args.learning_rate, args.zero_config.stage)\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "training_args.bin")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [cls.__name__, "0.0007", "2"]
 
 
 def test_copies_keep_class_and_values(tmp_path: Path) -> None:
@@ -366,12 +385,9 @@ print(type(accelerate.Accelerator(cpu=True)).__name__, sys.argv[1:], __name__, h
 """
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hf_zero.run", *arguments]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=180, check=False
-    )
+def run(folder: Path, *arguments: str) -> Ran:
+    script = ROOT / "hf_zero" / "run.py"
+    return run_script(script, *arguments, folder=folder, processes=1, instead=bare_environment())
 
 
 @pytest.mark.slow
@@ -380,8 +396,8 @@ def test_run_becomes_the_script(tmp_path: Path) -> None:
     (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
     (tmp_path / "scripts" / "helper_beside_the_script.py").write_text("NAME = 'helper'\n")
     done = run(tmp_path, "--zero", json.dumps(ZERO2), "scripts/train.py", "--zero", "x", "-m", "y")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "ZeroAccelerator ['--zero', 'x', '-m', 'y'] __main__ helper"
+    assert done.status == [0], done.err
+    assert done.out.strip() == "ZeroAccelerator ['--zero', 'x', '-m', 'y'] __main__ helper"
 
 
 @pytest.mark.parametrize(
@@ -395,9 +411,7 @@ def test_run_becomes_the_script(tmp_path: Path) -> None:
 )
 def test_run_says_what_is_wrong_in_one_go(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
     (tmp_path / "train.py").write_text("print('ran')\n")
-    done = run_script(
-        ROOT / "hf_zero" / "run.py", *arguments, folder=tmp_path, processes=1, instead=bare_environment()
-    )
+    done = run(tmp_path, *arguments)
     assert done.status == [2]
     assert says in done.err and "Traceback" not in done.err and "ran" not in done.out
 

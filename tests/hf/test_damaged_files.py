@@ -105,6 +105,7 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how"),
     [

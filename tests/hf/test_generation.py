@@ -136,7 +136,7 @@ class Forwards:
 
 
 def is_released(engine: ZeroEngine) -> bool:
-    return all(param.isnan().all() for unit in engine.units for buffer in unit.buffers for param in buffer.params)
+    return all(param.isnan().all() for unit in engine.units for buffer in unit.flats for param in buffer.params)
 
 
 def compare(name: str, choice: str, decodings: list[str], zero: dict[str, Any]) -> dict[str, tuple[Any, Any, int]]:
@@ -194,11 +194,11 @@ def count_gathers(choice: str, zero: dict[str, Any]) -> tuple[dict[str, int], di
     """(all-gathers counted by unit kind, buckets by unit kind, forwards)"""
     model = llama(layers=3)
     engine = sharded(model, choice, **zero)
-    kinds = {buffer.layout.name: unit.kind.value for unit in engine.units for buffer in unit.buffers}
+    kinds = {buffer.layout.name: unit.kind.value for unit in engine.units for buffer in unit.flats}
     counted = dict.fromkeys(kinds.values(), 0)
     buckets = dict.fromkeys(kinds.values(), 0)
     for unit in engine.units:
-        for buffer in unit.buffers:
+        for buffer in unit.flats:
             buckets[unit.kind.value] += buffer.layout.num_buckets
     original = engine.comm.all_gather
 
@@ -244,7 +244,7 @@ def peak_of_stream() -> tuple[int, int]:
     model = llama(layers=6)
     engine = sharded(model)
     text(model, 0, "greedy")
-    return engine.params.peak_live_bytes, sum(unit.full_bytes for unit in engine.units)
+    return engine.params.live.peak_bytes, sum(unit.full_bytes for unit in engine.units)
 
 
 def test_streaming_never_holds_all_layers() -> None:

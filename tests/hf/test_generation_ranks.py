@@ -148,7 +148,7 @@ def _predict(kind: str, folder: str) -> tuple[list[list[int]], float, float]:
     gathers = 0.0
     if engine is not None:
         assert is_released(engine)
-        buckets = sum(buffer.layout.num_buckets for unit in engine.units for buffer in unit.buffers)
+        buckets = sum(buffer.layout.num_buckets for unit in engine.units for buffer in unit.flats)
         gathers = engine.comm.counts["all_gather"].calls / buckets
     return result.predictions.tolist(), float(result.metrics["test_loss"]), gathers
 

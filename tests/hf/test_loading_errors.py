@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import hf_zero
 from hf_zero.engine.engine import engine_of
 from tests.harness.ranks import run_ranks
-from tests.hf.test_renewal import ZERO, save
+from tests.hf.test_replaced_engine import ZERO, save
 
 
 def files(folder: Path) -> list[Path]:
@@ -71,9 +71,9 @@ def load(folder: Path, only_on: int | None = None, **options: Any) -> str:
 
 
 CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "cut": (cut, "CheckpointError", "was cut off or overwritten"),
-    "cut in the header": (cut_in_header, "CheckpointError", "header was cut off"),
-    "lengthened": (lengthen, "CheckpointError", "was cut off or overwritten"),
+    "cut": (cut, "CheckpointError", "was truncated or overwritten"),
+    "cut in the header": (cut_in_header, "CheckpointError", "header was truncated"),
+    "lengthened": (lengthen, "CheckpointError", "was truncated or overwritten"),
     "removed": (remove, "CheckpointError", "cannot be opened"),
     "absent tensor": (empty_a_tensor_out, "CheckpointError", "no file holds"),
     "other shapes": (other_shape, "RuntimeError", "mismatch"),

@@ -112,6 +112,7 @@ def clip_alone(stage: int, norms: tuple[float | None, float | None]) -> list[flo
     return [parameter.sum().item() for parameter in engine.full_state_dict(keep=True).values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_clip_differently_are_named(stage: int) -> None:
     """Each would scale its own shard of the gradient, and the model would be clipped in parts."""

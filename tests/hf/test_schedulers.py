@@ -80,6 +80,7 @@ def test_an_accelerate_script_with_dummies(way: str, tmp_path: Path) -> None:
             assert (got.weights[name] - tensor).abs().max() < 1e-5, f"stage {stage}: {name}"
 
 
+@pytest.mark.slow
 def test_schedulers_prepared_apart_and_from_the_script_count_steps_of_the_optimizer() -> None:
     for apart, own, split, total in launch(schedule_runs.counts):
         assert apart == own == split == pytest.approx(CURVE, rel=0, abs=1e-12)

@@ -159,6 +159,7 @@ STOPPED_EARLY = """
 """
 
 
+@pytest.mark.slow
 def test_a_signal_while_processes_start_leaves_none(tmp_path: Path) -> None:
     """torch's agent knows its processes once all are started: a signal before that left them running."""
     line = [sys.executable, str(write_script(tmp_path, STOPPED_EARLY))]

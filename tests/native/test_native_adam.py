@@ -283,6 +283,7 @@ def test_the_bound_touches_all_of_its_memory() -> None:
         assert all(torch.equal(tensor, torch.full((100_000,), 2.0)) for tensor in written)
 
 
+@pytest.mark.slow
 def test_bench_prints_all_variants(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "cpu-adam", "--numel", "1e4", "2e4", "--threads", "2", "--rounds", "2"]
     threads = torch.get_num_threads()

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_zero.config.resolved import Aio
 from hf_zero.errors import ConfigError, OffloadError, StateError
-from hf_zero.native.aio import AioQueue, AioSettings
+from hf_zero.native.aio import AioQueue
 
 BLOCK = 64 << 10
 SIZES = (0, 1, 7, 511, 512, 513, 4095, 4096, 4097, 3 * (1 << 20) + 5)
@@ -73,7 +74,7 @@ def content(path: Path) -> torch.Tensor:
 
 @contextlib.contextmanager
 def queue_of(engine: str, **settings: int) -> Iterator[AioQueue]:
-    queue = AioQueue(AioSettings(**{"block_size": BLOCK, **settings}), engine=engine)
+    queue = AioQueue(Aio(**{"block_size": BLOCK, **settings}), engine=engine)
     assert queue.engine == engine
     yield queue
     queue.close()
@@ -184,7 +185,7 @@ def test_queue_depth_bounds_what_is_under_way(engine: str, tmp_path: Path, depth
 
 
 def test_threads_share_the_work(engine: str, tmp_path: Path) -> None:
-    with queue_of(engine, queue_depth=2, threads=3) as queue:
+    with queue_of(engine, queue_depth=2, intra_op_parallelism=3) as queue:
         file = queue.open(tmp_path / "data", create=True)
         data = noise(96 * BLOCK, seed=3)
         queue.wait(queue.write(file, data, 0))
@@ -219,12 +220,12 @@ def test_single_submit(tmp_path: Path, single: bool) -> None:
 
 def test_settings_out_of_range_are_all_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        AioSettings(block_size=0, queue_depth=0, threads=0)
+        Aio(block_size=0, queue_depth=0, intra_op_parallelism=0)
     for name in ("aio.block_size=0", "aio.queue_depth=0", "aio.intra_op_parallelism=0"):
         assert name in str(caught.value)
     with pytest.raises(ConfigError, match="engine='libaio' must be one of auto, io_uring, threads"):
         AioQueue(engine="libaio")
-    queue = AioQueue(AioSettings(block_size=5000))
+    queue = AioQueue(Aio(block_size=5000))
     with contextlib.closing(queue):
         queue.open(tmp_path / "data", create=True, direct=False)
         with pytest.raises(ConfigError, match=r"aio\.block_size=5000 must be a multiple of 4096"):
@@ -243,7 +244,7 @@ def test_engine_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_threads_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     threads = 4 * len(os.sched_getaffinity(0)) + 1
     for _ in range(2):
-        AioQueue(AioSettings(threads=threads, queue_depth=1)).close()
+        AioQueue(Aio(intra_op_parallelism=threads, queue_depth=1)).close()
     assert len([record for record in caplog.records if "intra_op_parallelism" in record.message]) == 1
 
 
@@ -275,6 +276,7 @@ def test_tickets_of_two_threads(engine: str, tmp_path: Path) -> None:
         assert torch.equal(content(file.path), torch.cat([noise(size, index) for index in range(200)]))
 
 
+@pytest.mark.slow
 def test_other_threads_run_during_wait(engine: str, tmp_path: Path) -> None:
     with queue_of(engine) as queue:
         file = queue.open(tmp_path / "data", create=True)
@@ -298,7 +300,7 @@ def test_other_threads_run_during_wait(engine: str, tmp_path: Path) -> None:
 
 
 def test_close_waits_and_tickets_stay(engine: str, tmp_path: Path) -> None:
-    queue = AioQueue(AioSettings(block_size=BLOCK), engine=engine)
+    queue = AioQueue(Aio(block_size=BLOCK), engine=engine)
     file = queue.open(tmp_path / "data", create=True)
     data = [noise(100 * BLOCK, seed) for seed in range(3)]
     tickets = [queue.write(file, part, index * 100 * BLOCK) for index, part in enumerate(data)]
@@ -323,7 +325,7 @@ def test_close_waits_and_tickets_stay(engine: str, tmp_path: Path) -> None:
 def test_dropped_queue_finishes_and_leaves_no_thread(engine: str, tmp_path: Path) -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/task"))
-    queue = AioQueue(AioSettings(block_size=BLOCK), engine=engine)
+    queue = AioQueue(Aio(block_size=BLOCK), engine=engine)
     file = queue.open(tmp_path / "data", create=True)
     assert len(os.listdir("/proc/self/task")) > before
     data = noise(200 * BLOCK, seed=9)

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.native.aio import AioError, AioFile, AioQueue, AioSettings
+from hf_zero.config.resolved import Aio
+from hf_zero.native.aio import AioError, AioFile, AioQueue
 from tests.native.test_native_aio import at_address, content, io_uring_works, noise
 
 # Most of them start processes of their own.
@@ -30,7 +31,7 @@ MIB = 1 << 20
 def queue(request: pytest.FixtureRequest) -> Iterator[AioQueue]:
     if request.param == "io_uring" and not io_uring_works():
         pytest.skip("no io_uring here")
-    queue = AioQueue(AioSettings(block_size=BLOCK), engine=request.param)
+    queue = AioQueue(Aio(block_size=BLOCK), engine=request.param)
     yield queue
     queue.close()
 

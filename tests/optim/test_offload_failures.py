@@ -186,7 +186,7 @@ def test_a_third_rank_hears_of_it_while_the_others_live_on(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("param", ["none", "nvme"])
 @pytest.mark.parametrize(
-    ("what", "said"), [("removed", "removed"), ("truncated", "was cut to"), ("full", "File too large")]
+    ("what", "said"), [("removed", "removed"), ("truncated", "was truncated to"), ("full", "File too large")]
 )
 def test_a_file_that_fails_in_the_middle(what: str, said: str, param: str, tmp_path: Path) -> None:
     """Every rank says which file of which rank; the last checkpoint is whole; the next run sweeps what is left."""

@@ -187,7 +187,8 @@ def scripted(script: str, stage: int, folder: str, params: str) -> tuple[dict[st
     return engine.full_state_dict(keep=True), early
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("script", ["plain", "skip", "lr", "clip", "twice", "look", *READS])
 def test_early_updates_are_undone(script: str, stage: int, tmp_path: Path) -> None:
     for params in ("none", "nvme")[: 2 if stage == 3 else 1]:

@@ -39,7 +39,8 @@ def step_strictly(model: str, stage: int) -> str:
     return f"{engine.global_steps} steps"
 
 
-@pytest.mark.parametrize("stage", [3, *_slow(0, 1, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_unused_parameters_are_refused_where_asked(stage: int) -> None:
     """`unused` has a layer of 16 parameters without gradient and a gain in each of three; `unused_somewhere` has such
     parameters on rank 1 only."""
@@ -93,7 +94,8 @@ def _update_one(stage: int, size: int, bf16: bool) -> Updated:
     return Updated(calls, max(seen.sizes), tensors, engine.full_state_dict(keep=True))
 
 
-@pytest.mark.parametrize(("stage", "bf16"), [(3, True), *_slow((0, False), (1, True), (2, False))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "bf16"), [(3, True), (0, False), (1, True), (2, False)])
 def test_torch_updates_in_groups(stage: int, bf16: bool) -> None:
     """The same bits, in as many calls as groups, none of which is larger than the key says."""
     sizes = [1000, 300, 10**9]
@@ -141,7 +143,7 @@ def update_natively(folder: str, device: str, sizes: list[int]) -> list[tuple[li
         engine: ZeroEngine = start(case, options)
         for step in range(3):
             micro_step(engine, case, step, 0, options)
-        masters = [buffer.master for unit in engine.units for buffer in unit.buffers]
+        masters = [buffer.master for unit in engine.units for buffer in unit.flats]
         tiles = [(master.layout.shard_numel, len(master.tiles)) for master in masters]  # type: ignore[union-attr]
         results.append((tiles, engine.full_state_dict(keep=True)))
         engine.teardown()

@@ -43,6 +43,7 @@ def test_packing_loses_no_token_and_pads_none() -> None:
     assert torch.equal(blocks[1]["input_ids"], blocks[1]["labels"])
 
 
+@pytest.mark.slow
 def test_stdlib_text_is_deterministic_and_split() -> None:
     sizes = {"config": None, "text_column": "text", "length": 64, "num_train": 40, "num_eval": 8}
     train, evaluation = load_blocks("stdlib", ByteTokenizer(), **sizes)
@@ -113,7 +114,7 @@ def test_ranks_that_ask_at_once_get_one_model(tmp_path: Path, monkeypatch: pytes
     assert len(model.model.layers) == 2
 
 
-def write_run(folder: Path, losses: dict[int, float], steps_run: int) -> Path:
+def write_slice(folder: Path, losses: dict[int, float], steps_run: int) -> Path:
     folder.mkdir()
     steps = [{"step": step, "loss": loss} for step, loss in losses.items()]
     (folder / "summary.json").write_text(json.dumps({"steps": steps, "steps_run": steps_run, "max_steps": 4}))
@@ -122,11 +123,11 @@ def write_run(folder: Path, losses: dict[int, float], steps_run: int) -> Path:
 
 def test_resume_is_compared_to_the_last_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     losses = {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0}
-    first = write_run(tmp_path / "first", losses, steps_run=4)
+    first = write_slice(tmp_path / "first", losses, steps_run=4)
     # The log of a resumed run begins with what the checkpoint held.
-    same = write_run(tmp_path / "same", losses, steps_run=2)
-    other = write_run(tmp_path / "other", {**losses, 4: 1.0 + 2**-50}, steps_run=2)
-    short = write_run(tmp_path / "short", {1: 4.0, 2: 3.0, 3: 2.0}, steps_run=2)
+    same = write_slice(tmp_path / "same", losses, steps_run=2)
+    other = write_slice(tmp_path / "other", {**losses, 4: 1.0 + 2**-50}, steps_run=2)
+    short = write_slice(tmp_path / "short", {1: 4.0, 2: 3.0, 3: 2.0}, steps_run=2)
     assert show_resume(first, same) == 0
     assert "All 2 losses after resuming are equal" in capsys.readouterr().out
     assert show_resume(first, other) == 1

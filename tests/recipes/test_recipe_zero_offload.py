@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,31 +80,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(model: Path, output: Path, zero: str, *more: str, launched: bool = False) -> str:
-    """Run the recipe on two processes, by torchrun if `launched`; returns what it printed."""
+def train(model: Path, output: Path, zero: str, *more: str) -> str:
+    """Run the recipe on two processes; returns what it printed."""
     command = ["--zero", str(RECIPE / f"{zero}.json"), "--model", str(model)]
     command += f"--use_cpu True --report_to none --block_length 64 --max_steps {STEPS} --logging_steps 1".split()
     command += "--per_device_train_batch_size 2 --learning_rate 1e-3 --train_blocks 64".split()
     command += ["--output_dir", str(output), *more]
-    if not launched:
-        ran = run_script(RECIPE / "train.py", *command, folder=output.parent)
-        assert ran.status == [0, 0], ran.out + ran.err
-        return ran.out
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        str(RECIPE / "train.py"),
-        *command,
-    ]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=output.parent, env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    ran = run_script(RECIPE / "train.py", *command, folder=output.parent)
+    assert ran.status == [0, 0], ran.out + ran.err
+    return ran.out
 
 
 def swap_files(folder: Path) -> list[Path]:
@@ -160,9 +141,7 @@ def test_cpu_adam_in_bf16_gives_the_same_bits(model: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_training_on_disk_resumes_on_the_host(model: Path, tmp_path: Path) -> None:
-    text = train(
-        model, tmp_path / "disk", "zero_infinity", "--save_steps", str(STEPS // 2), "--eval_blocks", "4", launched=True
-    )
+    text = train(model, tmp_path / "disk", "zero_infinity", "--save_steps", str(STEPS // 2), "--eval_blocks", "4")
     assert "after training:  loss" in text
     assert "second moments" in text and "on the disk" in text
     assert swap_files(tmp_path / "disk" / "swap") == []

@@ -59,7 +59,7 @@ def everything(engine: ZeroEngine) -> dict[str, torch.Tensor]:
     engine.finish_updates()
     found = {}
     for unit in engine.units:
-        for buffer in unit.buffers:
+        for buffer in unit.flats:
             found[f"{unit.name}/shard"] = torch.cat([part.clone().float() for part in buffer.shard.parts])
     for name, param in engine.module.named_parameters():
         for kind in ("master", "exp_avg", "exp_avg_sq"):

@@ -115,9 +115,12 @@ def backward(setup: Setup, model: Any, rows: torch.Tensor) -> None:
 Seen = dict[str, torch.Tensor]
 
 
-def reference(setup: Setup) -> tuple[list[Seen], Seen]:
-    """(gradients of every step, parameters after the last one), in one process on the whole batch."""
+def reference(setup: Setup) -> tuple[list[Seen], Seen, Seen]:
+    """(gradients of every step, parameters after and before training), in one process on the whole batch."""
     model = build(setup)
+    start = {
+        name: param.detach().clone().requires_grad_(param.requires_grad) for name, param in model.named_parameters()
+    }
     optimizer = optimizer_of(model)
     grads = []
     for step in range(STEPS):
@@ -125,10 +128,10 @@ def reference(setup: Setup) -> tuple[list[Seen], Seen]:
         grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
         optimizer.zero_grad()
-    return grads, {name: param.detach().clone() for name, param in model.named_parameters()}
+    return grads, {name: param.detach().clone() for name, param in model.named_parameters()}, start
 
 
-_REFERENCES: dict[tuple[Any, ...], tuple[list[Seen], Seen]] = {}
+_REFERENCES: dict[tuple[Any, ...], tuple[list[Seen], Seen, Seen]] = {}
 
 
 def train(setups: list[Setup]) -> list[tuple[list[Seen], Seen]]:
@@ -154,8 +157,7 @@ def assert_same(setup: Setup, got: tuple[list[Seen], Seen]) -> None:
     key = (setup.kind, setup.reentrant, setup.passes, setup.dtype)  # all that it depends on
     if key not in _REFERENCES:
         _REFERENCES[key] = reference(setup)
-    want_grads, want = _REFERENCES[key]
-    start = dict(build(setup).named_parameters())
+    want_grads, want, start = _REFERENCES[key]
     relative = 1e-9 if setup.dtype == torch.float64 else 2e-5
     for step in range(STEPS):
         assert got[0][step].keys() == want_grads[step].keys(), f"{setup}: step {step}"

@@ -123,7 +123,7 @@ def _watch_gathered(engine: ZeroEngine) -> list[int]:
     seen: list[int] = []
 
     def note(*_: Any) -> None:
-        full = [buffer.full for unit in engine.units if unit.on_demand for buffer in unit.buffers]
+        full = [buffer.full for unit in engine.units if unit.on_demand for buffer in unit.flats]
         seen.append(sum(tensor.untyped_storage().nbytes() for tensor in full))
 
     for module in engine.module.modules():

@@ -249,6 +249,7 @@ def without_bad_batches(world: int) -> Params:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", THROW_AWAY)
 def test_a_bad_batch_is_thrown_away(how: str) -> None:
     want = without_bad_batches(2)
@@ -311,6 +312,7 @@ def _held(optimizer: Any) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_post_accumulate_hooks_edit_the_gradient(when: str) -> None:
     want, other = with_hooks(-1, when), with_hooks(-1, "never")

@@ -58,9 +58,8 @@ COMBINED = (
 )
 
 
-@pytest.mark.parametrize(
-    "model", [COMBINED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in COMBINED[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", COMBINED)
 def test_combinations_follow_one_process(model: str) -> None:
     check(
         [
@@ -71,7 +70,8 @@ def test_combinations_follow_one_process(model: str) -> None:
     )
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_ways_to_call(optimizer: str) -> None:
     """loss.backward() is as good as engine.backward(loss), clip_grad_norm_ as gradient_clipping."""
     case = Case("twice", 2, 2, optimizer, steps=3)

@@ -24,6 +24,7 @@ from tests.harness.reference import Case, Trace, train_reference
 from tests.harness.sharded import Options, micro_step, record, start
 
 STAGES = (0, 1, 2, 3)
+STEPS = 3  # stage 3 gathers ahead from the second on, and keeps layers for backward from the third
 
 
 def _slow(*values: Any) -> list[Any]:
@@ -135,11 +136,11 @@ def _whole_masters(engine: ZeroEngine, weights: dict[str, torch.Tensor]) -> dict
     """Masters put together from all ranks' shards. The parameters must be casts of them, to the bit."""
     whole: dict[str, torch.Tensor] = {}
     for unit in engine.units:
-        for buffer in unit.buffers:
+        for buffer in unit.flats:
             master = buffer.master if buffer.master is not None else buffer.shard
-            for run in buffer.layout.runs(buffer.rank):
+            for run in buffer.layout.slices(buffer.rank):
                 target = whole.setdefault(run.name, torch.full(run.shape, float("nan"))).view(-1)
-                values = master.read_run(run).split([piece.numel for piece in run.pieces])
+                values = master.read_slice(run).split([piece.numel for piece in run.pieces])
                 for piece, value in zip(run.pieces, values, strict=True):
                     target[piece.start : piece.end] = value
                     cast = weights[run.name].view(-1)[piece.start : piece.end]
@@ -173,7 +174,7 @@ def assert_close(case: Case, want: Trace, got: Trace, label: str) -> None:
 @pytest.mark.parametrize("model", ["plain", *_slow("tied", "frozen", "twice", "reentrant", "non_reentrant")])
 @pytest.mark.parametrize("optimizer", ["adamw", *_slow("sgd")])
 def test_bf16_with_fp32_masters(model: str, optimizer: str) -> None:
-    case, precision = Case(model, 2, 2, optimizer, single=True), Precision(bf16=True)
+    case, precision = Case(model, 2, 2, optimizer, STEPS, single=True), Precision(bf16=True)
     want = emulate(case, precision)
     # bf16 keeps 8 bits: it follows the fp64 run roughly.
     assert want.losses == pytest.approx(train_reference(case).losses, rel=3e-2)
@@ -189,7 +190,7 @@ def test_bf16_with_fp32_masters(model: str, optimizer: str) -> None:
     [pytest.param(False, id="engine.backward"), pytest.param(True, id="loss.backward", marks=pytest.mark.slow)],
 )
 def test_fp16_with_fp32_masters(model: str, direct: bool) -> None:
-    case, precision = Case(model, 2, 2, "adamw", single=True), Precision(fp16_scale=128.0)
+    case, precision = Case(model, 2, 2, "adamw", STEPS, single=True), Precision(fp16_scale=128.0)
     want = emulate(case, precision)
     assert want.losses == pytest.approx(train_reference(case).losses, rel=1e-2)
     for stage, got in zip(STAGES, run_ranks(train, 2, case, precision, STAGES, direct)[0], strict=True):
@@ -201,23 +202,25 @@ def test_fp16_with_fp32_masters(model: str, direct: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_bf16_at_other_world_sizes(world: int) -> None:
-    case, precision = Case("plain", world, 1, "adamw", single=True), Precision(bf16=True)
+    case, precision = Case("plain", world, 1, "adamw", STEPS, single=True), Precision(bf16=True)
     want = emulate(case, precision)
     for stage, got in zip(STAGES, run_ranks(train, world, case, precision, STAGES)[0], strict=True):
         assert_close(case, want, got, f"stage {stage}")
 
 
+@pytest.mark.slow
 def test_parameters_kept_in_fp32() -> None:
     """Two types in one unit: norms stay fp32 in a bf16 model."""
-    case, precision = Case("plain", 2, 1, "adamw", single=True), Precision(bf16=True, keep_fp32=("*norm*",))
+    case, precision = Case("plain", 2, 1, "adamw", STEPS, single=True), Precision(bf16=True, keep_fp32=("*norm*",))
     want = emulate(case, precision)
     for stage, got in zip(STAGES, run_ranks(train, 2, case, precision, STAGES)[0], strict=True):
         assert_close(case, want, got, f"stage {stage}")
 
 
-@pytest.mark.parametrize("model", ["plain", *_slow("tied", "twice", "reentrant", "non_reentrant")])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["plain", "tied", "twice", "reentrant", "non_reentrant"])
 def test_autocast_over_fp32(model: str) -> None:
-    case, precision = Case(model, 2, 2, "adamw", single=True), Precision(autocast=True)
+    case, precision = Case(model, 2, 2, "adamw", STEPS, single=True), Precision(autocast=True)
     want = emulate(case, precision)
     # One process casts a weight that is used twice once, and adds its two gradients in 16 bits. At stage 3 it is
     # released in between and cast again, as without autocast's cache: the two are added in fp32.
@@ -245,10 +248,11 @@ def sum_small_gradients(stage: int, accum: str | None) -> torch.Tensor:
     for micro in range(steps):
         engine.backward(engine(torch.full((1, 1), 1.0 if micro == 0 else 2.0**-10)).sum())
         engine.step()
-    return next(buffer.master.memory.clone() for unit in engine.units for buffer in unit.buffers if buffer.master)
+    return next(buffer.master.memory.clone() for unit in engine.units for buffer in unit.flats if buffer.master)
 
 
-@pytest.mark.parametrize("stage", [*_slow(0, 1, 2), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
 def test_gradients_accumulate_in_fp32_unless_told_otherwise(stage: int) -> None:
     exact = (1 + 255 * 2.0**-10) / 256
     default = run_ranks(sum_small_gradients, 2, stage, None)[0]
@@ -262,6 +266,7 @@ def train_plain(case: Case, options: Options) -> list[float]:
     return [micro_step(engine, case, step, 0, options) for step in range(case.steps)]
 
 
+@pytest.mark.slow
 def test_bf16_gradients_still_train() -> None:
     case = Case("plain", 2, 1, "adamw", single=True)
     config = (("bf16", {"enabled": True}), ("data_types", {"grad_accum_dtype": "bf16"}))

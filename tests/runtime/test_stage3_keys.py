@@ -68,14 +68,14 @@ def _watch_one(setting: dict[str, Any], dtype: torch.dtype) -> Seen:
         events.clear()
         engine.backward(engine((torch.arange(14).view(2, 7) * (step + 3) + engine.rank) % 67))
         engine.step()
-    assert engine.params.live_numel == 0
-    return Seen(layers[0].numel, root.numel, list(events), engine.params.peak_live_numel, engine.full_state_dict(True))
+    assert engine.params.live.numel == 0
+    return Seen(layers[0].numel, root.numel, list(events), engine.params.live.peak_numel, engine.full_state_dict(True))
 
 
 def _record(events: list[tuple[str, int]], number: int, unit: ShardUnit) -> None:
-    start: Callable[[], None] = unit.gather_start
+    start: Callable[[], None] = unit.unshard
 
-    def gather_start() -> None:
+    def unshard() -> None:
         events.append(("gather", number))
         start()
 
@@ -85,7 +85,7 @@ def _record(events: list[tuple[str, int]], number: int, unit: ShardUnit) -> None
     def backward(grad: torch.Tensor) -> None:
         events.append(("backward", number))
 
-    unit.gather_start = gather_start  # type: ignore[method-assign]
+    unit.unshard = unshard  # type: ignore[method-assign]
     unit.module.register_forward_pre_hook(forward)
     unit.module.register_forward_hook(lambda module, args, output: output.register_hook(backward) and None)
 
@@ -97,6 +97,7 @@ def assert_same_weights(results: list[list[Seen]]) -> None:
             assert all(torch.equal(value, first[name]) for name, value in seen.weights.items())
 
 
+@pytest.mark.slow
 def test_reuse_distance() -> None:
     """The d-th layer from the end is used again after d layers forward and d backward: kept if these are fewer."""
     one = _layer_numel()
@@ -117,7 +118,8 @@ def _layer_numel() -> int:
     return seen.layer
 
 
-@pytest.mark.parametrize("prefetch", [EVERYTHING, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [EVERYTHING, 0])
 def test_live_parameters(prefetch: int) -> None:
     """What is whole beyond what is in use stays below the cap."""
     one, root = (seen := run_ranks(watch, 2, [{}])[0][0]).layer, seen.root
@@ -174,11 +176,11 @@ def count_gathers(case: Case, distances: list[int]) -> list[int]:
     for distance in distances:
         options = Options(3, zero=(("stage3_max_reuse_distance", distance),))
         engine = start(case, options)
-        layers = {b.layout.name: u.kind for u in engine.units for b in u.buffers if u.kind is UnitKind.LAYER}
+        layers = {b.layout.name: u.kind for u in engine.units for b in u.flats if u.kind is UnitKind.LAYER}
         for step in range(STEPS):
             engine.comm.reset_counts()
             micro_step(engine, case, step, 0, options)
-        others = sum(b.layout.num_buckets for u in engine.units for b in u.buffers if b.layout.name not in layers)
+        others = sum(b.layout.num_buckets for u in engine.units for b in u.flats if b.layout.name not in layers)
         counted.append(engine.comm.counts["all_gather"].calls - others)
     return counted
 
@@ -249,15 +251,9 @@ VARIED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "model",
-    [
-        "plain",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in "tied twice+reentrant twice+non_reentrant frozen+reentrant unused_somewhere convnet".split()
-        ),
-    ],
+    "model", "plain tied twice+reentrant twice+non_reentrant frozen+reentrant unused_somewhere convnet".split()
 )
 def test_models_follow_one_process(model: str) -> None:
     check(
@@ -287,7 +283,7 @@ def use_between_forward_and_backward(distance: int) -> list[torch.Tensor]:
             model(**case.batch(step, 2, engine.rank))
         engine.backward(loss)
         engine.step()
-        assert engine.params.live_numel == 0
+        assert engine.params.live.numel == 0
     return list(engine.full_state_dict(keep=True).values())
 
 

@@ -84,7 +84,7 @@ def sharded(stage: int, more: dict[str, Any], late: bool, folder: str) -> dict[s
     assert optimizer is not None
     run(model, optimizer, engine.step, slice(engine.rank, None, engine.world_size), late)
     weights = engine.full_state_dict(keep=True)
-    assert engine.params.live_numel == engine.params.live_bytes == 0, "units that were cut anew are counted out as in"
+    assert engine.params.live.numel == engine.params.live.nbytes == 0, "units that were cut anew are counted out as in"
     states = [hf_zero.full_optimizer_state(model, "exp_avg", name) for name, _ in model.named_parameters()]
     engine.save_checkpoint(folder)
     # A new run, with all of them trainable from the start, goes on where this one ended.

@@ -92,6 +92,7 @@ def clamped(runs: list[tuple[int, bool, torch.dtype, dict[str, Any]]]) -> list[t
     return results
 
 
+@pytest.mark.slow
 def test_a_forward_may_write_to_its_own_weight() -> None:
     wide, narrow = torch.float64, torch.float32
     runs: list[tuple[int, bool, torch.dtype, dict[str, Any]]] = [(stage, False, wide, {}) for stage in STAGES]
@@ -220,6 +221,7 @@ def lost(stage: int, what: str, then: str) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", LOST)
 def test_a_write_that_would_be_lost_raises(what: str) -> None:
     name = "body.extra.weight" if what == "add_module" else ".weight" if what == "assign_vector" else "out.bias"

@@ -101,7 +101,7 @@ def test_pieces_say_where_every_element_is(layout: UnitLayout) -> None:
 
 def test_a_run_is_contiguous_in_the_shard(layout: UnitLayout) -> None:
     for rank in range(layout.world_size):
-        runs = layout.runs(rank)
+        runs = layout.slices(rank)
         assert len({run.name for run in runs}) == len(runs)
         assert [piece for run in runs for piece in run.pieces] == layout.pieces(rank)
         for run in runs:

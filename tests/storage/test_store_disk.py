@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.native.aio import AioSettings
+from hf_zero.config.resolved import Aio
 from hf_zero.storage import DiskStore, StagingPool, SwapFolder
 from hf_zero.storage import staging_pool as staging
 from tests.storage.test_stores import get, pattern, put, run_threads
@@ -26,7 +26,7 @@ KIB, MIB = 1 << 10, 1 << 20
 def disk_store(path: Path, pool: int | StagingPool = 256 * KIB, **options: Any) -> Iterator[DiskStore]:
     folder = SwapFolder(path, 0)
     shared = pool if isinstance(pool, StagingPool) else StagingPool(pool, device=CPU, pin=False)
-    store = DiskStore(folder, "test", aio=AioSettings(), pool=shared, **{"preallocate": False, **options})
+    store = DiskStore(folder, "test", aio=Aio(), pool=shared, **{"preallocate": False, **options})
     try:
         yield store
     finally:
@@ -221,7 +221,7 @@ def test_what_is_being_written_is_served_from_memory(tmp_path: Path) -> None:
 
 def test_transfers_are_aligned(tmp_path: Path) -> None:
     with disk_store(tmp_path) as store:
-        if not store._file.direct:
+        if not store._file._file.direct:
             pytest.skip("no direct access on this file system")
         for numel in (1, 7, 511, 4097, 5001):
             store.create(f"k{numel}", numel, torch.float32)
@@ -261,7 +261,7 @@ def test_the_pool_bounds_memory(tmp_path: Path) -> None:
                     borrow.tensors[0].add_(1)
         assert 48 * KIB < pool.peak_bytes <= 64 * KIB
         assert pool.budget_bytes == 64 * KIB
-    assert pool.used_bytes == 0
+    assert pool._held.total() == 0
     pool.close()
     assert pool.current_bytes == 0
 

@@ -92,7 +92,7 @@ def test_the_file_size_limit(tmp_path: Path, preallocate: bool) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("damage", ["removed", "was cut"])
+@pytest.mark.parametrize("damage", ["removed", "was truncated"])
 def test_somebody_touches_the_file(tmp_path: Path, damage: str) -> None:
     with disk_store(tmp_path) as store:
         fill(store, 2, 5000)
@@ -159,11 +159,11 @@ def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- life of the folder
 _OWNER = """
 import os, sys, time, torch
-from hf_zero.native.aio import AioSettings
+from hf_zero.config.resolved import Aio
 from hf_zero.storage import DiskStore, StagingPool, SwapFolder
 folder = SwapFolder(sys.argv[1], int(sys.argv[2]))
 pool = StagingPool(1 << 20, device=torch.device("cpu"), pin=False)
-store = DiskStore(folder, "opt", aio=AioSettings(), pool=pool, preallocate=True)
+store = DiskStore(folder, "opt", aio=Aio(), pool=pool, preallocate=True)
 keys = [f"k{i}" for i in range(30)]
 for i, key in enumerate(keys):
     store.create(key, 30_001, torch.float32)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.native.aio import AioSettings
+from hf_zero.config.resolved import Aio
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, SwapFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,18 +46,18 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     store = DiskStore(
         folder,
         "test",
-        aio=AioSettings(block_size=64 << 10, queue_depth=4),
+        aio=Aio(block_size=64 << 10, queue_depth=4),
         pool=pool,
         preallocate=kind == "disk-preallocated",
         read_ahead=kind != "disk-waiting",
         write_behind=kind != "disk-waiting",
     )
     if kind == "disk-threads":
-        assert store.engine == "threads"
+        assert store._file._queue.engine == "threads"
     yield Made(store, pool)
     store.close()
     folder.close()
-    assert pool.used_bytes == 0, "memory was not given back"
+    assert pool._held.total() == 0, "memory was not given back"
 
 
 @pytest.fixture
@@ -215,6 +215,24 @@ def test_mistakes_of_the_caller(store: ShardStore) -> None:
             store.rollback(["k"])
 
 
+def test_tensors_stay_where_the_store_is_memory(made: Made) -> None:
+    """What is_memory promises to optimizers, which hold the tensors, and to an engine that takes them over."""
+    store = made.store
+    store.create("k", 511, torch.float32)
+    if not store.is_memory:
+        assert not store.can_adopt(store)
+        for call in (lambda: store.tensor("k"), lambda: store.adopt("l", store, "k")):
+            with pytest.raises(AssertionError):
+                call()
+        return
+    tensor = store.tensor("k")
+    put(store, "k", pattern(511, torch.float32, 1))
+    assert torch.equal(tensor, pattern(511, torch.float32, 1)), "a borrow is the tensor itself"
+    assert store.can_adopt(store)
+    store.adopt("l", store, "k")
+    assert store.tensor("l") is tensor and list(store.usage()) == ["l"]
+
+
 def test_close_gives_files_and_threads_back_and_twice_is_once(made: Made) -> None:
     store = made.store
     store.create("k", 7, torch.float32)
@@ -224,7 +242,7 @@ def test_close_gives_files_and_threads_back_and_twice_is_once(made: Made) -> Non
     given_back = before[0] - open_files()
     if isinstance(store, DiskStore):
         assert given_back and not store.path.exists()
-        assert store.engine != "threads" or len(os.listdir("/proc/self/task")) < before[1]
+        assert store._file._queue.engine != "threads" or len(os.listdir("/proc/self/task")) < before[1]
         with pytest.raises(AssertionError, match="is closed"):
             get(store, "k")
     if isinstance(store, HostStore):
@@ -266,11 +284,11 @@ def test_host_memory_is_page_aligned_and_free_until_it_is_touched() -> None:
 
 _CYCLE = """
 import sys, torch
-from hf_zero.native.aio import AioSettings
+from hf_zero.config.resolved import Aio
 from hf_zero.storage import DiskStore, StagingPool, SwapFolder
 from tests.storage.test_stores import resident_bytes
 pool = StagingPool(16 << 20, device=torch.device("cpu"), pin=False)
-store = DiskStore(SwapFolder(sys.argv[1], 0), "s", aio=AioSettings(), pool=pool, preallocate=False)
+store = DiskStore(SwapFolder(sys.argv[1], 0), "s", aio=Aio(), pool=pool, preallocate=False)
 keys = [f"k{i}" for i in range(40)]
 for key in keys:
     store.create(key, 1 << 20, torch.float32)
@@ -291,6 +309,7 @@ print(most - before, pool.peak_bytes)
 """
 
 
+@pytest.mark.slow
 def test_resident_memory_is_bounded(tmp_path: Path) -> None:
     """160 MiB of keys through a pool of 16 MiB."""
     grown, peak = (int(word) for word in run_python(_CYCLE, tmp_path).split())

@@ -28,15 +28,7 @@ class DeepSpeedCPUAdam(CPUAdam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         super().__init__(
-            model_params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            adamw_mode,
-            bias_correction,
-            amsgrad,
-            fp32_optimizer_states,
+            model_params, lr, betas, eps, weight_decay, adamw_mode, bias_correction, amsgrad, fp32_optimizer_states
         )
 
 

@@ -7,19 +7,24 @@ checkpoints of hf_zero; folder and tag are those of `hf_zero.load_fp32_state_dic
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from hf_zero.access.load_fp32 import ModelT, load_fp32_into
-from hf_zero.checkpoint.consolidate import ONE_FILE, ConsolidateError, Options, consolidate, parse_bytes
+from hf_zero.checkpoint.consolidate import (
+    ONE_FILE,
+    ConsolidateError,
+    Options,
+    consolidate,
+    parse_bytes,
+    split_by_size,
+    write_index,
+)
 from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.lazy_state_dict import load_fp32_state_dict
 from hf_zero.errors import CheckpointError, ConfigError
-
-_BIN = "pytorch_model"
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -84,25 +89,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def _write_bins(state: Mapping[str, torch.Tensor], out: Path, most: int) -> None:
     """pytorch_model.bin, or numbered files and their index. Holds one file's tensors at a time."""
     sizes = {name: tensor.nbytes for name, tensor in state.items()}
-    groups = list(_groups(sizes, most))
-    count = len(groups)
-    files = [f"{_BIN}-{i:05d}-of-{count:05d}.bin" for i in range(1, count + 1)] if count > 1 else [f"{_BIN}.bin"]
-    for file, names in zip(files, groups, strict=True):
+    files = split_by_size(sizes, most, "pytorch_model{}.bin")
+    for file, names in files.items():
         torch.save({name: state[name] for name in names}, out / file)
-    if count > 1:
-        weight_map = {name: file for file, names in zip(files, groups, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (out / f"{_BIN}.bin.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _groups(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Names in order, as many as fit into `most` bytes, at least one."""
-    group: list[str] = []
-    size = 0
-    for name, nbytes in sizes.items():
-        if group and size + nbytes > most:
-            yield group
-            group, size = [], 0
-        group.append(name)
-        size += nbytes
-    yield group
+    write_index(out / "pytorch_model.bin.index.json", files, {"total_size": sum(sizes.values())})

@@ -45,7 +45,7 @@ class Dummies:
         self._config = config
         self._accelerator = accelerator
         self._arguments_of = arguments_of
-        self._optimizers: list[tuple[DummyOptim, torch.optim.Optimizer]] = []
+        self._optimizers: dict[DummyOptim, torch.optim.Optimizer] = {}
         self._schedulers: list[Any] = []  # real ones, which go one step for each step of the optimizer
 
     def prepare(self, objects: Sequence[Any], stock: Callable[[Sequence[Any]], Any]) -> Any:
@@ -112,9 +112,8 @@ class Dummies:
         return wrapped
 
     def _optimizer_for(self, dummy: DummyOptim, objects: Sequence[Any]) -> torch.optim.Optimizer:
-        for known, made in self._optimizers:
-            if known is dummy:
-                return made
+        if dummy in self._optimizers:
+            return self._optimizers[dummy]
         values = {"optimizer.params.lr": dummy.lr, "optimizer.params.weight_decay": dummy.weight_decay}
         block = self._resolve(values, client_scheduler=True).optimizer
         if block is None:
@@ -130,7 +129,7 @@ class Dummies:
         params = list(dummy.params)
         kind, arguments = optimizer_of(block, self._model_of(params, objects))
         real: torch.optim.Optimizer = kind(params, **arguments)
-        self._optimizers.append((dummy, real))
+        self._optimizers[dummy] = real
         return real
 
     def _model_of(self, params: Sequence[Any], objects: Sequence[Any]) -> nn.Module:
@@ -171,10 +170,7 @@ class Dummies:
 
     def _real(self, optimizer: Any) -> torch.optim.Optimizer:
         """The torch optimizer that a DummyScheduler was made for."""
-        for known, real in self._optimizers:
-            if known is optimizer:
-                return real
-        inner = _inner(optimizer)
+        inner = self._optimizers.get(optimizer, _inner(optimizer))
         if not isinstance(inner, torch.optim.Optimizer):
             raise ConfigError(
                 f"the DummyScheduler's optimizer is a {type(optimizer).__name__} that was not prepared.\n"

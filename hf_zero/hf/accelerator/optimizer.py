@@ -12,7 +12,7 @@ from hf_zero.errors import ConfigError, StateError
 
 
 class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
-    """Steps the engine where accelerate says that gradients are in sync.
+    """Steps the engine where gradients are in sync, as accelerate sees it.
 
     Clipping happens once per step: by the caller's `accelerator.clip_grad_norm_`, else here by the JSON's
     `gradient_clipping`.

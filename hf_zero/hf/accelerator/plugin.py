@@ -23,6 +23,7 @@ from torch import nn
 from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.config.precision import LossScaling
 from hf_zero.config.problems import raise_all
+from hf_zero.config.resolved import FILE
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.replace import new_engine
 from hf_zero.errors import ConfigError, StateError
@@ -151,19 +152,16 @@ class ZeroPlugin:
         install_on_model(engine)
         return engine
 
-    def wrap_optimizer(
-        self, accelerator: Accelerator, engine: ZeroEngine, optimizer: torch.optim.Optimizer
-    ) -> ZeroAcceleratedOptimizer:
+    def wrap_optimizer(self, engine: ZeroEngine, optimizer: torch.optim.Optimizer) -> ZeroAcceleratedOptimizer:
         """Point `optimizer` at the shards, once, and put accelerate's gating around it."""
         attached = engine.optimizer
         if attached is None or attached.optimizer is not optimizer:
             attached = engine.attach_optimizer(optimizer)
-        resolved = self.resolve(accelerator, engine.module)
-        block = resolved.optimizer
+        resolved, block = engine.config, engine.config.optimizer
         if block is not None and block["type"] != type(optimizer).__name__:
             logger.warning("the optimizer block is not used: the script made its own %s", type(optimizer).__name__)
         clipping = 0.0 if self._args is not None else resolved.gradient_clipping  # Trainer clips by itself
-        is_fixed = resolved.origins.get("gradient_clipping") == "file"
+        is_fixed = resolved.origins.get("gradient_clipping") == FILE
         return ZeroAcceleratedOptimizer(attached, engine, clipping=clipping, clipping_is_fixed=is_fixed)
 
 
@@ -226,7 +224,7 @@ class ZeroAcceleratorMixin(AcceleratorState):
                     "Prepare the model before it, or both in one call: model, optimizer = accelerator.prepare(model, "
                     "optimizer). An optimizer over several models needs to be split, one for each."
                 )
-            prepared = self.zero_plugin.wrap_optimizer(self, engine, optimizer)
+            prepared = self.zero_plugin.wrap_optimizer(engine, optimizer)
         if not any(known is prepared for known in self._optimizers):
             self._optimizers.append(prepared)
         return prepared

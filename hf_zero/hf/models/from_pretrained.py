@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, core_model_loading
 from transformers.core_model_loading import build_glob_alternation
 from transformers.modeling_utils import load_state_dict
 
+from hf_zero.checkpoint.agreement import together
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.factory import engine_class
@@ -35,6 +36,8 @@ from hf_zero.hf.patching import replaced
 from hf_zero.runtime.build import BuildSettings, build_units
 from hf_zero.runtime.memory_report import cast_line
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.shard import placeholder
+from hf_zero.sharding.unit import gather_resident
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +74,12 @@ class ShardedLoad:
         name = type(self._model).__name__
         if self._load_config.hf_quantizer is not None:
             raise ConfigError(
-                f"{name} is quantized, and stage 3 cannot cut quantized parameters.\nUse stage 2, or load it "
+                f"{name} is quantized, and stage 3 cannot shard quantized parameters.\nUse stage 2, or load it "
                 "unquantized."
             )
         if places is not None and {torch.device(place).type for place in places.values()} != {self._comm.device.type}:
             raise ConfigError(
-                f"{name} was asked for with device_map={places}, but at stage 3 every rank places its own part of "
+                f"{name} was asked for with device_map={places}, but at stage 3 every rank places its own shard of "
                 "each parameter.\nRemove device_map."
             )
 
@@ -88,7 +91,8 @@ class ShardedLoad:
                 outcome = original(self._model, given, None, self._load_config)
             report = self.read()
         finally:
-            self._close()
+            for file in self._files:
+                file.close()
         logger.info(
             "hf_zero: this rank read %.2f of %.2f GB of %s in %.2f s (%.2f GB/s)",
             report.bytes_read / 1e9,
@@ -118,20 +122,15 @@ class ShardedLoad:
         if not paths:
             raise ConfigError("Neither a state dict nor checkpoint files were found.")
         if not str(paths[0]).endswith(".safetensors"):
-            return self._unpickle(paths)
+            loaded = [load_state_dict(path, weights_only=self._load_config.weights_only) for path in paths]
+            return {name: tensor for one in loaded for name, tensor in one.items()}
 
         def opened() -> None:
             self._files.extend(open_files(paths))
             self._check_index()
 
-        self._comm.together("opening of weights", opened, catch=(CheckpointError,), raise_as=CheckpointError)
+        together(self._comm, "opening of weights", opened)
         return {name: tensor for file in self._files for name, tensor in file.tensors.items()}
-
-    def _unpickle(self, paths: list[str]) -> dict[str, Any]:
-        merged: dict[str, Any] = {}
-        for path in paths:
-            merged.update(load_state_dict(path, weights_only=self._load_config.weights_only))
-        return merged
 
     def _check_index(self) -> None:
         index = self._load_config.sharded_metadata or {}
@@ -153,10 +152,10 @@ class ShardedLoad:
         present = {names[key].name for key in given}
         _quietly_tie(model, set(live) - present)
         self._replace_parameters(present)
-        settings = BuildSettings.of(self._config, 1.0, train=False)
+        settings = BuildSettings.of(self._config, train=False)
         params = {id(param): param for param in self._params.values()}.values()
         types = [param.dtype for param in params]
-        self._built = build_units(model, settings, self._comm, FlatParam.fill_later)
+        self._built = build_units(model, settings, self._comm, FlatParam.initialize_with_zeros)
         line = cast_line(types, [param.dtype for param in params])
         if line is not None and self._comm.rank == 0:
             logger.warning("%s: %s", type(model).__name__, line)
@@ -167,10 +166,8 @@ class ShardedLoad:
     def _without_equal_ties(self, stored: Mapping[str, Any], names: Mapping[str, Match]) -> dict[str, Any]:
         """Leave out what is stored twice for one tied parameter: transformers would compare placeholders."""
         key_of = {match.name: key for key, match in names.items() if match.pattern is None}
-        pairs = []
-        for target, source in self._model.all_tied_weights_keys.items():
-            if target in key_of and source in key_of:
-                pairs.append((key_of[target], key_of[source]))
+        tied = self._model.all_tied_weights_keys.items()
+        pairs = [(key_of[name], key_of[other]) for name, other in tied if {name, other} <= key_of.keys()]
         same = [self._my_slice_is_equal(stored[first], stored[second]) for first, second in pairs]
         if not pairs:
             return dict(stored)
@@ -200,8 +197,7 @@ class ShardedLoad:
                 continue
             if id(param) not in made:
                 dtype = dtype_of(live, param.dtype) if live in present else param.dtype
-                placeholder = torch.full((), torch.nan, dtype=dtype, device=self._comm.device)
-                made[id(param)] = nn.Parameter(placeholder.expand(param.shape))
+                made[id(param)] = nn.Parameter(placeholder(param.shape, dtype, self._comm.device))
                 made[id(made[id(param)])] = made[id(param)]
             self._params[live] = module._parameters[name] = made[id(param)]
 
@@ -226,7 +222,7 @@ class ShardedLoad:
     ) -> None:
         param = self._params.get(name) if model is self._model else None
         if param is None:
-            original(model, name, value.whole() if isinstance(value, LazyTensor) else value, info, quantizer)
+            original(model, name, value.read() if isinstance(value, LazyTensor) else value, info, quantizer)
             return
         info.missing_keys.discard(name)
         if tuple(value.shape) != tuple(param.shape):
@@ -244,14 +240,9 @@ class ShardedLoad:
             with torch.no_grad():
                 return self._placer.read(show=show)
 
-        errors = (CheckpointError, OSError)
-        seconds = self._comm.together("reading of weights", work, catch=errors, raise_as=CheckpointError)
+        seconds = together(self._comm, "reading of weights", work)
         stored = sum(tensor.nbytes for file in self._files for tensor in file.tensors.values())
         return LoadReport(sum(file.bytes_read for file in self._files), stored, seconds[self._comm.rank])
-
-    def _close(self) -> None:
-        for file in self._files:
-            file.close()
 
     # ---------------------------------------------------------------- what transformers initialised, and the engine
     def _take_initialised(self) -> None:
@@ -260,13 +251,13 @@ class ShardedLoad:
         All ranks must call; rank 0's values win, because ranks may have different seeds.
         """
         ours = {id(param): param for param in self._params.values()}
-        replaced: dict[int, nn.Parameter] = {}
+        taken: dict[int, nn.Parameter] = {}
         for module, name, live, param in _places(self._model):
             if id(param) in ours or live not in self._params:
                 continue
-            mine = replaced.get(id(param))
+            mine = taken.get(id(param))
             if mine is None:
-                mine = replaced[id(param)] = self._params[live]
+                mine = taken[id(param)] = self._params[live]
                 full = param.detach().to(self._comm.device)
                 self._comm.broadcast(full, f"first values of {live}")
                 with torch.no_grad():
@@ -275,12 +266,11 @@ class ShardedLoad:
         self._placer.read(show=False)
 
     def _make_engine(self) -> None:
-        for buffer in (buffer for unit in self._built.units for buffer in unit.buffers):
-            if buffer.on_demand:
-                buffer.release()  # some initialisations replace a parameter's data
+        for flat in (flat for unit in self._built.units for flat in unit.flats):
+            if flat.on_demand:
+                flat.reshard()  # some initialisations replace a parameter's data
             else:
-                buffer.gather_start()
-                buffer.gather_finish()
+                gather_resident([flat])
         install_on_model(engine_class()(self._model, self._config, built=self._built, train=False))
 
 

@@ -23,13 +23,13 @@ from torch import nn
 
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import StateError
-from hf_zero.hf.patching import replace_method
+from hf_zero.hf.patching import by_name, replace_method
 from hf_zero.native.machine import available_bytes
 from hf_zero.sharding.unit import UnitState
 
 logger = logging.getLogger(__name__)
 
-# "auto" gathers once where the weights take at most this part of the free memory: the cache of keys and values, the
+# "auto" gathers once where the weights take at most this share of the free memory: the cache of keys and values, the
 # activations and the logits need the rest.
 SHARE_FOR_WEIGHTS = 0.5
 # What makes the number of forwards depend on the content of a rank's prompts. `synced_gpus` cannot level that out:
@@ -75,12 +75,12 @@ class _Calls:
     def __init__(self, engine: ZeroEngine) -> None:
         self._engine = engine
         self._synced: bool | None = None  # of the call under way; None outside of any
-        self._told: bool | None = None  # the decision that was logged last
+        self._logged: bool | None = None  # the decision that was logged last
 
     def generate(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """All ranks must call, unless all units are unsharded."""
         bound = inspect.signature(original).bind(*args, **kwargs)
-        given = _by_name(bound)
+        given = by_name(bound)
         with self._gathered(given):
             # PEFT's generate and others have no such parameter: the one that they call decides.
             if "synced_gpus" in bound.signature.parameters:
@@ -136,11 +136,11 @@ class _Calls:
         choice = engine.config.gather_for_generation
         if choice != "auto":
             return choice == "once"
-        needed = sum(unit.full_bytes for unit in engine.units if unit.state is not UnitState.FULL)
+        needed = sum(unit.full_bytes for unit in engine.units if unit.state is not UnitState.UNSHARDED)
         free = free_bytes(engine.device, engine.world_size)
         votes = torch.tensor([float(needed <= SHARE_FOR_WEIGHTS * free)], dtype=torch.float64)
         fits = bool(engine.comm.vote(votes, "room for generation").all())
-        if self._told is not fits and engine.rank == 0:
+        if self._logged is not fits and engine.rank == 0:
             logger.info(
                 "hf_zero: generate gathers the weights %s: they take %.2f GiB on every rank, and rank 0 has %.2f GiB "
                 'free; "gather_for_generation" decides otherwise',
@@ -148,21 +148,12 @@ class _Calls:
                 needed / _GIB,
                 free / _GIB,
             )
-        self._told = fits
+        self._logged = fits
         return fits
 
 
-def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """All arguments by name, with those in **kwargs."""
-    given = dict(bound.arguments)
-    for name, parameter in bound.signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given.update(given.pop(name, {}))
-    return given
-
-
 def _is_unsharded(engine: ZeroEngine) -> bool:
-    return all(unit.state is UnitState.FULL for unit in engine.units)
+    return all(unit.state is UnitState.UNSHARDED for unit in engine.units)
 
 
 def _need_all_ranks(engine: ZeroEngine) -> None:

@@ -10,11 +10,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.replace import renew
+from hf_zero.engine.replace import replace_engines
 from hf_zero.errors import StateError
 from hf_zero.hf.models.generation import install_generate
 from hf_zero.hf.models.saving import install_save_pretrained
 from hf_zero.hf.patching import replace_method
+from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.unit import ShardUnit
 
 _RESIZE = "resize_token_embeddings"
@@ -37,7 +38,7 @@ def _install(engine: ZeroEngine) -> None:
 def _resize(
     module: PreTrainedModel, engine: ZeroEngine, original: Callable[..., nn.Module], *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """On unsharded embeddings; then the units are built anew. All ranks must call."""
+    """Resize unsharded embeddings; then replace the engine, whose units have new sizes. All ranks must call."""
     if not any(value is not None for value in (*args, *kwargs.values())):
         return original(*args, **kwargs)  # only asks for the embeddings
     engine.require_all_ranks(_RESIZE)
@@ -56,15 +57,12 @@ def _resize(
             engine.params.reshard(unit)
         raise
     # Rank 0's values win: new rows may have been drawn with other seeds elsewhere.
-    install_on_model(renew(engine.module, [engine], engine.config, managed=engine.managed, train=engine.trains))
+    settings = {"managed": engine.managed, "train": engine.trains}
+    install_on_model(replace_engines(engine.module, [engine], engine.config, **settings))
     return resized
 
 
 def _embedding_units(module: PreTrainedModel, engine: ZeroEngine) -> list[ShardUnit]:
     modules = [module.get_input_embeddings(), module.get_output_embeddings()]
-    wanted = {id(param) for one in modules if one is not None for param in one.parameters()}
-    return [
-        unit
-        for unit in engine.units
-        if unit.on_demand and any(id(param) in wanted for buffer in unit.buffers for param in buffer.params)
-    ]
+    wanted = [param for one in modules if one is not None for param in one.parameters()]
+    return ParamIndex(unit for unit in engine.units if unit.on_demand).units_of(wanted)

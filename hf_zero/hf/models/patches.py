@@ -69,7 +69,8 @@ def sharded_init(
             `gathered_params(child, write_rank=0)`.
     """
     loaded = ZeroConfig.load({"zero_optimization": {"stage": 3}} if config is None else config)
-    if _BUILDING.get() or not enabled or _builds_on_meta() or not shards_on(loaded):
+    builds_on_meta = torch.get_default_device().type == "meta"  # without values, as from_pretrained does
+    if _BUILDING.get() or not enabled or builds_on_meta or not shards_on(loaded):
         yield
         return
     if dtype is not None:
@@ -94,7 +95,7 @@ def _unsharded_for_initialization(construction: ShardedConstruction) -> Iterator
     def _initialize_weights(self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
         if getattr(module, "_is_hf_initialized", False):
             return
-        with construction.whole([module, *module.children()]):
+        with construction.unsharded([module, *module.children()]):
             original(self, module, is_custom_code)
 
     with replaced(PreTrainedModel, "_initialize_weights", _initialize_weights):
@@ -107,11 +108,6 @@ def _with_dtype(config: ZeroConfig, dtype: torch.dtype) -> ZeroConfig:
         raise ConfigError(f"sharded_init(dtype={dtype}): expected torch.bfloat16, torch.float16 or torch.float32")
     kept = {name: value for name, value in config.for_parameters().raw.items() if name not in (*blocks, "bfloat16")}
     return ZeroConfig.load({**kept, **{name: {"enabled": dtype == kind} for name, kind in blocks.items()}})
-
-
-def _builds_on_meta() -> bool:
-    """Whether what is constructed now has no values: from_pretrained builds so."""
-    return torch.get_default_device().type == "meta"
 
 
 # Between the two steps of transformers' from_pretrained.

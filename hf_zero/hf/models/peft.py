@@ -1,7 +1,7 @@
 """Which live parameters a PEFT model writes into which adapter file, found by asking PEFT itself.
 
 PEFT decides per method what belongs to an adapter and how it is called in the file. It is asked with tensors without
-data under the live names; the tensors that come back say which live name each stored name stands for.
+data under the live names; the tensors that come back show which live name each stored name stands for.
 """
 
 from __future__ import annotations
@@ -86,10 +86,8 @@ def unsharded_prompt_encoders(model: nn.Module) -> Iterator[None]:
 
 def adapter_names(model: Any, live: Mapping[str, torch.Tensor], embeddings: bool | str) -> set[str]:
     """Live names of everything that `save_pretrained` puts into the adapter files of `model`."""
-    found: set[str] = set()
-    for adapter in model.peft_config:
-        found.update(_stored_names(model, adapter, live, embeddings=embeddings).values())
-    return found
+    stored = [_stored_names(model, adapter, live, embeddings=embeddings) for adapter in model.peft_config]
+    return {live_name for names in stored for live_name in names.values()}
 
 
 def adapter_files(model: Any, folder: Path) -> dict[str, Path]:

@@ -18,7 +18,7 @@ from hf_zero.hf.models.peft import (
     names_of_saved_modules,
     unsharded_prompt_encoders,
 )
-from hf_zero.hf.patching import replace_method
+from hf_zero.hf.patching import by_name, replace_method
 
 
 def full_weights(
@@ -75,8 +75,7 @@ class _Saving:
 
     def save_pretrained(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """All ranks must call, but where the caller brings a `state_dict`."""
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        given.update(given.pop("kwargs", {}))
+        given = by_name(inspect.signature(original).bind(*args, **kwargs))
         if self._gathered is not None:
             return self._write(original, *args, **{**kwargs, "state_dict": self._gathered})
         if given.get("state_dict") is not None:

@@ -12,18 +12,16 @@ from torch import nn
 from transformers.utils import logging as bars
 
 from hf_zero.hf.models.stored import LazyTensor, StoredTensor
-from hf_zero.layout import Piece, Run
+from hf_zero.layout import Piece
 from hf_zero.native.machine import usable_cores
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamIndex, ParamPlace
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.unit import ShardUnit
 
 # Bytes of a file that one read takes where they cannot go straight into the shard (another type, another device).
 _CHUNK_BYTES = 1 << 24
 _MAX_THREADS = 8
-
-
-_Target = tuple[FlatParam, Run]  # this rank's slice of one parameter
 
 
 class ShardPlacer:
@@ -33,31 +31,28 @@ class ShardPlacer:
     """
 
     def __init__(self, units: Iterable[ShardUnit]) -> None:
-        self._targets: dict[int, _Target] = {}  # id(parameter) ->; not of those that this rank owns nothing of
-        self._noted: list[tuple[_Target, StoredTensor]] = []
+        self._index = ParamIndex(units)
+        self._noted: list[tuple[ParamPlace, StoredTensor]] = []
         self._shards: dict[FlatParam, ShardTensor] = {}  # in memory
-        for unit in units:
-            for buffer in unit.buffers:
-                runs = {run.name: run for run in buffer.layout.runs(buffer.rank)}
-                for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
-                    if slot.name in runs:
-                        self._targets[id(param)] = buffer, runs[slot.name]
 
     def place(self, param: nn.Parameter, value: torch.Tensor | LazyTensor) -> None:
         """Give `param` its values: a full tensor of its shape, or a stored one that `read` will read."""
-        target = self._targets.get(id(param))
-        if target is not None and isinstance(value, LazyTensor):
-            self._noted.append((target, value.stored))
-        elif target is not None and isinstance(value, torch.Tensor):
+        place = self._index.get(param)
+        if place is None:
+            return
+        if isinstance(value, LazyTensor):
+            self._noted.append((place, value.stored))
+        else:
             flat = value.detach().reshape(-1)
-            for piece, view in self._spots(target):
+            for piece, view in self._spots(place):
                 view.copy_(flat[piece.start : piece.end])
 
     def read(self, *, show: bool) -> float:
         """Read what was noted; returns the seconds it took. `show` draws a progress bar. No communication."""
         start = time.monotonic()
-        jobs = [(stored, piece.start, view) for target, stored in self._noted for piece, view in self._spots(target)]
+        jobs = [(stored, piece.start, view) for place, stored in self._noted for piece, view in self._spots(place)]
         total = sum(view.numel() * stored.dtype.itemsize for stored, _, view in jobs)
+        num_threads = max(1, min(_MAX_THREADS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         # In the order of the files, whatever the order of the parameters.
         jobs.sort(key=lambda job: (str(job[0].file.path), job[0].offset, job[1]))
         with (
@@ -65,33 +60,32 @@ class ShardPlacer:
             bars.tqdm(
                 total=total, unit="B", unit_scale=True, desc="Reading shards", disable=None if show else True
             ) as progress,
-            ThreadPoolExecutor(_num_threads()) as pool,
+            ThreadPoolExecutor(num_threads) as pool,
         ):
             for nbytes in pool.map(lambda job: _read_piece(*job), jobs):
                 progress.update(nbytes)
         self._noted.clear()
-        self._keep()
+        for flat, shard in self._shards.items():
+            if shard is not flat.shard:
+                flat.shard.copy_from(shard)
+        self._shards.clear()
         return time.monotonic() - start
 
-    def _spots(self, target: _Target) -> Iterator[tuple[Piece, torch.Tensor]]:
+    def _spots(self, place: ParamPlace) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Every slice of a parameter that this rank owns, and its place in the shard, 1-D."""
-        buffer, run = target
-        if buffer not in self._shards:
-            shard = buffer.shard
-            if not isinstance(shard, ShardTensor):  # on disk: written in one go, by `_keep`
-                memory = torch.zeros(buffer.layout.shard_numel, dtype=buffer.dtype)
-                shard = ShardTensor(buffer.layout, buffer.rank, memory, in_full=False)
-            self._shards[buffer] = shard
-        shard = self._shards[buffer]
-        for piece in run.pieces:
+        if place.slice is None:
+            return
+        flat = place.flat
+        if flat not in self._shards:
+            shard = flat.shard.in_memory
+            if shard is None:  # on disk: written in one go, by `read`
+                memory = torch.zeros(flat.layout.shard_numel, dtype=flat.dtype)
+                shard = ShardTensor(flat.layout, flat.rank, memory, in_full=False)
+            self._shards[flat] = shard
+        shard = self._shards[flat]
+        for piece in place.slice.pieces:
             start = piece.flat_offset if shard.in_full else piece.shard_offset
             yield piece, shard.memory[start : start + piece.numel]
-
-    def _keep(self) -> None:
-        for buffer, shard in self._shards.items():
-            if shard is not buffer.shard:
-                buffer.shard.copy_from(shard)
-        self._shards.clear()
 
 
 def _read_piece(stored: StoredTensor, start: int, view: torch.Tensor) -> int:
@@ -105,8 +99,3 @@ def _read_piece(stored: StoredTensor, start: int, view: torch.Tensor) -> int:
         stored.read_range(start + at, part)
         view[at : at + part.numel()].copy_(part)
     return view.numel() * stored.dtype.itemsize
-
-
-def _num_threads() -> int:
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(_MAX_THREADS, usable_cores() // ranks_here))

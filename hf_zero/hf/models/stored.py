@@ -87,9 +87,9 @@ class StoredTensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         if index is not Ellipsis:
             raise TypeError("only all of a stored tensor can be taken: tensor[...]")
-        whole = torch.empty(self.numel, dtype=self.dtype)
-        self.read_range(0, whole)
-        return whole.view(self.shape)
+        full = torch.empty(self.numel, dtype=self.dtype)
+        self.read_range(0, full)
+        return full.view(self.shape)
 
 
 class LazyTensor:
@@ -106,7 +106,7 @@ class LazyTensor:
     def to(self, *, device: Any = None, dtype: torch.dtype | None = None) -> LazyTensor:
         return self if dtype is None else LazyTensor(self.stored, dtype)
 
-    def whole(self) -> torch.Tensor:
+    def read(self) -> torch.Tensor:
         return self.stored[...].to(self.dtype)
 
 

@@ -30,15 +30,15 @@ def run_attempt(trainer: Any, plugin: ZeroPlugin, loop: Callable[..., Any], batc
     """
     finds = bool(trainer.args.auto_find_batch_size)
     if finds and batch_size is not None:
-        _take_batch_size(trainer, plugin, batch_size // max(1, trainer.args.n_gpu))
+        plugin.take_batch_size(batch_size // max(1, trainer.args.n_gpu))
+        if (engine := engine_of(trainer.model)) is not None:  # of an earlier attempt
+            engine.config = plugin.resolve(trainer.accelerator, trainer.model)
     try:
-        with recovery.watched():
-            return loop(batch_size, **kwargs)
+        return loop(batch_size, **kwargs)
     except RuntimeError as error:
         recovery.drop_frames(error)
-        is_peer = isinstance(error, OutOfMemoryError)
-        if not is_peer:
-            _tell_others(trainer.args.process_index, error)
+        if not isinstance(error, OutOfMemoryError):  # another rank ran out of memory, and this one was stopped
+            _stop_others(trainer.args.process_index, error)
         if finds and should_reduce_batch_size(error):
             recovery.recover()
             if trainer.args.process_index == 0:
@@ -46,15 +46,7 @@ def run_attempt(trainer: Any, plugin: ZeroPlugin, loop: Callable[..., Any], batc
         raise
 
 
-def _take_batch_size(trainer: Any, plugin: ZeroPlugin, per_device: int) -> None:
-    """Resolve the configuration anew, also that of an engine which an earlier attempt made."""
-    plugin.take_batch_size(per_device)
-    engine = engine_of(trainer.model)
-    if engine is not None:
-        engine.config = plugin.resolve(trainer.accelerator, trainer.model)
-
-
-def _tell_others(rank: int, error: RuntimeError) -> None:
+def _stop_others(rank: int, error: RuntimeError) -> None:
     """Let the other ranks stop with this one, if it ran out of memory."""
     first = (str(error).splitlines() or [""])[0][:300]
     if should_reduce_batch_size(error) and recovery.is_updating():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -83,13 +82,11 @@ def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, qu
         reason = why_torn(folder) if folder.is_dir() else f"there is no folder {folder}."
         if reason is not None:
             raise CheckpointError(f"Can't find a valid checkpoint at {folder}: {reason}{offer(folder)}")
-        _check_usable(folder)
-        return str(folder)
+        return _usable(folder)
     for path in _numbered(Path(output_dir), "checkpoint-"):
         reason = why_torn(path)
         if reason is None:
-            _check_usable(path)
-            return str(path)
+            return _usable(path)
         if not quiet:
             logger.warning("passing over %s: %s", path.name, reason)
     raise CheckpointError(
@@ -99,34 +96,32 @@ def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, qu
     )
 
 
-def _check_usable(folder: Path) -> None:
-    """Raise CheckpointError for a folder that another tool wrote, or that has no weights to begin from."""
+def _usable(folder: Path) -> str:
+    """`folder`. Raises CheckpointError if another tool wrote it, or it has no weights to begin from."""
     if has_sharded_state(folder):
-        return
-    foreign = "Can't find a valid checkpoint at {}: it was written without hf_zero.\n{}"
+        return str(folder)
     if (folder / OPTIMIZER_NAME).is_file():
-        remedy = (
-            f"{OPTIMIZER_NAME} holds the state of full parameters. Remove it to go on from the weights with a new "
-            "optimizer state."
+        problem = (
+            f"it was written without hf_zero.\n{OPTIMIZER_NAME} holds the state of full parameters. Remove it to go "
+            "on from the weights with a new optimizer state."
         )
-        raise CheckpointError(foreign.format(folder, remedy))
-    if any(folder.glob("global_step*/*_states.pt")):
-        remedy = "It holds DeepSpeed's files. Start from its weights: from_pretrained(...) and a new output folder."
-        raise CheckpointError(foreign.format(folder, remedy))
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"Can't find a valid checkpoint at {folder}: it holds neither zero/, the sharded state, nor weights."
+    elif any(folder.glob("global_step*/*_states.pt")):
+        problem = (
+            "it was written without hf_zero.\nIt holds DeepSpeed's files. Start from its weights: "
+            "from_pretrained(...) and a new output folder."
         )
+    elif not any(folder.glob("*.safetensors")):
+        problem = "it holds neither zero/, the sharded state, nor weights."
+    else:
+        return str(folder)
+    raise CheckpointError(f"Can't find a valid checkpoint at {folder}: {problem}")
 
 
 def _numbered(folder: Path, prefix: str) -> list[Path]:
     """`prefix`N folders, the largest N first."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(rf"{prefix}(\d+)", path.name)
-        if match is not None and path.is_dir():
-            found.append((int(match.group(1)), path))
-    return [path for _, path in sorted(found, reverse=True)]
+    found = [path for path in folder.glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
+    found.sort(key=lambda path: int(path.name.removeprefix(prefix)), reverse=True)
+    return [path for path in found if path.is_dir()]
 
 
 def rng_state_file(trainer: Any, folder: str) -> str:
@@ -152,21 +147,17 @@ def read_scheduler(trainer: Any, comm: Comm, folder: str) -> None:
         with warnings.catch_warnings(record=True) as caught:
             state = torch.load(path, weights_only=True)
         reissue_pt_warnings(caught)
-        _check_schedule(trainer.lr_scheduler, state, folder)
+        # A schedule of the configuration and one of Trainer's keep different states.
+        has_block = "last_batch_iteration" in state
+        if has_block != isinstance(trainer.lr_scheduler, Schedule):
+            raise CheckpointError(
+                f"cannot resume from {folder}: it was written {'with' if has_block else 'without'} a scheduler block, "
+                f"and this run's schedule is {type(trainer.lr_scheduler).__name__}. Use the same configuration, or "
+                "start anew from its weights."
+            )
         trainer.lr_scheduler.load_state_dict(state)
 
     read_on_all(comm, path, read)
-
-
-def _check_schedule(scheduler: Any, state: dict[str, Any], checkpoint: str) -> None:
-    """A schedule of the configuration and one of Trainer's keep different states."""
-    if ("last_batch_iteration" in state) == isinstance(scheduler, Schedule):
-        return
-    how = "with" if "last_batch_iteration" in state else "without"
-    raise CheckpointError(
-        f"cannot resume from {checkpoint}: it was written {how} a scheduler block, and this run's schedule is "
-        f"{type(scheduler).__name__}. Use the same configuration, or start anew from its weights."
-    )
 
 
 def state_to_load(project: Any, input_dir: str | None) -> str:

@@ -113,11 +113,11 @@ def move_model_to_device(
 @_in_place_of("create_optimizer", "model", needs=_plugin)
 def create_optimizer(self: Any, orig: Original, plugin: ZeroPlugin, model: nn.Module | None = None) -> Any:
     """Make the optimizer that the configuration's `optimizer` block names, if it has one, over Trainer's groups."""
-    if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+    made = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+    if made or plugin.config.get("optimizer") is None:
         return orig(model)
     block = plugin.resolve(self.accelerator, self.model).optimizer
-    if block is None:
-        return orig(model)
+    assert block is not None
     self.optimizer_cls_and_kwargs = optimizer_of(block, self.model)
     try:
         return orig(model)

@@ -3,12 +3,12 @@
 [Note: When an update runs]
 The numbers are those of the sequential order, whatever runs beside what:
   - At the step, jobs are submitted in the order in which the next forward needs their parameters. Parameters that are
-    whole between uses are visible to everybody, so the step waits for them; a unit that is gathered on demand is
+    unsharded between uses are visible to everybody, so the step waits for them; a unit that is gathered on demand is
     waited for at its next gather, so its update runs beside the forward.
-  - Where nothing clips and the states are on disk, a buffer's job starts as soon as its gradient is complete, in
+  - Where nothing clips and the states are on disk, an accumulator's job starts as soon as its gradient is complete, in
     backward. Its results go to other regions of the disk; the step takes them if what they were made from still holds
     (hyperparameters, no late gradient, no clipping by the caller), and otherwise undoes them and starts again.
-  - A delayed update (Ren et al. 2021, ZeRO-Offload, section 5.3) runs beside the whole next forward and backward, with
+  - A delayed update (Ren et al. 2021, ZeRO-Offload, section 5.3) runs beside the next forward and backward, with
     gradient memory of its own, and is published by the next step.
 """
 
@@ -26,7 +26,7 @@ from hf_zero.native.library import library
 from hf_zero.optim.offload.host_state import MOMENTS, HostState, Hyper, UpdateJob
 from hf_zero.optim.offload.param_writer import ParamWriter, make_writer, must_stage
 from hf_zero.optim.offload.update_worker import UpdateWorker
-from hf_zero.optim.param_groups import OwnedRun
+from hf_zero.optim.param_groups import OwnedSlice
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.storage import HostStore
 
@@ -49,21 +49,21 @@ class HostAdamSettings:
         )
 
     def for_groups(self, groups: Sequence[Mapping[str, Any]]) -> HostAdamSettings:
-        """These settings, unless CPUAdam says in its groups what the configuration says for torch's optimizers."""
+        """These settings, unless the groups of a CPUAdam set what the configuration sets for torch's optimizers."""
         if any(group.get("fp32_optimizer_states") is False for group in groups):
             return replace(self, moments_dtype=torch.bfloat16)
         return self
 
 
 class HostAdam:
-    """Native Adam for the gradient buffers whose states are offloaded, of which `take_in` tells.
+    """Native Adam for the flat parameters whose states are offloaded; `take_in` adds them.
 
     Args:
         device: That gradients come from and parameters go to.
     """
 
     def __init__(self, settings: HostAdamSettings, device: torch.device) -> None:
-        library()  # a missing one is said here, not in the middle of the first step
+        library()  # a missing one raises here, not in the middle of the first step
         self._settings = settings
         self._worker = UpdateWorker(device)
         weakref.finalize(self, self._worker.close).atexit = False
@@ -77,33 +77,33 @@ class HostAdam:
         self._is_waiting = False  # an update is delayed
         self._step = 0
 
-    def take_in(self, owned: Sequence[tuple[OwnedRun, Mapping[str, Any]]], order: Sequence[GradAccumulator]) -> None:
-        """Update more buffers.
+    def take_in(self, owned: Sequence[tuple[OwnedSlice, Mapping[str, Any]]], order: Sequence[GradAccumulator]) -> None:
+        """Update more flat parameters.
 
         Args:
             owned: What this rank updates, with its param group: the groups are read at every step.
-            order: The buffers in the order in which the next forward needs their parameters.
+            order: The accumulators in the order in which the next forward needs their parameters.
         """
-        by_buffer: dict[GradAccumulator, list[OwnedRun]] = {}
-        for run, group in owned:
-            self._groups[id(run)] = group
-            by_buffer.setdefault(run.buffer, []).append(run)
-        for buffer in order:
-            if buffer in by_buffer:
-                self.states[buffer] = HostState(buffer, by_buffer[buffer], self._settings.moments_dtype)
+        by_accumulator: dict[GradAccumulator, list[OwnedSlice]] = {}
+        for slice_, group in owned:
+            self._groups[id(slice_)] = group
+            by_accumulator.setdefault(slice_.acc, []).append(slice_)
+        for acc in order:
+            if acc in by_accumulator:
+                self.states[acc] = HostState(acc, by_accumulator[acc], self._settings.moments_dtype)
 
     def restart_at(self, step: int) -> None:
         """`step` updates have been made before, in another run."""
         self._step = step
 
     # ---------------------------------------------------------------- in backward
-    def gradient_is_final(self, buffer: GradAccumulator) -> None:
-        """The gradient of `buffer` is complete: start its update now if it can be undone. See [Note]."""
-        state = self.states.get(buffer)
-        if state is None or not self._may_start_early(state) or buffer in self._early:
+    def gradient_is_final(self, acc: GradAccumulator) -> None:
+        """The gradient of `acc` is complete: start its update now if it can be undone. See [Note]."""
+        state = self.states.get(acc)
+        if state is None or not self._may_start_early(state) or acc in self._early:
             return
         job = self._make_job(state, [True] * len(state.owned), 1.0, staged=True)
-        self._early[buffer] = job
+        self._early[acc] = job
         self._worker.submit([job])
 
     def _may_start_early(self, state: HostState) -> bool:
@@ -112,7 +112,7 @@ class HostAdam:
             and not self._clipped_last
             and not self._is_delayed()
             and state.master.store.can_stage
-            and all(state.grads.seen[run.index] for run in state.owned)
+            and all(state.grads.seen[slice_.index] for slice_ in state.owned)
         )
 
     def rollback(self) -> None:
@@ -125,7 +125,7 @@ class HostAdam:
     def step(self, has_grad: Mapping[GradAccumulator, Sequence[bool]], factor: float) -> bool:
         """Start the updates of this step; return whether parameters change now: the same on all ranks.
 
-        A rank may own nothing of a buffer, or of all, and still takes part in what follows from a change.
+        A rank may own nothing of a flat parameter, or of all, and still takes part in what follows from a change.
 
         Args:
             has_grad: By gradient accumulator: whether each of its parameters had a gradient on any rank.
@@ -136,7 +136,7 @@ class HostAdam:
         published = self.finish()
         jobs = []
         for key, state in self.states.items():
-            present = [has_grad[key][run.index] for run in state.owned]
+            present = [has_grad[key][slice_.index] for slice_ in state.owned]
             job = self._take_early(key, present, factor)
             if job is None:
                 job = self._make_job(state, present, factor, staged=delayed)
@@ -158,22 +158,20 @@ class HostAdam:
         job = self._early.pop(key, None)
         if job is None:
             return None
-        if factor == 1.0 and job.has_unsharded_gradient and job.hypers == self._hypers(job.state, present):
+        if factor == 1.0 and job.gradient_is_unchanged and job.hypers == self._hypers(job.state, present):
             return job
         job.rollback()
         return None
 
     def _make_job(self, state: HostState, present: list[bool], factor: float, *, staged: bool) -> UpdateJob:
         delayed = self._is_delayed()
-        writer = self._writer(state, staged=staged)
-        states_staged = staged and not delayed
-        job = UpdateJob(state, self._hypers(state, present), factor, writer, staged=states_staged)
-        job.borrow(swap=delayed)
-        return job
+        writer, hypers = self._writer(state, staged=staged), self._hypers(state, present)
+        return UpdateJob(state, hypers, factor, writer, staged=staged and not delayed, swap=delayed)
 
     def _hypers(self, state: HostState, present: list[bool]) -> list[Hyper | None]:
         return [
-            Hyper.of(self._groups[id(run)]) if there else None for run, there in zip(state.owned, present, strict=True)
+            Hyper.of(self._groups[id(slice_)]) if there else None
+            for slice_, there in zip(state.owned, present, strict=True)
         ]
 
     def _writer(self, state: HostState, *, staged: bool) -> ParamWriter:
@@ -204,24 +202,24 @@ class HostAdam:
         return was_waiting
 
     # ---------------------------------------------------------------- state in and out
-    def state_of(self, owned: OwnedRun) -> dict[str, Any]:
-        """By kind: the stored shard of each moment, and "step"; {} before the first update of the run."""
+    def state_of(self, owned: OwnedSlice) -> dict[str, Any]:
+        """By kind: the stored shard of each moment, and "step"; {} before the first update of the slice."""
         state, number = self._find(owned)
         if not state.steps[number]:
             return {}
         return {**dict(zip(MOMENTS, state.moments, strict=True)), "step": state.steps[number]}
 
-    def load_run(self, owned: OwnedRun, values: Mapping[str, Any]) -> None:
-        """Set moments (1-D or the run's shape) and step of a run from torch's names; what is missing is zero."""
+    def load_run(self, owned: OwnedSlice, values: Mapping[str, Any]) -> None:
+        """Set moments (1-D or the slice's shape) and step of a slice from torch's names; what is missing is zero."""
         state, number = self._find(owned)
         for kind, moment in zip(MOMENTS, state.moments, strict=True):
             value = values.get(kind)
-            flat = torch.zeros(owned.run.numel, dtype=moment.dtype) if value is None else value.reshape(-1)
-            moment.write_run(owned.run, flat)
+            flat = torch.zeros(owned.slice.numel, dtype=moment.dtype) if value is None else value.reshape(-1)
+            moment.write_slice(owned.slice, flat)
         state.steps[number] = int(values.get("step", 0))
 
-    def _find(self, owned: OwnedRun) -> tuple[HostState, int]:
-        state = self.states[owned.buffer]
+    def _find(self, owned: OwnedSlice) -> tuple[HostState, int]:
+        state = self.states[owned.acc]
         return state, state.owned.index(owned)
 
     def moment_bytes(self) -> int:

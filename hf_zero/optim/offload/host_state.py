@@ -11,7 +11,7 @@ import torch
 
 from hf_zero.native.adam import AdamRule, AdamSpan, adam_step
 from hf_zero.optim.offload.param_writer import ParamWriter
-from hf_zero.optim.param_groups import OwnedRun
+from hf_zero.optim.param_groups import OwnedSlice
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.sharding.shard import ShardTensor, StoredShard
 
@@ -31,10 +31,10 @@ class Hyper:
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """The part of a run's piece that lies in one tile."""
+class _Slice:
+    """Elements of a parameter that are contiguous everywhere, and lie in one tile."""
 
-    number: int  # of the owned run
+    number: int | None  # of the owned slice; None: the optimizer does not hold the parameter
     start: int  # in the tile
     numel: int
     in_shard: int
@@ -43,12 +43,12 @@ class _Cut:
 
 
 class HostState:
-    """What the native rule keeps of one gradient buffer.
+    """What the native rule keeps of one flat parameter.
 
-    Invariant: `steps` counts the updates of each run that have been committed.
+    Invariant: `steps` counts the updates of each slice that have been committed.
     """
 
-    def __init__(self, grads: GradAccumulator, owned: list[OwnedRun], moments_dtype: torch.dtype | None) -> None:
+    def __init__(self, grads: GradAccumulator, owned: list[OwnedSlice], moments_dtype: torch.dtype | None) -> None:
         self.grads = grads
         self.flat = grads.flat
         self.owned = owned
@@ -56,23 +56,22 @@ class HostState:
         assert isinstance(master, StoredShard)
         self.master = master
         dtype = moments_dtype or master.dtype
-        home = self.flat.home
+        placement = self.flat.placement
         self.moments = [
-            StoredShard(self.flat.layout, self.flat.rank, home.master, kind, dtype, home.tile_numel)
+            StoredShard(self.flat.layout, self.flat.rank, placement.master, kind, dtype, placement.tile_numel)
             for kind in MOMENTS
         ]
         self.steps = [0] * len(owned)
-        self.cuts = [list(self._cut(tile.start, tile.end)) for tile in master.tiles]
+        self.slices = [list(self._slices(tile.start, tile.end)) for tile in master.tiles]
 
-    def _cut(self, start: int, end: int) -> Iterator[_Cut]:
-        for number, owned in enumerate(self.owned):
-            for piece in owned.run.pieces:
-                low, high = max(start, piece.shard_offset), min(end, piece.shard_offset + piece.numel)
-                if low < high:
-                    skipped = low - piece.shard_offset
-                    yield _Cut(
-                        number, low - start, high - low, low, piece.flat_offset + skipped, piece.start + skipped
-                    )
+    def _slices(self, start: int, end: int) -> Iterator[_Slice]:
+        numbers = {owned.slice.name: number for number, owned in enumerate(self.owned)}
+        for piece in (piece for slice_ in self.flat.slices.values() for piece in slice_.pieces):
+            low, high = max(start, piece.shard_offset), min(end, piece.shard_offset + piece.numel)
+            skipped = low - piece.shard_offset
+            in_full, in_param = piece.flat_offset + skipped, piece.start + skipped
+            if low < high:
+                yield _Slice(numbers.get(piece.name), low - start, high - low, low, in_full, in_param)
 
     def keys(self, tile: int) -> list[str]:
         return [shard.tiles[tile].key for shard in (self.master, *self.moments)]
@@ -83,43 +82,46 @@ class HostState:
 
 
 class UpdateJob:
-    """One native update of one gradient buffer, on the worker's thread.
+    """One native update of one flat parameter, on the worker's thread.
 
     Args:
-        hypers: By owned run; None leaves the run alone, as torch leaves a parameter without gradient.
+        hypers: By owned slice; None leaves it alone, as torch leaves a parameter without gradient.
         factor: Multiplies the gradient: the clip coefficient.
+        swap: See GradAccumulator.lend.
         staged: States go to another region of the store, so that `rollback` can undo the update.
     """
 
     def __init__(
-        self, state: HostState, hypers: list[Hyper | None], factor: float, writer: ParamWriter, *, staged: bool
+        self,
+        state: HostState,
+        hypers: list[Hyper | None],
+        factor: float,
+        writer: ParamWriter,
+        *,
+        staged: bool,
+        swap: bool,
     ) -> None:
         self.state = state
         self.hypers = hypers
         self.factor = factor
         self.staged = staged
         self._writer = writer
-        self._grads: ShardTensor | None = None
-        self._arriving: torch.Event | None = None  # the gradient has reached the host
-        self._reduces = 0
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._published = False
         self._committed = False
-
-    def borrow(self, *, swap: bool) -> None:
-        """Take the gradient; see GradAccumulator.lend."""
-        self._grads, self._arriving = self.state.grads.lend(self, swap=swap)
-        self._reduces = self.state.grads.num_reduces
+        self._grads: ShardTensor | None
+        self._grads, self._arriving = state.grads.lend(self, swap=swap)  # an event: the gradient is on the host
+        self._reduces = state.grads.num_reduces
 
     @property
-    def has_unsharded_gradient(self) -> bool:
+    def gradient_is_unchanged(self) -> bool:
         """Nothing has been added to the gradient since it was borrowed."""
         return self.state.grads.num_reduces == self._reduces
 
     # ---------------------------------------------------------------- the worker's side
     def prefetch(self) -> None:
-        if self.state.cuts:
+        if self.state.slices:
             self.state.master.store.prefetch(self.state.keys(0))
 
     def run(self, look_ahead: Callable[[], None]) -> None:
@@ -128,10 +130,10 @@ class UpdateJob:
         assert grads is not None
         if self._arriving is not None:
             self._arriving.synchronize()
-        out = self._writer.open() if state.cuts else None
-        for tile in range(len(state.cuts)):
+        out = self._writer.open() if state.slices else None
+        for tile in range(len(state.slices)):
             with store.borrow(state.keys(tile), write=True, staged=self.staged) as borrow:
-                if tile + 1 < len(state.cuts):
+                if tile + 1 < len(state.slices):
                     store.prefetch(state.keys(tile + 1))
                 else:
                     look_ahead()
@@ -142,28 +144,31 @@ class UpdateJob:
                     if spans:
                         scale = -self.factor if maximize else self.factor
                         adam_step(spans, master, exp_avg, exp_avg_sq, grads.memory, grad_scale=scale, out=out)
-        if state.cuts:
+        if state.slices:
             self._writer.close()
         self._grads = None
         self._over.set()
 
     def _keep_rest(self, tile: int, master: torch.Tensor, out: torch.Tensor | None) -> None:
         """Parameters that are not updated: they are their masters, rounded."""
-        for cut in self.state.cuts[tile]:
-            if self.hypers[cut.number] is None and out is not None:
-                place = cut.in_full if self._writer.in_full else cut.in_shard
-                out[place : place + cut.numel].copy_(master[cut.start : cut.start + cut.numel])
+        for part in self.state.slices[tile]:
+            if out is not None and self._hyper_of(part) is None:
+                place = part.in_full if self._writer.in_full else part.in_shard
+                out[place : place + part.numel].copy_(master[part.start : part.start + part.numel])
+
+    def _hyper_of(self, part: _Slice) -> Hyper | None:
+        return None if part.number is None else self.hypers[part.number]
 
     def _spans(self, tile: int, grads_in_full: bool, maximize: bool) -> Iterator[AdamSpan]:
         out_in_full = self._writer.in_full
-        for cut in self.state.cuts[tile]:
-            hyper = self.hypers[cut.number]
-            if hyper is None or hyper.maximize != maximize:
+        for part in self.state.slices[tile]:
+            hyper = self._hyper_of(part)
+            if part.number is None or hyper is None or hyper.maximize != maximize:
                 continue
-            grad_start = cut.in_full if grads_in_full else cut.in_shard
-            out_start = cut.in_full if out_in_full else cut.in_shard
-            step = self.state.steps[cut.number] + 1
-            yield AdamSpan(cut.start, cut.numel, grad_start, out_start, cut.in_param, step, *hyper.rule)
+            grad_start = part.in_full if grads_in_full else part.in_shard
+            out_start = part.in_full if out_in_full else part.in_shard
+            step = self.state.steps[part.number] + 1
+            yield AdamSpan(part.start, part.numel, grad_start, out_start, part.in_param, step, *hyper.rule)
 
     def fail(self, error: BaseException) -> None:
         self._error = error
@@ -191,14 +196,14 @@ class UpdateJob:
     def rollback(self) -> None:
         """Undo a staged update whose step was not taken."""
         self.join()
-        for tile in range(len(self.state.cuts)):
+        for tile in range(len(self.state.slices)):
             self.state.master.store.rollback(self.state.keys(tile))
-        if self.state.cuts:
+        if self.state.slices:
             self._writer.discard()
 
     def _settle_states(self) -> None:
         for number, hyper in enumerate(self.hypers):
             self.state.steps[number] += hyper is not None
         if self.staged:
-            for tile in range(len(self.state.cuts)):
+            for tile in range(len(self.state.slices)):
                 self.state.master.store.commit(self.state.keys(tile))

@@ -11,9 +11,9 @@ import abc
 import torch
 
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.shard import ShardTensor, StoredShard, memory_shard
+from hf_zero.sharding.shard import MemoryShard, Shard, ShardTensor
+from hf_zero.storage import HostStore
 from hf_zero.storage.base import BorrowedTensors
-from hf_zero.storage.host import HostStore
 
 
 class ParamWriter(abc.ABC):
@@ -42,18 +42,33 @@ class ParamWriter(abc.ABC):
         return None
 
 
-class DirectWriter(ParamWriter):
-    """The update writes into the shard itself: host memory that nobody reads meanwhile."""
+class ShardWriter(ParamWriter):
+    """The update writes into the shard itself: host memory that nobody reads meanwhile, its own or what a store lends.
 
-    def __init__(self, shard: ShardTensor) -> None:
+    With `staged` the store keeps the new values aside until `publish` or `discard`.
+    """
+
+    def __init__(self, shard: Shard, *, staged: bool) -> None:
         self._shard = shard
+        self._is_staged = staged
+        self._borrowed: BorrowedTensors | None = None
         self.in_full = shard.in_full
 
     def open(self) -> torch.Tensor:
-        return self._shard.memory
+        self._borrowed = self._shard.borrow_to_write(staged=self._is_staged)
+        return self._borrowed.tensors[0]
+
+    def close(self) -> None:
+        if self._borrowed is not None:
+            self._borrowed.release()
+            self._borrowed = None
+
+    def publish(self) -> None:
+        if self._is_staged:
+            self._shard.commit()
 
     def discard(self) -> None:
-        raise AssertionError("a direct update cannot be undone")
+        self._shard.rollback()
 
 
 class StagedWriter(ParamWriter):
@@ -64,8 +79,7 @@ class StagedWriter(ParamWriter):
 
     def __init__(self, shard: ShardTensor, host: HostStore) -> None:
         self._shard = shard
-        self._host = host
-        self._staged = memory_shard(shard.layout, shard.rank, host, "staged", shard.dtype)
+        self._staged = MemoryShard(shard.layout, shard.rank, host, "staged", shard.dtype)
         self._copied: torch.Event | None = None  # the last publication has left the host
 
     def open(self) -> torch.Tensor:
@@ -84,39 +98,12 @@ class StagedWriter(ParamWriter):
     def close_for_good(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
-        self._host.drop(f"{self._shard.layout.name}/staged")
-
-
-class StoredWriter(ParamWriter):
-    """The shard is on a slow medium: the update fills a loan of it, which is written when it is closed."""
-
-    def __init__(self, shard: StoredShard, *, staged: bool) -> None:
-        self._shard = shard
-        self._keys = [tile.key for tile in shard.tiles]
-        self._is_staged = staged
-        self._borrowed: BorrowedTensors | None = None
-
-    def open(self) -> torch.Tensor:
-        self._borrowed = self._shard.store.borrow(self._keys, write=True, staged=self._is_staged, overwrite=True)
-        self._borrowed.tensors[0].zero_()  # padding is zero
-        return self._borrowed.tensors[0]
-
-    def close(self) -> None:
-        if self._borrowed is not None:
-            self._borrowed.release()
-            self._borrowed = None
-
-    def publish(self) -> None:
-        if self._is_staged:
-            self._shard.store.commit(self._keys)
-
-    def discard(self) -> None:
-        self._shard.store.rollback(self._keys)
+        self._staged.drop()
 
 
 def must_stage(flat: FlatParam) -> bool:
     """Whether the host cannot write into the shard of `flat` directly."""
-    return isinstance(flat.shard, ShardTensor) and not flat.shard_is_on_host
+    return flat.shard.in_memory is not None and not flat.shard_is_on_host
 
 
 def make_writer(flat: FlatParam, host: HostStore, *, staged: bool) -> ParamWriter:
@@ -125,8 +112,6 @@ def make_writer(flat: FlatParam, host: HostStore, *, staged: bool) -> ParamWrite
     Args:
         staged: The update may run while its old parameters are in use, or be undone.
     """
-    shard = flat.shard
-    if isinstance(shard, StoredShard):
-        return StoredWriter(shard, staged=staged)
-    assert isinstance(shard, ShardTensor)
-    return StagedWriter(shard, host) if staged else DirectWriter(shard)
+    if staged and (shard := flat.shard.in_memory) is not None:
+        return StagedWriter(shard, host)
+    return ShardWriter(flat.shard, staged=staged)

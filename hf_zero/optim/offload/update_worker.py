@@ -13,7 +13,7 @@ from hf_zero.distributed.processes import use_device
 
 
 class Job(Protocol):
-    """One piece of work. `run` gets a function to call when the job after it may bring its data near."""
+    """What the worker does. `run` gets a function to call when the job after it may prefetch its data."""
 
     def run(self, look_ahead: Callable[[], None]) -> None: ...
 

@@ -68,7 +68,7 @@ class SignMean:
     def average(self, keys: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Make each of `tensors` (contiguous, one floating-point type) its compressed mean, in place.
 
-        All ranks must call, with tensors of the same shapes in the same order. `keys` tell which errors are whose.
+        All ranks must call, with tensors of the same shapes in the same order. `keys` name whose errors are whose.
         """
         if not tensors:
             return
@@ -88,11 +88,11 @@ class SignMean:
         message = _pack(signs[None], torch.stack(scales)[None])[0]
         everyone = torch.empty(world * message.numel(), dtype=torch.uint8, device=message.device)
         self._comm.all_gather(everyone, message, "signs of mean momenta").wait()
-        whole = torch.empty(world, columns.total, dtype=part.dtype, device=part.device)
+        mean = torch.empty(world, columns.total, dtype=part.dtype, device=part.device)
         for row, theirs in enumerate(everyone.view(world, -1)):
-            whole[row] = _unpack(columns, theirs, part.dtype)
+            mean[row] = _unpack(columns, theirs, part.dtype)
         for tensor, start, width in zip(tensors, columns.starts, columns.widths, strict=True):
-            tensor.view(-1).copy_(whole[:, start : start + width].reshape(-1)[: tensor.numel()])
+            tensor.view(-1).copy_(mean[:, start : start + width].reshape(-1)[: tensor.numel()])
 
     def _compress_mine(
         self, columns: _Columns, keys: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -133,9 +133,9 @@ def _pack(signs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def _unpack(columns: _Columns, message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """One row of `_pack` -> signs times scales, [n]."""
-    cut = columns.total // _BITS
+    end = columns.total // _BITS
     shifts = torch.arange(_BITS, device=message.device, dtype=torch.uint8)
-    signs = (message[:cut, None] >> shifts & 1).view(-1).to(dtype).mul_(2).sub_(1)
-    scales = message[cut:].clone().view(torch.float32).to(dtype)
+    signs = (message[:end, None] >> shifts & 1).view(-1).to(dtype).mul_(2).sub_(1)
+    scales = message[end:].clone().view(torch.float32).to(dtype)
     widths = torch.tensor(columns.widths, device=message.device)
     return signs.mul_(scales.repeat_interleave(widths, output_size=columns.total))

@@ -14,18 +14,18 @@ import torch
 
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
-from hf_zero.layout import Piece, Run
+from hf_zero.layout import Piece, Slice
 from hf_zero.optim.optimizers.lamb import Lamb
 from hf_zero.optim.optimizers.onebit import OneBitAdam
-from hf_zero.optim.param_groups import OwnedRun
-from hf_zero.optim.registry import needs_whole
+from hf_zero.optim.param_groups import OwnedSlice
+from hf_zero.optim.registry import needs_unsharded
 from hf_zero.optim.updates.compressed_mean import SignMean
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamPlace
 
 # A parameter's name, elements of it, and tensors that hold these
-StatePlace = tuple[str, Run | Sequence[Piece], Sequence[torch.Tensor]]
+StatePlace = tuple[str, Slice | Sequence[Piece], Sequence[torch.Tensor]]
 # From a kind to the full state of one parameter, None before the first update; all ranks must call
 StateReader = Callable[[str], torch.Tensor | None]
 HasGrad = Mapping[GradAccumulator, Sequence[bool]]  # per parameter: whether any rank had a gradient
@@ -36,7 +36,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # a tensor that the optimizer holds, a
 class FileState:
     """Optimizer state of parameters that are updated unsharded, in the form in which checkpoints hold it."""
 
-    # By name, for each tensor of this rank's run: what has the parameter's shape, sharded as the run is; and numbers.
+    # By name, for each tensor of this rank's slice: what has the parameter's shape, sharded like it; and numbers.
     parts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
     # By name and kind: tensors of other shapes, in full, on all ranks.
     odd: Mapping[tuple[str, str], torch.Tensor] = field(default_factory=dict)
@@ -49,10 +49,10 @@ class TorchUpdate:
         self.optimizer = optimizer
         self.reducer = reducer
         self.comm = comm
-        for buffer in reducer.buffers:  # another optimizer may have kept gradients on their ranks
-            buffer.stay_local(False)
+        for acc in reducer.accumulators:  # another optimizer may have kept gradients on their ranks
+            acc.stay_local(False)
 
-    def update(self, owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
+    def update(self, owned: Sequence[OwnedSlice], has_grad: HasGrad) -> None:
         """One update of the masters from the mean gradient. All ranks must call.
 
         Called without any gradient too: it runs the user's step hooks, and schedulers look for the call.
@@ -64,7 +64,7 @@ class TorchUpdate:
             for master, _ in group:
                 master.grad = None
 
-    def call(self, owned: Sequence[OwnedRun]) -> None:
+    def call(self, owned: Sequence[OwnedSlice]) -> None:
         """Let the optimizer take its step."""
         self.optimizer.step()
 
@@ -75,12 +75,12 @@ class TorchUpdate:
         """Bytes held between steps beside what the optimizer itself holds."""
         return 0
 
-    def file_state(self, owned: Sequence[OwnedRun]) -> FileState:
+    def file_state(self, owned: Sequence[OwnedSlice]) -> FileState:
         """What of the state is not where the masters are, or not of their shape. All ranks must call."""
-        if needs_whole(self.optimizer) is None:
+        if needs_unsharded(self.optimizer) is None:
             return FileState()
         # Every rank has full parameters.
-        states = {one.run.name: (one, self.optimizer.state.get(one.masters[0], {})) for one in owned}
+        states = {one.slice.name: (one, self.optimizer.state.get(one.masters[0], {})) for one in owned}
         return FileState(
             {},
             {
@@ -91,28 +91,24 @@ class TorchUpdate:
             },
         )
 
-    def places(self, owned: Sequence[OwnedRun]) -> Iterator[StatePlace]:
+    def places(self, owned: Sequence[OwnedSlice]) -> Iterator[StatePlace]:
         """The tensors that the optimizer holds on this rank, and of which elements of which parameter."""
-        yield from ((one.run.name, one.run, one.masters) for one in owned if not one.native)
+        yield from ((one.slice.name, one.slice, one.masters) for one in owned if not one.native)
 
-    def reader_of(self, flat: FlatParam, index: int) -> StateReader | None:
+    def reader_of(self, place: ParamPlace) -> StateReader | None:
         """What reads the state of a parameter that is not where its master is; None for others."""
         return None
 
-    def check_cut(self, flat: FlatParam, index: int) -> None:
+    def check_sharded(self, place: ParamPlace) -> None:
         """Raise StateError if the state of a parameter cannot be read and set in part."""
-        if self.reader_of(flat, index) is not None:
+        if self.reader_of(place) is not None:
             raise StateError(
-                f"the state of {flat.layout.slots[index].name} is on one rank: {type(self.optimizer).__name__} "
+                f"the state of {place.slot.name} is on one rank: {type(self.optimizer).__name__} "
                 "needs it so. It can be read in full, by full_optimizer_state, and not be set."
             )
 
-    def elementwise(self, owned: Sequence[OwnedRun]) -> list[OwnedRun]:
-        """Those of `owned` that the optimizer updates where they are."""
-        return list(owned)
 
-
-def sub_groups(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedRun], has_grad: HasGrad) -> list[list[Pair]]:
+def sub_groups(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedSlice], has_grad: HasGrad) -> list[list[Pair]]:
     """What this rank updates, in groups of at most `sub_group_size` elements; a larger tensor is a group of its own.
 
     torch's foreach updates make several temporaries as large as everything that one call updates, and leave tensors
@@ -125,15 +121,15 @@ def sub_groups(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedRun], has_
     Args:
         has_grad: By gradient accumulator: whether each of its parameters had a gradient on any rank.
     """
-    present = [run for run in owned if has_grad[run.buffer][run.index]]
-    pairs = [(run, pair) for run in present for pair in zip(run.masters, run.grads, strict=False)]
+    present = [slice_ for slice_ in owned if has_grad[slice_.acc][slice_.index]]
+    pairs = [(slice_, pair) for slice_ in present for pair in zip(slice_.masters, slice_.grads, strict=False)]
     if not type(optimizer).__module__.startswith("torch.optim."):
         return [[pair for _, pair in pairs]]
     groups: list[list[Pair]] = [[]]
     size = 0
-    for run, pair in pairs:
+    for slice_, pair in pairs:
         numel = pair[0].numel()
-        if groups[-1] and size + numel > run.buffer.flat.home.sub_group_numel:
+        if groups[-1] and size + numel > slice_.acc.flat.placement.sub_group_numel:
             groups.append([])
             size = 0
         groups[-1].append(pair)
@@ -146,22 +142,22 @@ class LambUpdate(TorchUpdate):
 
     optimizer: Lamb
 
-    def call(self, owned: Sequence[OwnedRun]) -> None:
+    def call(self, owned: Sequence[OwnedSlice]) -> None:
         firsts, total = {}, 0
-        for buffer in self.reducer.buffers:
-            firsts[buffer] = total
-            total += len(buffer.flat.params)
-        places = {master: firsts[one.buffer] + one.index for one in owned for master in one.masters}
-        sharded = any(buffer.flat.layout.world_size > 1 for buffer in self.reducer.buffers)
+        for acc in self.reducer.accumulators:
+            firsts[acc] = total
+            total += len(acc.flat.params)
+        places = {master: firsts[one.acc] + one.index for one in owned for master in one.masters}
+        sharded = any(acc.flat.layout.world_size > 1 for acc in self.reducer.accumulators)
 
         def combine(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> torch.Tensor:
             device = self.comm.device
             index = torch.tensor([places[tensor] for tensor in tensors], dtype=torch.long, device=device)
-            whole = torch.zeros(total, 2, dtype=torch.float64, device=device)
-            whole.index_add_(0, index, squares.to(device))
+            full = torch.zeros(total, 2, dtype=torch.float64, device=device)
+            full.index_add_(0, index, squares.to(device))
             if sharded:
-                self.comm.all_reduce(whole, "norms of parameters").wait()
-            return whole[index].to(squares.device)
+                self.comm.all_reduce(full, "norms of parameters").wait()
+            return full[index].to(squares.device)
 
         self.optimizer.step(combine=combine)
 
@@ -176,7 +172,7 @@ class OneBitUpdate(TorchUpdate):
         self._mean = SignMean(comm)
         self._choose_phase()
 
-    def call(self, owned: Sequence[OwnedRun]) -> None:
+    def call(self, owned: Sequence[OwnedSlice]) -> None:
         self.optimizer.step(exchange=self._mean.average if self.comm.world_size > 1 else None)
         self._choose_phase()
 
@@ -189,5 +185,5 @@ class OneBitUpdate(TorchUpdate):
 
     def _choose_phase(self) -> None:
         frozen = self.optimizer.is_frozen
-        for buffer in self.reducer.buffers:
-            buffer.stay_local(frozen)
+        for acc in self.reducer.accumulators:
+            acc.stay_local(frozen)

@@ -8,40 +8,40 @@ from typing import Any
 
 import torch
 
-from hf_zero.layout import Run, Slot
+from hf_zero.layout import Slice, Slot
 from hf_zero.runtime.grad_accumulator import GradAccumulator
+from hf_zero.sharding.flat_param import slices_by_name
+from hf_zero.sharding.shard import placeholder
 
 
 @dataclass(frozen=True)
-class WholeParam:
+class OwnedParam:
     """A parameter that one rank updates in full.
 
-    Invariant: between steps `whole` has shape, type and device of the parameter's master, but no memory: it is one
-    NaN, expanded.
+    Invariant: between steps `full` has shape, type and device of the parameter's master, but no memory: it is a
+    placeholder.
     """
 
-    buffer: GradAccumulator
-    index: int  # of the parameter in the buffer
+    acc: GradAccumulator
+    index: int  # of the parameter in its flat parameter
     owner: int
-    runs: tuple[Run | None, ...]  # by rank: what it keeps of the master and the gradient
-    whole: torch.Tensor | None  # on the owner: what the user's optimizer holds in its param groups
+    slices: tuple[Slice | None, ...]  # by rank: what it keeps of the master and the gradient
+    full: torch.Tensor | None  # on the owner: what the user's optimizer holds in its param groups
 
     @property
     def slot(self) -> Slot:
-        return self.buffer.flat.layout.slots[self.index]
+        return self.acc.flat.layout.slots[self.index]
 
     @property
     def dtype(self) -> torch.dtype:
-        assert self.buffer.flat.master is not None
-        return self.buffer.flat.master.dtype
+        assert self.acc.flat.master is not None
+        return self.acc.flat.master.dtype
 
     def release(self) -> None:
         """Forget the values."""
-        if self.whole is not None:
-            self.whole.grad = None
-            self.whole.data = torch.full((), torch.nan, dtype=self.dtype, device=self.whole.device).expand(
-                self.slot.shape
-            )
+        if self.full is not None:
+            self.full.grad = None
+            self.full.data = placeholder(self.slot.shape, self.dtype, self.full.device)
 
 
 class Owners:
@@ -53,34 +53,28 @@ class Owners:
 
     def __init__(self, rank: int, world_size: int, device: torch.device, wants: Callable[[Mapping[str, Any]], bool]):
         self.wants = wants
-        self.params: list[WholeParam] = []
+        self.params: list[OwnedParam] = []
         self._rank = rank
         self._device = device
         self._loads = [0] * world_size  # elements
 
-    def adopt(self, places: Sequence[tuple[GradAccumulator, int]]) -> list[WholeParam]:
-        """Find an owner for each parameter (buffer, index), in their order; the largest are dealt out first."""
-        sizes = [buffer.flat.layout.slots[index].numel for buffer, index in places]
+    def adopt(self, places: Sequence[tuple[GradAccumulator, int]]) -> list[OwnedParam]:
+        """Find an owner for each parameter (accumulator, index), in their order; the largest are dealt out first."""
+        sizes = [acc.flat.layout.slots[index].numel for acc, index in places]
         owners = [0] * len(places)
         for place in sorted(range(len(places)), key=lambda place: -sizes[place]):
             owners[place] = self._loads.index(min(self._loads))
             self._loads[owners[place]] += sizes[place]
-        kept: dict[GradAccumulator, list[dict[str, Run]]] = {}  # by rank, by parameter
-        for buffer in dict.fromkeys(buffer for buffer, _ in places):
-            layout = buffer.flat.layout
-            kept[buffer] = [{run.name: run for run in layout.runs(rank)} for rank in range(layout.world_size)]
+        kept: dict[GradAccumulator, list[dict[str, Slice]]] = {}  # by rank, by parameter
+        for acc in dict.fromkeys(acc for acc, _ in places):
+            layout = acc.flat.layout
+            kept[acc] = [slices_by_name(layout, rank) for rank in range(layout.world_size)]
         adopted = []
-        for (buffer, index), owner in zip(places, owners, strict=True):
-            name = buffer.flat.layout.slots[index].name
-            runs = tuple(by_name.get(name) for by_name in kept[buffer])
-            adopted.append(WholeParam(buffer, index, owner, runs, self._tensor(buffer, index, owner)))
-            adopted[-1].release()
+        for (acc, index), owner in zip(places, owners, strict=True):
+            slot, master = acc.flat.layout.slots[index], acc.flat.master
+            assert master is not None
+            slices = tuple(by_name.get(slot.name) for by_name in kept[acc])
+            full = placeholder(slot.shape, master.dtype, self._device) if owner == self._rank else None
+            adopted.append(OwnedParam(acc, index, owner, slices, full))
         self.params += adopted
         return adopted
-
-    def _tensor(self, buffer: GradAccumulator, index: int, owner: int) -> torch.Tensor | None:
-        if owner != self._rank:
-            return None
-        assert buffer.flat.master is not None
-        shape = buffer.flat.layout.slots[index].shape
-        return torch.empty(shape, dtype=buffer.flat.master.dtype, device=self._device)

@@ -11,7 +11,7 @@ step it also holds gradient and master of what it owns, as much again as its own
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from hf_zero.errors import StateError
 from hf_zero.layout import Piece
 from hf_zero.optim.optimizers.lamb import Lamb
 from hf_zero.optim.optimizers.onebit import OneBitAdam
-from hf_zero.optim.param_groups import OwnedRun
-from hf_zero.optim.registry import needs_whole
+from hf_zero.optim.param_groups import OwnedSlice
+from hf_zero.optim.registry import needs_unsharded
 from hf_zero.optim.updates.elementwise import (
     FileState,
     HasGrad,
@@ -33,140 +33,125 @@ from hf_zero.optim.updates.elementwise import (
     StateReader,
     TorchUpdate,
 )
-from hf_zero.optim.updates.owners import Owners, WholeParam
+from hf_zero.optim.updates.owners import OwnedParam, Owners
 from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_index import ParamPlace
 
 # Elements that one exchange moves over all ranks together: what bounds the messages' memory.
 _BATCH_NUMEL = 1 << 26
 
 
+_Tensors = list[torch.Tensor]
+
+
 @dataclass(frozen=True)
 class _Move:
-    """One tensor of a parameter's shape: whole on the owner, 1-D pieces of its run elsewhere."""
+    """One tensor of a parameter's shape: in full on the owner, what each rank owns of it there."""
 
-    param: WholeParam
+    param: OwnedParam
     dtype: torch.dtype  # what travels
-    whole: torch.Tensor | None  # on the owner: 1-D
+    full: torch.Tensor | None  # on the owner: 1-D
     mine: Sequence[torch.Tensor]  # what this rank keeps, in order
 
 
-class WholeUpdate(TorchUpdate):
+class OwnershipUpdate(TorchUpdate):
     """See [Note: Ownership]."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradReducer, comm: Comm, owners: Owners) -> None:
         super().__init__(optimizer, reducer, comm)
         self._owners = owners
 
-    def update(self, owned: Sequence[OwnedRun], has_grad: HasGrad) -> None:
-        kept = {(one.buffer, one.index): one for one in owned}
-        wholes = [param for param in self._owners.params if has_grad[param.buffer][param.index]]
+    def update(self, owned: Sequence[OwnedSlice], has_grad: HasGrad) -> None:
+        kept = {(one.acc, one.index): one for one in owned}
+        adopted = [param for param in self._owners.params if has_grad[param.acc][param.index]]
         plain = self.elementwise(owned)
-        for run in plain:
-            present = has_grad[run.buffer][run.index]
-            for master, grad in zip(run.masters, run.grads, strict=False):
+        for slice_ in plain:
+            present = has_grad[slice_.acc][slice_.index]
+            for master, grad in zip(slice_.masters, slice_.grads, strict=False):
                 master.grad = grad.to(master.dtype) if present else None
-        for one in wholes:
-            if one.whole is not None:
-                one.whole.grad = torch.empty(one.slot.shape, dtype=one.dtype, device=one.whole.device)
-                one.whole.data = torch.empty_like(one.whole.grad)
+        for one in adopted:
+            if one.full is not None:
+                one.full.grad = torch.empty(one.slot.shape, dtype=one.dtype, device=one.full.device)
+                one.full.data = torch.empty_like(one.full.grad)
 
-        def moves(of_whole: Callable[[torch.Tensor], Any], of_run: Callable[[OwnedRun], Any]) -> list[_Move]:
+        def moves(of_full: Callable[[torch.Tensor], Any], of_run: Callable[[OwnedSlice], Any]) -> list[_Move]:
             result = []
-            for param in wholes:
-                run = kept.get((param.buffer, param.index))
-                whole = None if param.whole is None else of_whole(param.whole).view(-1)
-                result.append(_Move(param, param.dtype, whole, [] if run is None else of_run(run)))
+            for param in adopted:
+                slice_ = kept.get((param.acc, param.index))
+                full = None if param.full is None else of_full(param.full).view(-1)
+                result.append(_Move(param, param.dtype, full, [] if slice_ is None else of_run(slice_)))
             return result
 
-        masters = moves(lambda whole: whole.data, lambda run: run.masters)
-        self._bring(moves(lambda whole: whole.grad, lambda run: run.grads), "gradients of owned parameters")
+        masters = moves(lambda full: full.data, lambda slice_: slice_.masters)
+        self._bring(moves(lambda full: full.grad, lambda slice_: slice_.grads), "gradients of owned parameters")
         self._bring(masters, "masters of owned parameters")
         self.call(plain)
         self._spread(masters, "updated masters")
-        for one in wholes:
+        for one in adopted:
             one.release()
-        for run in plain:
-            for master in run.masters:
+        for slice_ in plain:
+            for master in slice_.masters:
                 master.grad = None
 
-    def elementwise(self, owned: Sequence[OwnedRun]) -> list[OwnedRun]:
+    def elementwise(self, owned: Sequence[OwnedSlice]) -> list[OwnedSlice]:
         """Those of `owned` that are updated where they are."""
-        wholes = {(param.buffer, param.index) for param in self._owners.params}
-        return [one for one in owned if (one.buffer, one.index) not in wholes]
+        adopted = {(param.acc, param.index) for param in self._owners.params}
+        return [one for one in owned if (one.acc, one.index) not in adopted]
 
     # ---------------------------------------------------------------- moving
     def _bring(self, moves: Sequence[_Move], what: str) -> None:
-        """Fill `whole` on the owners with the slices of all ranks. All ranks must call."""
+        """Fill `full` on the owners with the slices of all ranks. All ranks must call."""
         for dtype, batch in _batches(moves):
-            keep, own = self._sizes(batch)
-            self._exchange(self._kept_by_owner(batch), keep, self._owned_by_rank(batch), own, dtype, what)
+            self._exchange(self._kept_by_owner(batch), self._owned_by_rank(batch), dtype, what)
 
     def _spread(self, moves: Sequence[_Move], what: str) -> None:
-        """Fill the slices of all ranks from `whole` on the owners. All ranks must call."""
+        """Fill the slices of all ranks from `full` on the owners. All ranks must call."""
         for dtype, batch in _batches(moves):
-            keep, own = self._sizes(batch)
-            self._exchange(self._owned_by_rank(batch), own, self._kept_by_owner(batch), keep, dtype, what)
+            self._exchange(self._owned_by_rank(batch), self._kept_by_owner(batch), dtype, what)
 
     def _exchange(
-        self,
-        sources: Iterable[torch.Tensor],
-        sent_sizes: list[int],
-        targets: Iterable[torch.Tensor],
-        received_sizes: list[int],
-        dtype: torch.dtype,
-        what: str,
+        self, sources: Sequence[_Tensors], targets: Sequence[_Tensors], dtype: torch.dtype, what: str
     ) -> None:
-        """One all-to-all: `sources` to the ranks in order, `sent_sizes` elements to each, and so from them."""
-        device = self.comm.device
-        empty = torch.empty(0, dtype=dtype, device=device)
-        sent = torch.cat([source.reshape(-1).to(device, dtype) for source in sources] or [empty])
-        received = torch.empty(sum(received_sizes), dtype=dtype, device=device)
-        self.comm.all_to_all(received, sent, what, (received_sizes, sent_sizes)).wait()
+        """One all-to-all: `sources[rank]` to each rank, one behind the other, and `targets[rank]` from it."""
+        sizes = [[sum(tensor.numel() for tensor in tensors) for tensors in side] for side in (targets, sources)]
+        empty = torch.empty(0, dtype=dtype, device=self.comm.device)
+        sent = torch.cat([empty, *(source.reshape(-1).to(empty) for tensors in sources for source in tensors)])
+        received = empty.new_empty(sum(sizes[0]))
+        self.comm.all_to_all(received, sent, what, (sizes[0], sizes[1])).wait()
         at = 0
-        for target in targets:
+        for target in (target for tensors in targets for target in tensors):
             target.view(-1).copy_(received[at : at + target.numel()])
             at += target.numel()
 
-    def _sizes(self, batch: Sequence[_Move]) -> tuple[list[int], list[int]]:
-        """Elements that this rank keeps for each owner, and elements that it owns by who keeps them."""
-        keep, own = [0] * self.comm.world_size, [0] * self.comm.world_size
+    def _kept_by_owner(self, batch: Sequence[_Move]) -> list[_Tensors]:
+        ranks = range(self.comm.world_size)
+        return [[part for move in batch if move.param.owner == owner for part in move.mine] for owner in ranks]
+
+    def _owned_by_rank(self, batch: Sequence[_Move]) -> list[_Tensors]:
+        """The slices of what this rank owns, by the rank that keeps them."""
+        owned: list[_Tensors] = [[] for _ in range(self.comm.world_size)]
         for move in batch:
-            mine = move.param.runs[self.comm.rank]
-            keep[move.param.owner] += 0 if mine is None else mine.numel
-            for rank, run in enumerate(move.param.runs):
-                own[rank] += run.numel if run is not None and move.param.owner == self.comm.rank else 0
-        return keep, own
-
-    def _kept_by_owner(self, batch: Sequence[_Move]) -> Iterator[torch.Tensor]:
-        for owner in range(self.comm.world_size):
-            for move in batch:
-                if move.param.owner == owner:
-                    yield from move.mine
-
-    def _owned_by_rank(self, batch: Sequence[_Move]) -> Iterator[torch.Tensor]:
-        for rank in range(self.comm.world_size):
-            for move in batch:
-                run = move.param.runs[rank]
-                if run is not None and move.whole is not None:
-                    yield from (move.whole[piece.start : piece.end] for piece in run.pieces)
+            for rank, slice_ in enumerate(move.param.slices):
+                if slice_ is not None and move.full is not None:
+                    owned[rank] += [move.full[piece.start : piece.end] for piece in slice_.pieces]
+        return owned
 
     # ---------------------------------------------------------------- state
-    def places(self, owned: Sequence[OwnedRun]) -> Iterator[StatePlace]:
+    def places(self, owned: Sequence[OwnedSlice]) -> Iterator[StatePlace]:
         yield from super().places(self.elementwise(owned))
         for param in self._owners.params:
-            if param.whole is not None:
-                yield param.slot.name, [Piece(param.slot.name, 0, param.slot.numel, 0, 0)], [param.whole]
+            if param.full is not None:
+                yield param.slot.name, [Piece(param.slot.name, 0, param.slot.numel, 0, 0)], [param.full]
 
-    def reader_of(self, flat: FlatParam, index: int) -> StateReader | None:
-        found = (one for one in self._owners.params if one.buffer.flat is flat and one.index == index)
-        param = next(found, None)
+    def reader_of(self, place: ParamPlace) -> StateReader | None:
+        owned = self._owners.params
+        param = next((one for one in owned if one.acc.flat is place.flat and one.index == place.index), None)
         return None if param is None else functools.partial(self._read, param)
 
-    def _read(self, param: WholeParam, kind: str) -> torch.Tensor | None:
+    def _read(self, param: OwnedParam, kind: str) -> torch.Tensor | None:
         """The full state, on the compute device of every rank. All ranks must call."""
         name = param.slot.name
-        mine = self.optimizer.state.get(param.whole, {}) if param.whole is not None else {}
+        mine = self.optimizer.state.get(param.full, {}) if param.full is not None else {}
         facts = {key: (tuple(one.shape), one.dtype) if _is_shaped(one) else _on_host(one) for key, one in mine.items()}
         known = self.comm.all_gather_object(facts, f"state of {name}")[param.owner]
         if not known:
@@ -176,15 +161,15 @@ class WholeUpdate(TorchUpdate):
         if not isinstance(known[kind], tuple):
             return torch.as_tensor(known[kind], device=self.comm.device)
         shape, dtype = known[kind]
-        whole = mine[kind].contiguous() if mine else torch.empty(shape, dtype=dtype, device=self.comm.device)
-        self.comm.broadcast(whole, f"state of {name}", src=param.owner)
-        return whole.clone() if mine else whole
+        full = mine[kind].contiguous() if mine else torch.empty(shape, dtype=dtype, device=self.comm.device)
+        self.comm.broadcast(full, f"state of {name}", src=param.owner)
+        return full.clone() if mine else full
 
-    def file_state(self, owned: Sequence[OwnedRun]) -> FileState:
+    def file_state(self, owned: Sequence[OwnedSlice]) -> FileState:
         states = {
-            param.slot.name: self.optimizer.state.get(param.whole, {})
+            param.slot.name: self.optimizer.state.get(param.full, {})
             for param in self._owners.params
-            if param.whole is not None
+            if param.full is not None
         }
         shapes = {param.slot.name: param.slot.shape for param in self._owners.params}
         facts = {
@@ -193,7 +178,7 @@ class WholeUpdate(TorchUpdate):
         known: dict[str, dict[str, Any]] = {}
         for theirs in self.comm.all_gather_object(facts, "state of owned parameters"):
             known.update(theirs)
-        kept = {one.run.name: one for one in owned if one.run.name in shapes}
+        kept = {one.slice.name: one for one in owned if one.slice.name in shapes}
         parts: dict[str, list[dict[str, Any]]] = {name: [{} for _ in one.masters] for name, one in kept.items()}
         odd: dict[tuple[str, str], torch.Tensor] = {}
         moves = []
@@ -204,11 +189,11 @@ class WholeUpdate(TorchUpdate):
                     odd[name, kind] = value
                     continue
                 for part, master in zip(parts.get(name, []), kept[name].masters if name in kept else [], strict=True):
-                    cut = isinstance(value, torch.dtype)
-                    part[kind] = torch.empty_like(master, dtype=value, device=self.comm.device) if cut else value
+                    sharded = isinstance(value, torch.dtype)
+                    part[kind] = torch.empty_like(master, dtype=value, device=self.comm.device) if sharded else value
                 if isinstance(value, torch.dtype):
-                    whole = states[name][kind].reshape(-1) if param.whole is not None else None
-                    moves.append(_Move(param, value, whole, [part[kind] for part in parts.get(name, [])]))
+                    full = states[name][kind].reshape(-1) if param.full is not None else None
+                    moves.append(_Move(param, value, full, [part[kind] for part in parts.get(name, [])]))
         self._spread(moves, "state of owned parameters")
         return FileState(parts, odd)
 
@@ -222,7 +207,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _fact(value: Any, shape: tuple[int, ...]) -> Any:
-    """What all ranks need to know of a state: the type of what is cut as the parameter is, else the value itself."""
+    """What all ranks need of a state: the type of what is sharded like the parameter, else the value itself."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.dtype if value.dim() and tuple(value.shape) == shape else value.cpu()
@@ -248,7 +233,7 @@ _SPECIAL: dict[type, type[TorchUpdate]] = {Lamb: LambUpdate, OneBitAdam: OneBitU
 
 def make_owners(optimizer: torch.optim.Optimizer, comm: Comm, *, sharded: bool) -> Owners | None:
     """Deals out the parameters that `optimizer` needs in full; None where it needs none, or has all of them."""
-    wants = needs_whole(optimizer)
+    wants = needs_unsharded(optimizer)
     return Owners(comm.rank, comm.world_size, comm.device, wants) if sharded and wants is not None else None
 
 
@@ -257,6 +242,6 @@ def make_update(
 ) -> TorchUpdate:
     """The strategy for `optimizer`."""
     if owners is not None:
-        return WholeUpdate(optimizer, reducer, comm, owners)
+        return OwnershipUpdate(optimizer, reducer, comm, owners)
     kind = next((update for known, update in _SPECIAL.items() if isinstance(optimizer, known)), TorchUpdate)
     return kind(optimizer, reducer, comm)

@@ -188,7 +188,7 @@ def prepared(folder: Path) -> tuple[int, int, bool]:
     """Under accelerate: flat parameters that were built, resolves of the configuration, whether units stayed."""
     config = {"zero_optimization": ZERO, "train_micro_batch_size_per_gpu": 2}
     model = loaded(folder)
-    before = [flat for unit in hf_zero.engine_of(model).units for flat in unit.buffers]  # type: ignore[union-attr]
+    before = [flat for unit in hf_zero.engine_of(model).units for flat in unit.flats]  # type: ignore[union-attr]
     accelerator = hf_zero.ZeroPlugin(config).attach(Accelerator(cpu=True))
     counted = {"built": 0, "resolved": 0}
     with pytest.MonkeyPatch.context() as patch:
@@ -197,7 +197,7 @@ def prepared(folder: Path) -> tuple[int, int, bool]:
         accelerator.prepare(model)
     engine = hf_zero.engine_of(model)
     assert engine is not None and engine.trains
-    after = [flat for unit in engine.units for flat in unit.buffers]
+    after = [flat for unit in engine.units for flat in unit.flats]
     return counted["built"], counted["resolved"], all(a is b for a, b in zip(before, after, strict=True))
 
 

@@ -1,0 +1,63 @@
+"""Finds out that waiting for the other ranks is in vain, because one of them has died or stopped.
+
+On gloo the thread that waits looks from time to time. A device waits without the host, and its kernels would wait for
+ever: there a thread of its own looks, and has them aborted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from hf_zero.distributed.gloo_connections import Connections
+from hf_zero.distributed.store_protocol import published_reason
+
+# Seconds until a wait looks for the first time, and at most between two looks.
+FIRST_LOOK_S = 0.05
+LOOK_EVERY_S = 0.5
+# Seconds for what others have on their way to each other when a rank leaves: it may have been the last they had to do.
+_GRACE_S = 5.0
+
+
+class FailureMonitor:
+    """The looks of one wait.
+
+    Args:
+        connections: Of a gloo group of the ranks: a rank that ends closes them.
+        name: Of the group under which ranks publish why they stop.
+    """
+
+    def __init__(self, connections: Connections, name: str) -> None:
+        self._connections = connections
+        self._name = name
+        self._ended_at: float | None = None
+
+    def look(self) -> bool:
+        """Whether all connections stand; RuntimeError where one has ended: at once if a reason is known."""
+        if not self._connections.has_ended():
+            return True
+        self._ended_at = self._ended_at or time.monotonic()
+        if published_reason(self._name) is not None or time.monotonic() > self._ended_at + _GRACE_S:
+            raise RuntimeError("another rank closed its connections")
+        return False
+
+
+def watch_for(monitor: FailureMonitor, stop: Callable[[], None], over: threading.Event) -> None:
+    """Call `stop`, a method, from a thread when the ranks' connections end, unless `over` is set before.
+
+    The thread does not keep the method's object alive.
+    """
+    args = (monitor, weakref.WeakMethod(stop), over)
+    threading.Thread(target=_look_until, args=args, name="hf_zero-watch", daemon=True).start()
+
+
+def _look_until(monitor: FailureMonitor, stop: weakref.WeakMethod[Callable[[], None]], over: threading.Event) -> None:
+    while not over.wait(LOOK_EVERY_S) and stop() is not None:
+        try:
+            monitor.look()
+        except RuntimeError:
+            if (call := stop()) is not None and not over.is_set():
+                call()
+            return
