@@ -18,7 +18,7 @@ class UnitState(enum.Enum):
 
     SHARDED = "sharded"  # the shard only; parameters are placeholders
     UNSHARDING = "unsharding"  # all-gathers are under way; parameters are still placeholders
-    UNSHARDED = "unsharded"  # parameters are views of them
+    UNSHARDED = "unsharded"  # parameters are views of full flat parameters
     KEPT = "kept"  # as UNSHARDED, but nobody uses it now: it waits for a use that is near, and may be resharded before
 
 

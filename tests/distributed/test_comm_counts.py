@@ -183,3 +183,15 @@ def test_objects_of_every_length_arrive() -> None:
     for gathered in run_ranks(_objects_of_every_length, 3):
         sizes = [[len(value) for value in values] for values in gathered]
         assert sizes == [[0, length, 2 * length] for length in LENGTHS]
+
+
+def profiled_step() -> set[str]:
+    engine, case = start(Case("plain", 2), Options(3)), Case("plain", 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        engine.backward(engine(**case.batch(0, 0, dist.get_rank()))["loss"])
+        engine.step()
+    return {event.key.partition(" (")[0] for event in profile.key_averages() if event.key.startswith("hf_zero::")}
+
+
+def test_a_profile_names_the_collectives() -> None:
+    assert run_ranks(profiled_step, 2)[0] >= {"hf_zero::gather", "hf_zero::reduce"}

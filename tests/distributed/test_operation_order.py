@@ -162,9 +162,9 @@ KEEPS = {"stage3_max_reuse_distance": 10**9}
 RELEASES = {"stage3_max_reuse_distance": 0}
 # 1,000 cases; those of three ranks take twice as long.
 SETTINGS: list[tuple[int, dict[str, Any], dict[int, int]]] = [
-    *((3, {**ahead, **reuse}, {2: 130, 3: 70}) for ahead in (PREFETCH, NO_PREFETCH) for reuse in (KEEPS, RELEASES)),
-    (3, {**PREFETCH, **RELEASES, "reduce_scatter": False}, {2: 40, 3: 20}),
-    *((stage, {}, {2: 45, 3: 25}) for stage in (1, 2)),
+    *((3, {**ahead, **reuse}, {2: 160, 3: 40}) for ahead in (PREFETCH, NO_PREFETCH) for reuse in (KEEPS, RELEASES)),
+    (3, {**PREFETCH, **RELEASES, "reduce_scatter": False}, {2: 45, 3: 15}),
+    *((stage, {}, {2: 50, 3: 20}) for stage in (1, 2)),
 ]
 
 
