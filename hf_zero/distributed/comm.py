@@ -441,7 +441,7 @@ class Comm:
 
 def _profiled(name: str) -> contextlib.AbstractContextManager[Any]:
     """Inside, a profiler that runs shows `name`. Without one a name would cost 5 us, and 7 ms the first time."""
-    return record_function(name) if torch.autograd._profiler_enabled() else contextlib.nullcontext()
+    return record_function(name) if torch._C._autograd._profiler_enabled() else contextlib.nullcontext()
 
 
 class GroupWork:
