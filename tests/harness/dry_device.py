@@ -172,6 +172,8 @@ def _replace_what_asks_for_a_device(device: DryDevice) -> None:
     torch.accelerator.set_device_index = lambda index: None
     for module in (torch.accelerator, torch.cuda):
         module.synchronize = lambda *_: device.wait("device")  # type: ignore[attr-defined]
+    torch.accelerator.memory.memory_stats = lambda *_: {}  # type: ignore[assignment]
+    torch.accelerator.reset_peak_memory_stats = lambda *_: None  # type: ignore[assignment]
     torch.tensor = functools.partial(_tensor, torch.tensor)  # type: ignore[assignment]
     GradStandIn.__new__ = staticmethod(_stand_in)  # type: ignore[method-assign,assignment]
 
@@ -237,16 +239,17 @@ class _Event:
 
 # -------------------------------------------------------------------- the other ranks
 class DryComm(Comm):
-    """Rank 1 of `world_size` ranks on devices, over NCCL. Collectives are over at once; what goes over gloo brings
-    from every rank what this one has sent."""
+    """One of several ranks on devices, over NCCL. Collectives are over at once; what goes over gloo brings from every
+    rank what this one has sent."""
 
-    def __init__(self, world_size: int) -> None:
-        self._ranks = world_size
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._place = (rank, world_size)
         super().__init__(torch.device(NAME, 0))
 
     def _join(self, group: Any) -> None:
-        self.rank, self.world_size, self.backend = 1, self._ranks, "nccl"
-        self._processes = _DryGroup(self._ranks)
+        self.rank, self.world_size = self._place
+        self.backend = "nccl"
+        self._processes = _DryGroup(*self._place)
 
     def _begin(self, call: Callable[..., Any], what: str, finish: Finish = None) -> Pending:
         for tensor in getattr(call, "args", ()):
@@ -270,8 +273,8 @@ class DryComm(Comm):
 
 
 class _DryGroup(EngineGroup):
-    def __init__(self, world_size: int) -> None:
-        self.world_size, self.rank = world_size, 1
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
         self.name = ""
         self.log = OperationLog()
         self.stopped = False

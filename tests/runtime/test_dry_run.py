@@ -20,7 +20,7 @@ import torch
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.optim import Lamb
+from hf_zero.optim import Lamb, OneBitAdam
 from hf_zero.runtime.build import BuildSettings, build_units
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.sharding.unit import ShardUnit
@@ -39,13 +39,14 @@ class Run:
     medium: str = "none"
     accumulation: int = 1
     clip: float = 0.0
-    optimizer: str = "fused"  # AdamW's way, or "lamb"
+    optimizer: str = "fused"  # AdamW's way, "lamb" or "onebit"
     world_size: int = 2
     steps: int = 2
     precision: str = "bf16"
     clips_by_call: bool = False
     resumes: bool = False  # from a checkpoint, before the last step
     by_default: bool = False  # the device is torch's default one
+    logs: bool = False  # rank 0 does, of every step
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in vars(self).values())
@@ -71,6 +72,7 @@ def start(run: Run, folder: str) -> ZeroEngine:
         "gradient_accumulation_steps": run.accumulation,
         "gradient_clipping": run.clip,
         "zero_force_ds_cpu_optimizer": run.medium != "by_torch",
+        **({"steps_per_print": 1, "wall_clock_breakdown": True, "memory_breakdown": True} if run.logs else {}),
         **({} if run.precision == "fp32" else {run.precision: {"enabled": True}}),
         "zero_optimization": {
             "stage": run.stage,
@@ -81,7 +83,7 @@ def start(run: Run, folder: str) -> ZeroEngine:
     resolved = ZeroConfig.load(config).resolve(
         model=model, world_size=run.world_size, client_optimizer=True, client_scheduler=True
     )
-    comm = DryComm(run.world_size) if run.world_size > 1 else Comm(torch.device(NAME, 0))
+    comm = DryComm(0 if run.logs else 1, run.world_size) if run.world_size > 1 else Comm(torch.device(NAME, 0))
     built = build_units(model, BuildSettings.of(resolved), comm)
     engine = ZeroEngine(model, resolved, built=built)
     engine.attach_optimizer(make_optimizer(run.optimizer, model))
@@ -91,6 +93,8 @@ def start(run: Run, folder: str) -> ZeroEngine:
 def make_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     if kind == "lamb":
         return Lamb(model.parameters(), lr=1e-3)
+    if kind == "onebit":
+        return OneBitAdam(model.parameters(), lr=1e-3, freeze_step=1)
     ways = {} if kind == "loop" else {kind: True}
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, **ways)
 
@@ -159,6 +163,12 @@ def expected(run: Run) -> Waits:
     if run.optimizer == "lamb":
         # Which of all parameters have a gradient.
         waits["optim/updates/elementwise.py:combine", "to device"] += 1
+    if run.optimizer == "onebit":
+        # Where each parameter's signs are, of the momenta of every rank and of their mean on every rank.
+        waits["optim/updates/compressed_mean.py:_unpack", "to device"] += 2 * run.world_size
+    if run.logs:
+        # Times that are logged are over.
+        waits["engine/clocks.py:ms", "event"] += 6
     return dict(+waits)
 
 
@@ -181,6 +191,8 @@ def test_host_waits_of_a_step(stage: int, tmp_path: Path) -> None:
 def test_other_ways_of_training(tmp_path: Path) -> None:
     runs = [
         *(Run(stage, optimizer=way) for stage in (0, 3) for way in ("foreach", "loop", "lamb")),
+        Run(0, optimizer="onebit"),
+        *(Run(stage, logs=True, steps=4) for stage in (0, 3)),
         *(Run(stage, precision=precision) for stage in (0, 3) for precision in ("fp32", "fp16")),
         *(Run(stage, clips_by_call=True) for stage in (0, 3)),
         # Numbers of the host stay there.
