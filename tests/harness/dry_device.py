@@ -5,7 +5,8 @@ have shapes, types and storages, as torch's FakeTensorMode makes them. Tensors o
 disks, native updates and threads do what they always do. Every operation passes through `DryDevice`:
 
 - A value of the device that the host reads (`item`, `bool`, `float`, `tolist`), and a copy between the two that is not
-  `non_blocking`, make the host wait for the stream, as an event or a device that is synchronized does: a `HostWait`.
+  `non_blocking`, make the host wait for the stream, as an event or a device that is synchronized does. Copies that are
+  `non_blocking` are taken for asynchronous, as they are from and to pinned memory.
 - An operation over tensors of both raises `MixedDevicesError`, with CUDA's exceptions: a number (0-dim) of the host
   beside a tensor, not in a list of tensors.
 
@@ -92,6 +93,8 @@ class DryDevice(TorchDispatchMode):
             return self._to(func, *args, **kwargs)
         if func is torch.ops.aten.copy_.default and hosts:
             return self._copy(*args, **kwargs)
+        if ours and str(kwargs.get("device")) == "cpu":
+            raise AssertionError(f"{_place()}: {func} would make a tensor of the host without values")
         if ours and hosts:
             self._refuse_mixed(func, hosts, args)
         return func(*args, **kwargs)

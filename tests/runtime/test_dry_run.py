@@ -142,14 +142,15 @@ def expected(run: Run) -> Waits:
     # The ballot: the norm must be known before clipping, and an update may write where the device reads.
     waits["optim/step_ballot.py:_on_host", "stream" if offloaded else "to host"] += 1
     if run.stage == 3 and (run.world_size > 1 or params):
-        # Who wrote to a sharded parameter is told at its next gather; and no host memory that a gather before it still
-        # reads is written to, because of this wait: that must be ordered in another way before the wait can go.
+        # A write to a sharded parameter is reported at its next gather. The wait orders something else by accident:
+        # copies from host memory that gathers have started are over before the host writes there. Events have to do
+        # that before this one can go.
         waits["sharding/flat_param.py:check_placeholders", "value"] += GATHERS * run.accumulation
     if offloaded:
         # Reduced gradients are on the host before their norm is taken there.
         waits["runtime/grad_accumulator.py:wait_for_copies", "event"] += FLATS
     if offloaded and run.stage >= 2:
-        # Later micro-steps add to what is on the host, with the host's processor.
+        # Later micro-steps add to what is on the host; the host adds.
         waits["runtime/grad_accumulator.py:_copy_to_host", "to host"] += FLATS * (run.accumulation - 1)
     if states == "by_torch":
         # torch has updated masters on the host: parameters on the device are copied from them.
@@ -167,7 +168,7 @@ def expected(run: Run) -> Waits:
         # Where each parameter's signs are, of the momenta of every rank and of their mean on every rank.
         waits["optim/updates/compressed_mean.py:_unpack", "to device"] += 2 * run.world_size
     if run.logs:
-        # Times that are logged are over.
+        # A time is read once its end is over.
         waits["engine/clocks.py:ms", "event"] += 6
     return dict(+waits)
 
