@@ -186,7 +186,7 @@ def compare(runs: list[Run], found: list[Waits]) -> None:
 @pytest.mark.parametrize("stage", list(MEDIA))
 def test_host_waits_of_a_step(stage: int, tmp_path: Path) -> None:
     runs = [Run(stage, medium, *window) for medium in MEDIA[stage] for window in WINDOWS]
-    compare(runs, run_ranks(waits_of, 1, runs, str(tmp_path), init_group=False)[0])
+    compare(runs, run_ranks(waits_of, 1, runs, str(tmp_path), init_group=False, timeout=240)[0])
 
 
 def test_other_ways_of_training(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_other_ways_of_training(tmp_path: Path) -> None:
         *(Run(stage, medium, world_size=1) for stage, medium in ((2, "cpu"), (3, "none"), (3, "cpu+cpu"))),
         Run(2, "by_torch", world_size=1, resumes=True),
     ]
-    compare(runs, run_ranks(waits_of, 1, runs, str(tmp_path), init_group=False)[0])
+    compare(runs, run_ranks(waits_of, 1, runs, str(tmp_path), init_group=False, timeout=240)[0])
 
 
 # -------------------------------------------------------------------- what would be found
