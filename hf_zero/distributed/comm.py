@@ -215,7 +215,7 @@ class Comm:
         if self.backend not in ("gloo", "none"):
             assert self._processes is not None
             self._processes.add_to_log("confirm", what)
-            self._all_gather_numbers(self._processes, torch.empty(0, dtype=torch.float64), what)
+            self._all_gather_numbers(self._processes, torch.empty(0, dtype=torch.float64, device="cpu"), what)
 
     def broadcast(self, tensor: torch.Tensor, what: str, *, src: int = 0) -> None:
         """Copy `tensor` of group rank `src` to all ranks, in place."""
@@ -417,8 +417,8 @@ class Comm:
     def _all_gather_numbers(self, group: EngineGroup, values: torch.Tensor, what: str) -> torch.Tensor:
         """`values` (1-D float64 on the host) of every rank, [world size, numel], from ranks that started the same
         operations before. Logged by the caller."""
-        mine = torch.cat([torch.tensor([group.log.digest], dtype=torch.float64), values])
-        everyone = torch.empty((self.world_size, mine.numel()), dtype=torch.float64)
+        mine = torch.cat([torch.tensor([group.log.digest], dtype=torch.float64, device="cpu"), values])
+        everyone = torch.empty((self.world_size, mine.numel()), dtype=torch.float64, device="cpu")
         self._exchange(everyone.unbind(), [mine] * self.world_size, what).wait()
         group.expect_equal(everyone[:, 0].tolist())
         return everyone[:, 1:]

@@ -246,7 +246,8 @@ class ZeroEngine(ModuleWrapper):
         """Clip the mean gradient to `max_norm`; return its norm before. 0-dim. All ranks must call."""
         if self.optimizer is None:
             raise StateError("clip_grad_norm_ needs an optimizer: hf_zero.initialize or engine.attach_optimizer")
-        return torch.tensor(self.optimizer.clip_grad_norm(float(max_norm)), dtype=torch.float64, device=self.device)
+        norm = self.optimizer.clip_grad_norm(float(max_norm))
+        return torch.full((), norm, dtype=torch.float64, device=self.device)  # torch.tensor waits for the device
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the mean gradient, before clipping, of the last step that was not left out (fp16); None at first.

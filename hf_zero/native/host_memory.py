@@ -48,7 +48,7 @@ def transfer_memory(nbytes: int, *, fork: bool = True) -> torch.Tensor:
     writes to the old one.
     """
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     # Less than one huge page is not worth the space that its alignment costs.
     slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
     memory = private_pages(nbytes + slack)

@@ -104,7 +104,7 @@ def _vote(
     ballot = [0.0, *digests, *(float(acc.has_rest) for acc in reducer.accumulators)]
     for acc in reducer.accumulators:
         ballot += [float(seen) for seen in acc.seen]
-    values = torch.tensor(ballot, dtype=torch.float64, device=comm.device)
+    values = torch.tensor(ballot, dtype=torch.float64, device="cpu")
     values[0] = norm_sq
     by_rank = comm.vote(values, purpose)
     norms, equal, rests, seen = by_rank.split(
@@ -125,20 +125,37 @@ def _vote(
 def local_norm_sq(accumulators: Sequence[GradAccumulator], comm: Comm) -> torch.Tensor:
     """Squared L2 norm of this rank's gradient shards (padding is zero); the sum over ranks is the full gradient's.
 
-    fp64 0-dim. Norms are taken per part in the gradient's type (16-bit types in fp32) and summed in fp64.
+    fp64 0-dim, on the host, which waits for the device once. Norms are taken per part, where it is, in the gradient's
+    type (16-bit types in fp32), and summed in fp64 on the host.
     """
-    total = torch.zeros((), dtype=torch.float64, device=comm.device)
-    for acc in accumulators:
-        acc.wait_for_copies()
-        parts = [part for part in acc.shard.parts if part.numel()]
-        if not parts:
-            continue
-        at_least_fp32 = torch.promote_types(acc.dtype, torch.float32)
-        norms = torch._foreach_norm(parts, 2, dtype=at_least_fp32)
-        squares = torch.stack(norms).double().square().sum()
+    norms = _on_host([_norms_of_parts(acc) for acc in accumulators], comm.device)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
+    for acc, mine in zip(accumulators, norms, strict=True):
         replicas = comm.world_size // acc.flat.layout.world_size
-        total += squares.to(comm.device) / replicas
+        total += mine.double().square().sum() / replicas
     return total
+
+
+def _norms_of_parts(acc: GradAccumulator) -> torch.Tensor:
+    acc.wait_for_copies()
+    parts = [part for part in acc.shard.parts if part.numel()]
+    at_least_fp32 = torch.promote_types(acc.dtype, torch.float32)
+    if not parts:
+        return torch.empty(0, dtype=at_least_fp32, device="cpu")
+    return torch.stack(torch._foreach_norm(parts, 2, dtype=at_least_fp32))
+
+
+def _on_host(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """The same 1-D tensors; those of the device come in one copy. The host waits for the stream in any case: an update
+    may follow, and write to host memory that copies to the device are still reading."""
+    if device.type == "cpu":
+        return tensors
+    away = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    if not away:
+        torch.accelerator.current_stream(device).synchronize()
+        return tensors
+    brought = iter(torch.cat(away).cpu().split([tensor.numel() for tensor in away]))
+    return [tensor if tensor.device.type == "cpu" else next(brought) for tensor in tensors]
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -284,7 +284,7 @@ class StoredShard(Shard):
 
     def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
         borrowed = self.store.borrow(self._keys)  # one tile, or none
-        memory = borrowed.tensors[0] if self.tiles else torch.empty(0, dtype=self.dtype)
+        memory = borrowed.tensors[0] if self.tiles else torch.empty(0, dtype=self.dtype, device="cpu")
         return ShardTensor(self.layout, self.rank, memory, in_full=False), borrowed
 
     def borrow_to_write(self, *, staged: bool) -> BorrowedTensors:

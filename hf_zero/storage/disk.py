@@ -51,7 +51,7 @@ class Entry:
 
     def tensor(self, block: StagingBlock | None) -> torch.Tensor:
         if block is None:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype, device="cpu")
         return block.memory[: self.nbytes].view(self.dtype)
 
 

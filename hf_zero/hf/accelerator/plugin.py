@@ -295,7 +295,7 @@ class ZeroAcceleratorMixin(AcceleratorState):
             raise ConfigError(f"clip_grad_norm_ has norm_type {norm_type}; on shards only the 2-norm is available.")
         if not self.sync_gradients:
             last = touched[0].get_global_grad_norm()
-            return torch.tensor(0.0 if last is None else last, device=self.device)
+            return torch.full((), 0.0 if last is None else last, device=self.device)
         for optimizer in self._optimizers:
             if isinstance(optimizer, ZeroAcceleratedOptimizer) and optimizer.engine is touched[0]:
                 clipped: torch.Tensor = optimizer.clip_grad_norm_(float(max_norm))

@@ -214,8 +214,9 @@ class HostAdam:
         state, number = self._find(owned)
         for kind, moment in zip(MOMENTS, state.moments, strict=True):
             value = values.get(kind)
-            flat = torch.zeros(owned.slice.numel, dtype=moment.dtype) if value is None else value.reshape(-1)
-            moment.write_slice(owned.slice, flat)
+            if value is None:
+                value = torch.zeros(owned.slice.numel, dtype=moment.dtype, device="cpu")
+            moment.write_slice(owned.slice, value.reshape(-1))
         state.steps[number] = int(values.get("step", 0))
 
     def _find(self, owned: OwnedSlice) -> tuple[HostState, int]:
