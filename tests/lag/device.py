@@ -64,7 +64,7 @@ def build() -> Path:
 
 def enable() -> None:
     """Make the lag device this process's accelerator; LAG_SCHEDULE and LAG_MEMORY_LIMIT of the environment hold."""
-    native = _native()
+    native = library()
     native.set_locator(_place)
     native.set_schedule(os.environ.get("LAG_SCHEDULE", "late"))
     native.set_memory_limit(int(os.environ.get("LAG_MEMORY_LIMIT", "0")))
@@ -78,38 +78,38 @@ def enable() -> None:
 
 def set_schedule(schedule: str) -> None:
     """Choose when tasks run: "late", when somebody must wait for them; "early", at once; "random:SEED", by coins."""
-    _native().set_schedule(schedule)
+    library().set_schedule(schedule)
 
 
 def set_memory_limit(nbytes: int) -> None:
     """Bytes that each device has; 0 for no limit. Who asks for more gets torch.OutOfMemoryError."""
-    _native().set_memory_limit(nbytes)
+    library().set_memory_limit(nbytes)
 
 
 def queued_tasks() -> int:
     """How many tasks of all streams have not run."""
-    count: int = _native().queued_tasks()
+    count: int = library().queued_tasks()
     return count
 
 
 def take_reports() -> list[str]:
     """The program's mistakes that were found since the last call. What no call has raised by now, none will."""
-    return list(_native().take_reports())
+    return list(library().take_reports())
 
 
 def take_syncs() -> list[tuple[str, str]]:
     """The host's waits for the device since the last call: what waited, and the innermost lines of Python."""
-    return [tuple(sync) for sync in _native().take_syncs()]
+    return [tuple(sync) for sync in library().take_syncs()]
 
 
 @contextmanager
 def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Pin a CPU tensor's memory in place, as cudaHostRegister does."""
-    _native().register_pinned(tensor.data_ptr(), tensor.nbytes)
+    library().register_pinned(tensor.data_ptr(), tensor.nbytes)
     try:
         yield tensor
     finally:
-        _native().unregister_pinned(tensor.data_ptr())
+        library().unregister_pinned(tensor.data_ptr())
 
 
 def _compiler() -> list[str]:
@@ -137,7 +137,8 @@ def _compile(command: list[str], library: Path) -> None:
 
 
 @cache
-def _native() -> ModuleType:
+def library() -> ModuleType:
+    """The compiled lag.cpp."""
     path = str(build())
     loader = importlib.machinery.ExtensionFileLoader(_MODULE, path)
     spec = importlib.util.spec_from_loader(_MODULE, loader)

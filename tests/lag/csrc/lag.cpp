@@ -30,6 +30,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -435,7 +437,7 @@ void check_free(const Block& block) {
         if (covers(clock, stream, position) || covers(world().host, stream, position)) continue;
         report("a block of " + std::to_string(block.nbytes) + " bytes, taken on " + name_of(block.stream) +
                ", was freed while " + name_of(stream) +
-               " may still use it: neither that stream nor the host has waited for it, and nobody called record_stream");
+               " may still use it: neither the former nor the host has waited, and nobody called record_stream");
     }
 }
 
@@ -966,6 +968,89 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
     library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+// ---------------------------------------------------------------- collectives
+using Gloo = c10::intrusive_ptr<c10d::Backend>;
+using Transfer = std::function<c10::intrusive_ptr<c10d::Work>(at::Tensor& in, at::Tensor& out)>;
+
+// What `out` holds until the collective is over. Part of it may be the input of the collective, which stays.
+void poison_output(const at::Tensor& in, const at::Tensor& out, const at::Tensor& kept) {
+    std::memset(out.data_ptr(), kPoison, out.nbytes());
+    if (kept.defined() && in.nbytes() < out.nbytes()) in.copy_(kept);
+}
+
+// Queues `transfer`, which goes through host memory, on a stream that first waits for the current one.
+void queue_collective(const char* name, int stream, const at::Tensor& input, const at::Tensor& output, bool poisons,
+                      Transfer transfer) {
+    raise_reports();
+    doing = name;
+    TORCH_CHECK(is_lag(input) && is_lag(output) && input.is_contiguous() && output.is_contiguous(), "lag: ", name,
+                " takes contiguous tensors of the device");
+    Locked lock;
+    const Inside inside;
+    Queue& current = begin_operation(output.device().index());
+    Queue& queue = queue_of(key_of(output.device().index(), stream));
+    make_wait(queue, current.key, current.issued, current.clock);
+    const at::Tensor in = alias_of(input), out = alias_of(output);
+    const at::Tensor kept = overlap(in, out) ? in.clone() : at::Tensor();
+    if (poisons) poison_output(in, out, kept);
+    issue(queue, [name, in, out, kept, transfer] {
+        const Inside inside;
+        at::Tensor from = kept.defined() ? kept : in.clone();
+        at::Tensor to = in.nbytes() == out.nbytes() && kept.defined() ? from : at::empty_like(out);
+        try {
+            transfer(from, to)->wait();
+            out.copy_(to);
+        } catch (const c10::Error& error) {
+            report(std::string(name) + " failed: " + error.what_without_backtrace());
+        } catch (const std::exception& error) {
+            report(std::string(name) + " failed: " + error.what());
+        }
+    });
+    for (const at::Tensor& tensor : {input, output}) use(tensor, queue);
+    let_run();
+}
+
+void all_gather(const Gloo& gloo, int stream, const at::Tensor& out, const at::Tensor& in) {
+    queue_collective("all_gather", stream, in, out, true,
+                     [gloo](at::Tensor& from, at::Tensor& to) { return gloo->_allgather_base(to, from); });
+}
+
+void reduce_scatter(const Gloo& gloo, int stream, const at::Tensor& out, const at::Tensor& in,
+                    const c10d::ReduceScatterOptions& options) {
+    queue_collective("reduce_scatter", stream, in, out, true, [gloo, options](at::Tensor& from, at::Tensor& to) {
+        return gloo->_reduce_scatter_base(to, from, options);
+    });
+}
+
+void all_to_all(const Gloo& gloo, int stream, const at::Tensor& out, const at::Tensor& in,
+                std::vector<int64_t> received, std::vector<int64_t> sent) {
+    queue_collective("all_to_all", stream, in, out, true,
+                     [gloo, received, sent](at::Tensor& from, at::Tensor& to) mutable {
+                         return gloo->alltoall_base(to, from, received, sent);
+                     });
+}
+
+void all_reduce(const Gloo& gloo, int stream, const at::Tensor& tensor, const c10d::AllreduceOptions& options) {
+    queue_collective("all_reduce", stream, tensor, tensor, true, [gloo, options](at::Tensor&, at::Tensor& to) {
+        std::vector<at::Tensor> tensors{to};
+        return gloo->allreduce(tensors, options);
+    });
+}
+
+void broadcast(const Gloo& gloo, int stream, const at::Tensor& tensor, const c10d::BroadcastOptions& options) {
+    const bool is_root = gloo->getRank() == options.rootRank;  // may read on
+    queue_collective("broadcast", stream, tensor, tensor, !is_root, [gloo, options](at::Tensor&, at::Tensor& to) {
+        std::vector<at::Tensor> tensors{to};
+        return gloo->broadcast(tensors, options);
+    });
+}
+
+// An aborted group does nothing more, and says nothing of it.
+void drop_tasks(int device, int stream) {
+    Locked lock;
+    for (auto& task : queue_of(key_of(device, stream)).tasks) task = [] {};
+}
+
 // ---------------------------------------------------------------- what tests ask for
 void set_schedule(const std::string& text) {
     const std::string random = "random:";
@@ -1023,6 +1108,13 @@ PYBIND11_MODULE(lag_native, module) {
     module.def("queued_tasks", queued_tasks);
     module.def("register_pinned", register_pinned);
     module.def("unregister_pinned", unregister_pinned);
+    const pybind11::call_guard<pybind11::gil_scoped_release> free;  // others run while the ranks wait for each other
+    module.def("all_gather", all_gather, free);
+    module.def("reduce_scatter", reduce_scatter, free);
+    module.def("all_to_all", all_to_all, free);
+    module.def("all_reduce", all_reduce, free);
+    module.def("broadcast", broadcast, free);
+    module.def("drop_tasks", drop_tasks);
     module.def("take_reports", take_reports);
     module.def("take_syncs", take_syncs);
 }
