@@ -1,0 +1,122 @@
+"""hf_zero on the lag device, two ranks with a device each: the numbers of the CPU, whatever the schedule.
+
+What a missing wait would let through is NaN or an error here; see csrc/lag.cpp.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from tests.harness.ranks import run_ranks
+from tests.lag import device, group
+
+pytestmark = pytest.mark.skipif(device.reason_to_skip() is not None, reason=str(device.reason_to_skip()))
+
+WORLD = 2
+STEPS = 3
+VOCABULARY, HIDDEN, LAYERS = 11, 8, 3
+STAGES = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "stage 2, optimizer on the host": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "stage 3, all on the host": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+    },
+}
+SCHEDULES = ["late", "early", "random:1"]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.mlp(self.norm(x)))
+
+
+class Layers(nn.Module):
+    """An embedding, blocks that are units of stage 3, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    device.build()
+
+
+def _config(zero: dict[str, Any], accumulation: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+        "zero_optimization": zero,
+    }
+
+
+def _train(place: str, zero: dict[str, Any], accumulation: int) -> tuple[list[float], Counter[str]]:
+    """Losses and norms of some steps, and how often the host waited for the device in the last one, by place."""
+    torch.manual_seed(0)
+    # A parameter of the CPU cannot become one of another device by `param.data =`, as it can on CUDA.
+    model = Layers().to(place)
+    engine, *_ = hf_zero.initialize(model=model, config=_config(zero, accumulation))
+    numbers = []
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for _ in range(STEPS):
+        device_syncs(place)
+        losses = []
+        for _ in range(accumulation):
+            ids = torch.randint(VOCABULARY, (2, 5), generator=generator).to(engine.device)
+            loss = engine(ids, ids.roll(1))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        waits = device_syncs(place)
+        numbers += [loss.item() for loss in losses]
+        numbers.append(float(engine.get_global_grad_norm()))
+    return numbers, waits
+
+
+def device_syncs(place: str) -> Counter[str]:
+    if place == "cpu":
+        return Counter()
+    return Counter(f"{kind} {where.split(' < ')[0]}" for kind, where in device.take_syncs())
+
+
+def _on_lag(zero: dict[str, Any], accumulation: int) -> tuple[list[float], Counter[str]]:
+    device.enable()
+    group.register()
+    trained = _train("lag", zero, accumulation)
+    torch.accelerator.synchronize()
+    assert device.take_reports() == []
+    return trained
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_numbers_are_those_of_the_cpu(stage: str, accumulation: int) -> None:
+    expected = [numbers for numbers, _ in run_ranks(_train, WORLD, "cpu", STAGES[stage], accumulation)]
+    for schedule in SCHEDULES:
+        ranks = run_ranks(_on_lag, WORLD, STAGES[stage], accumulation, env={"LAG_SCHEDULE": schedule})
+        assert [numbers for numbers, _ in ranks] == expected, schedule
