@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.storage.staging_pool import HostMemory
 from tests.harness.ranks import run_ranks
 from tests.lag import device, group
 
@@ -26,11 +27,11 @@ STAGES = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},
-    "stage 2, optimizer on the host": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "stage 2, optimizer on the host": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
     "stage 3, all on the host": {
         "stage": 3,
-        "offload_optimizer": {"device": "cpu"},
-        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
     },
 }
 SCHEDULES = ["late", "early", "random:1"]
@@ -104,9 +105,29 @@ def device_syncs(place: str) -> Counter[str]:
     return Counter(f"{kind} {where.split(' < ')[0]}" for kind, where in device.take_syncs())
 
 
+def _pin_host_memory() -> None:
+    """hf_zero pins host memory for CUDA only, by CUDA's call: let it pin for the lag device in this process."""
+    start = HostMemory.__init__
+
+    def init(self: HostMemory, device: torch.device, *, pin: bool) -> None:
+        start(self, device, pin=pin)
+        self.pins = pin
+
+    def register(self: HostMemory, block: torch.Tensor) -> None:
+        device.library().register_pinned(block.data_ptr(), block.numel())
+        self._registered[block.data_ptr()] = block.numel()
+
+    def free(self: HostMemory, block: torch.Tensor) -> None:
+        if self._registered.pop(block.data_ptr(), None) is not None:
+            device.library().unregister_pinned(block.data_ptr())
+
+    HostMemory.__init__, HostMemory._register, HostMemory.free = init, register, free  # type: ignore[method-assign]
+
+
 def _on_lag(zero: dict[str, Any], accumulation: int) -> tuple[list[float], Counter[str]]:
     device.enable()
     group.register()
+    _pin_host_memory()
     trained = _train("lag", zero, accumulation)
     torch.accelerator.synchronize()
     assert device.take_reports() == []
