@@ -1,4 +1,4 @@
-"""hf_zero on the lag device, two ranks with a device each: the numbers of the CPU, whatever the schedule.
+"""hf_zero on the lag device, each rank with one of its own: the numbers of the CPU, whatever the schedule.
 
 What a missing wait would let through is NaN or an error here; see csrc/lag.cpp.
 """
@@ -19,7 +19,6 @@ from tests.lag import device, group
 
 pytestmark = pytest.mark.skipif(device.reason_to_skip() is not None, reason=str(device.reason_to_skip()))
 
-WORLD = 2
 STEPS = 3
 VOCABULARY, HIDDEN, LAYERS = 11, 8, 3
 STAGES = {
@@ -85,24 +84,26 @@ def _train(place: str, zero: dict[str, Any], accumulation: int) -> tuple[list[fl
     numbers = []
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     for _ in range(STEPS):
-        device_syncs(place)
+        batches = torch.randint(VOCABULARY, (accumulation, 2, 5), generator=generator).to(engine.device)
+        _take_waits(place)
         losses = []
-        for _ in range(accumulation):
-            ids = torch.randint(VOCABULARY, (2, 5), generator=generator).to(engine.device)
+        for ids in batches:
             loss = engine(ids, ids.roll(1))
             engine.backward(loss)
             engine.step()
             losses.append(loss.detach())
-        waits = device_syncs(place)
+        waits = _take_waits(place)
         numbers += [loss.item() for loss in losses]
         numbers.append(float(engine.get_global_grad_norm()))
     return numbers, waits
 
 
-def device_syncs(place: str) -> Counter[str]:
+def _take_waits(place: str) -> Counter[str]:
+    """Of the host for the device since the last call: what waited, and the innermost file and function."""
     if place == "cpu":
         return Counter()
-    return Counter(f"{kind} {where.split(' < ')[0]}" for kind, where in device.take_syncs())
+    places = [(kind, where.split(" < ")[0]) for kind, where in device.take_syncs()]
+    return Counter(f"{kind} {where.partition(':')[0]} {where.rpartition(' ')[2]}" for kind, where in places)
 
 
 def _pin_host_memory() -> None:
@@ -134,10 +135,17 @@ def _on_lag(zero: dict[str, Any], accumulation: int) -> tuple[list[float], Count
     return trained
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("world_size, accumulation", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("stage", STAGES)
-def test_numbers_are_those_of_the_cpu(stage: str, accumulation: int) -> None:
-    expected = [numbers for numbers, _ in run_ranks(_train, WORLD, "cpu", STAGES[stage], accumulation)]
+def test_numbers_are_those_of_the_cpu(stage: str, world_size: int, accumulation: int) -> None:
+    expected = [numbers for numbers, _ in run_ranks(_train, world_size, "cpu", STAGES[stage], accumulation)]
     for schedule in SCHEDULES:
-        ranks = run_ranks(_on_lag, WORLD, STAGES[stage], accumulation, env={"LAG_SCHEDULE": schedule})
+        ranks = run_ranks(_on_lag, world_size, STAGES[stage], accumulation, env={"LAG_SCHEDULE": schedule})
         assert [numbers for numbers, _ in ranks] == expected, schedule
+
+
+@pytest.mark.parametrize("stage", ["stage 0", "stage 2", "stage 3"])
+def test_host_waits_for_the_vote_of_a_step_only(stage: str) -> None:
+    """No all-gather and no gradient makes it wait: it is ahead of the device in between."""
+    for _, waits in run_ranks(_on_lag, 2, STAGES[stage], 2):
+        assert waits == {"copy step_ballot.py _vote": 1, "copy comm.py vote": 1}
