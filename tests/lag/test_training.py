@@ -154,4 +154,4 @@ def test_host_waits_for_the_vote_of_a_step_only(stage: str) -> None:
     for _, waits in run_ranks(_on_lag, 2, STAGES[stage], 2):
         checks = waits.pop("item flat_param.py check_placeholders", 0)
         assert (checks > 0) == (stage == "stage 3"), "it waits no more: then hold stage 3 to it as well"
-        assert waits == {"copy step_ballot.py _vote": 1, "copy comm.py vote": 1}
+        assert waits == {"copy step_ballot.py _on_host": 1}
