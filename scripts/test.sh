@@ -3,6 +3,7 @@
 #
 #   scripts/test.sh                 all of them
 #   scripts/test.sh --fast          without those marked slow
+#   scripts/test.sh --lag           those on the lag device (tests/lag), which is built first; all others run without it
 #   scripts/test.sh [--fast] ARGS   ARGS go to pytest: scripts/test.sh tests/sharding/test_layout.py -k pieces
 #
 # Three files of tests at a time: ranks wait for each other half of their time, and two files leave two cores idle for a
@@ -14,11 +15,17 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"
     exit 0
 fi
-selection=()
-if [ "${1:-}" = --fast ]; then
-    selection=(-m "not slow")
+selection=(--ignore=tests/lag)
+case "${1:-}" in
+--fast)
+    selection+=(-m "not slow")
     shift
-fi
+    ;;
+--lag)
+    selection=(tests/lag)
+    shift
+    ;;
+esac
 scripts/setup.sh
 # One thread per process: the tests start several processes on one machine.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}

@@ -313,16 +313,8 @@ class Comm:
             self._processes.reconnect()
             self._find_connections(self._processes)
 
-    def reason_of_another(self) -> ZeroError | None:
-        """What another rank said before it closed its connections."""
-        return None if self._processes is None else self._processes.reason_of_another()
-
     def reset_counts(self) -> None:
         self.counts.clear()
-
-    def last_operations(self) -> list[str]:
-        """The last operations this rank started, oldest first."""
-        return [] if self._processes is None else self._processes.log.last()
 
     # ---------------------------------------------------------------- inside
     def _begin(self, call: Callable[..., Any], what: str, finish: Finish = None) -> Pending:

@@ -107,18 +107,14 @@ class EngineGroup:
         self.disconnect()
         self._connect()
 
-    def reason_of_another(self) -> ZeroError | None:
-        """What another rank said before it closed its connections."""
-        return published_reason(self.name)
-
     def ended(self, what: str) -> ZeroError:
         """What to raise where `what` is to start after the connections were closed."""
         text = f"rank {self.rank}: {what}: this engine was torn down, or stopped after an error; make another one"
-        return self.reason_of_another() or StateError(text)
+        return published_reason(self.name) or StateError(text)
 
     def failure(self, what: str, error: BaseException) -> ZeroError:
         """What to raise when a collective broke off: the other rank's reason where it gave one."""
-        reason = self.reason_of_another()
+        reason = published_reason(self.name)
         self.disconnect()  # a third rank may wait for this one, in another operation than that which broke off
         if reason is not None:
             return type(reason)(f"{reason}\nrank {self.rank} was in {what} and stops too.")

@@ -1,0 +1,115 @@
+"""The process group of the lag device: what NCCL is to CUDA, over gloo.
+
+A collective is a task of the group's own stream, which waits for the stream that the collective is called on. Until
+the task has run the output is 0xFF; `Work.wait` makes the current stream wait, returns at once, and never raises.
+Under a random schedule all ranks must have the same seed: a task that runs waits for the other ranks' ones.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.lag import device
+
+_GROUP = "lag"
+
+
+class LagWork(dist.Work):
+    """A collective under way. Keeps its tensors until somebody waits, as NCCL's does."""
+
+    def __init__(self, event: torch.Event, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._event, self._tensors = event, tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._event.wait(torch.accelerator.current_stream())
+        self._tensors = []
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> None:
+        return None
+
+
+class LagGroup(dist.ProcessGroup):
+    """One stream for all collectives of the group."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._stream = torch.Stream(device=torch.device(device.NAME, torch.accelerator.current_device_index()))
+
+    def getBackendName(self) -> str:
+        return _GROUP
+
+    @property
+    def group_name(self) -> str:
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Where torch puts the bytes of objects."""
+        return [torch.device(device.NAME)]
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> LagWork:
+        return self._begin("all_gather", output, tensor)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> LagWork:
+        return self._begin("reduce_scatter", output, tensor, opts)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], opts: Any = None
+    ) -> LagWork:
+        return self._begin("all_to_all", output, tensor, received, sent)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> LagWork:
+        return self._begin("all_reduce", tensors[0], opts)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> LagWork:
+        return self._begin("broadcast", tensors[0], opts)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None) -> LagWork:
+        """Gather into one tensor, then into those asked for: of objects, for which the host waits anyway."""
+        mine = tensors[0].reshape(-1)
+        everyone = mine.new_empty(self.size() * mine.numel())
+        work = self._begin("all_gather", everyone, mine)
+        work.wait()
+        for output, part in zip(outputs[0], everyone.split(mine.numel()), strict=True):
+            output.copy_(part.view(output.shape))
+        return work
+
+    def barrier(self, opts: Any = None) -> LagWork:
+        number = torch.zeros(1, device=self._stream.device)
+        work = self._begin("all_reduce", number, dist.AllreduceOptions())
+        work.wait()
+        number.item()
+        return work
+
+    def abort(self) -> None:
+        """Drop what has not run. Its outputs stay what they are, and nobody who waits is told."""
+        device.library().drop_tasks(self._stream.device_index, self._stream.stream_id)
+
+    def shutdown(self) -> None:
+        self.abort()
+
+    def _begin(self, name: str, *arguments: Any) -> LagWork:
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        wrong = [tensor.device for tensor in tensors if tensor.device != self._stream.device]
+        if wrong:  # as on NCCL where a process has not chosen its device
+            raise ValueError(f"{name}: the group computes on {self._stream.device}, and a tensor is on {wrong[0]}")
+        getattr(device.library(), name)(self._gloo, self._stream.stream_id, *arguments)
+        return LagWork(self._stream.record_event(), tensors)
+
+
+def register() -> None:
+    """Make it the backend that torch takes for the lag device."""
+    dist.Backend.register_backend(_GROUP, LagGroup, devices=[device.NAME])
