@@ -5,6 +5,7 @@ Everything is on the meta device, so nothing is allocated, sent or written; what
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ class _PretendedGroup(EngineGroup):
         self.world_size = world_size
         self.name = ""
         self.log = OperationLog()
-        self.stopped = False
+        self._disconnected = threading.Event()
 
 
 class Ended:
