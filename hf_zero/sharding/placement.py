@@ -20,9 +20,9 @@ from hf_zero.config.resolved import Aio, OffloadOptimizer, OffloadParam, Resolve
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import OffloadError, StateError
 from hf_zero.layout import UnitLayout
+from hf_zero.native.host_memory import page_rounded
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
 from hf_zero.storage.copy_stream import CopyStream
-from hf_zero.storage.staging_pool import page_rounded
 
 # Elements of one tile: large enough for a disk's full rate, small enough that a few of them are little memory.
 MAX_TILE_NUMEL = 1 << 22
