@@ -70,7 +70,7 @@ class ShardedEMA:
     def _make_shard(self, flat: FlatParam) -> ShardTensor:
         master, placements = flat.master, self._engine.placements
         assert master is not None
-        store = placements.device if flat.placement.master.is_on_device else placements.host
+        store = placements.device if flat.placement.master.is_on_device else placements.states
         shard = MemoryShard(flat.layout, flat.rank, store, self.name, master.dtype)
         shard.copy_from(master)
         return shard

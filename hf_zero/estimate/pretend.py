@@ -15,11 +15,11 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.operation_log import OperationLog
 from hf_zero.distributed.work import Finish, Pending
+from hf_zero.native.host_memory import page_rounded
 from hf_zero.sharding.placement import Placements
 from hf_zero.storage import HostStore, ShardStore
 from hf_zero.storage.base import BorrowedTensors
 from hf_zero.storage.copy_stream import CopyStream
-from hf_zero.storage.staging_pool import page_rounded
 
 META = torch.device("meta")
 

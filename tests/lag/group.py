@@ -43,6 +43,8 @@ class LagWork(dist.Work):
 class LagGroup(dist.ProcessGroup):
     """One stream for all collectives of the group."""
 
+    _name = ""  # which torch asks for once more when it has forgotten the group
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -53,7 +55,8 @@ class LagGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        return str(dist.distributed_c10d._world.pg_names[self])
+        self._name = str(dist.distributed_c10d._world.pg_names.get(self, self._name))
+        return self._name
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.storage.staging_pool import HostMemory
 from tests.harness.ranks import run_ranks
 from tests.lag import device, group
 
@@ -110,29 +109,9 @@ def _take_waits(place: str) -> Counter[str]:
     return Counter(f"{kind} {where.partition(':')[0]} {where.rpartition(' ')[2]}" for kind, where in places)
 
 
-def _pin_host_memory() -> None:
-    """hf_zero pins host memory for CUDA only, by CUDA's call: let it pin for the lag device in this process."""
-    start = HostMemory.__init__
-
-    def init(self: HostMemory, device: torch.device, *, pin: bool) -> None:
-        start(self, device, pin=pin)
-        self.pins = pin
-
-    def register(self: HostMemory, block: torch.Tensor) -> None:
-        device.library().register_pinned(block.data_ptr(), block.numel())
-        self._registered[block.data_ptr()] = block.numel()
-
-    def free(self: HostMemory, block: torch.Tensor) -> None:
-        if self._registered.pop(block.data_ptr(), None) is not None:
-            device.library().unregister_pinned(block.data_ptr())
-
-    HostMemory.__init__, HostMemory._register, HostMemory.free = init, register, free  # type: ignore[method-assign]
-
-
 def _on_lag(zero: dict[str, Any], accumulation: int) -> tuple[list[float], Counter[str]]:
     device.enable()
     group.register()
-    _pin_host_memory()
     trained = _train("lag", zero, accumulation)
     torch.accelerator.synchronize()
     assert device.take_reports() == []
