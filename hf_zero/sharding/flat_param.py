@@ -20,6 +20,7 @@ from hf_zero.distributed.work import Pending
 from hf_zero.errors import StateError
 from hf_zero.layout import Slice, UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
+from hf_zero.sharding.param_data import set_data
 from hf_zero.sharding.placement import FlatParamSpec, Placement, master_dtype_of
 from hf_zero.sharding.shard import Shard, ShardTensor, StoredShard, make_shard
 from hf_zero.storage.base import BorrowedTensors, ShardStore
@@ -80,6 +81,8 @@ class FlatParam:
             self.comm.broadcast(values[start : start + numel], f"first weights of {self.layout.name}")
         self._set_full(values.to(self.dtype))
         self._set_shards(ShardTensor(self.layout, self._rank, values, in_full=True))
+        for param, view in zip(self.params, self._views, strict=True):
+            set_data(param, view)
         self.bind_views()
 
     def initialize_with_zeros(self) -> None:

@@ -81,9 +81,7 @@ def _config(zero: dict[str, Any], accumulation: int) -> dict[str, Any]:
 def _train(place: str, zero: dict[str, Any], accumulation: int) -> tuple[list[float], Counter[str]]:
     """Losses and norms of some steps, and how often the host waited for the device in the last one, by place."""
     torch.manual_seed(0)
-    # A parameter of the CPU cannot become one of another device by `param.data =`, as it can on CUDA.
-    model = Layers().to(place)
-    engine, *_ = hf_zero.initialize(model=model, config=_config(zero, accumulation))
+    engine, *_ = hf_zero.initialize(model=Layers(), config=_config(zero, accumulation))
     numbers = []
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     for _ in range(STEPS):
