@@ -45,6 +45,7 @@ class LagGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        self._name = ""
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._stream = torch.Stream(device=torch.device(device.NAME, torch.accelerator.current_device_index()))
 
@@ -53,7 +54,8 @@ class LagGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        return str(dist.distributed_c10d._world.pg_names[self])
+        self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)  # torch asks once more at the end
+        return self._name
 
     @property
     def _device_types(self) -> list[torch.device]:
