@@ -21,6 +21,7 @@ import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore
 
 from hf_zero.distributed.environment import described_processes
+from hf_zero.distributed.unusable_device import unusable_accelerator
 from hf_zero.errors import ConfigError
 
 
@@ -147,23 +148,29 @@ def leave_cleanly_at_exit() -> None:
 
 
 def default_device() -> torch.device:
-    """The accelerator of this process if there is one, else the CPU; what accelerate has chosen already, if it has."""
-    chosen = _device_of_accelerate()
-    if chosen is not None and (chosen.type == "cpu" or chosen.index is not None):
-        return torch.device("cpu") if chosen.type == "cpu" else chosen
-    if torch.accelerator.is_available() and not wants_cpu():
+    """The accelerator of this process if there is one, else the CPU; what accelerate has chosen already, if it has.
+
+    Raises:
+        ConfigError: There is an accelerator that torch cannot use, and nobody has asked for the CPU.
+    """
+    state = _state_of_accelerate()
+    chosen, told = state.get("device"), wants_cpu() or bool(state.get("_cpu"))
+    if isinstance(chosen, torch.device) and chosen.type != "cpu" and chosen.index is not None:
+        return chosen
+    if torch.accelerator.is_available() and not told and (chosen is None or chosen.type != "cpu"):
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
         # Processes that see one device each, as SLURM's do, have local ranks beyond it: see refuse_shared_device.
         return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+    if not told and (problem := unusable_accelerator()):
+        raise ConfigError(problem)
     return torch.device("cpu")
 
 
-def _device_of_accelerate() -> torch.device | None:
-    """Of its PartialState, if there is one: TrainingArguments(use_cpu=True) and Accelerator(cpu=True) tell it only."""
+def _state_of_accelerate() -> dict[str, Any]:
+    """Its PartialState, empty if there is none: use_cpu=True and Accelerator(cpu=True) are told to it only."""
     state = sys.modules.get("accelerate.state")
-    chosen = None if state is None else state.PartialState._shared_state.get("device")
-    return chosen if isinstance(chosen, torch.device) else None
+    return {} if state is None else dict(state.PartialState._shared_state)
 
 
 def use_device(device: torch.device) -> None:

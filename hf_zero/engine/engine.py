@@ -24,12 +24,13 @@ from hf_zero.engine.deepcopy import deepcopy_of
 from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.engine.reports import Reports
 from hf_zero.engine.step_schedule import StepSchedule
-from hf_zero.errors import StateError
+from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.attach import Callbacks, Computes, Fitted, ModelAttachment
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_the_rest, torch_dtype
+from hf_zero.runtime.captured_graphs import REMEDY, recording_problem
 from hf_zero.runtime.full_weights import FullWeights, own_tensors
 from hf_zero.runtime.memory_report import announce_engine, memory_report
 from hf_zero.runtime.shape_only import ShapeOnly
@@ -304,6 +305,16 @@ class ZeroEngine(ModuleWrapper):
         self.load_full_state_dict(given, strict=strict)
         names = {clean_name(name) for name in given}
         return _IncompatibleKeys([] if strict else sorted(own - names), [] if strict else sorted(names - own))
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model's forward in place, as `model.compile` does.
+
+        Raises:
+            ConfigError: The mode records CUDA graphs, which stage 3 does not go with.
+        """
+        if text := recording_problem(kwargs.get("mode"), self.config.stage):
+            raise ConfigError(f"{text}\n{REMEDY}")
+        super().compile(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroEngine:
         """What `.to`, `.half`, `.float`, `.cuda` and the like come down to: fine where no parameter changes."""

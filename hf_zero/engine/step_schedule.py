@@ -13,6 +13,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.build import BuiltUnits
+from hf_zero.runtime.captured_graphs import CaptureWatch
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.hooks import in_backward
 from hf_zero.runtime.prefetch import PrefetchLimits
@@ -51,6 +52,7 @@ class StepSchedule:
         self._no_sync = False
         self._trains = trains
         self._comm: Comm = built.comm
+        self._captures = CaptureWatch(built.comm.device)
         self._loss_scale = built.loss_scale
         self._is_sharded = any(unit.on_demand for unit in built.units)
         self._on_new_gradients = on_new_gradients
@@ -104,6 +106,7 @@ class StepSchedule:
 
     # ---------------------------------------------------------------- forward
     def begin_forward(self) -> None:
+        self._captures.check(self._comm.rank)
         if torch.is_grad_enabled() and not in_backward():
             self.reducer.shown.hide()
         self._unfreeze.look()

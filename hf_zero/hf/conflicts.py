@@ -21,6 +21,7 @@ from hf_zero.config.problems import raise_all
 from hf_zero.distributed.processes import launched_processes, wait_for_others, wants_cpu
 from hf_zero.engine.replace import engines_inside
 from hf_zero.errors import ConfigError
+from hf_zero.runtime.captured_graphs import REMEDY, recording_problem
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,8 @@ def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
             text = f"{flag} casts the live model for evaluation, which the engine that owns its memory does not allow."
             remedy = f'Add "{block}": {{"enabled": "auto"}} to the configuration, or remove {flag}.'
             problems.append(Problem(f"TrainingArguments.{flag}", text, remedy))
+    if text := recording_problem(args.torch_compile_mode, config.stage):
+        problems.append(Problem("TrainingArguments.torch_compile_mode", text, REMEDY))
     return problems
 
 
@@ -138,6 +141,9 @@ def accelerator_conflicts(accelerator: Accelerator, config: ZeroConfig) -> list[
         text = f"The Accelerator's distributed_type is {kind}: only one engine can own the model."
         remedy = "Remove that plugin, and what chooses it in the accelerate configuration or the environment."
         problems.append(Problem("Accelerator.distributed_type", text, remedy))
+    compiler = accelerator.state.dynamo_plugin
+    if str(compiler.backend.value) != "NO" and (text := recording_problem(compiler.mode, config.stage)):
+        problems.append(Problem("Accelerator.dynamo_plugin", text, REMEDY))
     problems += scaler_conflicts(accelerator.scaler)
     if accelerator.fp8_enabled:
         problems.append(

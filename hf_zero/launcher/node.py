@@ -101,7 +101,12 @@ def _set_environment(plan: JobPlan, node_rank: int) -> None:
         os.environ[visible_devices_variable()] = ",".join(devices)
     import torch
 
+    from hf_zero.distributed.processes import wants_cpu
+    from hf_zero.distributed.unusable_device import unusable_accelerator
+
     if not torch.accelerator.is_available():
+        if not wants_cpu() and (problem := unusable_accelerator()):
+            raise LaunchUsageError(problem)
         # accelerate, which counts one process where it finds no accelerator, would not see the others.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     os.environ["CROSS_RANK"], os.environ["CROSS_SIZE"] = str(node_rank), str(plan.num_nodes)

@@ -15,6 +15,7 @@ from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import DivergenceError
 from hf_zero.layout import UnitLayout
+from hf_zero.runtime.device_types import refuse_missing_type
 from hf_zero.runtime.grad_accumulator import GradAccumulator, GradSettings
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
@@ -108,9 +109,10 @@ def build_units(
 
     `initialize` gives a flat parameter its first values: from full parameters, unless they are elsewhere. `reuse`
     gives one that is there already, or None.
-    Raises ConfigError for parameters that cannot be cut, DivergenceError if the ranks built different models,
-    OffloadError where a folder to offload to cannot be used.
+    Raises ConfigError for parameters that cannot be cut or a type that the device does not have, DivergenceError if
+    the ranks built different models, OffloadError where a folder to offload to cannot be used.
     """
+    refuse_missing_type(settings.cast_to, comm.device)
     drafted = flat_param_specs(model, settings, comm)
     _tell_lost_strides([spec for spec, _ in drafted], comm)
     _check_equal(comm, [flat_spec.layout for _, mine in drafted for flat_spec in mine])

@@ -37,14 +37,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     pretend_gpus(4, found, monkeypatch.setattr)
     for name in ("ACCELERATE_USE_CPU", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("hf_zero.distributed.processes._device_of_accelerate", lambda: None)
+    monkeypatch.setattr("hf_zero.distributed.processes._state_of_accelerate", dict)
     return found
 
 
-@pytest.mark.parametrize(("local_rank", "index"), [("0", 0), ("3", 3), ("5", 1)])
-def test_the_device_of_a_rank(local_rank: str, index: int, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("local_rank", "seen", "index"), [("0", 4, 0), ("3", 4, 3), ("5", 4, 1), ("3", 1, 0)])
+def test_the_device_of_a_rank(
+    local_rank: str, seen: int, index: int, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A local rank beyond the devices wraps: where each process sees one device, all of them are number 0."""
     monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: seen)
     assert processes.default_device() == torch.device("cuda", index)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert processes.default_device() == torch.device("cpu")

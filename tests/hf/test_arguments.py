@@ -19,6 +19,7 @@ import torch
 import transformers
 from transformers import HfArgumentParser
 
+import hf_zero
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.hf import enable as enabling
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
@@ -321,6 +322,35 @@ def test_device_map_and_quantized_models_at_stage_3(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Trainer(model=model, args=args, train_dataset=[{"x": torch.ones(4)}])
     assert "device_map" in str(caught.value) and "quantized" in str(caught.value)
+
+
+@pytest.fixture
+def _no_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TrainingArguments writes these into the environment."""
+    for name in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE"):
+        monkeypatch.setenv(name, "set")  # so that it goes again
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_compiled_with_cuda_graphs(mode: str, tmp_path: Path, _no_dynamo: None) -> None:
+    """Their addresses of weights are fixed, and at stage 3 weights move."""
+    with pytest.raises(ConfigError, match="records CUDA graphs"):
+        make(tmp_path, zero=ZERO3, torch_compile_mode=mode)
+    make(tmp_path, zero=ZERO2, torch_compile_mode=mode)
+    make(tmp_path, zero=ZERO3, torch_compile_mode="max-autotune-no-cudagraphs")
+    accelerator = accelerate.Accelerator(
+        cpu=True, dynamo_plugin=accelerate.utils.TorchDynamoPlugin(backend="inductor", mode=mode)
+    )
+    with pytest.raises(ConfigError, match="records CUDA graphs"):
+        ZeroPlugin({**ZERO3, "train_micro_batch_size_per_gpu": 2}).attach(accelerator)
+    model = TinyModel()
+    keys = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=keys)[0]
+    with pytest.raises(ConfigError, match=r"records CUDA graphs[\s\S]*max-autotune-no-cudagraphs"):
+        engine.compile(mode=mode)
+    engine.compile(backend="eager")
+    engine.teardown()
 
 
 # -------------------------------------------------------------------- the plugin

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
+    CompileConfig,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     StoppingCriteria,
@@ -307,3 +309,36 @@ def test_training_goes_on_after_generation(choice: str) -> None:
     for _, rows in results:
         assert rows == want_rows
     assert want_rows[:2] != want_rows[2:], "vacuous: training does not change the text"
+
+
+# -------------------------------------------------------------------- compiled by itself
+def compiles(choice: str) -> tuple[list[bool], bool]:
+    """Whether generate would compile the forward of each token, as it does on GPUs where a cache is static; and
+    whether the text is that of one process."""
+    would = []
+    plain, model = llama(), llama()
+    decides = type(model)._valid_auto_compile_criteria
+
+    def decide(self: Any, *args: Any) -> bool:
+        would.append(decides(self, *args))
+        return False  # compiling takes long
+
+    ids = prompts(0)
+    compiler = CompileConfig(backend="eager")
+    compiler._compile_all_devices = True
+    settings = GenerationConfig(cache_implementation="static", compile_config=compiler, max_new_tokens=3)
+    type(model)._valid_auto_compile_criteria = decide
+    expected = plain.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    assert any(would), "vacuous: it does not compile one process either"
+    would.clear()
+    sharded(model, choice)
+    found = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    assert settings.disable_compile is not True, "the caller's own"
+    return would, bool(torch.equal(found, expected))
+
+
+@pytest.mark.parametrize("choice", ["once", "stream"])
+def test_streamed_weights_are_in_no_graph(choice: str) -> None:
+    """Compiled forwards record CUDA graphs, with the addresses of weights, which move where they are streamed."""
+    for would, same in run_ranks(compiles, 2, choice):
+        assert would and set(would) == {choice == "once"} and same

@@ -75,6 +75,7 @@ class _Calls:
     def __init__(self, engine: ZeroEngine) -> None:
         self._engine = engine
         self._synced: bool | None = None  # of the call under way; None outside of any
+        self._streams = False  # in the call under way
         self._logged: bool | None = None  # the decision that was logged last
 
     def generate(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -87,6 +88,8 @@ class _Calls:
                 if self._synced:
                     _refuse_uneven(self._engine, module, given)
                 bound.arguments["synced_gpus"] = self._synced
+                if self._streams:
+                    _keep_uncompiled(bound, given)
             return original(*bound.args, **bound.kwargs)
 
     def continuous_batching(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +112,7 @@ class _Calls:
             try:
                 yield
             finally:
-                self._synced = None
+                self._synced, self._streams = None, False
 
     def _hold(self, stack: ExitStack, given: Mapping[str, Any]) -> bool:
         """Let `stack` hold what the call needs; whether the ranks have to run equally many forwards."""
@@ -128,6 +131,7 @@ class _Calls:
             longest.enter_context(engine.weights.gathered(engine.units))
             return False
         stack.enter_context(engine.params.streaming())
+        self._streams = True
         return engine.world_size > 1
 
     def _fits_unsharded(self) -> bool:
@@ -164,6 +168,20 @@ def _need_all_ranks(engine: ZeroEngine) -> None:
             f"{error}\nRanks that generate for different numbers of batches do so inside `with "
             "hf_zero.gathered_params(model):`, which every rank enters: there generate needs no other rank."
         ) from error
+
+
+def _keep_uncompiled(bound: inspect.BoundArguments, given: Mapping[str, Any]) -> None:
+    """With a static cache generate compiles the forward by itself, on GPUs with CUDA graphs, in which the addresses of
+    weights are fixed: streamed ones have others at every token."""
+    rest = [name for name, one in bound.signature.parameters.items() if one.kind is one.VAR_KEYWORD]
+    if not rest:
+        return  # not transformers' own, which has them
+    if given.get("compile_config") or getattr(given.get("generation_config"), "compile_config", None):
+        logger.warning(
+            "hf_zero: generate compiles nothing (compile_config) while weights are gathered token by token; "
+            '"gather_for_generation": "once" holds them unsharded'
+        )
+    bound.arguments[rest[0]] = {**bound.arguments.get(rest[0], {}), "disable_compile": True}
 
 
 def _refuse_uneven(engine: ZeroEngine, module: nn.Module, given: Mapping[str, Any]) -> None:

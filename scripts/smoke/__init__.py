@@ -1,0 +1,1 @@
+"""Parts of gpu_smoke.py and multi_gpu_smoke.py."""

@@ -1,0 +1,51 @@
+"""Engines that come and go: a resume with the default optimizer, a teardown that gives memory back, another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from smoke import place
+from smoke.rows import Row
+from smoke.settings import Setting
+from smoke.training import TOLERANCE, Task, difference, run_steps, train
+
+RESUMED = (Setting(0), Setting(2), Setting(3), Setting(2, "cpu"), Setting(3, "cpu+cpu"), Setting(3, "nvme+nvme"))
+REPLACED = (Setting(0), Setting(3), Setting(3, "cpu+cpu"), Setting(3, "nvme+nvme"))
+# What libraries take once in a process (workspaces) is no leak.
+ONCE_BYTES = 64 << 20
+
+
+def check(task: Task, device: str) -> Iterator[Row]:
+    for setting in RESUMED:
+        yield _resume(task, setting, device)
+    for setting in REPLACED:
+        yield _replace(task, setting, device)
+
+
+def _resume(task: Task, setting: Setting, device: str) -> Row:
+    """torch's fused AdamW wants its step counts on the device, wherever the file was read."""
+    steps, folder = task.shape.steps, f"{task.folder}/checkpoints/{setting}".replace(" ", "_").replace(",", "")
+    engine = task.start(setting, device)
+    run_steps(engine, task, range(steps))
+    engine.save_checkpoint(folder)
+    expected = run_steps(engine, task, range(steps, 2 * steps)).losses
+    engine.teardown()
+    engine = task.start(setting, device)
+    engine.load_checkpoint(folder)
+    found = run_steps(engine, task, range(steps, 2 * steps)).losses
+    engine.teardown()
+    off = difference(found, expected)
+    detail = f"losses after it within {off:.1e} of those without"
+    return Row.judged(f"resume, {setting}", off <= TOLERANCE[setting.precision], detail)
+
+
+def _replace(task: Task, setting: Setting, device: str) -> Row:
+    before = place.allocated()
+    first = train(task, setting, device).losses
+    kept = place.allocated() - before
+    second = train(task, setting, device).losses
+    more = place.allocated() - before - kept
+    off = difference(second, first)
+    good = off <= TOLERANCE[setting.precision] and kept <= ONCE_BYTES and more <= 0
+    detail = f"the second engine's losses within {off:.1e}; {kept} bytes stay on the device, then {more} more"
+    return Row.judged(f"teardown and second engine, {setting}", good, detail)

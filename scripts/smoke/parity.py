@@ -1,0 +1,39 @@
+"""Every stage and medium on one device: the losses of the CPU, and no wait of the host but those that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from smoke import place, waits
+from smoke.rows import NOT_SEEN, Row
+from smoke.settings import Setting, every_setting
+from smoke.training import TOLERANCE, Task, difference, train, train_by_torch, train_on_the_cpu, wrong_waits
+
+
+def check(task: Task, device: str) -> Iterator[Row]:
+    expected = train_by_torch(task)[0]
+    yield Row.judged("the reference learns", expected[0] != expected[-1], f"{expected[0]:.4f} -> {expected[-1]:.4f}")
+    for setting in every_setting():
+        yield _row(task, setting, device, expected)
+
+
+def _row(task: Task, setting: Setting, device: str, by_torch: list[float]) -> Row:
+    """Beside torch alone; delayed updates and 16-bit types are hf_zero's own, so beside it on the CPU."""
+    alike = setting.precision == "fp32" and not setting.is_delayed
+    expected = by_torch if alike else train_on_the_cpu(task, setting)
+    trained = train(task, setting, device, count_waits=True)
+    off = difference(trained.losses, expected)
+    problems = [f"a loss is off by {off:.1e}"] if off > TOLERANCE[setting.precision] else []
+    problems += filter(None, [wrong_waits(trained, setting, device)])
+    problems += place.reports(device)
+    beside = "torch" if alike else "hf_zero"
+    seen = f"losses within {off:.1e} of {beside}'s on the CPU; waits: {waits.in_words(trained.waits)}"
+    return Row.judged(str(setting), not problems, "; ".join(problems) or seen)
+
+
+def unseen(device: str, can_count: bool) -> Iterator[Row]:
+    """What this check does not see there."""
+    if device == place.LAG:
+        yield Row("pinned host memory", NOT_SEEN, "hf_zero pins memory for CUDA only")
+    if not can_count:
+        yield Row("waits of the host", NOT_SEEN, "torch counts them on CUDA only")

@@ -1,0 +1,91 @@
+"""Starts the ranks of a check: processes with the variables that torchrun sets, or torchrun itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_zero.launcher.node import free_port
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended."""
+
+    status: int | None  # None: it had to be killed
+    seconds: float  # from the start
+    text: str  # what it printed, at most the last 4000 characters
+
+
+def environment() -> dict[str, str]:
+    """For processes of the smoke runs."""
+    paths = [str(REPOSITORY), str(REPOSITORY / "scripts"), os.environ.get("PYTHONPATH", "")]
+    given = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **given, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+def run(program: Sequence[str], count: int, *, shares_device: bool = False, timeout_s: float) -> list[Ended]:
+    """Run `program` on `count` ranks until all have ended; who has not after `timeout_s` is killed.
+
+    Args:
+        shares_device: All ranks have the local rank 0, and with it one device.
+    """
+    env = environment() | {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env.setdefault("OMP_NUM_THREADS", "1")
+    with contextlib.ExitStack() as stack:
+        started, files, processes = time.monotonic(), [], []
+        for rank in range(count):
+            files.append(stack.enter_context(tempfile.TemporaryFile("w+")))
+            own = env | {"RANK": str(rank), "LOCAL_RANK": "0" if shares_device else str(rank)}
+            command = [sys.executable, *program]
+            process = subprocess.Popen(command, env=own, stdout=files[-1], stderr=subprocess.STDOUT)
+            processes.append(process)
+        ends = dict(_ends(processes, started, timeout_s))
+        return [Ended(*ends[rank], _tail(file)) for rank, file in enumerate(files)]
+
+
+def _ends(
+    processes: Sequence[subprocess.Popen[Any]], started: float, timeout_s: float
+) -> Iterator[tuple[int, tuple[int | None, float]]]:
+    left = dict(enumerate(processes))
+    try:
+        while left and time.monotonic() < started + timeout_s:
+            for rank, process in list(left.items()):
+                if process.poll() is not None:
+                    del left[rank]
+                    yield rank, (process.returncode, time.monotonic() - started)
+            time.sleep(0.05)
+    finally:
+        for process in left.values():
+            process.kill()
+            process.wait()
+    for rank in left:
+        yield rank, (None, time.monotonic() - started)
+
+
+def run_under_torchrun(program: Sequence[str], count: int, *, timeout_s: float) -> Ended:
+    """Run `program` by torchrun, with its own way to find a port."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+    started = time.monotonic()
+    env = environment()
+    env.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryFile("w+") as file:
+        process = subprocess.Popen([*command, *program], env=env, stdout=file, stderr=subprocess.STDOUT)
+        status = dict(_ends([process], started, timeout_s))[0][0]
+        return Ended(status, time.monotonic() - started, _tail(file))
+
+
+def _tail(file: Any) -> str:
+    file.seek(0)
+    return str(file.read())[-4000:]

@@ -1,0 +1,20 @@
+"""Two ranks on one device, which NCCL refuses: for this run only, through the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hf_zero
+from hf_zero.distributed import comm
+from smoke import host_group, over_ranks
+from smoke.rows import Row
+from smoke.training import Task
+
+
+def check(task: Task, device: str) -> Iterator[Row]:
+    """On every rank."""
+    host_group.register()
+    comm.refuse_shared_device = lambda device: None  # what it refuses is what is to be seen here
+    hf_zero.init_distributed()
+    for row in over_ranks.check(task, device, 2):
+        yield Row(row.what.replace("2 ranks", "2 ranks on one device"), row.status, row.detail)
