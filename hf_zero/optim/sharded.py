@@ -178,6 +178,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._native is not None:
             with self._comm.stop_together():
                 changed = self._native.step(has_grad, self._factor)
+        for acc in self._reducer.accumulators:
+            acc.flat.best.wait_for_readers()  # where masters are the shard that gathers take from
         with self._direct.allowed():
             self.strategy.update(self.owned, has_grad)
         self._publish(native_too=changed)

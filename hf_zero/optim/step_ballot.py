@@ -125,10 +125,10 @@ def _vote(
 def local_norm_sq(accumulators: Sequence[GradAccumulator], comm: Comm) -> torch.Tensor:
     """Squared L2 norm of this rank's gradient shards (padding is zero); the sum over ranks is the full gradient's.
 
-    fp64 0-dim, on the host, which waits for the device once. Norms are taken per part, where it is, in the gradient's
-    type (16-bit types in fp32), and summed in fp64 on the host.
+    fp64 0-dim, on the host, which waits for the device once where gradients are there. Norms are taken per part, where
+    it is, in the gradient's type (16-bit types in fp32), and summed in fp64 on the host.
     """
-    norms = _on_host([_norms_of_parts(acc) for acc in accumulators], comm.device)
+    norms = _on_host([_norms_of_parts(acc) for acc in accumulators])
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for acc, mine in zip(accumulators, norms, strict=True):
         replicas = comm.world_size // acc.flat.layout.world_size
@@ -145,14 +145,10 @@ def _norms_of_parts(acc: GradAccumulator) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(parts, 2, dtype=at_least_fp32))
 
 
-def _on_host(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The same 1-D tensors; those of the device come in one copy. The host waits for the stream in any case: an update
-    may follow, and write to host memory that copies to the device are still reading."""
-    if device.type == "cpu":
-        return tensors
+def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same 1-D tensors; those of the device come in one copy, which the host waits for."""
     away = [tensor for tensor in tensors if tensor.device.type != "cpu"]
     if not away:
-        torch.accelerator.current_stream(device).synchronize()
         return tensors
     brought = iter(torch.cat(away).cpu().split([tensor.numel() for tensor in away]))
     return [tensor if tensor.device.type == "cpu" else next(brought) for tensor in tensors]

@@ -213,10 +213,7 @@ class FlatParam:
             return shard.parts
         # Straight into this rank's place in the full tensor: from there the all-gather takes it.
         places = ShardTensor(self.layout, self._rank, self.full, in_full=True).parts
-        for place, part in zip(places, shard.parts, strict=True):
-            place.copy_(part, non_blocking=True)
-        self._copied = torch.Event(self.full.device.type)
-        self._copied.record(torch.accelerator.current_stream(self.full.device))
+        self._copied = shard.copy_parts_to(places)
         return places
 
     @contextlib.contextmanager
@@ -250,6 +247,8 @@ class FlatParam:
 
     def forget_gather(self) -> None:
         """A gather was broken off, and its connections are closed: what it had of other memory goes back."""
+        if self._copied is not None:  # it may be reading the one and writing to the other
+            self._copied.synchronize()
         if self._borrowed is not None:
             self._borrowed.release()
         self._borrowed = self._copied = None
