@@ -139,14 +139,9 @@ def expected(run: Run) -> Waits:
     waits = collections.Counter[tuple[str, str]]()
     states, _, params = run.medium.partition("+")
     offloaded = states != "none"
-    if not offloaded:
-        # The ballot: the norm must be known before clipping.
+    if not offloaded or (run.stage == 3 and (run.world_size > 1 or params)):
+        # The ballot: the norm must be known before clipping, and whether a sharded parameter was written to.
         waits["optim/step_ballot.py:_on_host", "to host"] += 1
-    if run.stage == 3 and (run.world_size > 1 or params):
-        # A write to a sharded parameter is reported at its next gather. The wait orders something else by accident:
-        # copies from host memory that gathers have started are over before the host writes there. Events have to do
-        # that before this one can go.
-        waits["sharding/flat_param.py:check_placeholders", "value"] += GATHERS * run.accumulation
     if offloaded:
         # Reduced gradients are on the host before their norm is taken there.
         waits["runtime/grad_accumulator.py:wait_for_copies", "event"] += FLATS
