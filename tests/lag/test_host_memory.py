@@ -19,7 +19,7 @@ from hf_zero.engine import recovery
 from hf_zero.engine.engine import ZeroEngine
 from tests.harness.ranks import run_ranks
 from tests.lag import device, group
-from tests.lag.test_training import VOCABULARY, Layers, _pin_host_memory
+from tests.lag.test_training import VOCABULARY, Layers
 
 pytestmark = pytest.mark.skipif(device.reason_to_skip() is not None, reason=str(device.reason_to_skip()))
 
@@ -127,7 +127,6 @@ def _run(place: str, update: str, write: Write, folder: str) -> list[float]:
 def _on_lag(run: Callable[..., Any], *arguments: Any) -> Any:
     device.enable()
     group.register()
-    _pin_host_memory()
     result = run("lag", *arguments)
     torch.accelerator.synchronize()
     assert device.take_reports() == []

@@ -81,8 +81,8 @@ MISTAKES = {
     "    trained.losses[-1] *= 1.01 if engine.device.type == 'lag' else 1\n"
     "    return trained\n"
     "t.run_steps = run_steps\n",
-    "waits": "import hf_zero.optim.step_ballot as b; norm = b.local_norm_sq\n"
-    "b.local_norm_sq = lambda accs, comm: norm(accs, comm) + 0 * norm(accs, comm)\n",
+    "waits": "import hf_zero.optim.step_ballot as b; on_host = b._on_host\n"
+    "b._on_host = lambda tensors: [on_host(tensors), on_host(tensors)][1]\n",
 }
 
 
