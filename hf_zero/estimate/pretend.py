@@ -17,7 +17,7 @@ from hf_zero.distributed.work import Finish, Pending
 from hf_zero.sharding.placement import Placements
 from hf_zero.storage import HostStore, ShardStore
 from hf_zero.storage.base import BorrowedTensors
-from hf_zero.storage.copy_stream import CopyStream
+from hf_zero.storage.copy_stream import CopyStreams
 from hf_zero.storage.staging_pool import page_rounded
 
 META = torch.device("meta")
@@ -132,8 +132,8 @@ class PretendedDisk(ShardStore):
 class PretendedPlacements(Placements):
     """Placements whose stores have sizes only: no memory, no folder, no file."""
 
-    def _make_copies(self) -> CopyStream:
-        return CopyStream(torch.device("cpu"))  # without a stream
+    def _make_copies(self) -> CopyStreams:
+        return CopyStreams(torch.device("cpu"))  # without a stream
 
     def _make_host(self, *, pin: bool) -> HostStore:
         return PretendedHost(META, pin=False)

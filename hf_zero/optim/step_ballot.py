@@ -125,24 +125,18 @@ def _vote(
 def local_norm_sq(accumulators: Sequence[GradAccumulator], comm: Comm) -> torch.Tensor:
     """Squared L2 norm of this rank's gradient shards (padding is zero); the sum over ranks is the full gradient's.
 
-    fp64 0-dim, on the host, which waits for the device once. Norms are taken per part, where it is, in the gradient's
-    type (16-bit types in fp32), and summed in fp64 on the host.
+    fp64 0-dim, on the host, which waits for the device once. Norms are taken per part, on the device where it was
+    reduced there, in the gradient's type (16-bit types in fp32), and summed in fp64 on the host.
     """
-    norms = _on_host([_norms_of_parts(acc) for acc in accumulators], comm.device)
+    for acc in accumulators:
+        if not acc.flat.placement.native:  # torch reads gradients that are on the host right after the ballot
+            acc.join_copies()
+    norms = _on_host([acc.norms() for acc in accumulators], comm.device)
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for acc, mine in zip(accumulators, norms, strict=True):
         replicas = comm.world_size // acc.flat.layout.world_size
         total += mine.double().square().sum() / replicas
     return total
-
-
-def _norms_of_parts(acc: GradAccumulator) -> torch.Tensor:
-    acc.wait_for_copies()
-    parts = [part for part in acc.shard.parts if part.numel()]
-    at_least_fp32 = torch.promote_types(acc.dtype, torch.float32)
-    if not parts:
-        return torch.empty(0, dtype=at_least_fp32, device="cpu")
-    return torch.stack(torch._foreach_norm(parts, 2, dtype=at_least_fp32))
 
 
 def _on_host(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

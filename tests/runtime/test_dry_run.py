@@ -140,18 +140,12 @@ def expected(run: Run) -> Waits:
     states, _, params = run.medium.partition("+")
     offloaded = states != "none"
     # The ballot: the norm must be known before clipping, and an update may write where the device reads.
-    waits["optim/step_ballot.py:_on_host", "stream" if offloaded else "to host"] += 1
+    waits["optim/step_ballot.py:_on_host", "to host"] += 1
     if run.stage == 3 and (run.world_size > 1 or params):
         # A write to a sharded parameter is reported at its next gather. The wait orders something else by accident:
         # copies from host memory that gathers have started are over before the host writes there. Events have to do
         # that before this one can go.
         waits["sharding/flat_param.py:check_placeholders", "value"] += GATHERS * run.accumulation
-    if offloaded:
-        # Reduced gradients are on the host before their norm is taken there.
-        waits["runtime/grad_accumulator.py:wait_for_copies", "event"] += FLATS
-    if offloaded and run.stage >= 2:
-        # Later micro-steps add to what is on the host; the host adds.
-        waits["runtime/grad_accumulator.py:_copy_to_host", "to host"] += FLATS * (run.accumulation - 1)
     if states == "by_torch":
         # torch has updated masters on the host: parameters on the device are copied from them.
         waits["sharding/shard.py:copy_from", "to device"] += FLATS
