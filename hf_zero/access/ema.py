@@ -139,7 +139,9 @@ class ShardedEMA:
             self._engine.params.reshard(unit)
             average = self._shards[flat]
             if flat.master is flat.shard:
-                _exchange(average, flat)
+                shard = flat.shard.in_memory
+                assert shard is not None  # it is the master too
+                average.exchange(shard)
             elif averages:
                 flat.shard.copy_from(average)
             else:
@@ -190,12 +192,3 @@ def _checked(decay: float) -> float:
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(f"decay={decay}: expected a number from 0 (no average) to 1 (no change)")
     return decay
-
-
-def _exchange(average: ShardTensor, flat: FlatParam) -> None:
-    shard = flat.shard.in_memory
-    assert shard is not None  # it is the master too
-    for mine, theirs in zip(average.parts, shard.parts, strict=True):
-        kept = mine.clone()
-        mine.copy_(theirs)
-        theirs.copy_(kept)

@@ -422,7 +422,7 @@ class GradAccumulator:
         """No gradient reached this shard in the window: it counts as zero."""
         if not self.is_reduced:
             self._reclaim()
-            self._before_change()
+            self._before_change()  # copies of a window that was given up may be under way
             self.shard.zero()
             self._state = GradState.REDUCED
 

@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from hf_zero.runtime.prefetch import PrefetchLimits, RepeatedUse, UseOrder
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
@@ -108,6 +109,11 @@ class OnDemandParams:
                 self._prefetch(self.orders[phase].upcoming)
             if left is not None:
                 self._on_left(left)
+
+    @property
+    def flats(self) -> list[FlatParam]:
+        """What is sharded between uses."""
+        return [flat for unit in self.units for flat in unit.flats if flat.on_demand]
 
     @property
     def all_pinned(self) -> bool:

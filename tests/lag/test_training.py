@@ -150,8 +150,6 @@ def test_numbers_are_those_of_the_cpu(stage: str, world_size: int, accumulation:
 
 @pytest.mark.parametrize("stage", ["stage 0", "stage 2", "stage 3"])
 def test_host_waits_for_the_vote_of_a_step_only(stage: str) -> None:
-    """It is ahead of the device in between, but for the check of placeholders before every all-gather of stage 3."""
+    """It is ahead of the device in between."""
     for _, waits in run_ranks(_on_lag, 2, STAGES[stage], 2):
-        checks = waits.pop("item flat_param.py check_placeholders", 0)
-        assert (checks > 0) == (stage == "stage 3"), "it waits no more: then hold stage 3 to it as well"
         assert waits == {"copy step_ballot.py _on_host": 1}

@@ -71,7 +71,7 @@ def start(run: Run, folder: str) -> ZeroEngine:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": run.accumulation,
         "gradient_clipping": run.clip,
-        "zero_force_ds_cpu_optimizer": run.medium != "by_torch",
+        "zero_force_ds_cpu_optimizer": not run.medium.startswith("by_torch"),
         **({"steps_per_print": 1, "wall_clock_breakdown": True, "memory_breakdown": True} if run.logs else {}),
         **({} if run.precision == "fp32" else {run.precision: {"enabled": True}}),
         "zero_optimization": {
@@ -139,18 +139,14 @@ def expected(run: Run) -> Waits:
     waits = collections.Counter[tuple[str, str]]()
     states, _, params = run.medium.partition("+")
     offloaded = states != "none"
-    # The ballot: the norm must be known before clipping, and an update may write where the device reads.
+    # The ballot: the norm must be known before clipping, and whether a sharded parameter was written to.
     waits["optim/step_ballot.py:_on_host", "to host"] += 1
-    if run.stage == 3 and (run.world_size > 1 or params):
-        # A write to a sharded parameter is reported at its next gather. The wait orders something else by accident:
-        # copies from host memory that gathers have started are over before the host writes there. Events have to do
-        # that before this one can go.
-        waits["sharding/flat_param.py:check_placeholders", "value"] += GATHERS * run.accumulation
     if states == "by_torch":
         # torch has updated masters on the host: parameters on the device are copied from them.
         waits["sharding/shard.py:copy_from", "to device"] += FLATS
     if params == "cpu" and not offloaded:
-        # The other way round.
+        # The other way round: the device writes where gathers have read, which has long been over.
+        waits["sharding/shard.py:wait_for_readers", "event"] += FLATS
         waits["sharding/shard.py:copy_from", "to host"] += FLATS
     if params == "nvme":
         # What a disk's store has lent goes back when the device has read it.
@@ -168,7 +164,12 @@ def expected(run: Run) -> Waits:
 
 
 STATES = ("none", "cpu", "nvme", "delayed", "by_torch")
-MEDIA = {0: STATES[:1], 1: STATES, 2: STATES, 3: (*STATES, "none+cpu", "cpu+cpu", "nvme+nvme")}
+MEDIA = {
+    0: STATES[:1],
+    1: STATES,
+    2: STATES,
+    3: (*STATES, "none+cpu", "cpu+cpu", "nvme+nvme"),
+}
 WINDOWS = ((1, 0.0), (2, 1.0))  # accumulation, clip
 
 
