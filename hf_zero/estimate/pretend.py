@@ -19,7 +19,7 @@ from hf_zero.native.host_memory import page_rounded
 from hf_zero.sharding.placement import Placements
 from hf_zero.storage import HostStore, ShardStore
 from hf_zero.storage.base import BorrowedTensors
-from hf_zero.storage.copy_stream import CopyStream
+from hf_zero.storage.copy_stream import CopyStreams
 
 META = torch.device("meta")
 
@@ -133,8 +133,8 @@ class PretendedDisk(ShardStore):
 class PretendedPlacements(Placements):
     """Placements whose stores have sizes only: no memory, no folder, no file."""
 
-    def _make_copies(self) -> CopyStream:
-        return CopyStream(torch.device("cpu"))  # without a stream
+    def _make_copies(self) -> CopyStreams:
+        return CopyStreams(torch.device("cpu"))  # without a stream
 
     def _make_host(self, *, pin: bool) -> HostStore:
         return PretendedHost(META, pin=False)

@@ -27,8 +27,6 @@ VOTE = "step_ballot.py _on_host"
 EXPECTED = {
     VOTE: "the norm and what the ranks agree on",
     "flat_param.py use_gathered": "parameters on disk: staging memory goes back when the device has read it",
-    "grad_accumulator.py wait_for_copies": "offload: reduced gradients are on the host",
-    "grad_accumulator.py _copy_to_host": "offload with accumulation: the host adds",
     "shard.py copy_from": "offload of one of states and parameters",
     "param_writer.py open": "an update writes where the device has read the last one's parameters",
     "shard.py wait_for_readers": "the same, where it writes into the shard",

@@ -22,7 +22,7 @@ from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.unit import ShardUnit
 from tests.harness.ranks import RankFailure, run_ranks
 from tests.lag import device, group
-from tests.lag.test_training import HIDDEN, LAYERS, STAGES, VOCABULARY, Layers, _config, _pin_host_memory
+from tests.lag.test_training import HIDDEN, LAYERS, STAGES, VOCABULARY, Layers, _config
 
 pytestmark = pytest.mark.skipif(device.reason_to_skip() is not None, reason=str(device.reason_to_skip()))
 
@@ -144,7 +144,6 @@ def _train(place: str, stage: str) -> list[float]:
 def _on_lag(mutate: Callable[[], None] | None, stage: str) -> list[float]:
     device.enable()
     group.register()
-    _pin_host_memory()
     if mutate is not None:
         mutate()
     numbers = _train("lag", stage)

@@ -69,9 +69,9 @@ def test_waits_that_cuda_warns_of_have_their_place(monkeypatch: pytest.MonkeyPat
         warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=1)
     assert modes == ["warn", 0]
     assert found == {"test_smoke_scripts.py test_waits_that_cuda_warns_of_have_their_place": 2}
-    found["flat_param.py check_placeholders"] = 1
-    assert "check_placeholders" in waits.wrong(found, stage=2, offloaded=False, pinned=True)
-    assert waits.wrong(found, stage=3, offloaded=False, pinned=True) == ""
+    found["shard.py copy_from"] = 1
+    assert "shard.py copy_from" in waits.wrong(found, stage=2, offloaded=False, pinned=True)
+    assert waits.wrong(found, stage=3, offloaded=True, pinned=True) == ""
 
 
 MISTAKES = {
