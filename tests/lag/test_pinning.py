@@ -67,12 +67,12 @@ def _enable(*, registers: bool) -> None:
         pinning.registrar_of = lambda device: _LagPages()  # type: ignore[assignment]
 
 
-def _config(zero: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+def config_of(zero: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     block = {"type": "AdamW", "params": {"lr": 0.05}}
     return {"train_micro_batch_size_per_gpu": 2, "optimizer": block, "zero_optimization": zero, **more}
 
 
-def _trained(config: dict[str, Any], model: torch.nn.Module | None = None, *, steps: int = 2) -> Any:
+def trained(config: dict[str, Any], model: torch.nn.Module | None = None, *, steps: int = 2) -> Any:
     """An engine after some steps."""
     torch.manual_seed(0)
     engine, *_ = hf_zero.initialize(model=Layers().to("lag") if model is None else model, config=config)
@@ -106,7 +106,7 @@ def _end_by_a_second_engine(engine: Any, config: dict[str, Any]) -> None:
     average = hf_zero.ShardedEMA(engine.module)
     model = engine.module
     engine.teardown()
-    _trained(config, model).teardown()
+    trained(config, model).teardown()
     average.close()
 
 
@@ -132,8 +132,8 @@ def _pinned_at_the_end(
 ) -> tuple[int, int, list[str]]:
     """(bytes pinned in training, bytes pinned after it, mistakes)"""
     _enable(registers=registers)
-    config = _config(zero, more)
-    engine = _trained(config)
+    config = config_of(zero, more)
+    engine = trained(config)
     gone = weakref.ref(engine)
     most = device.pinned_bytes()
     end(engine, config)
@@ -166,7 +166,7 @@ def test_nothing_stays_pinned_of_memory_between_disk_and_device(tmp_path: Any) -
 def _pieces(zero: dict[str, Any], more: dict[str, Any]) -> tuple[int, Counter[str]]:
     """(pieces that are pinned, tensors in the host's memory by kind)"""
     _enable(registers=True)
-    engine = _trained(_config(zero, more))
+    engine = trained(config_of(zero, more))
     kinds = Counter(key.removesuffix("/1").rpartition("/")[2] for key in engine.placements.host.usage())
     return device.pinned_ranges(), kinds
 
@@ -202,7 +202,7 @@ def _train_with_limit(limit: int, registers: bool) -> tuple[list[float], list[st
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hf_zero.native.pinning").addHandler(handler)
-    engine = _trained(_config(_ALL_ON_HOST, _NATIVE))
+    engine = trained(config_of(_ALL_ON_HOST, _NATIVE))
     pinned = device.pinned_bytes()
     engine.teardown()
     assert device.take_reports() == []
