@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,6 +138,8 @@ def _pinned_at_the_end(
     gone = weakref.ref(engine)
     most = device.pinned_bytes()
     end(engine, config)
+    if registers and end not in (_end_by_forgetting, _end_in_flight):
+        assert device.pinned_bytes() == 0, "it waits for nobody to let go of the engine"
     del engine
     deadline = time.monotonic() + 10
     while (gone() is not None or device.pinned_bytes()) and time.monotonic() < deadline:
@@ -154,9 +157,13 @@ def test_nothing_stays_pinned(end: Callable[[Any, dict[str, Any]], None], regist
         assert (left, reports) == (0, [])
 
 
-def test_nothing_stays_pinned_of_memory_between_disk_and_device(tmp_path: Any) -> None:
-    disk = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": True}
-    zero = {**_ALL_ON_HOST, "offload_param": disk, "offload_optimizer": disk}
+def _all_on_disk(folder: Path) -> dict[str, Any]:
+    disk = {"device": "nvme", "nvme_path": str(folder), "pin_memory": True}
+    return {**_ALL_ON_HOST, "offload_param": {**disk, "max_in_cpu": 0}, "offload_optimizer": disk}
+
+
+def test_nothing_stays_pinned_of_memory_between_disk_and_device(tmp_path: Path) -> None:
+    zero = _all_on_disk(tmp_path)
     for end in (_end_by_destroy, _end_by_forgetting):
         for most, left, reports in run_ranks(_pinned_at_the_end, 2, end, True, zero, {}):
             assert most > 0, "vacuous"
@@ -180,6 +187,12 @@ def test_a_piece_for_every_shard_that_travels_and_none_for_the_others() -> None:
     del zero["offload_param"]
     ((pieces, kinds),) = run_ranks(_pieces, 1, zero, _NATIVE)
     assert pieces == kinds["staged"] + kinds["grad"] and kinds["staged"] > 0
+
+
+def test_memory_between_disk_and_device_is_one_piece_and_the_optimizers_is_none(tmp_path: Path) -> None:
+    ((pieces, kinds),) = run_ranks(_pieces, 1, _all_on_disk(tmp_path), {})
+    assert kinds == {"grad": _FLATS}
+    assert pieces == _FLATS + 1
 
 
 def test_masters_that_torch_updates_are_pinned_where_parameters_are_copied_from_them() -> None:
