@@ -93,17 +93,21 @@ class PretendedDisk(ShardStore):
 
     Args:
         pool_bytes: Of the staging memory through which they would be read and written.
+        pinned: All of the staging memory is taken at once.
     """
 
     can_stage = True
 
-    def __init__(self, pool_bytes: int) -> None:
+    def __init__(self, pool_bytes: int, *, pinned: bool) -> None:
         self._pool_bytes = pool_bytes
+        self._pinned = pinned
         self._sizes: dict[str, tuple[int, torch.dtype]] = {}
 
     @property
     def staging_bytes(self) -> int:
-        """What the pool would hold: never more than its budget, nor than there is to stage."""
+        """What the pool would hold: never more than its budget, nor, unless it is pinned, than there is to stage."""
+        if self._pinned:
+            return page_rounded(self._pool_bytes)
         return min(self._pool_bytes, sum(map(page_rounded, self.usage().values())))
 
     def create(self, key: str, numel: int, dtype: torch.dtype) -> None:
@@ -140,7 +144,7 @@ class PretendedPlacements(Placements):
         return PretendedHost(META, pin=False)
 
     def _make_disk(self, path: str | None, name: str, pool_bytes: int, *, pin: bool, **options: bool) -> ShardStore:
-        return PretendedDisk(pool_bytes)
+        return PretendedDisk(pool_bytes, pinned=pin and not self._comm.computes_on_host)
 
     @property
     def staging_bytes(self) -> int:
