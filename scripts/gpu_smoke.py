@@ -41,8 +41,8 @@ LIMIT_S = {"parity": 150, "lifetimes": 90, "shared": 120, "memory": 60, "speed":
 def rows_of(check: str, args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """What a check sees; in a process of its own, on each of its ranks."""
     for_numbers, for_measures = SIZES[args.size]
-    numbers = Task(for_numbers, Shape(tokens=8 if args.size == "tiny" else 32), args.folder)
-    measures = Task(for_measures, MEASURED_SHAPES[args.size], args.folder)
+    numbers = Task(for_numbers, Shape(tokens=8 if args.size == "tiny" else 32), args.folder, brief=args.brief)
+    measures = Task(for_measures, MEASURED_SHAPES[args.size], args.folder, brief=args.brief)
     if check == "parity":
         yield from parity.check(numbers, args.device)
         yield from parity.unseen(args.device, waits.can_count(device))
@@ -73,6 +73,7 @@ def run_check(check: str, args: argparse.Namespace, folder: Path) -> list[Row]:
     """Run a check in processes; a row more where it did not come to its end."""
     out = folder / f"{check}.json"
     mine = [sys.argv[0], "--check", check, "--out", str(out), "--device", args.device, "--size", args.size]
+    mine += ["--brief"] * args.brief
     mine += ["--folder", str(Path(args.folder or folder) / check)]
     count, limit_s = (2, LIMIT_S[check]) if check == "shared" else (1, LIMIT_S[check])
     ended = ranks.run(mine, count, shares_device=True, timeout_s=limit_s * args.patience)
@@ -92,6 +93,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--device", choices=place.CHOICES, default="accelerator", help="torch's accelerator, or the rehearsal device")
     add("--size", choices=tuple(SIZES), default="full", help="of the models")
     add("--only", default=",".join(CHECKS), help="checks, comma-separated")
+    add("--brief", action="store_true", help="train a few of the settings only, to rehearse")
     add("--folder", default="", help="where files of offload go, a local disk (default: a temporary folder)")
     add("--results", action="store_true", help="add the table to RESULTS.md")
     add("--skip-without-gpu", action="store_true", help="exit with status 0 where there is no accelerator")

@@ -13,7 +13,7 @@ from smoke.training import TOLERANCE, Task, difference, of_all_ranks, train, tra
 def check(task: Task, device: str, world_size: int) -> Iterator[Row]:
     """On every rank; all get the same rows."""
     expected = train_by_torch(task, world_size)
-    for setting in (Setting(stage, medium) for stage, media in MEDIA.items() for medium in media):
+    for setting in task.of(Setting(stage, medium) for stage, media in MEDIA.items() for medium in media):
         if not setting.is_delayed:
             yield _row(task, setting, device, expected)
 
