@@ -1,7 +1,8 @@
 """Decides which elements of which parameter live on which rank.
 
 Pure integer arithmetic: no torch, no processes, no devices, no IO. The runtime, the checkpoint files and the offline
-tools all take offsets from here, so a change in this file is a change of the checkpoint format (bump FORMAT_VERSION).
+tools all take offsets from here, so a change in this file is a change of the checkpoint format (bump FORMAT_VERSION),
+but for sizes that readers take from the manifest: `padded_numel` and `bucket_numel`.
 
 [Note: Flat layout]
 A unit's parameters lie one behind the other in one flat parameter of `padded_numel` elements, each starting at a
@@ -15,6 +16,9 @@ behind the other:
 So a bucket of the flat parameter and the part of it in a shard are both contiguous: an all-gather or a reduce-scatter
 needs no copy, whatever the bucket size. Offsets in a shard grow with offsets in the flat parameter, so the elements of
 one parameter in one shard are one contiguous slice (of pieces that are apart in the parameter where buckets split it).
+
+`padded_numel` is a multiple of `world_size * ALIGN`, so that the part of every rank starts aligned, with 3 ranks too.
+Only a bucket of fewer than ALIGN elements per rank, which somebody must have asked for, has parts that do not.
 """
 
 from __future__ import annotations
@@ -109,7 +113,7 @@ class UnitLayout:
     world_size: int
     bucket_numel: int  # a multiple of world_size
     slots: tuple[Slot, ...]
-    padded_numel: int  # a multiple of world_size
+    padded_numel: int  # a multiple of world_size; of world_size * ALIGN in what `build` makes
     _by_name: dict[str, Slot] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -140,7 +144,7 @@ class UnitLayout:
             slots.append(Slot(param, tuple(int(n) for n in shape), offset))
             offset = _round_up(slots[-1].end, ALIGN)
         used = slots[-1].end if slots else 0
-        padded = _round_up(used, world_size)
+        padded = _round_up(used, world_size * ALIGN)
         if max_bucket_numel is not None and padded > max_bucket_numel:
             bucket = _bucket_numel(max_bucket_numel, world_size)
         else:

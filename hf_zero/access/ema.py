@@ -70,7 +70,7 @@ class ShardedEMA:
     def _make_shard(self, flat: FlatParam) -> ShardTensor:
         master, placements = flat.master, self._engine.placements
         assert master is not None
-        store = placements.device if flat.placement.master.is_on_device else placements.host
+        store = placements.device if flat.placement.master.is_on_device else placements.states
         shard = MemoryShard(flat.layout, flat.rank, store, self.name, master.dtype)
         shard.copy_from(master)
         return shard
@@ -139,7 +139,9 @@ class ShardedEMA:
             self._engine.params.reshard(unit)
             average = self._shards[flat]
             if flat.master is flat.shard:
-                _exchange(average, flat)
+                shard = flat.shard.in_memory
+                assert shard is not None  # it is the master too
+                average.exchange(shard)
             elif averages:
                 flat.shard.copy_from(average)
             else:
@@ -190,12 +192,3 @@ def _checked(decay: float) -> float:
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(f"decay={decay}: expected a number from 0 (no average) to 1 (no change)")
     return decay
-
-
-def _exchange(average: ShardTensor, flat: FlatParam) -> None:
-    shard = flat.shard.in_memory
-    assert shard is not None  # it is the master too
-    for mine, theirs in zip(average.parts, shard.parts, strict=True):
-        kept = mine.clone()
-        mine.copy_(theirs)
-        theirs.copy_(kept)

@@ -33,13 +33,12 @@ class EngineGroup:
         self._connect()
 
     def _connect(self) -> None:
-        self.stopped = False  # connections were closed after an error
+        self._disconnected = threading.Event()
         self.log.clear()
         self.link: Link | None = Link(self, self._ranks, self._backend, self._timeout_s)
         # The link itself where that is gloo
         is_gloo = self._backend == "gloo"
         self.control: Link | None = self.link if is_gloo else Link(self, self._ranks, "gloo", self._timeout_s)
-        self._disconnected = threading.Event()
         self.name: str = self.link.group.group_name
         self.rank = dist.get_rank(self.link.group)
         store = dist.distributed_c10d._get_default_store
@@ -47,6 +46,11 @@ class EngineGroup:
             monitor = FailureMonitor(self.control.connections, self.name)
             watch_for(monitor, self.disconnect, self._disconnected)
         self.check = OperationCheck(self.log, store, f"hf_zero/{self.name}", self.rank, self.world_size)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the connections were closed: by this rank, or after an error."""
+        return self._disconnected.is_set()
 
     # ---------------------------------------------------------------- operations
     def add_to_log(self, op: str, what: str, full: torch.Tensor | None = None) -> None:
@@ -96,7 +100,6 @@ class EngineGroup:
             link.end()
 
     def _take_links(self) -> list[Link]:
-        self.stopped = True
         self._disconnected.set()
         links = [self.link, self.control if self.control is not self.link else None]
         self.link = self.control = None

@@ -230,7 +230,7 @@ class ZeroEngine(ModuleWrapper):
             optimizer,
             self.reducer,
             self.comm,
-            list(self.params.orders.values()),
+            self.params,
             clip=clip,
             allow_untested=self.config.zero_allow_untested_optimizer,
             offload=HostAdamSettings.of(self.config, self.placements.host, clips=clip > 0),

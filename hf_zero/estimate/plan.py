@@ -223,7 +223,7 @@ class _Planner:
     ) -> Plan:
         placements = built.placements
         assert isinstance(placements, PretendedPlacements)
-        host = _by_kind(placements.host.usage())
+        host = _by_kind(placements.host_usage())
         disk = _by_kind({key: size for store in placements.disks.values() for key, size in store.usage().items()})
         device = {kind: report[kind] - host.get(kind, 0) - disk.get(kind, 0) for kind in _ORDER}
         device["gradients"] = max(device["gradients"], 0) + states.lent_bytes

@@ -5,6 +5,7 @@ Everything is on the meta device, so nothing is allocated, sent or written; what
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,11 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.operation_log import OperationLog
 from hf_zero.distributed.work import Finish, Pending
+from hf_zero.native.host_memory import page_rounded
 from hf_zero.sharding.placement import Placements
 from hf_zero.storage import HostStore, ShardStore
 from hf_zero.storage.base import BorrowedTensors
 from hf_zero.storage.copy_stream import CopyStream
-from hf_zero.storage.staging_pool import page_rounded
 
 META = torch.device("meta")
 
@@ -63,7 +64,7 @@ class _PretendedGroup(EngineGroup):
         self.world_size = world_size
         self.name = ""
         self.log = OperationLog()
-        self.stopped = False
+        self._disconnected = threading.Event()
 
 
 class Ended:

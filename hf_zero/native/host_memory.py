@@ -13,7 +13,12 @@ from functools import cache
 
 import torch
 
+PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
+
+
+def page_rounded(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
 
 
 def private_pages(nbytes: int, *, populate: bool = False) -> mmap.mmap:

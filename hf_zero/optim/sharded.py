@@ -27,8 +27,8 @@ from hf_zero.optim.state_access import (
 from hf_zero.optim.step_ballot import StepFacts, clip_coefficient, settle_step
 from hf_zero.optim.updates.whole_params import make_owners, make_update
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.runtime.prefetch import UseOrder
 from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.param_index import ParamPlace
 from hf_zero.sharding.shard import ShardTensor
@@ -54,7 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         reducer: GradReducer,
         comm: Comm,
-        orders: list[UseOrder],
+        params: OnDemandParams,
         *,
         clip: float,
         allow_untested: bool,
@@ -73,7 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
         self._reducer = reducer
         self._comm = comm
-        self._orders = orders
+        self._params = params
         self._clip = clip
         self.guard = guard
         self._after_step = after_step
@@ -178,6 +178,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._native is not None:
             with self._comm.stop_together():
                 changed = self._native.step(has_grad, self._factor)
+        for acc in self._reducer.accumulators:
+            acc.flat.best.wait_for_readers()  # where masters are the shard that gathers take from
         with self._direct.allowed():
             self.strategy.update(self.owned, has_grad)
         self._publish(native_too=changed)
@@ -335,7 +337,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._facts
 
     def _ballot(self, **options: Any) -> StepFacts:
-        return settle_step(self._reducer, self._comm, self._orders, self.param_groups, **options)
+        return settle_step(self._reducer, self._comm, self._params, self.param_groups, **options)
 
     def _publish(self, *, native_too: bool) -> None:
         """Masters -> parameters: cast, and gather where parameters stay unsharded on ranks that own a part each."""

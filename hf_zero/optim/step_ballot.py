@@ -1,8 +1,8 @@
 """What all ranks agree on between the last backward of an accumulation window and the optimizer step.
 
 One all-reduce of step statistics carries it: which gradient accumulators have late gradients on some rank, which
-parameters had a gradient on any rank, the squared norm, whether the ranks used their units in the same order, and
-whether their param groups are the same.
+parameters had a gradient on any rank, the squared norm, whether the ranks used their units in the same order, whether
+their param groups are the same, and whether a rank wrote to parameters while they were sharded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.optim.hyperparameters import groups_digest, refuse_different
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.runtime.prefetch import UseOrder
 from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.runtime.unshard import OnDemandParams
+from hf_zero.sharding.flat_param import FlatParam, lost_writes
 
 ParamGroups = Sequence[Mapping[str, Any]]
 
@@ -36,7 +37,7 @@ class StepFacts:
 def settle_step(
     reducer: GradReducer,
     comm: Comm,
-    orders: Sequence[UseOrder],
+    params: OnDemandParams,
     param_groups: ParamGroups,
     *,
     closes: bool = True,
@@ -44,7 +45,8 @@ def settle_step(
 ) -> StepFacts:
     """Bring every gradient of the accumulation window into the shards and hold the ballot. All ranks must call.
 
-    A second ballot is needed only where some rank had gradients that came after the reduce of their unit.
+    A second ballot is needed only where some rank had gradients that came after the reduce of their unit. Raises
+    StateError, on all ranks, where one of them wrote to parameters while they were sharded.
 
     Args:
         closes: A step follows. Then StateError is raised, on all ranks, for param groups whose numbers differ between
@@ -54,13 +56,16 @@ def settle_step(
     reducer.settle()
     for acc in reducer.accumulators:
         acc.drop_missing()
-    facts = _vote(reducer, comm, orders, param_groups, purpose)
+    facts = _vote(reducer, comm, params, param_groups, purpose)
     if any(facts.rests):
         reducer.reduce_rests(facts.rests)
-        facts = _vote(reducer, comm, orders, param_groups, purpose)
+        facts = _vote(reducer, comm, params, param_groups, purpose)
+    if facts.writes_were_lost:
+        mine = [name for flat in params.flats for name in flat.take_lost_writes()]
+        raise lost_writes(dict(enumerate(comm.all_gather_object(mine, "lost writes"))))
     if not facts.same_changes:
         raise reducer.shown.unequal(comm.all_gather_object(reducer.shown.changes, "changes of gradients"))
-    for order, agreed in zip(orders, facts.agreed, strict=True):
+    for order, agreed in zip(params.orders.values(), facts.agreed, strict=True):
         order.agree(agreed)
     if closes and not facts.same_numbers:
         refuse_different(param_groups, comm)
@@ -89,6 +94,7 @@ def _refuse_unused(accumulators: Sequence[GradAccumulator], has_grad: Sequence[S
 @dataclass(frozen=True)
 class _Outcome:
     norm_sq: float
+    writes_were_lost: bool
     agreed: list[bool]  # per order
     same_numbers: bool  # in the param groups
     same_changes: bool  # of gradients by hand
@@ -97,23 +103,26 @@ class _Outcome:
 
 
 def _vote(
-    reducer: GradReducer, comm: Comm, orders: Sequence[UseOrder], param_groups: ParamGroups, purpose: str
+    reducer: GradReducer, comm: Comm, params: OnDemandParams, param_groups: ParamGroups, purpose: str
 ) -> _Outcome:
-    norm_sq = local_norm_sq(reducer.accumulators, comm)
+    *norms, untouched = _on_host([*map(_norms_of_parts, reducer.accumulators), _untouched(params.flats, comm)])
+    norm_sq = local_norm_sq(reducer.accumulators, norms, comm)
+    orders = params.orders.values()
     digests = [*(order.digest() for order in orders), groups_digest(param_groups), reducer.shown.digest(norm_sq)]
-    ballot = [0.0, *digests, *(float(acc.has_rest) for acc in reducer.accumulators)]
+    ballot = [0.0, float(not untouched.all()), *digests, *(float(acc.has_rest) for acc in reducer.accumulators)]
     for acc in reducer.accumulators:
         ballot += [float(seen) for seen in acc.seen]
     values = torch.tensor(ballot, dtype=torch.float64, device="cpu")
     values[0] = norm_sq
     by_rank = comm.vote(values, purpose)
-    norms, equal, rests, seen = by_rank.split(
-        [1, len(digests), len(reducer.accumulators), sum(len(acc.seen) for acc in reducer.accumulators)], dim=1
+    norms, lost, equal, rests, seen = by_rank.split(
+        [1, 1, len(digests), len(reducer.accumulators), sum(len(acc.seen) for acc in reducer.accumulators)], dim=1
     )
     *agreed, same_numbers, same_changes = (equal == equal[0]).all(0).tolist()
     there = iter(seen.any(0).tolist())
     return _Outcome(
         norm_sq=float(norms.sum()),
+        writes_were_lost=bool(lost.any()),
         agreed=agreed,
         same_numbers=same_numbers,
         same_changes=same_changes,
@@ -122,13 +131,12 @@ def _vote(
     )
 
 
-def local_norm_sq(accumulators: Sequence[GradAccumulator], comm: Comm) -> torch.Tensor:
+def local_norm_sq(accumulators: Sequence[GradAccumulator], norms: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
     """Squared L2 norm of this rank's gradient shards (padding is zero); the sum over ranks is the full gradient's.
 
-    fp64 0-dim, on the host, which waits for the device once. Norms are taken per part, where it is, in the gradient's
-    type (16-bit types in fp32), and summed in fp64 on the host.
+    fp64 0-dim, on the host. `norms`: of each accumulator's parts, on the host. They are taken where the part is, in
+    the gradient's type (16-bit types in fp32), and summed in fp64.
     """
-    norms = _on_host([_norms_of_parts(acc) for acc in accumulators], comm.device)
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for acc, mine in zip(accumulators, norms, strict=True):
         replicas = comm.world_size // acc.flat.layout.world_size
@@ -145,14 +153,23 @@ def _norms_of_parts(acc: GradAccumulator) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(parts, 2, dtype=at_least_fp32))
 
 
-def _on_host(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The same 1-D tensors; those of the device come in one copy. The host waits for the stream in any case: an update
-    may follow, and write to host memory that copies to the device are still reading."""
-    if device.type == "cpu":
-        return tensors
+def _untouched(flats: Sequence[FlatParam], comm: Comm) -> torch.Tensor:
+    """1-D: a number for each type of parameters, 0 where somebody wrote to a placeholder. See [Note: Lost writes].
+
+    Empty where the host computes: there every gather has looked.
+    """
+    if comm.computes_on_host or not flats:
+        return torch.empty(0, device="cpu")
+    values: dict[torch.dtype, list[torch.Tensor]] = {}
+    for flat in flats:
+        values.setdefault(flat.dtype, []).append(flat.placeholder_values)
+    return torch.stack([torch.isnan(torch.cat(alike)).all() for alike in values.values()]).to(torch.float32)
+
+
+def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same 1-D tensors; those of the device come in one copy, which the host waits for."""
     away = [tensor for tensor in tensors if tensor.device.type != "cpu"]
     if not away:
-        torch.accelerator.current_stream(device).synchronize()
         return tensors
     brought = iter(torch.cat(away).cpu().split([tensor.numel() for tensor in away]))
     return [tensor if tensor.device.type == "cpu" else next(brought) for tensor in tensors]

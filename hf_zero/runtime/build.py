@@ -21,6 +21,7 @@ from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.runtime.reduce_schedule import MAX_REDUCES
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.param_data import set_data
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import UnitKind, UnitSpec, partition
 from hf_zero.sharding.placement import FlatParamSpec, OffloadSettings, Placement, Placements
@@ -277,11 +278,7 @@ def share_the_rest(model: nn.Module, units: Iterable[ShardUnit], comm: Comm) -> 
         for name, param in module._parameters.items():
             is_left = param not in index and param not in shared_params
             if type(param) is nn.Parameter and is_left and param.numel():
-                shared = _from_rank_0(param, comm, f"parameter {name}")
-                if torch._has_compatible_shallow_copy_type(param, shared):
-                    param.data = shared
-                else:  # torch swaps no data between the CPU and devices that it does not know (the meta device, too)
-                    torch.utils.swap_tensors(param, nn.Parameter(shared, param.requires_grad))
+                set_data(param, _from_rank_0(param, comm, f"parameter {name}"))
                 shared_params.add(param)
 
 

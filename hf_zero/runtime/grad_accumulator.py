@@ -343,8 +343,8 @@ class GradAccumulator:
 
     def drop_missing(self) -> None:
         """No gradient reached this shard in the window: it counts as zero."""
+        self.wait_for_copies()  # those of a window that was given up too
         if not self.is_reduced:
             self._reclaim()
             self.shard.zero()
             self._state = GradState.REDUCED
-        self.wait_for_copies()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +103,10 @@ class ModelGuards:
         self._override(module, "_apply", apply)
 
 
+def _ids(named: Mapping[str, object]) -> list[int]:
+    return [*map(id, named.values())]
+
+
 class ModelTree:
     """Which parameter is where in a model, as the engine took it over: training would use others, saves hold these.
 
@@ -117,19 +120,15 @@ class ModelTree:
         self._look()
 
     def _look(self) -> None:
+        """Take what is there as right. It is held, so that its ids are nobody else's."""
         modules = list(self._model.modules())
-        self._places = [
-            (module, list(module._parameters.values()), list(module._modules.values())) for module in modules
-        ]
+        self._places = [(module, _ids(module._parameters), _ids(module._modules)) for module in modules]
+        self._held = [(list(module._parameters.values()), list(module._modules.values())) for module in modules]
 
     def check(self, rank: int) -> None:
         """Raise StateError if a parameter was put in the place of one of the engine's, or a trainable one added."""
         for module, params, modules in self._places:
-            mine, below = module._parameters, module._modules
-            if len(mine) != len(params) or len(below) != len(modules):
-                break
-            same = all(map(operator.is_, mine.values(), params))
-            if not (same and all(map(operator.is_, below.values(), modules))):
+            if _ids(module._parameters) != params or _ids(module._modules) != modules:
                 break
         else:
             return

@@ -91,7 +91,7 @@ def memory_report(
     report["optimizer"] = state_bytes
     report["total"] = sum(report.values())
     report["disk"] = placements.disk_bytes()
-    report["host"] = sum(placements.host.usage().values())
+    report["host"] = sum(placements.host_usage().values())
     report["device"] = max(report["total"] - report["disk"] - placements.host_bytes(), 0)
     return report
 

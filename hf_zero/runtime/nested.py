@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+# Most of what modules take beside tensors; to ask whether it is a container takes longer.
+_PLAIN = (bool, int, float, str)
+
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested lists, tuples, mappings and dataclasses, and in the attributes of any other object."""
@@ -30,6 +33,8 @@ def _is_container(value: Any) -> bool:
 def _items(value: Any) -> Sequence[Any]:
     if isinstance(value, list | tuple):
         return value
+    if value is None or isinstance(value, _PLAIN):
+        return ()
     if isinstance(value, Mapping):
         return list(value.values())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -41,7 +41,7 @@ class _OwnParameters(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
         # A constant where torch.compile traces this: a graph of one layer serves all layers of its class.
-        if not is_dynamo_compiling() and self.reads.is_open:
+        if param is not None and not is_dynamo_compiling() and self.reads.is_open:
             self.reads.on_read(param)
         return param
 
@@ -105,7 +105,7 @@ class OutsideReads:
                 self._params.unshard(unit)
             self._borrowed.append(unit)
             self._log_first(place)
-        if torch.is_grad_enabled() and unit in self._borrowed:
+        if self._borrowed and unit in self._borrowed and torch.is_grad_enabled():
             self._params.hold_for_backward(unit)
 
     def on_iteration(self, param: Any) -> None:

@@ -6,6 +6,7 @@ have agreed on. Where a pass leaves that order (evaluation of a part, generation
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -116,6 +117,43 @@ class RepeatedUse:
         """Units that followed the last times, nearest first."""
         for key in _follow(self._next, self._before, self._here, len(self._units)):
             yield self._units[key]
+
+
+class GatheredAhead:
+    """The units that follow a use along an order, as far as they are unsharded or their gathers have started.
+
+    It moves on with the uses, so that no use walks the order again.
+    Invariant: none of `units` is SHARDED; who reshards one clears this.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.units = collections.deque[ShardUnit]()  # nearest first
+        self.numel = 0  # of them
+        self._used: ShardUnit | None = None
+        self._rest: Iterator[ShardUnit] = iter(())
+        self.following: ShardUnit | None = None  # after `units`
+
+    def move_to(self, unit: ShardUnit, order: UseOrder | RepeatedUse) -> None:
+        """`unit` is used now, and was noted in `order`."""
+        if unit is self._used:
+            return
+        if self.units and self.units[0] is unit:
+            self.numel -= self.units.popleft().numel
+        else:
+            self.clear()
+            self._rest = order.upcoming()
+            self.following = next(self._rest, None)
+        self._used = unit
+
+    def take(self) -> None:
+        """Append the unit that follows."""
+        assert self.following is not None
+        self.units.append(self.following)
+        self.numel += self.following.numel
+        self.following = next(self._rest, None)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from hf_zero.runtime.prefetch import PrefetchLimits, RepeatedUse, UseOrder
+from hf_zero.runtime.prefetch import GatheredAhead, PrefetchLimits, RepeatedUse, UseOrder
+from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
@@ -25,28 +26,51 @@ class Phase(enum.Enum):
 
 
 class LiveUnits:
-    """Elements and bytes of the units that are unsharded on demand, and the most there were."""
+    """The units that are unsharded on demand, or will be: their elements and bytes, and the most there were.
+
+    A unit is idle while it is UNSHARDING or KEPT: nobody uses it.
+    """
 
     def __init__(self) -> None:
-        self._units: dict[int, tuple[int, int]] = {}  # as they were at the gather: a unit may be resharded differently
+        # As they were at the gather: a unit may be resharded differently
+        self._units: dict[int, tuple[int, int]] = {}  # elements and bytes
+        self._idle: dict[int, ShardUnit] = {}  # in the order in which they became idle
         self.numel = self.peak_numel = 0
         self.nbytes = self.peak_bytes = 0
+        self.idle_numel = 0
 
     def add(self, unit: ShardUnit) -> None:
+        """Its gather has started."""
         self._units[id(unit)] = unit.numel, unit.full_bytes
         self.numel += unit.numel
         self.nbytes += unit.full_bytes
         self.peak_numel = max(self.peak_numel, self.numel)
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
+        self.set_idle(unit)
+
+    def set_idle(self, unit: ShardUnit) -> None:
+        self._idle[id(unit)] = unit
+        self.idle_numel += self._units[id(unit)][0]
+
+    def set_used(self, unit: ShardUnit) -> None:
+        if self._idle.pop(id(unit), None) is not None:
+            self.idle_numel -= self._units[id(unit)][0]
 
     def remove(self, unit: ShardUnit) -> None:
+        self.set_used(unit)
         numel, nbytes = self._units.pop(id(unit), (0, 0))
         self.numel -= numel
         self.nbytes -= nbytes
 
+    @property
+    def kept(self) -> list[ShardUnit]:
+        """The KEPT ones, the longest kept first."""
+        return [unit for unit in self._idle.values() if unit.state is UnitState.KEPT]
+
     def clear(self) -> None:
         self._units.clear()
-        self.numel = self.nbytes = 0
+        self._idle.clear()
+        self.numel = self.nbytes = self.idle_numel = 0
 
 
 class OnDemandParams:
@@ -85,11 +109,16 @@ class OnDemandParams:
         self._in_graphs: dict[int, ShardUnit] = {}  # see `hold_for_backward`
         self._pinned: set[int] = set()
         self._stream: RepeatedUse | None = None  # inside `streaming`
+        self._window = GatheredAhead()
         self.builds_graph = False  # this backward makes a graph of gradients: [Note: Double backward] in hooks.py
         self._graph_alive = False  # an earlier one did, and its graph may still be walked
         self._phase: Phase | None = None  # the pass of the training that is under way
-        self._turns = itertools.count()
         self.live = LiveUnits()
+        for unit in self.units:  # by the engine that this one replaces
+            if unit.state is not UnitState.SHARDED:
+                self.live.add(unit)
+            if unit.state is UnitState.UNSHARDED:
+                self.live.set_used(unit)
 
     def before_use(self, unit: ShardUnit, phase: Phase) -> None:
         """Unshard `unit`. All ranks must call, in the same order."""
@@ -105,9 +134,14 @@ class OnDemandParams:
         with torch.no_grad():
             self.unshard(unit)
             if layer:
-                self._prefetch(self.orders[phase].upcoming)
+                self._prefetch(unit, self.orders[phase])
             if left is not None:
                 self._on_left(left)
+
+    @property
+    def flats(self) -> list[FlatParam]:
+        """What is sharded between uses."""
+        return [flat for unit in self.units for flat in unit.flats if flat.on_demand]
 
     @property
     def all_pinned(self) -> bool:
@@ -128,7 +162,8 @@ class OnDemandParams:
             self.reshard(expected)  # another branch was taken
         self.unshard(unit)
         # One ahead hides its gather. What was gathered ahead of the last token was gathered for nothing.
-        self._prefetch(self._stream.upcoming, max_units=1)
+        self._window.clear()  # the order may have been learned meanwhile
+        self._prefetch(unit, self._stream, max_units=1)
 
     def _note(self, unit: ShardUnit, phase: Phase) -> ShardUnit | None:
         """Record the use; return the unit that backward has left for good with it, if any."""
@@ -150,8 +185,10 @@ class OnDemandParams:
             return
         if unit.state is UnitState.UNSHARDING:
             unit.wait_for_unshard()
+            self.live.set_used(unit)
         elif unit.state is UnitState.KEPT:
             unit.use_again()
+            self.live.set_used(unit)
 
     def gather_ahead(self, units: Iterable[ShardUnit]) -> None:
         """Start the gathers of those of `units` that wait for nothing but the other ranks. All ranks must call."""
@@ -237,9 +274,10 @@ class OnDemandParams:
             return
         if unit.on_demand and unit.state is UnitState.UNSHARDED:
             self._on_used(unit, self._phase is Phase.BACKWARD)
-        room = unit.state is UnitState.UNSHARDED and self._beside_use() + unit.numel <= self._limits.live
+        room = unit.state is UnitState.UNSHARDED and self.live.idle_numel + unit.numel <= self._limits.live
         if room and self._is_needed_soon(unit):
-            unit.keep(next(self._turns))
+            unit.keep()
+            self.live.set_idle(unit)
         else:
             self.reshard(unit)
 
@@ -272,7 +310,8 @@ class OnDemandParams:
         if self._stream is not None and not torch.is_grad_enabled():
             return  # a step votes on the order of the training's forwards
         self._phase = Phase.FORWARD
-        for unit in self._kept():  # of a forward whose backward has not come yet, and may never
+        self._window.clear()
+        for unit in self.live.kept:  # of a forward whose backward has not come yet, and may never
             self.reshard(unit)
         self.orders[Phase.FORWARD].begin()
         self._forward_trains = torch.is_grad_enabled()
@@ -283,6 +322,7 @@ class OnDemandParams:
         self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self.orders[Phase.BACKWARD].begin()
         self._phase = Phase.BACKWARD
+        self._window.clear()
         self.builds_graph = False
         self._last_in_backward = None
         roots = [unit for unit in self.units if unit.kind is UnitKind.ROOT]
@@ -338,6 +378,7 @@ class OnDemandParams:
         for unit in self.units:
             unit.forget()
         self.live.clear()
+        self._window.clear()
 
     def reshard_idle(self) -> None:
         """End of a forward: give back what was gathered ahead and not used."""
@@ -356,46 +397,45 @@ class OnDemandParams:
             unit.wait_for_unshard()
         unit.reshard()
         self.live.remove(unit)
+        if unit in self._window.units:
+            self._window.clear()
 
-    def _kept(self) -> list[ShardUnit]:
-        """The longest kept first."""
-        kept = [unit for unit in self.units if unit.state is UnitState.KEPT]
-        return sorted(kept, key=lambda unit: unit.kept_at)
-
-    def _beside_use(self) -> int:
-        """Elements that are unsharded, or will be, and nobody uses."""
-        return sum(unit.numel for unit in self.units if unit.state in (UnitState.UNSHARDING, UnitState.KEPT))
-
-    def _make_room(self, numel: int, near: AbstractSet[int]) -> bool:
-        """Reshard kept units, not `near` ones, until `numel` more elements may be unsharded; return whether they may.
+    def _make_room(self, following: ShardUnit) -> bool:
+        """Reshard kept units that are used after `following` until it may be unsharded; return whether it may.
 
         The longest kept goes first: backward comes to it last.
         """
-        room = self._limits.live - numel - self._beside_use()
-        for unit in self._kept():
-            if room >= 0:
-                break
-            if id(unit) not in near:
-                room += unit.numel
-                self.reshard(unit)
-        return room >= 0
+        room = self._limits.live - following.numel
+        if self.live.idle_numel > room:
+            for unit in self.live.kept:
+                if unit not in self._window.units and self.live.idle_numel > room:
+                    self.reshard(unit)
+        return self.live.idle_numel <= room
 
-    def _prefetch(self, upcoming: Callable[[], Iterator[ShardUnit]], max_units: int | None = None) -> None:
+    def _prefetch(self, unit: ShardUnit, order: UseOrder | RepeatedUse, max_units: int | None = None) -> None:
+        """Start the gathers of what follows the use of `unit` along `order`."""
         if not self._limits.ahead:
             return
-        for unit in itertools.islice(upcoming(), 1, _MAX_READS_AHEAD):
-            if unit.state is UnitState.SHARDED:
-                unit.prefetch()
-        ahead = 0
-        near: set[int] = set()
-        for unit in itertools.islice(upcoming(), max_units):
-            ahead += unit.numel
-            # To start the gather of a unit that is updated or read first is to wait for that.
-            if near and (ahead > self._limits.ahead or unit.is_offloaded):
+        for later in itertools.islice(order.upcoming(), 1, _MAX_READS_AHEAD):
+            if later.state is UnitState.SHARDED:
+                later.prefetch()
+        window = self._window
+        window.move_to(unit, order)
+        while (following := window.following) is not None:
+            is_next = not window.units
+            if len(window.units) == max_units:
                 return
-            near.add(id(unit))
-            if unit.state is UnitState.SHARDED:
-                may = self._make_room(unit.numel, near)
-                if not may and not (len(near) == 1 and self._limits.admits_next(unit.numel)):
-                    return
-                self.unshard(unit, wait=False)
+            if not is_next and window.numel + following.numel > self._limits.ahead:
+                return
+            if following.state is UnitState.SHARDED and not self._gather_if_admitted(following, is_next):
+                return
+            window.take()
+
+    def _gather_if_admitted(self, unit: ShardUnit, is_next: bool) -> bool:
+        # To start the gather of a unit that is updated or read first is to wait for that.
+        if unit.is_offloaded and not is_next:
+            return False
+        if not self._make_room(unit) and not (is_next and self._limits.admits_next(unit.numel)):
+            return False
+        self.unshard(unit, wait=False)
+        return True

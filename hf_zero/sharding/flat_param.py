@@ -5,12 +5,18 @@ Autograd keeps views of a gathered weight (the transpose that a matrix product s
 tensor for all of the training whose storage is resized to 0 at a reshard and refilled at the next gather: a view saved
 in forward sees the data again once the unit is gathered in backward. The parameters themselves are pointed at
 placeholders before the memory goes, so that reading a sharded parameter gives NaN, not freed memory.
+
+[Note: Lost writes]
+Torch lets `fill_`, `zero_` and writes of one element pass on a placeholder, and the next gather would lose them. Where
+the host computes, the gather looks whether the placeholder is NaN. Where a device does, the host would have to wait
+for it, so the gather compares torch's counts of writes instead. They miss a write to `param.data`: that is found by
+value at the step, with what the host reads of the device there anyway.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +26,7 @@ from hf_zero.distributed.work import Pending
 from hf_zero.errors import StateError
 from hf_zero.layout import Slice, UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
+from hf_zero.sharding.param_data import set_data
 from hf_zero.sharding.placement import FlatParamSpec, Placement, master_dtype_of
 from hf_zero.sharding.shard import Shard, ShardTensor, StoredShard, make_shard
 from hf_zero.storage.base import BorrowedTensors, ShardStore
@@ -31,7 +38,7 @@ class FlatParam:
     Invariants:
       - Gathered parameters are views of `full`; a gather needs no copy-out.
       - A sharded parameter keeps its identity, shape, type and device; its data is one NaN element of its own,
-        expanded with stride 0, and must still be NaN at the next gather.
+        expanded with stride 0, and must still be NaN at the next gather. See [Note: Lost writes].
       - `master` exists for trainable parameters only, and is `shard` itself where type and medium agree.
       - While `update` is not over, it may be writing to the shard: whoever reads the shard waits for it first.
     """
@@ -41,6 +48,7 @@ class FlatParam:
     master: Shard | None  # fp32 (fp64 for fp64 parameters)
     update: Pending | None
     buckets: list[torch.Tensor]  # of `full`, 1-D: one all-gather each
+    placeholder_values: torch.Tensor  # 1-D, one element per parameter: what the placeholders show
     slices: dict[str, Slice]  # what this rank owns, by parameter name; without those of which it owns nothing
 
     def __init__(
@@ -64,8 +72,8 @@ class FlatParam:
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
-        self._placeholder_values = torch.full((len(self.params),), torch.nan, dtype=self.dtype, device=self._device)
-        self.placeholders = [self._placeholder_values[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
+        self.placeholder_values = torch.full((len(self.params),), torch.nan, dtype=self.dtype, device=self._device)
+        self.placeholders = [self.placeholder_values[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
         initialize(self)
 
     # ---------------------------------------------------------------- first values
@@ -80,6 +88,8 @@ class FlatParam:
             self.comm.broadcast(values[start : start + numel], f"first weights of {self.layout.name}")
         self._set_full(values.to(self.dtype))
         self._set_shards(ShardTensor(self.layout, self._rank, values, in_full=True))
+        for param, view in zip(self.params, self._views, strict=True):
+            set_data(param, view)
         self.bind_views()
 
     def initialize_with_zeros(self) -> None:
@@ -213,10 +223,7 @@ class FlatParam:
             return shard.parts
         # Straight into this rank's place in the full tensor: from there the all-gather takes it.
         places = ShardTensor(self.layout, self._rank, self.full, in_full=True).parts
-        for place, part in zip(places, shard.parts, strict=True):
-            place.copy_(part, non_blocking=True)
-        self._copied = torch.Event(self.full.device.type)
-        self._copied.record(torch.accelerator.current_stream(self.full.device))
+        self._copied = shard.copy_parts_to(places)
         return places
 
     @contextlib.contextmanager
@@ -250,6 +257,8 @@ class FlatParam:
 
     def forget_gather(self) -> None:
         """A gather was broken off, and its connections are closed: what it had of other memory goes back."""
+        if self._copied is not None:  # it may be reading the one and writing to the other
+            self._copied.synchronize()
         if self._borrowed is not None:
             self._borrowed.release()
         self._borrowed = self._copied = None
@@ -257,6 +266,7 @@ class FlatParam:
     def reshard(self) -> None:
         """Point the parameters at placeholders and give the memory back. See [Note: Views outlive a reshard]."""
         self._bind(self.placeholders)
+        self.mark_written()
         self.full.untyped_storage().resize_(0)
 
     def bind_views(self) -> None:
@@ -273,23 +283,27 @@ class FlatParam:
         self._versions = [param._version for param in self.params]
 
     def written(self) -> list[int]:
-        """Which unsharded parameters were written to in place since `mark_written`, by what torch counts."""
+        """Which parameters were written to in place since `mark_written`, by what torch counts."""
         pairs = zip(self.params, self._versions, strict=True)
         return [index for index, (param, known) in enumerate(pairs) if param._version != known]
 
     def check_placeholders(self) -> None:
-        """Raise if somebody wrote to a sharded parameter (`zero_`, `fill_` and a 1-element write do not raise)."""
-        if self._placeholder_values.is_meta:
-            return  # sizes without values: nothing can be written
-        untouched = torch.isnan(self._placeholder_values)
-        if not untouched.all():
-            names = [slot.name for slot, same in zip(self.layout.slots, untouched.tolist(), strict=True) if not same]
-            self._placeholder_values.fill_(torch.nan)
-            raise StateError(
-                f"rank {self.comm.rank}: sharded parameter(s) were written to while they were sharded, and the "
-                f"write is lost: {', '.join(names)}.\nWrite inside `with hf_zero.gathered_params(model, "
-                "write_rank=0):`, or before the model is handed to hf_zero."
-            )
+        """Raise if somebody wrote to a sharded parameter. See [Note: Lost writes]."""
+        if self._device.type == "cpu":
+            if not torch.isnan(self.placeholder_values).all():
+                raise lost_writes({self.comm.rank: self.take_lost_writes()})
+        elif self._bound is self.placeholders:
+            slots = [self.layout.slots[index] for index in self.written()]
+            if names := [slot.name for slot in slots if slot.numel]:
+                self.take_lost_writes()
+                raise lost_writes({self.comm.rank: names})
+
+    def take_lost_writes(self) -> list[str]:
+        """Names of the parameters whose placeholder was written to, which is forgotten. Waits for the device."""
+        untouched = torch.isnan(self.placeholder_values).tolist()
+        self.placeholder_values.fill_(torch.nan)
+        self.mark_written()
+        return [slot.name for slot, same in zip(self.layout.slots, untouched, strict=True) if not same]
 
     def check_views(self) -> None:
         """Raise if a parameter has left `full` (`.to(dtype)`, `param.data = ...`): updates would miss it."""
@@ -394,3 +408,14 @@ class FlatParam:
 def slices_by_name(layout: UnitLayout, rank: int) -> dict[str, Slice]:
     """What `rank` owns of each parameter of which it owns something."""
     return {slice_.name: slice_ for slice_ in layout.slices(rank)}
+
+
+def lost_writes(names: Mapping[int, Sequence[str]]) -> StateError:
+    """What to raise where parameters, by rank, were written to while they were sharded."""
+    said = [f"rank {rank}: {', '.join(theirs)}" for rank, theirs in names.items() if theirs]
+    return StateError(
+        "sharded parameter(s) were written to while they were sharded, and the write is lost: "
+        + "; ".join(said)
+        + ".\nWrite inside `with hf_zero.gathered_params(model, write_rank=0):`, or before the model is handed to "
+        "hf_zero."
+    )

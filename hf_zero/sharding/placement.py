@@ -20,9 +20,9 @@ from hf_zero.config.resolved import Aio, OffloadOptimizer, OffloadParam, Resolve
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import OffloadError, StateError
 from hf_zero.layout import UnitLayout
+from hf_zero.native.host_memory import page_rounded
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
 from hf_zero.storage.copy_stream import CopyStream
-from hf_zero.storage.staging_pool import page_rounded
 
 # Elements of one tile: large enough for a disk's full rate, small enough that a few of them are little memory.
 MAX_TILE_NUMEL = 1 << 22
@@ -83,7 +83,12 @@ class OffloadSettings:
 
 
 class Placements:
-    """The stores of one engine. All ranks must construct it; what goes wrong on one rank is raised on all of them."""
+    """The stores of one engine. All ranks must construct it; what goes wrong on one rank is raised on all of them.
+
+    `host` is what the device copies from and to, so it is pinned: parameter shards, gradients, updated parameters.
+    `states` is what the processor alone works on: masters and moments of a native update, averages. To pin those
+    too would take minutes at the start and most of what a system allows.
+    """
 
     def __init__(self, settings: OffloadSettings, comm: Comm, flat_specs: Sequence[FlatParamSpec]) -> None:
         self._settings = settings
@@ -92,16 +97,18 @@ class Placements:
         self.device = DeviceStore(comm.device)
         self._copies = self._make_copies()
         self.host = self._make_host(pin=settings.optimizer.pin_memory or settings.param.pin_memory)
+        self.states = self._make_host(pin=False)
         self._folders: dict[str, SwapFolder] = {}
         self.disks: dict[str, ShardStore] = {}  # "optimizer", "parameters"
         self._offloaded = self._choose_offloaded(flat_specs)
         self._on_disk = self._choose_on_disk(flat_specs)
-        self._states: ShardStore = self.host
+        self._masters: ShardStore = self.states
         self._params: ShardStore = self.host
         work = functools.partial(self._make_disks, flat_specs)
         comm.together("offload folders", work, catch=(OffloadError,), raise_as=OffloadError)
-        # A model that is forgotten without a teardown takes its files with it; at exit the folders do so themselves.
-        self._closing = weakref.finalize(self, _close, self.disks, self._folders)
+        # A model that is forgotten without a teardown takes its files and pinned memory with it. At exit the folders
+        # remove themselves, and memory goes with the process.
+        self._closing = weakref.finalize(self, _close, [self.host, self.states], self.disks, self._folders)
         self._closing.atexit = False
 
     # ---------------------------------------------------------------- who lives where
@@ -113,13 +120,18 @@ class Placements:
             param = self._params if flat_spec.layout.name in self._on_disk else self.host
         return Placement(
             param=param,
-            master=self._states if offloaded else self.device,
+            master=self._master_store(param) if offloaded else self.device,
             native=offloaded and self._settings.native,
             copies=self._copies,
             tile_numel=self._tile,
             sub_group_numel=max(1, self._settings.sub_group_numel),
             broadcasts=self._settings.broadcasts,
         )
+
+    def _master_store(self, param: ShardStore) -> ShardStore:
+        """Where offloaded masters live. Those that torch updates are copied to their parameters after every step."""
+        copied = not self._settings.native and param.is_on_device
+        return self.host if copied else self._masters
 
     def admit(self, flat_specs: Sequence[FlatParamSpec]) -> None:
         """Find places for flat parameters that are made later, in the place of frozen ones.
@@ -169,11 +181,11 @@ class Placements:
         optimizer, param = self._settings.optimizer, self._settings.param
         if optimizer.device == "nvme":
             one_tile = _STATES * page_rounded(self._state_tile_bytes(flat_specs))
-            self._states = self.disks["optimizer"] = self._make_disk(
+            self._masters = self.disks["optimizer"] = self._make_disk(
                 optimizer.nvme_path,
                 "optimizer",
                 optimizer.buffer_count * one_tile,
-                pin=optimizer.pin_memory,
+                pin=False,
                 preallocate=not optimizer.fast_init,
                 read_ahead=optimizer.pipeline_read,
                 write_behind=optimizer.pipeline_write,
@@ -207,9 +219,13 @@ class Placements:
             self._folders[path] = SwapFolder(path, self._comm.rank)
         return self._folders[path]
 
+    def host_usage(self) -> dict[str, int]:
+        """Bytes under each key in the host's memory."""
+        return self.host.usage() | self.states.usage()
+
     def host_bytes(self) -> int:
-        """Bytes on the host store, without copies that wait to be published."""
-        return sum(size for key, size in self.host.usage().items() if not key.endswith("/staged"))
+        """Bytes in the host's memory, without copies that wait to be published."""
+        return sum(size for key, size in self.host_usage().items() if not key.endswith("/staged"))
 
     def disk_bytes(self) -> int:
         return sum(sum(disk.usage().values()) for disk in self.disks.values())
@@ -223,11 +239,13 @@ class Placements:
         return not self._closing.alive
 
     def close(self) -> None:
-        """Forget what is on disk and remove the files."""
+        """Forget what is on the host and on disk; unpin the memory and remove the files."""
         self._closing()
 
 
-def _close(disks: dict[str, ShardStore], folders: dict[str, SwapFolder]) -> None:
+def _close(hosts: Sequence[ShardStore], disks: dict[str, ShardStore], folders: dict[str, SwapFolder]) -> None:
+    for host in hosts:
+        host.close()
     for disk in disks.values():
         disk.close()
     for folder in folders.values():

@@ -99,6 +99,10 @@ class Shard(abc.ABC):
         """Start bringing the shard into memory. A hint: it never waits."""
         return None
 
+    def wait_for_readers(self) -> None:
+        """Return when no copy to the device reads the shard's memory any more."""
+        return None
+
     def move(self, layout: UnitLayout, store: ShardStore) -> None:
         """Go on as the shard of `layout` on `store`, which can adopt what the shard is. Nothing is copied."""
         self.layout = layout
@@ -111,7 +115,11 @@ class Shard(abc.ABC):
 class ShardTensor(Shard):
     """A shard in memory, here that of its caller: one part per bucket, one or more slices per parameter.
 
-    Invariant: the parts tile the shard in shard order.
+    Invariants:
+      - The parts tile the shard in shard order.
+      - A copy to the device may be reading the memory after it was started, and after the device was told to wait for
+        it: the host goes on. So whoever writes to the memory, or frees it, calls `wait_for_readers` before. Methods
+        that do either call it themselves; who writes to `slice_tensors`, as an optimizer does, has to.
 
     Args:
         memory: 1-D [shard_numel], the shard itself, or with `in_full` 1-D [padded_numel], the full tensor of which
@@ -127,6 +135,7 @@ class ShardTensor(Shard):
         self.memory = memory
         self.in_full = in_full
         self.parts: list[torch.Tensor] = list(self._split())
+        self._being_read: torch.Event | None = None  # over when the last copy from the host's memory is
 
     @property
     def nbytes(self) -> int:
@@ -170,11 +179,13 @@ class ShardTensor(Shard):
         return views[0] if len(views) == 1 else torch.cat(views)
 
     def write_slice(self, slice_: Slice, values: torch.Tensor) -> None:
+        self.wait_for_readers()
         views = [view.view(-1) for view in self.slice_tensors(slice_)]
         for view, chunk in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
             view.copy_(chunk)
 
     def _targets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        self.wait_for_readers()
         start = 0
         for part in self.parts:
             yield start, part
@@ -186,13 +197,44 @@ class ShardTensor(Shard):
     def borrow_to_write(self, *, staged: bool) -> BorrowedTensors:
         if staged:
             raise AssertionError(f"{self.layout.name}: new values of a shard in memory cannot be staged")
+        self.wait_for_readers()
         return BorrowedTensors([self.memory])
 
+    def copy_parts_to(self, places: Sequence[torch.Tensor]) -> torch.Event | None:
+        """Start to copy every part to its place, on the current stream of the device that has the places.
+
+        Returns an event that is over when they are there; None: they are, for the host has copied them.
+        """
+        for place, part in zip(places, self.parts, strict=True):
+            place.copy_(part, non_blocking=True)
+        device = places[0].device if places else self.memory.device
+        if device.type == "cpu":
+            return None
+        self._being_read = torch.Event(device.type)
+        self._being_read.record(torch.accelerator.current_stream(device))
+        return self._being_read
+
+    def wait_for_readers(self) -> None:
+        if self._being_read is not None:
+            self._being_read.synchronize()
+            self._being_read = None
+
+    def exchange(self, other: ShardTensor) -> None:
+        """Swap the values with those of a shard of the same layout and type, a part at a time."""
+        self.wait_for_readers()
+        other.wait_for_readers()
+        for mine, theirs in zip(self.parts, other.parts, strict=True):
+            kept = mine.clone()
+            mine.copy_(theirs)
+            theirs.copy_(kept)
+
     def scale(self, factor: float) -> None:
+        self.wait_for_readers()
         if self.parts:  # a flat parameter of empty parameters has none, and torch refuses an empty list
             torch._foreach_mul_(self.parts, factor)
 
     def zero(self) -> None:
+        self.wait_for_readers()
         if self.parts:
             torch._foreach_zero_(self.parts)
 
@@ -211,6 +253,7 @@ class MemoryShard(ShardTensor):
         self.layout, self._store, self._key = layout, store, key
 
     def drop(self) -> None:
+        self.wait_for_readers()
         self._store.drop(self._key)
 
 

@@ -40,7 +40,6 @@ class ShardUnit:
         self.flats = flats
         self.on_demand = any(flat.on_demand for flat in flats)
         self.state = UnitState.UNSHARDED
-        self.kept_at = 0
         self._gathers: list[Pending] = []
         self._measure()
 
@@ -83,11 +82,10 @@ class ShardUnit:
             flat.use_gathered()
         self.state = UnitState.UNSHARDED
 
-    def keep(self, turn: int) -> None:
-        """Nobody uses the unit any more; it stays unsharded for a use to come. `turn` orders those that are kept."""
+    def keep(self) -> None:
+        """Nobody uses the unit any more; it stays unsharded for a use to come."""
         self._expect(UnitState.UNSHARDED)
         self.state = UnitState.KEPT
-        self.kept_at = turn
 
     def use_again(self) -> None:
         self._expect(UnitState.KEPT)

@@ -1,4 +1,4 @@
-"""Shards that stay in memory: of the compute device, or of the host, pinned where a CUDA device copies from it."""
+"""Shards that stay in memory: of the compute device, or of the host, pinned where a device copies from it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from hf_zero.native.host_memory import private_pages
+from hf_zero.native.pinning import HostMemory
 from hf_zero.storage.base import BorrowedTensors, ShardStore
-from hf_zero.storage.staging_pool import HostMemory
 
 
 class MemoryStore(ShardStore):
@@ -84,13 +84,15 @@ class HostStore(MemoryStore):
 
     Args:
         device: The device that computes.
-        pin: Pin the memory where that device is CUDA. A block that cannot be pinned is pageable; that is logged once.
+        pin: Pin the memory for that device, unless it is the CPU. A block that cannot be pinned is pageable; that is
+            logged once.
     """
 
     def __init__(self, device: torch.device, *, pin: bool) -> None:
         super().__init__(device)
         self._memory = HostMemory(device, pin=pin)
         self._blocks: dict[str, torch.Tensor] = {}  # uint8, rounded up to pages
+        self._closed = False
 
     def _allocate(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
@@ -107,9 +109,13 @@ class HostStore(MemoryStore):
         self._memory.adopt(self._blocks[key], other._memory)
 
     def drop(self, key: str) -> None:
+        if self._closed:  # who had the key may end after the store: an average that outlives its engine
+            return
         super().drop(key)
         self._memory.free(self._blocks.pop(key))
 
     def close(self) -> None:
-        for key in list(self._tensors):
-            self.drop(key)
+        self._closed = True
+        self._tensors.clear()
+        self._memory.free(*self._blocks.values())
+        self._blocks.clear()

@@ -20,7 +20,7 @@ def check(task: Task, device: str, world_size: int) -> Iterator[Row]:
 
 def _row(task: Task, setting: Setting, device: str, expected: list[list[float]]) -> Row:
     trained = train(task, setting, device, count_waits=True)
-    problem = wrong_waits(trained, setting, device)
+    problem = wrong_waits(trained, setting)
     mine = (trained.losses, [*filter(None, [problem]), *place.reports(device)])
     everyone = of_all_ranks(mine)
     off = max(difference(losses, wanted) for (losses, _), wanted in zip(everyone, expected, strict=True))

@@ -92,10 +92,9 @@ def train(task: Task, setting: Setting, device: str, *, count_waits: bool = Fals
     return trained
 
 
-def wrong_waits(trained: Trained, setting: Setting, device: str) -> str:
-    """Where the host should not have waited, in words; empty if all is right. hf_zero pins for CUDA only."""
-    pinned = setting.pin and device != place.LAG
-    return waits.wrong(trained.waits, stage=setting.stage, offloaded=setting.is_offloaded, pinned=pinned)
+def wrong_waits(trained: Trained, setting: Setting) -> str:
+    """Where the host should not have waited, in words; empty if all is right."""
+    return waits.wrong(trained.waits, offloaded=setting.is_offloaded, pinned=setting.pin)
 
 
 def train_on_the_cpu(task: Task, setting: Setting) -> list[float]:

@@ -26,15 +26,15 @@ Waits = collections.Counter[str]  # "file function" -> how often
 VOTE = "step_ballot.py _on_host"
 EXPECTED = {
     VOTE: "the norm and what the ranks agree on",
-    "flat_param.py check_placeholders": "stage 3: a write to a sharded parameter is reported at its next gather",
     "flat_param.py use_gathered": "parameters on disk: staging memory goes back when the device has read it",
     "grad_accumulator.py wait_for_copies": "offload: reduced gradients are on the host",
     "grad_accumulator.py _copy_to_host": "offload with accumulation: the host adds",
     "shard.py copy_from": "offload of one of states and parameters",
     "param_writer.py open": "an update writes where the device has read the last one's parameters",
+    "shard.py wait_for_readers": "the same, where it writes into the shard",
 }
 # Copies from and to host memory that is not pinned.
-PAGEABLE = ("copy_stream.py copy", "param_writer.py publish", "flat_param.py parts_on_device")
+PAGEABLE = ("copy_stream.py copy", "param_writer.py publish", "shard.py copy_parts_to")
 
 
 def can_count(device: torch.device) -> bool:
@@ -88,13 +88,11 @@ def _place() -> str:
     return "nobody knows where"
 
 
-def wrong(found: Waits, *, stage: int, offloaded: bool, pinned: bool) -> str:
+def wrong(found: Waits, *, offloaded: bool, pinned: bool) -> str:
     """What is not as EXPECTED, in words; empty if nothing is. Waits of the model's own code are its own affair."""
     allowed = set(EXPECTED) if offloaded else {VOTE}
     if offloaded and not pinned:
         allowed.update(PAGEABLE)
-    if stage == 3:
-        allowed.add("flat_param.py check_placeholders")
     if other := {place: count for place, count in _of_hf_zero(found).items() if place not in allowed}:
         return f"the host waits at {other}"
     if found[VOTE] > 1:

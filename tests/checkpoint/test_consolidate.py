@@ -24,7 +24,7 @@ from hf_zero import layout
 from hf_zero.checkpoint import consolidate as script
 from hf_zero.checkpoint.consolidate import ConsolidateError, Options, consolidate
 from hf_zero.checkpoint.manifest import manifest_path, zero_folder
-from tests.harness.checkpoints import WholeModel, assert_same, make_model, save
+from tests.harness.checkpoints import WholeModel, assert_holds, assert_same, make_model, save
 
 TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -92,6 +92,17 @@ def test_its_tables_are_those_of_the_package() -> None:
 
 
 # -------------------------------------------------------------------- the result
+@pytest.mark.parametrize("bucket", [None, 8, 64])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_earlier_checkpoints_have_unaligned_parts(tmp_path: Path, world_size: int, bucket: int | None) -> None:
+    model = make_model(world_size)
+    info = save(tmp_path / "c", model, world_size, bucket, unaligned=True)
+    assert any(one.padded_numel % (world_size * layout.ALIGN) for one in info.layouts)
+    assert_holds(tmp_path / "c", model)
+    consolidate(tmp_path / "c")
+    assert_equal(read_folder(tmp_path / "c" / "consolidated"), expected(model))
+
+
 @pytest.mark.parametrize("bucket", [None, 8])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_weights_are_the_masters_bit_for_bit(

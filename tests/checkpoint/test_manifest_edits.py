@@ -198,6 +198,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a place twice": lambda m: m["layouts"][0]["slots"].append(m["layouts"][0]["slots"][0]),
     "another shape": lambda m: transpose(m, [3, 5]),
     "another cut": lambda m: m["layouts"][0].update(bucket_numel=128),
+    "another padding": lambda m: m["layouts"][0].update(padded_numel=m["layouts"][0]["padded_numel"] + 16),
     "another offset": lambda m: m["layouts"][0]["slots"][2].__setitem__(2, m["layouts"][0]["slots"][2][2] + 8),
     "a time": lambda m: m.update(saved_at=1e300),
     "a buffer's shape": lambda m: next(one for one in m["buffers"] if one["name"] == "mask").update(shape=[3, 2]),

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from hf_zero.distributed import processes
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.clocks import DeviceClock
-from hf_zero.optim.offload import param_writer
 from hf_zero.optim.offload.update_worker import UpdateWorker
+from hf_zero.sharding.shard import ShardTensor
 from tests.harness.ranks import RankFailure, run_ranks
 
 Calls = list[tuple[Any, ...]]
@@ -101,13 +101,12 @@ def test_events_are_recorded_on_a_stream_of_their_device(calls: Calls, monkeypat
     event = SimpleNamespace(record=recorded.append, synchronize=lambda: None)
     monkeypatch.setattr("torch.Event", lambda *_, **__: event)
     DeviceClock(torch.device("cuda", 2)).mark()
-    shard: Any = SimpleNamespace(
-        memory=SimpleNamespace(device=torch.device("cuda", 3), dtype=torch.float32), parts=[torch.zeros(2)]
-    )
-    staged = object.__new__(param_writer.StagedWriter)
-    staged._shard, staged._staged = shard, SimpleNamespace(parts=[torch.ones(2)])  # type: ignore[assignment]
-    staged.publish()
-    assert shard.parts[0].tolist() == [1.0, 1.0]
+    copied: list[torch.Tensor] = []
+    place: Any = SimpleNamespace(device=torch.device("cuda", 3), copy_=lambda part, non_blocking: copied.append(part))
+    shard = object.__new__(ShardTensor)
+    shard.parts = [torch.ones(2)]
+    assert shard.copy_parts_to([place]) is event
+    assert copied == shard.parts
     assert recorded == ["stream of cuda:2", "stream of cuda:3"]
 
 

@@ -112,9 +112,27 @@ def save_info(model: WholeModel, layouts: tuple[UnitLayout, ...], **changes: Any
     return replace(info, **changes)
 
 
-def save(folder: Path, model: WholeModel, world_size: int, bucket: int | None = None, **changes: Any) -> SaveInfo:
+def with_unaligned_parts(layout: UnitLayout) -> UnitLayout:
+    """As flat parameters were padded at first: to the world size only."""
+    used = layout.slots[-1].end if layout.slots else 0
+    padded = used + -used % layout.world_size
+    bucket = layout.bucket_numel if layout.bucket_numel < padded else max(padded, layout.world_size)
+    return replace(layout, padded_numel=padded, bucket_numel=bucket)
+
+
+def save(
+    folder: Path,
+    model: WholeModel,
+    world_size: int,
+    bucket: int | None = None,
+    *,
+    unaligned: bool = False,
+    **changes: Any,
+) -> SaveInfo:
     """All phases of a save, for all ranks one after the other."""
     layouts = model.layouts(world_size, bucket)
+    if unaligned:
+        layouts = tuple(map(with_unaligned_parts, layouts))
     info = save_info(model, layouts, **changes)
     check_info(info)
     save_id = prepare_folder(folder)

@@ -280,5 +280,5 @@ class _DryGroup(EngineGroup):
         self.rank, self.world_size = rank, world_size
         self.name = ""
         self.log = OperationLog()
-        self.stopped = False
+        self._disconnected = threading.Event()
         self.link = self.control = None

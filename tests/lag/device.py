@@ -102,6 +102,23 @@ def take_syncs() -> list[tuple[str, str]]:
     return [tuple(sync) for sync in library().take_syncs()]
 
 
+def set_pinned_limit(nbytes: int) -> None:
+    """Bytes of host memory that may be pinned; 0 for no limit. Beyond it pinning raises RuntimeError."""
+    library().set_pinned_limit(nbytes)
+
+
+def pinned_bytes() -> int:
+    """Of host memory that is pinned now, by torch's allocator or in place. What is copied from or to stays."""
+    nbytes: int = library().pinned_bytes()
+    return nbytes
+
+
+def pinned_ranges() -> int:
+    """In how many pieces it was pinned."""
+    count: int = library().pinned_ranges()
+    return count
+
+
 @contextmanager
 def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Pin a CPU tensor's memory in place, as cudaHostRegister does."""

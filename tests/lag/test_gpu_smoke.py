@@ -27,7 +27,8 @@ def test_it_runs_to_its_end() -> None:
     more = ("teardown and second engine, stage 0", "2 ranks on one device, stage 3", "peak memory, stage 3")
     for seen in (*rows, *more, "speed, stage 3, cpu+cpu, bf16"):
         assert f"\n{seen}" in done.stdout, done.stdout
-    assert "1 for the vote" in done.stdout and "not seen (pinned host memory; speed of DeepSpeed" in done.stdout
+    assert "1 for the vote" in done.stdout and "\npinned host memory" in done.stdout
+    assert "\nspeed of DeepSpeed, stage 3, cpu+cpu, bf16" in done.stdout
 
 
 def test_without_a_gpu_it_says_so() -> None:
@@ -50,9 +51,9 @@ def test_waits_that_cuda_warns_of_have_their_place(monkeypatch: pytest.MonkeyPat
         warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=1)
     assert modes == ["warn", 0]
     assert found == {"test_gpu_smoke.py test_waits_that_cuda_warns_of_have_their_place": 2}
-    found["flat_param.py check_placeholders"] = 1
-    assert "check_placeholders" in waits.wrong(found, stage=2, offloaded=False, pinned=True)
-    assert waits.wrong(found, stage=3, offloaded=False, pinned=True) == ""
+    found["shard.py copy_from"] = 1
+    assert "copy_from" in waits.wrong(found, offloaded=False, pinned=True)
+    assert waits.wrong(found, offloaded=True, pinned=True) == ""
 
 
 # What goes before the check of stage 0, and what its row has to say then
@@ -68,8 +69,8 @@ MISTAKES = {
         "a loss is off by 1.0e-02",
     ),
     "waits": (
-        "import hf_zero.optim.step_ballot as b; norm = b.local_norm_sq\n"
-        "b.local_norm_sq = lambda accs, comm: norm(accs, comm) + 0 * norm(accs, comm)\n",
+        "import hf_zero.optim.step_ballot as b; on_host = b._on_host\n"
+        "b._on_host = lambda tensors: [on_host(tensors), on_host(tensors)][1]\n",
         "the vote waits 2 times",
     ),
 }

@@ -139,13 +139,9 @@ def expected(run: Run) -> Waits:
     waits = collections.Counter[tuple[str, str]]()
     states, _, params = run.medium.partition("+")
     offloaded = states != "none"
-    # The ballot: the norm must be known before clipping, and an update may write where the device reads.
-    waits["optim/step_ballot.py:_on_host", "stream" if offloaded else "to host"] += 1
-    if run.stage == 3 and (run.world_size > 1 or params):
-        # A write to a sharded parameter is reported at its next gather. The wait orders something else by accident:
-        # copies from host memory that gathers have started are over before the host writes there. Events have to do
-        # that before this one can go.
-        waits["sharding/flat_param.py:check_placeholders", "value"] += GATHERS * run.accumulation
+    if not offloaded or (run.stage == 3 and (run.world_size > 1 or params)):
+        # The ballot: the norm must be known before clipping, and whether a sharded parameter was written to.
+        waits["optim/step_ballot.py:_on_host", "to host"] += 1
     if offloaded:
         # Reduced gradients are on the host before their norm is taken there.
         waits["runtime/grad_accumulator.py:wait_for_copies", "event"] += FLATS
@@ -156,7 +152,8 @@ def expected(run: Run) -> Waits:
         # torch has updated masters on the host: parameters on the device are copied from them.
         waits["sharding/shard.py:copy_from", "to device"] += FLATS
     if params == "cpu" and not offloaded:
-        # The other way round.
+        # The other way round: the device writes where gathers have read, which has long been over.
+        waits["sharding/shard.py:wait_for_readers", "event"] += FLATS
         waits["sharding/shard.py:copy_from", "to host"] += FLATS
     if params == "nvme":
         # What a disk's store has lent goes back when the device has read it.

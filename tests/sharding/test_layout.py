@@ -41,8 +41,8 @@ def test_parameters_lie_behind_each_other_and_aligned(layout: UnitLayout) -> Non
         assert slot.offset % ALIGN == 0
         assert 0 <= slot.offset - end < ALIGN
         end = slot.end
-    assert 0 <= layout.padded_numel - end < ALIGN + layout.world_size
-    assert layout.padded_numel % layout.world_size == 0
+    assert 0 <= layout.padded_numel - end < ALIGN * layout.world_size
+    assert layout.padded_numel % (layout.world_size * ALIGN) == 0
     assert layout.numel == sum(math.prod(shape) for shape in SHAPES.values())
 
 
@@ -53,6 +53,17 @@ def test_buckets_tile_the_buffer_and_split_evenly(layout: UnitLayout) -> None:
         position += numel
     assert position == layout.padded_numel
     assert len(list(layout.buckets())) == layout.num_buckets
+
+
+@pytest.mark.parametrize("bucket", [None, 100, 200, 1 << 20])
+@pytest.mark.parametrize("world", [1, 2, 3, 6, 7, 12])
+def test_every_part_of_every_rank_starts_aligned(world: int, bucket: int | None) -> None:
+    """In the flat parameter and in the shard; 100 elements are as many as one aligned part for each of 12 ranks."""
+    layout = build(world, bucket)
+    for rank in range(world):
+        ranges = layout.shard_range(rank)
+        assert all(start % ALIGN == end % ALIGN == 0 for start, end in ranges), (rank, ranges)
+    assert layout.bucket_numel % (world * ALIGN) == 0 or layout.num_buckets == 0
 
 
 @pytest.mark.parametrize(("world", "limit"), [(1, 3), (2, 16), (3, 16), (3, 100), (7, 100), (4, 1)])
@@ -167,7 +178,17 @@ def test_a_unit_without_elements() -> None:
 def test_more_ranks_than_elements() -> None:
     layout = build(7, None, {"one": (1,)})
     assert [len(layout.pieces(rank)) for rank in range(7)] == [1, 0, 0, 0, 0, 0, 0]
-    assert layout.shard_numel == 1
+    assert layout.shard_numel == ALIGN
+
+
+def test_layouts_of_earlier_files_are_read() -> None:
+    """Their parts were not aligned."""
+    data = build(3).to_json()
+    end = build(3).slots[-1].end
+    old = UnitLayout.from_json({**data, "padded_numel": end + -end % 3, "bucket_numel": end + -end % 3})
+    assert old.shard_numel % ALIGN and old.shard_numel < build(3).shard_numel
+    owned = sum(piece.numel for rank in range(3) for piece in old.pieces(rank))
+    assert owned == old.numel == build(3).numel
 
 
 def test_a_broken_layout_is_refused() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from hf_zero.config.resolved import Aio
 from hf_zero.storage import DiskStore, StagingPool, SwapFolder
 from hf_zero.storage import staging_pool as staging
+from tests.storage.conftest import GPU, CountedPages
 from tests.storage.test_stores import get, pattern, put, run_threads
 
 CPU = torch.device("cpu")
@@ -248,8 +249,18 @@ def test_the_file_does_not_grow_when_keys_come_and_go(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------- bounded memory
-def test_the_pool_bounds_memory(tmp_path: Path) -> None:
-    pool = StagingPool(64 * KIB, device=CPU, pin=False)
+MakePool = Callable[[int], StagingPool]
+
+
+@pytest.fixture(params=["mapped", "pinned"])
+def make_pool(request: pytest.FixtureRequest, pages: CountedPages) -> MakePool:
+    """A pool of so many bytes, of either kind of memory."""
+    device = GPU if request.param == "pinned" else CPU
+    return lambda nbytes: StagingPool(nbytes, device=device, pin=True)
+
+
+def test_the_pool_bounds_memory(make_pool: MakePool, tmp_path: Path) -> None:
+    pool = make_pool(64 * KIB)
     with disk_store(tmp_path, pool) as store:
         keys = [*fill(store, 30, 4000), *(f"s{i}" for i in range(10))]
         for i in range(10):
@@ -266,8 +277,10 @@ def test_the_pool_bounds_memory(tmp_path: Path) -> None:
     assert pool.current_bytes == 0
 
 
-def test_a_key_larger_than_the_pool_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pool = StagingPool(64 * KIB, device=CPU, pin=False)
+def test_a_key_larger_than_the_pool_is_said_once(
+    make_pool: MakePool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_pool(64 * KIB)
     with disk_store(tmp_path, pool) as store, caplog.at_level(logging.WARNING):
         keys = fill(store, 2, 100_000)
         for i, key in enumerate(keys):
@@ -279,8 +292,8 @@ def test_a_key_larger_than_the_pool_is_said_once(tmp_path: Path, caplog: pytest.
     assert pool.peak_bytes == 401_408, "more than one of them at a time"
 
 
-def test_one_thread_may_hold_more_than_the_pool(tmp_path: Path) -> None:
-    pool = StagingPool(40 * KIB, device=CPU, pin=False)
+def test_one_thread_may_hold_more_than_the_pool(make_pool: MakePool, tmp_path: Path) -> None:
+    pool = make_pool(40 * KIB)
     started = time.monotonic()
     with disk_store(tmp_path, pool) as store:
         keys = fill(store, 4, 5000)
@@ -291,9 +304,9 @@ def test_one_thread_may_hold_more_than_the_pool(tmp_path: Path) -> None:
     assert time.monotonic() - started < 5, "it waited for itself"
 
 
-def test_two_threads_that_wait_for_each_other(tmp_path: Path) -> None:
+def test_two_threads_that_wait_for_each_other(make_pool: MakePool, tmp_path: Path) -> None:
     """Each holds half of the pool and asks for the other half."""
-    pool = StagingPool(40 * KIB, device=CPU, pin=False)
+    pool = make_pool(40 * KIB)
     started = time.monotonic()
     with disk_store(tmp_path, pool) as store:
         keys = fill(store, 4, 5000)
@@ -310,8 +323,8 @@ def test_two_threads_that_wait_for_each_other(tmp_path: Path) -> None:
     assert pool.budget_bytes == 60 * KIB, "one of them was served beyond the budget, then the other had room"
 
 
-def test_a_thread_waits_for_the_lease_of_another(tmp_path: Path) -> None:
-    pool = StagingPool(40 * KIB, device=CPU, pin=False)
+def test_a_thread_waits_for_the_lease_of_another(make_pool: MakePool, tmp_path: Path) -> None:
+    pool = make_pool(40 * KIB)
     with disk_store(tmp_path, pool) as store:
         keys = fill(store, 3, 5000)
         held = store.borrow(keys[:2])
@@ -332,10 +345,12 @@ def test_a_thread_waits_for_the_lease_of_another(tmp_path: Path) -> None:
         assert pool.budget_bytes == 40 * KIB
 
 
-def test_a_lease_held_while_another_thread_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_held_while_another_thread_is_joined(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pool cannot know who waits for whom, so its patience ends."""
     monkeypatch.setattr(staging, "PATIENCE_S", 0.2)
-    pool = StagingPool(40 * KIB, device=CPU, pin=False)
+    pool = make_pool(40 * KIB)
     with disk_store(tmp_path, pool) as store:
         keys = fill(store, 3, 5000)
         with store.borrow(keys[:2]):
@@ -343,9 +358,9 @@ def test_a_lease_held_while_another_thread_is_joined(tmp_path: Path, monkeypatch
         assert pool.budget_bytes == 60 * KIB
 
 
-def test_a_large_request_is_not_starved(tmp_path: Path) -> None:
+def test_a_large_request_is_not_starved(make_pool: MakePool, tmp_path: Path) -> None:
     """Two threads that go from borrow to borrow leave no moment at which nobody has memory, except to who waits."""
-    pool = StagingPool(40 * KIB, device=CPU, pin=False)
+    pool = make_pool(40 * KIB)
     with disk_store(tmp_path, pool) as store:
         keys = fill(store, 4, 5000)
         stop = threading.Event()
@@ -371,8 +386,8 @@ def test_a_large_request_is_not_starved(tmp_path: Path) -> None:
     assert pool.budget_bytes == 40 * KIB
 
 
-def test_two_stores_share_a_pool(tmp_path: Path) -> None:
-    pool = StagingPool(64 * KIB, device=CPU, pin=False)
+def test_two_stores_share_a_pool(make_pool: MakePool, tmp_path: Path) -> None:
+    pool = make_pool(64 * KIB)
     with disk_store(tmp_path / "a", pool) as one, disk_store(tmp_path / "b", pool) as two:
         keys = fill(one, 10, 5000)
         fill(two, 10, 5000)
@@ -381,3 +396,43 @@ def test_two_stores_share_a_pool(tmp_path: Path) -> None:
             with two.borrow([keys[i]]) as borrow, one.borrow([keys[i]]) as other:
                 assert torch.equal(borrow.tensors[0], other.tensors[0])
     assert pool.budget_bytes == 64 * KIB
+
+
+def test_pinned_memory_is_pinned_once_whatever_sizes_are_asked_for(tmp_path: Path, pages: CountedPages) -> None:
+    """Blocks of a large size and of a small one, each of which fills the pool in its turn."""
+    pool = StagingPool(64 * KIB, device=GPU, pin=True)
+    with disk_store(tmp_path, pool) as store:
+        for key, numel in [("large0", 12_000), ("large1", 12_000), *((f"small{i}", 4000) for i in range(4))]:
+            store.create(key, numel, torch.float32)
+        for again in range(5):
+            for key in ("large0", "large1"):
+                put(store, key, pattern(12_000, torch.float32, again), overwrite=True)
+            with store.borrow([f"small{i}" for i in range(4)], write=True) as borrow:
+                for tensor in borrow.tensors:
+                    tensor.add_(1)
+        store.flush()
+        assert get(store, "small3").unique().tolist() == [5]
+        assert torch.equal(get(store, "large0"), pattern(12_000, torch.float32, 4))
+        assert (pages.calls, list(pages.registered.values())) == (1, [64 * KIB])
+    assert pages.registered == {}
+
+
+def test_pinned_memory_in_pieces_that_are_too_small_grows_once(
+    tmp_path: Path, pages: CountedPages, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two pages between pages in use are no room for three, though there is room for four."""
+    pool = StagingPool(40 * KIB, device=GPU, pin=True)
+    with disk_store(tmp_path, pool) as store, caplog.at_level(logging.WARNING):
+        for i in range(5):
+            store.create(f"k{i}", 2048, torch.float32)
+        store.create("large", 3072, torch.float32)
+        for _ in range(3):
+            borrowed = [store.borrow([f"k{i}"]) for i in range(5)]
+            borrowed[1].release()
+            borrowed[3].release()
+            assert not get(store, "large").any()
+            for borrow in borrowed:
+                borrow.release()
+        assert pages.calls == 2
+        assert sum(pages.registered.values()) == pool.budget_bytes == 52 * KIB
+    assert len([record for record in caplog.records if "grows" in record.getMessage()]) == 1

@@ -15,6 +15,7 @@ import torch
 
 from hf_zero.config.resolved import Aio
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, SwapFolder
+from tests.storage.conftest import GPU, CountedPages
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -30,8 +31,10 @@ class Made:
     pool: StagingPool | None = None
 
 
-@pytest.fixture(params=["device", "host", "disk", "disk-preallocated", "disk-waiting", "disk-threads"])
-def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+@pytest.fixture(params=["device", "host", "disk", "disk-preallocated", "disk-waiting", "disk-threads", "disk-pinned"])
+def made(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: CountedPages
+) -> Iterator[Made]:
     kind: str = request.param
     if kind == "device":
         yield Made(DeviceStore(CPU))
@@ -42,7 +45,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     if kind == "disk-threads":
         monkeypatch.setenv("HF_ZERO_AIO_ENGINE", "threads")
     folder = SwapFolder(tmp_path, 0)
-    pool = StagingPool(POOL_BYTES, device=CPU, pin=True)
+    pool = StagingPool(POOL_BYTES, device=GPU if kind == "disk-pinned" else CPU, pin=True)
     store = DiskStore(
         folder,
         "test",
@@ -58,6 +61,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     store.close()
     folder.close()
     assert pool._held.total() == 0, "memory was not given back"
+    assert pool.current_bytes == 0 and pages.registered == {}, "the last store has left"
 
 
 @pytest.fixture

@@ -80,24 +80,16 @@ class StagedWriter(ParamWriter):
     def __init__(self, shard: ShardTensor, host: HostStore) -> None:
         self._shard = shard
         self._staged = MemoryShard(shard.layout, shard.rank, host, "staged", shard.dtype)
-        self._copied: torch.Event | None = None  # the last publication has left the host
 
     def open(self) -> torch.Tensor:
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._staged.wait_for_readers()  # the last publication
         return self._staged.memory
 
     def publish(self) -> None:
-        for part, staged in zip(self._shard.parts, self._staged.parts, strict=True):
-            part.copy_(staged, non_blocking=True)
-        device = self._shard.memory.device
-        if device.type != "cpu":
-            self._copied = torch.Event(device.type)
-            self._copied.record(torch.accelerator.current_stream(device))
+        self._shard.wait_for_readers()
+        self._staged.copy_parts_to(self._shard.parts)
 
     def close_for_good(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
         self._staged.drop()
 
 

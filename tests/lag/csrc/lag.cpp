@@ -123,6 +123,7 @@ struct World {
     std::list<HostCopy> copies;
     std::list<HostCopy> over;            // of them, to be dropped when the lock is not held
     std::map<uintptr_t, size_t> pinned;  // start and length
+    size_t pinned_limit = 0;             // bytes of it that the host allows; 0 means any
     std::vector<std::string> reports;    // mistakes found
     size_t raised = 0;                   // of them
     std::vector<std::pair<std::string, std::string>> syncs;  // kind, place in Python
@@ -523,8 +524,23 @@ void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s
 }
 
 // ---------------------------------------------------------------- pinned memory
+size_t pinned_bytes() {
+    Locked lock;
+    size_t sum = 0;
+    for (const auto& [start, nbytes] : world().pinned) sum += nbytes;
+    return sum;
+}
+
+size_t pinned_ranges() {
+    Locked lock;
+    return world().pinned.size();
+}
+
 void register_pinned(uintptr_t start, size_t nbytes) {
     Locked lock;
+    const size_t limit = world().pinned_limit, held = pinned_bytes();
+    TORCH_CHECK(limit == 0 || held + nbytes <= limit, "lag: ", nbytes, " bytes of host memory cannot be pinned: ",
+                held, " of ", limit, " are");
     const auto next = world().pinned.lower_bound(start);
     const auto end = [](const auto& range) { return range.first + range.second; };
     const bool is_free = (next == world().pinned.end() || next->first >= start + nbytes) &&
@@ -562,7 +578,13 @@ struct PinnedAllocator final : at::HostAllocator {
         void* data = nullptr;
         if (nbytes != 0) {
             TORCH_CHECK(posix_memalign(&data, kAlignment, nbytes) == 0, "the host is out of memory");
-            register_pinned(reinterpret_cast<uintptr_t>(data), nbytes);
+            try {
+                register_pinned(reinterpret_cast<uintptr_t>(data), nbytes);
+            } catch (...) {
+                std::free(data);
+                throw;
+            }
+            std::memset(data, kPoison, nbytes);
         }
         return {data, data, &free_pinned, c10::Device(c10::kCPU)};
     }
@@ -1091,6 +1113,11 @@ void set_memory_limit(size_t nbytes) {
     world().memory_limit = nbytes;
 }
 
+void set_pinned_limit(size_t nbytes) {
+    Locked lock;
+    world().pinned_limit = nbytes;
+}
+
 void set_locator(const pybind11::function& function) { locator = pybind11::function(function).release().ptr(); }
 
 void register_hooks() {
@@ -1104,8 +1131,11 @@ PYBIND11_MODULE(lag_native, module) {
     register_hooks();
     module.def("set_schedule", set_schedule);
     module.def("set_memory_limit", set_memory_limit);
+    module.def("set_pinned_limit", set_pinned_limit);
     module.def("set_locator", set_locator);
     module.def("queued_tasks", queued_tasks);
+    module.def("pinned_bytes", pinned_bytes);
+    module.def("pinned_ranges", pinned_ranges);
     module.def("register_pinned", register_pinned);
     module.def("unregister_pinned", unregister_pinned);
     const pybind11::call_guard<pybind11::gil_scoped_release> free;  // others run while the ranks wait for each other

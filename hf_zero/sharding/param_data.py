@@ -1,0 +1,40 @@
+"""How a parameter that the user made comes to lie in memory of hf_zero's."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_zero.errors import StateError
+
+
+def set_data(param: nn.Parameter, values: torch.Tensor) -> None:
+    """Let `param` have `values` as its data, whatever the device of either; it stays the same object.
+
+    Raises:
+        StateError: torch refuses, because of what the script keeps of the parameter.
+    """
+    if torch._has_compatible_shallow_copy_type(param, values):
+        param.data = values
+        return
+    # torch exchanges no data between the CPU and a device that it does not know (Ascend's, for one), nor with the meta
+    # device. There it exchanges all that is behind the two objects, so gradient and hooks have to be brought back.
+    grad = param.grad
+    # Empty: a parameter that is made of `values` would take every later write to their memory for one to itself.
+    fresh = nn.Parameter(values.new_empty(0), param.requires_grad)
+    fresh.__class__ = type(param)
+    try:
+        torch.utils.swap_tensors(param, fresh)
+    except RuntimeError as error:
+        raise StateError(
+            f"a parameter of shape {list(values.shape)} cannot move from {param.device} to {values.device}: {error}\n"
+            "Hand the model over before its first forward and before anything keeps weak references to parameters, "
+            f'or move it there first: model.to("{values.device}").'
+        ) from error
+    param.__dict__.update(fresh.__dict__)  # attributes belong to the object
+    param.data = values
+    if grad is not None:
+        param.grad = grad.to(values)
+    # Registered at what was behind the object until now
+    param._backward_hooks = param._backward_hooks
+    param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks

@@ -1,0 +1,144 @@
+"""Writes to sharded parameters, on a device that the host does not wait for: [Note: Lost writes] in flat_param.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.engine.engine import ZeroEngine
+from tests.harness.ranks import run_ranks
+from tests.lag import device, group
+
+pytestmark = pytest.mark.skipif(device.reason_to_skip() is not None, reason=str(device.reason_to_skip()))
+
+Write = Callable[[nn.Parameter], object]
+_NAMES = ("layers.1.scale", "layers.1.shift")  # of one flat parameter
+
+
+class Block(nn.Module):
+    """With parameters of one element, which all operations can write to while they are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * self.scale + self.shift)
+
+
+class Layers(nn.Module):
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    device.build()
+
+
+def fill(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.fill_(1.0)
+
+
+def fill_in_inference(param: nn.Parameter) -> None:
+    with torch.inference_mode():
+        param.fill_(1.0)
+
+
+def zero_many(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        torch._foreach_zero_([param])
+
+
+def initialize(param: nn.Parameter) -> None:
+    nn.init.normal_(param)
+
+
+def multiply(param: nn.Parameter) -> None:
+    """NaN stays NaN: by value this would not be seen."""
+    with torch.no_grad():
+        param.mul_(2.0)
+
+
+def update(param: nn.Parameter) -> None:
+    """By an optimizer that hf_zero does not know."""
+    param.grad = torch.ones(1, device=param.device)
+    torch.optim.SGD([param], lr=0.1).step()
+    param.grad = None
+
+
+def fill_detached(param: nn.Parameter) -> None:
+    param.detach().fill_(1.0)
+
+
+def _start() -> tuple[ZeroEngine, torch.Tensor]:
+    device.enable()
+    group.register()
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = hf_zero.initialize(model=Layers().to(device.NAME), config=config)
+    return engine, torch.ones(2, 5, device=engine.device)
+
+
+def _step(engine: ZeroEngine, x: torch.Tensor) -> None:
+    engine.backward(engine(x))
+    engine.step()
+
+
+def _gather_after(writes: list[Write]) -> list[str]:
+    """What the forward after each of the writes says."""
+    engine, x = _start()
+    params = dict(engine.module.named_parameters())
+    said = []
+    for write in writes:
+        for name in _NAMES:
+            write(params[name])
+        with pytest.raises(hf_zero.StateError) as caught:
+            engine(x)
+        said.append(str(caught.value))
+        engine(x)  # the parameters are what they were
+    return said
+
+
+def test_the_next_gather_finds_them() -> None:
+    writes = [fill, fill_in_inference, zero_many, initialize, multiply, update, fill_detached]
+    for rank, said in enumerate(run_ranks(_gather_after, 2, writes)):
+        for text in said:
+            assert f"the write is lost: rank {rank}: {', '.join(_NAMES)}" in text
+        assert len(said) == len(writes)
+
+
+def _step_after(writer: int) -> str:
+    """What the step says after a write that torch does not count, and that it can be repeated without."""
+    engine, x = _start()
+    _step(engine, x)
+    if engine.rank == writer:
+        for param in (param for name, param in engine.module.named_parameters() if name in _NAMES):
+            param.data.fill_(1.0)
+    with pytest.raises(hf_zero.StateError) as caught:
+        _step(engine, x)
+    engine.step()
+    assert engine.global_steps == 2
+    return str(caught.value)
+
+
+def test_the_step_finds_those_that_torch_does_not_count() -> None:
+    for text in run_ranks(_step_after, 2, 1):
+        assert f"the write is lost: rank 1: {', '.join(_NAMES)}" in text
