@@ -3,6 +3,7 @@
     python scripts/bench_step.py                          # 2 gloo ranks on this machine, fp32
     python scripts/bench_step.py --dtype bf16 --variants ddp,fsdp2,zero3
     python scripts/bench_step.py --per-layer              # what a layer costs by itself: 1 rank, 12 and 96 layers
+    python scripts/bench_step.py --device accelerator --world 8 --dtype bf16   # a GPU for each rank, over NCCL
 
 Every variant trains its own copy of the same model on the same data inside the same processes, a few steps in turn.
 Read the ratios: medians over rounds of the ratio within a round. CPU seconds (all threads of all ranks) hardly move
@@ -28,6 +29,7 @@ import benchlib
 import torch
 import torch.distributed as dist
 from benchlib import ModelSize, Series
+from smoke import place
 from torch import nn
 
 # Largest relative difference of a loss from the first variant's, over all steps.
@@ -45,7 +47,8 @@ class Torch:
 
     def __init__(self, model: nn.Module, args: argparse.Namespace) -> None:
         self.args = args
-        self.model = self.wrap(model)
+        self.device = benchlib.compute_device(args.device)
+        self.model = self.wrap(model.to(self.device))
         self.optimizer = make_optimizer(self.model.parameters(), args)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -53,7 +56,7 @@ class Torch:
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.args.dtype == "bf16":
-            return torch.autocast("cpu", torch.bfloat16)
+            return torch.autocast(self.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
     def backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -88,7 +91,7 @@ class FSDP2(Torch):
         policy = MixedPrecisionPolicy()
         if self.args.dtype == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         layers: Any = model.get_submodule("model.layers")
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -131,6 +134,7 @@ def zero_config(name: str, args: argparse.Namespace, hidden: int) -> dict[str, A
 def make_variant(name: str, size: ModelSize, args: argparse.Namespace) -> Torch | Zero:
     model = size.build()
     if name.startswith("zero"):
+        model = place.put(model, args.device)
         optimizer = make_optimizer(model.parameters(), args)
         return Zero(model, optimizer, zero_config(name, args, size.hidden))
     return {"plain": Torch, "ddp": DDP, "fsdp2": FSDP2}[name](model, args)
@@ -152,8 +156,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             variants[name] = make_variant(variant, size, args)
         numel[suffix] = sum(param.numel() for param in size.build().parameters())
 
+    device = benchlib.compute_device(args.device)
+
     def batch_of(name: str, step: int) -> dict[str, torch.Tensor]:
-        return benchlib.make_batch(size_of[name].vocab, (args.micro_batch, args.seq), dist.get_rank(), step)
+        batch = benchlib.make_batch(size_of[name].vocab, (args.micro_batch, args.seq), dist.get_rank(), step)
+        return {key: value.to(device) for key, value in batch.items()}
 
     def say(text: str) -> None:
         if dist.get_rank() == 0:
@@ -214,8 +221,9 @@ def header(args: argparse.Namespace, numel: dict[str, int]) -> list[str]:
     sizes = LAYER_CUTS if args.per_layer else (ModelSize.of(args),)
     for size, count in zip(sizes, numel.values(), strict=True):
         lines.append(f"model: Llama {vars(size)}, {count / 1e6:.1f} M parameters, random weights")
+    where = "gloo" if args.device == "cpu" else args.device
     lines.append(
-        f"{args.world} gloo rank(s), {args.threads} thread(s) each, {args.dtype}, micro-batch {args.micro_batch} x "
+        f"{args.world} {where} rank(s), {args.threads} thread(s) each, {args.dtype}, micro-batch {args.micro_batch} x "
         f"{args.seq} tokens, AdamW({args.optimizer}), clip {args.clip or 'off'}, {args.rounds} rounds x {args.steps} "
         f"steps per variant after {args.warmup} to warm up"
     )
@@ -284,6 +292,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--variants", help="comma-separated; the default is all that fit the setting")
+    add("--device", choices=("cpu", *place.CHOICES), default="cpu", help="what ranks compute on; a rank each")
     add("--world", type=int, default=2, help="ranks (default 2; 1 with --per-layer)")
     add("--per-layer", action="store_true", help="overhead per layer on one rank, models of 12 and 96 layers")
     add("--rounds", type=int, default=10)
@@ -316,7 +325,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     args = parse(sys.argv[1:])
     if benchlib.in_rank():
-        benchlib.run_rank(lambda: measure(args))
+        benchlib.run_rank(lambda: measure(args), args.device)
         return
     result = benchlib.launch(sys.argv, args.world, timeout_s=args.timeout, threads=args.threads)
     text, agree = report(args, result)

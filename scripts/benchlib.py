@@ -93,17 +93,44 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> str:
         time.sleep(0.05)
 
 
-def run_rank(work: Callable[[], Any]) -> None:
-    """What a rank does: join the group, work, leave. Rank 0's result goes to the launcher."""
+def run_rank(work: Callable[[], Any], device: str = "cpu") -> None:
+    """What a rank does: join the group, work, leave. Rank 0's result goes to the launcher.
+
+    `device`: "cpu" (gloo), "accelerator" (each rank its own, with its backend), or "lag", to rehearse that.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives a killed launcher
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    dist.init_process_group("gloo")
+    join(device)
     result = work()
     if dist.get_rank() == 0:
         Path(os.environ[_RESULT]).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
+
+
+def join(device: str) -> None:
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        return
+    from smoke import place
+
+    import hf_zero
+
+    if place.prepare(device) is None:
+        sys.exit("torch finds no accelerator here that it can use")
+    hf_zero.init_distributed()
+
+
+def compute_device(device: str) -> torch.device:
+    """That of this rank, once it has joined."""
+    return torch.device("cpu") if device == "cpu" else _accelerator()
+
+
+def _accelerator() -> torch.device:
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 def tell(args: argparse.Namespace, result: Mapping[str, Any], text: str) -> None:
@@ -251,6 +278,10 @@ def _measure(variant: Variant, batches: Sequence[dict[str, torch.Tensor]], serie
     if hasattr(variant, "finish"):
         start = time.perf_counter()
         variant.finish()
+        wall[-1] += time.perf_counter() - start
+    if losses[-1].device.type != "cpu":  # the host runs ahead: what is left counts into the last step
+        start = time.perf_counter()
+        torch.accelerator.synchronize()
         wall[-1] += time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_SELF)
     series.busy_s.append((_busy_s() - busy) / len(batches))

@@ -7,7 +7,7 @@
 #   scripts/gpu_smoke.sh --folder /local_nvme  where offload to disk keeps its files
 #   scripts/gpu_smoke.sh --only parity,memory  some of: parity lifetimes shared memory speed theirs
 #   scripts/gpu_smoke.sh --skip-without-gpu    exit status 0, not 2, where torch finds no accelerator
-#   scripts/gpu_smoke.sh --device lag --size tiny   a rehearsal without hardware, on the device of tests/lag
+#   scripts/gpu_smoke.sh --device lag --size tiny --brief   a rehearsal without hardware, on the device of tests/lag
 #   scripts/gpu_smoke.sh --patience 3          three times the time limits, on a slow machine
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -16,9 +16,9 @@ ONCE_BYTES = 64 << 20
 
 
 def check(task: Task, device: str) -> Iterator[Row]:
-    for setting in RESUMED:
+    for setting in task.of(RESUMED):
         yield _resume(task, setting, device)
-    for setting in REPLACED:
+    for setting in task.of(REPLACED):
         yield _replace(task, setting, device)
 
 

@@ -18,7 +18,7 @@ SHARE, WORKSPACE_BYTES = 1.15, 256 << 20
 
 
 def check(task: Task, device: str) -> Iterator[Row]:
-    for setting in PLANNED:
+    for setting in task.of(PLANNED):
         yield _row(task, setting, device)
 
 

@@ -13,14 +13,14 @@ from smoke.training import TOLERANCE, Task, difference, of_all_ranks, train, tra
 def check(task: Task, device: str, world_size: int) -> Iterator[Row]:
     """On every rank; all get the same rows."""
     expected = train_by_torch(task, world_size)
-    for setting in (Setting(stage, medium) for stage, media in MEDIA.items() for medium in media):
+    for setting in task.of(Setting(stage, medium) for stage, media in MEDIA.items() for medium in media):
         if not setting.is_delayed:
             yield _row(task, setting, device, expected)
 
 
 def _row(task: Task, setting: Setting, device: str, expected: list[list[float]]) -> Row:
     trained = train(task, setting, device, count_waits=True)
-    problem = wrong_waits(trained, setting, device)
+    problem = wrong_waits(trained, setting)
     mine = (trained.losses, [*filter(None, [problem]), *place.reports(device)])
     everyone = of_all_ranks(mine)
     off = max(difference(losses, wanted) for (losses, _), wanted in zip(everyone, expected, strict=True))

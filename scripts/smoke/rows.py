@@ -55,7 +55,8 @@ def as_section(title: str, facts: dict[str, Any], command: str, rows: Sequence[R
     head = f"\n## {title} on {facts['device']}\n\n{today}: {about}.\n\n```bash\n{command}\n```\n\n"
     lines = ["| what | result | detail |", "|---|---|---|"]
     lines += [f"| {row.what} | {row.status} | {row.detail.replace('|', '/')} |" for row in rows]
-    return head + "\n".join(lines) + f"\n\n{summary(rows)}\n"
+    text = head + "\n".join(lines) + f"\n\n{summary(rows)}\n"
+    return text.encode("ascii", "replace").decode()  # as all files here: errors of libraries may hold anything
 
 
 def set_variables() -> str:

@@ -93,3 +93,15 @@ def every_setting() -> Iterator[Setting]:
         yield Setting(stage, medium, "bf16")
     yield Setting(2, "cpu", pin=False)
     yield Setting(3, "cpu+cpu", pin=False)
+
+
+# A rehearsal trains these: each way to hold states and parameters once.
+BRIEF = (
+    Setting(0),
+    Setting(1, "delayed"),
+    Setting(2, "cpu"),
+    Setting(3),
+    Setting(3, "nvme+nvme"),
+    Setting(3, "cpu+cpu", "bf16"),
+    Setting(2, "cpu", pin=False),
+)

@@ -19,7 +19,7 @@ WARM_UP = 2
 
 
 def check(task: Task, device: str) -> Iterator[Row]:
-    for setting in (*MEASURED, *STREAMED):
+    for setting in task.of((*MEASURED, *STREAMED)):
         engine = task.start(setting, device)
         yield Row(f"speed, {setting}", OK, _timed(task, engine, engine.finish_updates))
         engine.teardown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from benchlib import ModelSize, make_batch
 
 import hf_zero
 from smoke import place, waits
-from smoke.settings import Setting, Shape
+from smoke.settings import BRIEF, Setting, Shape
 
 # Largest relative difference of a loss from the reference's: other kernels, another order of sums.
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
@@ -36,9 +36,16 @@ class Task:
     size: ModelSize
     shape: Shape
     folder: str  # for files of offload and checkpoints
+    same_data: bool = False  # on all ranks: then their number changes nothing
+    brief: bool = False  # train a few of the settings, to rehearse
+
+    def of(self, settings: Iterable[Setting]) -> Iterator[Setting]:
+        """Those of `settings` that the task trains: all, or those that stand for others."""
+        return (setting for setting in settings if not self.brief or setting in BRIEF)
 
     def batch(self, rank: int, number: int) -> dict[str, torch.Tensor]:
-        return make_batch(self.size.vocab, (self.shape.micro_batch, self.shape.tokens), rank, number)
+        shape = (self.shape.micro_batch, self.shape.tokens)
+        return make_batch(self.size.vocab, shape, 0 if self.same_data else rank, number)
 
     def start(self, setting: Setting, device: str) -> Any:
         """An engine with torch's fused AdamW, which is Trainer's default. All ranks must call."""
@@ -85,10 +92,9 @@ def train(task: Task, setting: Setting, device: str, *, count_waits: bool = Fals
     return trained
 
 
-def wrong_waits(trained: Trained, setting: Setting, device: str) -> str:
-    """Where the host should not have waited, in words; empty if all is right. hf_zero pins for CUDA only."""
-    pinned = setting.pin and device != place.LAG
-    return waits.wrong(trained.waits, stage=setting.stage, offloaded=setting.is_offloaded, pinned=pinned)
+def wrong_waits(trained: Trained, setting: Setting) -> str:
+    """Where the host should not have waited, in words; empty if all is right."""
+    return waits.wrong(trained.waits, offloaded=setting.is_offloaded, pinned=setting.pin)
 
 
 def train_on_the_cpu(task: Task, setting: Setting) -> list[float]:

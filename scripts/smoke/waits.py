@@ -86,7 +86,7 @@ def _place() -> str:
     return "nobody knows where"
 
 
-def wrong(found: Waits, *, stage: int, offloaded: bool, pinned: bool) -> str:
+def wrong(found: Waits, *, offloaded: bool, pinned: bool) -> str:
     """What is not as EXPECTED, in words; empty if nothing is. Waits of the model's own code are its own affair."""
     allowed = set(EXPECTED) if offloaded else {VOTE}
     if offloaded and not pinned:

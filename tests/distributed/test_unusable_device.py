@@ -32,7 +32,7 @@ def old_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A torch for CUDA, on a machine with a GPU and a driver that is too old; the GPU's file."""
     file = tmp_path / "nvidia0"
     file.touch()
-    monkeypatch.setattr(device_files, "_FILES", {"cuda": (f"{tmp_path}/nvidia[0-9]*",)})
+    monkeypatch.setattr(device_files, "_FILES", {"CUDA_VISIBLE_DEVICES": (f"{tmp_path}/nvidia[0-9]*",)})
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda *_, **__: torch.device("cuda"))
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda._lazy_init", fail_to_start)
