@@ -303,7 +303,7 @@ def _call(job: Job, port: int, rank: int, folder: Path) -> Any:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed notes stacks for devices, which a rank does not have
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     os.environ.update(job.env)
