@@ -67,6 +67,19 @@ def registrar_of(device: torch.device) -> PageRegistrar | None:
     return CudaPages(device) if device.type == "cuda" else None
 
 
+def wait_for_copies(device: torch.device) -> None:
+    """Return when `device` has done all that it was given, before memory that it may use is freed.
+
+    A device that has failed copies nothing, and raises for those who wait for its results.
+    """
+    if device.type in _COPIES_NOTHING:
+        return
+    try:
+        torch.accelerator.synchronize(device)
+    except RuntimeError as error:
+        logger.debug("%s has failed: %s", device, error)
+
+
 class HostMemory:
     """Allocates page-aligned CPU memory that reads as zeros; pins it where `pin` and an accelerator computes.
 
@@ -152,9 +165,6 @@ def _unpin_all(
     # torch's allocator itself keeps what is being copied until the copy is over.
     if pages is None or not blocks or os.getpid() != process:
         return
-    try:
-        torch.accelerator.synchronize(device)
-    except RuntimeError as error:  # it raises for who waits for results, too; no copy runs on a device that failed
-        logger.debug("unpinned on a device that has failed: %s", error)
+    wait_for_copies(device)
     for block in blocks:
         pages.unregister(block)

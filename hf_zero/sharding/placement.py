@@ -21,6 +21,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.errors import OffloadError, StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.host_memory import page_rounded
+from hf_zero.native.pinning import wait_for_copies
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
 from hf_zero.storage.copy_stream import CopyStreams
 
@@ -108,7 +109,8 @@ class Placements:
         comm.together("offload folders", work, catch=(OffloadError,), raise_as=OffloadError)
         # A model that is forgotten without a teardown takes its files and pinned memory with it. At exit the folders
         # remove themselves, and memory goes with the process.
-        self._closing = weakref.finalize(self, _close, [self.host, self.states], self.disks, self._folders)
+        stores = ([self.host, self.states], self.disks, self._folders)
+        self._closing = weakref.finalize(self, _close, comm.device, self._copies, *stores)
         self._closing.atexit = False
 
     # ---------------------------------------------------------------- who lives where
@@ -243,7 +245,15 @@ class Placements:
         self._closing()
 
 
-def _close(hosts: Sequence[ShardStore], disks: dict[str, ShardStore], folders: dict[str, SwapFolder]) -> None:
+def _close(
+    device: torch.device,
+    copies: object,
+    hosts: Sequence[ShardStore],
+    disks: dict[str, ShardStore],
+    folders: dict[str, SwapFolder],
+) -> None:
+    """`copies` is here to live until the device has been waited for, with what it keeps of copies under way."""
+    wait_for_copies(device)
     for host in hosts:
         host.close()
     for disk in disks.values():
