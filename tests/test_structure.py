@@ -27,6 +27,7 @@ DEEPSPEED = "deepspeed"
 # Files here are named as a command, or as DeepSpeed names them.
 NAMED_BY_OTHERS = ("cli", "deepspeed")
 CALLS_COLLECTIVES = "distributed"
+NAMES_CUDA = "hf_zero/native/pinning.py"
 # These run where nothing but the files of a checkpoint is there.
 OFFLINE = ("checkpoint/manifest.py", "checkpoint/consolidate.py")
 # Runs without hf_zero, where a copy of it lies in every checkpoint, and prints.
@@ -245,6 +246,33 @@ def test_collectives_are_called_in_one_room() -> None:
                 names = [alias.name for alias in node.names if alias.name in COLLECTIVES]
                 wrong += [f"{name_of(path)}:{node.lineno} {name}" for name in names]
     assert not wrong, "call hf_zero.distributed.comm instead:\n" + "\n".join(wrong)
+
+
+def test_cuda_is_named_in_one_file() -> None:
+    """Everywhere else torch.accelerator is asked: what goes for CUDA alone is untested, and missing on the others."""
+    wrong, found = [], 0
+    for path in sources():
+        named = list(_names_cuda(tree_of(path)))
+        if name_of(path) == NAMES_CUDA:
+            found = len(named)
+        else:
+            wrong += [f"{name_of(path)}:{line}" for line in named]
+    assert found > 3, "vacuous: CUDA was not found where it is"
+    assert not wrong, f"use torch.accelerator, or let {NAMES_CUDA} do it:\n" + "\n".join(wrong)
+
+
+def _names_cuda(tree: ast.Module) -> Iterator[int]:
+    """Lines of code with torch.cuda, "cuda" or "cuda:0". Keys and variables that others have named are not that."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        names = [getattr(node, "attr", None), getattr(node, "id", None)]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = [getattr(node, "module", None) or ""]
+            names += [part for name in [*module, *(alias.name for alias in node.names)] for part in name.split(".")]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            names.append(node.value.partition(":")[0])
+        if "cuda" in names:
+            yield node.lineno  # type: ignore[attr-defined]
 
 
 def test_functions_are_short() -> None:

@@ -62,12 +62,11 @@ def _without_collections() -> Iterator[None]:
 
 
 def _run(args: argparse.Namespace) -> None:
-    import torch
-
     from hf_zero.cli import meta_model
     from hf_zero.cli.memory_plans import Task
     from hf_zero.config import ZeroConfig
     from hf_zero.estimate.choices import Hardware
+    from hf_zero.native.devices import visible_devices
 
     try:
         model_config = meta_model.read_config(args.model)
@@ -75,8 +74,8 @@ def _run(args: argparse.Namespace) -> None:
     except ConfigError as error:
         raise argparse.ArgumentError(None, "; ".join(str(error).splitlines())) from error
     memory = args.gpu_memory
-    if memory is None and not args.on_cpu and torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory
+    if memory is None and not args.on_cpu and (devices := visible_devices()):
+        memory = devices[0].memory_bytes
     hardware = Hardware(args.gpus, args.nodes, memory, args.cpu_memory, args.on_cpu)
     model = meta_model.build(model_config, gradient_checkpointing=args.gradient_checkpointing)
     task = Task(model, raw, hardware, args.sequence_length or meta_model.default_length(model_config))

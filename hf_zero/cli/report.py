@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import platform
+from collections.abc import Iterable
 from typing import Any
 
 from hf_zero.checkpoint.manifest import package_version
@@ -55,17 +57,23 @@ def _torch_facts() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    from hf_zero.native.devices import visible_devices
+
     available = dist.is_available()
     return {
-        "cuda": torch.version.cuda,
-        "devices": [{"name": device.name, "memory_bytes": device.total_memory} for device in devices],
+        "built_for": {name: getattr(torch.version, name) for name in _toolkits(torch.version.__all__)},
+        "devices": [dataclasses.asdict(device) for device in visible_devices()],
         "backends": {
             "gloo": available and dist.is_gloo_available(),
             "nccl": available and dist.is_nccl_available(),
         },
         "threads": torch.get_num_threads(),
     }
+
+
+def _toolkits(names: Iterable[str]) -> list[str]:
+    """Of the names in torch.version, those of what makes accelerators compute; None is the version of most."""
+    return [name for name in names if name not in ("__version__", "debug", "git_version")]
 
 
 def _native_library() -> str | None:
@@ -93,14 +101,18 @@ def _io_engine() -> str | None:
 
 def _print(facts: dict[str, Any]) -> None:
     torch_facts = facts["torch"]
-    devices = [f"{device['name']}, {format_bytes(device['memory_bytes'])}" for device in torch_facts["devices"]]
+    devices = [
+        f"{device['name']}, {format_bytes(device['memory_bytes']) if device['memory_bytes'] else 'memory unknown'}"
+        for device in torch_facts["devices"]
+    ]
+    built_for = [f"{name} {version}" for name, version in torch_facts["built_for"].items() if version]
     print_table(
         [
             ("hf_zero", facts["hf_zero"]),
             ("python", f"{facts['python']} on {facts['platform']}"),
             *((name, version or "not installed") for name, version in facts["packages"].items()),
             ("cpu", f"{facts['cpu']['cores']} cores, {format_bytes(facts['cpu']['memory_bytes'])}"),
-            ("cuda", torch_facts["cuda"] or "torch was built without it"),
+            ("torch built for", ", ".join(built_for) or "the CPU"),
             ("devices", "; ".join(devices) or "none, training runs on the CPU"),
             ("backends", ", ".join(name for name, there in torch_facts["backends"].items() if there) or "none"),
             ("native library", facts["native_library"] or "not present: pip install -e . builds it"),

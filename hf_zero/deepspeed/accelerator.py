@@ -87,7 +87,7 @@ class Accelerator:
         """Bytes of the device, or of the host without an accelerator."""
         if self._name == "cpu":
             return memory_bytes()
-        return int(self._module.get_device_properties(device_index).total_memory)
+        return torch.accelerator.get_memory_info(device_index)[1]
 
     def _bytes(self, name: str, device_index: int | None) -> int:
         return 0 if self._name == "cpu" else int(getattr(self._module, name)(device_index))

@@ -17,7 +17,7 @@ from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.config.resolved import DEFAULT
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.deepspeed.script_arguments import adopt_local_rank, config_of
-from hf_zero.distributed.processes import init_distributed, join_processes
+from hf_zero.distributed.processes import init_distributed, join_processes, wrong_on_all
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.replace import new_engine
 from hf_zero.engine.sharded_init import open_construction
@@ -84,8 +84,9 @@ def initialize(
     adopt_local_rank(args)
     trains = optimizer is not None or loaded.get("optimizer") is not None
     brought = {"client_optimizer": optimizer is not None, "client_scheduler": lr_scheduler is not None or not trains}
-    resolved = loaded.resolve(model=model, world_size=dist.get_world_size(), **brought)
-    made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)
+    with wrong_on_all("initialize"):
+        resolved = loaded.resolve(model=model, world_size=dist.get_world_size(), **brought)
+        made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)
     engine = _make_engine(model, resolved, train=made is not None, replace=True)
     sharded = engine.attach_optimizer(made) if made is not None else None
     _warn_of_no_clipping(engine, resolved)
@@ -118,7 +119,8 @@ def shard(
         model.requires_grad_(False)
     loaded = config_of(None, {"zero_optimization": {"stage": 3}} if config is None else config)
     world_size = join_processes()
-    resolved = loaded.resolve(model=model, world_size=world_size, client_optimizer=True, client_scheduler=True)
+    with wrong_on_all("shard"):
+        resolved = loaded.resolve(model=model, world_size=world_size, client_optimizer=True, client_scheduler=True)
     _make_engine(model, resolved, train=train)
     return model
 

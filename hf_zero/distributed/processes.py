@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -239,10 +239,24 @@ def wait_for_others(purpose: str, timeout_s: float = 10.0) -> None:
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return
     store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
-    for phase in ("came", "saw"):  # the process that holds the store leaves when all have seen that all came
-        store.set(f"hf_zero/{purpose}/{phase}/{dist.get_rank()}", "1")
-        with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError):
+        for phase in ("came", "saw"):  # the process that holds the store leaves when all have seen that all came
+            store.set(f"hf_zero/{purpose}/{phase}/{dist.get_rank()}", "1")
             store.wait([f"hf_zero/{purpose}/{phase}/{rank}" for rank in ranks], datetime.timedelta(seconds=timeout_s))
+
+
+@contextlib.contextmanager
+def wrong_on_all(purpose: str) -> Iterator[None]:
+    """Around checks of what is the same on every rank, right after the processes have joined.
+
+    A rank that ended at once would close connections that another one still makes, and gloo's words would take the
+    place of the error there. An error that only this rank finds is raised after `wait_for_others` has given up.
+    """
+    try:
+        yield
+    except ConfigError:
+        wait_for_others(purpose)
+        raise
 
 
 def call_site() -> str:

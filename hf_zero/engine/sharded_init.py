@@ -33,7 +33,7 @@ from hf_zero.sharding.placement import FlatParamSpec, Placement
 from hf_zero.sharding.reshard import LayoutChange
 from hf_zero.sharding.unit import ShardUnit, UnitState
 from hf_zero.storage import DeviceStore
-from hf_zero.storage.copy_stream import CopyStream
+from hf_zero.storage.copy_stream import CopyStreams
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class ShardedConstruction:
     def __init__(self, comm: Comm, resolve: Callable[[nn.Module], ResolvedConfig]) -> None:
         self._comm = comm
         self._resolve = resolve
-        store, copies = DeviceStore(comm.device), CopyStream(comm.device)
+        store, copies = DeviceStore(comm.device), CopyStreams(comm.device)
         self._placement = Placement(param=store, master=store, copies=copies, native=False, tile_numel=1)
         self._index = ParamIndex()  # of what is in shards
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()

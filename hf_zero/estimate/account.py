@@ -82,8 +82,8 @@ def _alike(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> torch.opt
 
 
 def _measured_peak(comm: Comm) -> tuple[int, str]:
-    if comm.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(comm.device), "torch.cuda.max_memory_allocated"
+    if not comm.computes_on_host:
+        return torch.accelerator.max_memory_allocated(comm.device), "torch.accelerator.max_memory_allocated"
     return peak_resident_bytes(), "resident memory of the process, libraries included"
 
 

@@ -19,7 +19,7 @@ from hf_zero.native.host_memory import page_rounded
 from hf_zero.sharding.placement import Placements
 from hf_zero.storage import HostStore, ShardStore
 from hf_zero.storage.base import BorrowedTensors
-from hf_zero.storage.copy_stream import CopyStream
+from hf_zero.storage.copy_stream import CopyStreams
 
 META = torch.device("meta")
 
@@ -93,17 +93,21 @@ class PretendedDisk(ShardStore):
 
     Args:
         pool_bytes: Of the staging memory through which they would be read and written.
+        pinned: All of the staging memory is taken at once.
     """
 
     can_stage = True
 
-    def __init__(self, pool_bytes: int) -> None:
+    def __init__(self, pool_bytes: int, *, pinned: bool) -> None:
         self._pool_bytes = pool_bytes
+        self._pinned = pinned
         self._sizes: dict[str, tuple[int, torch.dtype]] = {}
 
     @property
     def staging_bytes(self) -> int:
-        """What the pool would hold: never more than its budget, nor than there is to stage."""
+        """What the pool would hold: never more than its budget, nor, unless it is pinned, than there is to stage."""
+        if self._pinned:
+            return page_rounded(self._pool_bytes)
         return min(self._pool_bytes, sum(map(page_rounded, self.usage().values())))
 
     def create(self, key: str, numel: int, dtype: torch.dtype) -> None:
@@ -133,14 +137,14 @@ class PretendedDisk(ShardStore):
 class PretendedPlacements(Placements):
     """Placements whose stores have sizes only: no memory, no folder, no file."""
 
-    def _make_copies(self) -> CopyStream:
-        return CopyStream(torch.device("cpu"))  # without a stream
+    def _make_copies(self) -> CopyStreams:
+        return CopyStreams(torch.device("cpu"))  # without a stream
 
     def _make_host(self, *, pin: bool) -> HostStore:
         return PretendedHost(META, pin=False)
 
     def _make_disk(self, path: str | None, name: str, pool_bytes: int, *, pin: bool, **options: bool) -> ShardStore:
-        return PretendedDisk(pool_bytes)
+        return PretendedDisk(pool_bytes, pinned=pin and not self._comm.computes_on_host)
 
     @property
     def staging_bytes(self) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_zero.config import Problem, ZeroConfig
 from hf_zero.config.problems import raise_all
-from hf_zero.distributed.processes import launched_processes, wait_for_others, wants_cpu
+from hf_zero.distributed.processes import launched_processes, wait_for_others, wants_cpu, wrong_on_all
 from hf_zero.engine.replace import engines_inside
 from hf_zero.errors import ConfigError
 from hf_zero.runtime.captured_graphs import REMEDY, recording_problem
@@ -30,6 +30,7 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _WEIGHTS_FLAG = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
+@wrong_on_all("run")
 def check_run(config: ZeroConfig, args: Any, model: nn.Module | None = None) -> None:
     """Check `config`, TrainingArguments and model against each other and against what ZeRO can do.
 

@@ -21,8 +21,8 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def default_threads() -> int:
-    """HF_ZERO_CPU_THREADS if set; else this process's share of the cores that it may run on, at least 1.
+def default_threads(*, spare: int = 0) -> int:
+    """HF_ZERO_CPU_THREADS if set; else this process's share of the cores that it may run on but `spare`, at least 1.
 
     OMP_NUM_THREADS is not asked: torchrun sets it to 1 for every rank, which would make updates single-threaded.
 
@@ -36,7 +36,7 @@ def default_threads() -> int:
                 f"{THREADS_VARIABLE}={named!r} is not a number of threads: set it to 1 or more, or unset it"
             )
         return int(named)
-    return max(1, usable_cores() // _local_ranks())
+    return max(1, usable_cores() // _local_ranks() - spare)
 
 
 def _local_ranks() -> int:

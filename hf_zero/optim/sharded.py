@@ -149,7 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._factor *= factor
             for acc in self._reducer.accumulators:
                 if not acc.flat.placement.native:
-                    acc.shard.scale(factor)
+                    acc.scale(factor)
             self._facts = dataclasses.replace(facts, norm=facts.norm * factor)
         return facts.norm
 
@@ -179,6 +179,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with self._comm.stop_together():
                 changed = self._native.step(has_grad, self._factor)
         for acc in self._reducer.accumulators:
+            if not acc.flat.placement.native:
+                acc.wait_for_copies()
             acc.flat.best.wait_for_readers()  # where masters are the shard that gathers take from
         with self._direct.allowed():
             self.strategy.update(self.owned, has_grad)
@@ -246,13 +248,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         grads, factor = self._settled(place) or (None, 1.0)
         if grads is None:
             return None
-        return assemble(place, self._comm, lambda slice_: grads.shard.read_slice(slice_) * factor, grads.dtype)
+        return assemble(place, self._comm, lambda slice_: grads.read_slice(slice_) * factor, grads.dtype)
 
     @torch.no_grad()
     def local_grad(self, place: ParamPlace) -> torch.Tensor | None:
         """What this rank owns of a gradient as the step will use it, 1-D; see access.local_grad."""
         found, slice_ = self._settled(place), place.slice
-        return None if found is None or slice_ is None else found[0].shard.read_slice(slice_) * found[1]
+        return None if found is None or slice_ is None else found[0].read_slice(slice_) * found[1]
 
     @torch.no_grad()
     def set_grad(self, place: ParamPlace, values: torch.Tensor | None) -> None:
@@ -266,10 +268,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._settle()
         self.rollback_early()  # it has used the old values
         for native in (one for one in self._reducer.accumulators if one.flat.placement.native):
-            native.shard.scale(self._factor)
+            native.scale(self._factor)
         self._factor = 1.0
         if (slice_ := place.slice) is not None and values is not None:
-            grads.shard.write_slice(slice_, values)
+            grads.write_slice(slice_, values)
         grads.seen[place.index] = True
         self._facts = None  # the norm has changed: the step holds its ballot again
 

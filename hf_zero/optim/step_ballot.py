@@ -134,8 +134,8 @@ def _vote(
 def local_norm_sq(accumulators: Sequence[GradAccumulator], norms: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
     """Squared L2 norm of this rank's gradient shards (padding is zero); the sum over ranks is the full gradient's.
 
-    fp64 0-dim, on the host. `norms`: of each accumulator's parts, on the host. They are taken where the part is, in
-    the gradient's type (16-bit types in fp32), and summed in fp64.
+    fp64 0-dim, on the host. `norms`: of each accumulator's parts, on the host. They are taken on the device where the
+    part was reduced there, in the gradient's type (16-bit types in fp32), and summed in fp64.
     """
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for acc, mine in zip(accumulators, norms, strict=True):
@@ -145,12 +145,10 @@ def local_norm_sq(accumulators: Sequence[GradAccumulator], norms: Sequence[torch
 
 
 def _norms_of_parts(acc: GradAccumulator) -> torch.Tensor:
-    acc.wait_for_copies()
-    parts = [part for part in acc.shard.parts if part.numel()]
-    at_least_fp32 = torch.promote_types(acc.dtype, torch.float32)
-    if not parts:
-        return torch.empty(0, dtype=at_least_fp32, device="cpu")
-    return torch.stack(torch._foreach_norm(parts, 2, dtype=at_least_fp32))
+    norms = acc.norms()
+    if norms.device.type != "cpu" and not acc.flat.placement.native:
+        acc.join_copies()  # the host may update right after the ballot, which waits for these
+    return norms
 
 
 def _untouched(flats: Sequence[FlatParam], comm: Comm) -> torch.Tensor:

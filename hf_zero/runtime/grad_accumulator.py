@@ -10,6 +10,7 @@ import torch
 from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import Pending
+from hf_zero.layout import Slice
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.sharding.flat_param import FlatParam
@@ -36,6 +37,17 @@ class GradState(enum.Enum):
     ACCUMULATING = enum.auto()  # gradients in `unreduced` only
     REDUCING = enum.auto()  # a reduce is under way: it fills `shard`, or adds to it
     REDUCED = enum.auto()  # `shard` holds what the reduces so far have given
+
+
+@dataclass(frozen=True)
+class _PartUnderWay:
+    """The reduce of one bucket, and where it goes."""
+
+    pending: Pending | None
+    result: torch.Tensor  # what the reduce gives, on the device
+    mine: torch.Tensor  # this rank's part of the shard
+    earlier: torch.Tensor | None  # on the device, where `mine` is on the host: what earlier reduces left there
+    brought: torch.Event | None  # `earlier` has come
 
 
 class GradAccumulator:
@@ -83,17 +95,24 @@ class GradAccumulator:
         self._host = host
         # Reduced gradients go to the host, where the update is.
         self.on_host = not comm.computes_on_host and not flat.placement.master.is_on_device
+        if self.on_host and flat.layout.world_size != comm.world_size:
+            raise AssertionError(
+                f"{flat.layout.name} is offloaded and not sharded: its reduce has no memory of its own"
+            )
         self._memories = 0
         self._resident, self.shard = self._make_memory(eager)
         self._spare: tuple[torch.Tensor | None, ShardTensor] | None = None
         self._reader: Pending | None = None  # an update that still reads `shard`
         self._on_its_way: torch.Event | None = None  # the last copy to the host
+        self._sources: list[torch.Tensor] = []  # of copies to the host, by the reduce under way
+        # L2 norms of the shard's parts, 0-dim on the device, where the shard is on the host and nobody has changed it.
+        self._norms: list[torch.Tensor] | None = None
         self.unreduced = None
         self.num_reduces = 0  # so far
         self.seen = [False] * len(flat.params)  # had a gradient on this rank in this window
         self._written = [False] * len(flat.params)  # has a value in `unreduced`
         self._arrived: set[int] = set()  # in this backward
-        self._under_way: list[tuple[Pending | None, torch.Tensor, torch.Tensor]] = []  # pending, its result, our part
+        self._under_way: list[_PartUnderWay] = []
         self._reducing: torch.Tensor | None = None  # what the reduce under way reads
         self._state = GradState.EMPTY
         self._adds = False  # the reduce under way adds to what an earlier one of this window has left
@@ -132,13 +151,21 @@ class GradAccumulator:
         spare = self._spare or self._make_memory(self.eager)
         self._spare = (self._resident, lent)
         self._resident, self.shard = spare
-        self._on_its_way = None
+        self._on_its_way, self._norms = None, None
         return lent, event
 
     def wait_for_copies(self) -> None:
-        """Return when what has been reduced has reached the host."""
+        """Return when what has been reduced has reached the host, and the host may write there."""
         if self._on_its_way is not None:
             self._on_its_way.synchronize()
+            self._on_its_way = None
+
+    def join_copies(self) -> None:
+        """As `wait_for_copies`, for a host that is about to read `norms` off the device: that waits for the copies."""
+        if self._norms is None:
+            self.wait_for_copies()
+        elif self._on_its_way is not None:
+            self._on_its_way.wait(torch.accelerator.current_stream(self.flat.full.device))
             self._on_its_way = None
 
     def _reclaim(self) -> None:
@@ -217,12 +244,14 @@ class GradAccumulator:
         self.num_reduces += 1
         self._reducing, self.unreduced = self.unreduced, None
         self._adds = self.is_reduced
+        self._norms = [] if self.on_host else None
         self._state = GradState.REDUCING
         pending: Pending | None
         for (start, numel), mine in zip(layout.buckets(), self.shard.parts, strict=True):
             bucket = self._reducing[start : start + numel]
             if len(self._under_way) == self._max_under_way:
                 self._finish_oldest()
+            earlier, brought = self._bring_back(mine, bucket.device)
             if layout.world_size == self._comm.world_size:
                 in_place = not self._adds and not self.on_host
                 result = mine if in_place else torch.empty_like(mine, device=bucket.device)
@@ -232,7 +261,14 @@ class GradAccumulator:
             else:
                 result = bucket
                 pending = self._reduction.everything(self._comm, bucket, layout.name, wire_dtype=self._wire)
-            self._under_way.append((pending, result, mine))
+            self._under_way.append(_PartUnderWay(pending, result, mine, earlier, brought))
+
+    def _bring_back(self, mine: torch.Tensor, device: torch.device) -> tuple[torch.Tensor | None, torch.Event | None]:
+        """Start to copy a part that is on the host to the device, which adds what a further reduce gives."""
+        if not self._adds or not self.on_host:
+            return None, None
+        earlier = torch.empty_like(mine, device=device)
+        return earlier, self.flat.placement.copies.upload(earlier, mine, after=self._on_its_way)
 
     @property
     def _scale(self) -> float:
@@ -248,6 +284,9 @@ class GradAccumulator:
             self._finish_oldest()
         if self._state is GradState.REDUCING:
             self._state = GradState.REDUCED
+            if self._sources:
+                self.flat.placement.copies.hold(self._sources, self._on_its_way)
+                self._sources = []
             self._give_back_reducing()
 
     def _give_back_reducing(self) -> None:
@@ -256,24 +295,60 @@ class GradAccumulator:
         self._reducing = None
 
     def _finish_oldest(self) -> None:
-        pending, result, mine = self._under_way.pop(0)
-        if pending is not None:
-            pending.wait()
+        part = self._under_way.pop(0)
+        if part.pending is not None:
+            part.pending.wait()
         scale = self._scale
-        if result.device != mine.device:
-            self._copy_to_host(result.mul_(scale), mine)
-        elif result.data_ptr() != mine.data_ptr():
-            mine.add_(result, alpha=scale)
+        if self.on_host:
+            self._send_to_host(part, scale)
+        elif part.result.data_ptr() != part.mine.data_ptr():
+            part.mine.add_(part.result, alpha=scale)
         elif scale != 1.0:
-            mine.mul_(scale)
+            part.mine.mul_(scale)
 
-    def _copy_to_host(self, result: torch.Tensor, mine: torch.Tensor) -> None:
-        """Move a reduced part from the compute device to the host, or add it to what is there."""
-        if not self._adds:
-            self._on_its_way = self.flat.placement.copies.copy(mine, result)
+    def _send_to_host(self, part: _PartUnderWay, scale: float) -> None:
+        """Start to move a reduced part to the host, added to what it has there; the norm is taken before."""
+        if part.earlier is None:
+            total = part.result.mul_(scale)
         else:
-            self.wait_for_copies()
-            mine.add_(result.to(mine.device))
+            if part.brought is not None:
+                part.brought.wait(torch.accelerator.current_stream(part.result.device))
+            total = part.earlier.add_(part.result, alpha=scale)
+        assert self._norms is not None
+        if total.numel():
+            self._norms.append(_norms([total])[0])
+        self._on_its_way = self.flat.placement.copies.download(part.mine, total)
+        self._sources.append(total)
+
+    # ---------------------------------------------------------------- what the shard holds
+    def norms(self) -> torch.Tensor:
+        """L2 norms of the shard's parts, 1-D, at least fp32: on the device where they were taken there, or the shard
+        is there. The sum of their squares is that of the shard: padding is zero."""
+        if self._norms is not None:
+            return torch.stack(self._norms) if self._norms else torch.empty(0, device="cpu")
+        self.wait_for_copies()
+        parts = [part for part in self.shard.parts if part.numel()]
+        return torch.stack(_norms(parts)) if parts else torch.empty(0, device="cpu")
+
+    def read_slice(self, slice_: Slice) -> torch.Tensor:
+        """See Shard.read_slice."""
+        self.wait_for_copies()
+        return self.shard.read_slice(slice_)
+
+    def write_slice(self, slice_: Slice, values: torch.Tensor) -> None:
+        """See Shard.write_slice."""
+        self._before_change()
+        self.shard.write_slice(slice_, values)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the shard by `factor`."""
+        self._before_change()
+        self.shard.scale(factor)
+
+    def _before_change(self) -> None:
+        """The host is about to write to the shard: what is on its way there comes first, and has another norm."""
+        self.wait_for_copies()
+        self._norms = None
 
     # ---------------------------------------------------------------- what a user does to it by hand
     @property
@@ -316,7 +391,7 @@ class GradAccumulator:
         self.seen[index] = False
         if not self.is_reduced:
             return False
-        self.wait_for_copies()
+        self._before_change()
         for slice_ in self.flat.layout.slices(self.flat.rank):
             if slice_.name == slot.name:
                 for tensor in self.shard.slice_tensors(slice_):
@@ -334,17 +409,26 @@ class GradAccumulator:
         self.seen = [False] * len(self.seen)
         self._written = [False] * len(self._written)
         self._arrived.clear()
+        self._norms = None
         self._state = GradState.EMPTY
 
     def forget_reduce(self) -> None:
         """A reduce was broken off, and its connections are closed."""
+        if self._under_way and self.on_host:
+            self.flat.placement.copies.synchronize()  # they use memory that goes now
         self._under_way.clear()
+        self._sources = []
         self._give_back_reducing()
 
     def drop_missing(self) -> None:
         """No gradient reached this shard in the window: it counts as zero."""
-        self.wait_for_copies()  # those of a window that was given up too
         if not self.is_reduced:
             self._reclaim()
+            self._before_change()  # copies of a window that was given up may be under way
             self.shard.zero()
             self._state = GradState.REDUCED
+
+
+def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """L2 norms, 0-dim, in the tensors' type; of 16-bit types in fp32."""
+    return list(torch._foreach_norm(tensors, 2, dtype=torch.promote_types(tensors[0].dtype, torch.float32)))

@@ -257,7 +257,7 @@ class FlatParam:
 
     def forget_gather(self) -> None:
         """A gather was broken off, and its connections are closed: what it had of other memory goes back."""
-        if self._copied is not None:  # it may be reading the one and writing to the other
+        if self._copied is not None:  # it may be reading what goes back, and writing to the full tensor
             self._copied.synchronize()
         if self._borrowed is not None:
             self._borrowed.release()
@@ -302,7 +302,8 @@ class FlatParam:
         """Names of the parameters whose placeholder was written to, which is forgotten. Waits for the device."""
         untouched = torch.isnan(self.placeholder_values).tolist()
         self.placeholder_values.fill_(torch.nan)
-        self.mark_written()
+        if self._bound is self.placeholders:  # else what was written to is in use
+            self.mark_written()
         return [slot.name for slot, same in zip(self.layout.slots, untouched, strict=True) if not same]
 
     def check_views(self) -> None:

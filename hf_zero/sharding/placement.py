@@ -22,7 +22,7 @@ from hf_zero.errors import OffloadError, StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.host_memory import page_rounded
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
-from hf_zero.storage.copy_stream import CopyStream
+from hf_zero.storage.copy_stream import CopyStreams
 
 # Elements of one tile: large enough for a disk's full rate, small enough that a few of them are little memory.
 MAX_TILE_NUMEL = 1 << 22
@@ -50,7 +50,7 @@ class Placement:
 
     param: ShardStore  # its shard, where parameters are unsharded around their use only
     master: ShardStore  # master weights, and the moments of a native update
-    copies: CopyStream  # for what goes between host and device; one for all flat parameters
+    copies: CopyStreams  # for what goes between host and device; one for all flat parameters
     native: bool  # the native rule updates the masters tile by tile; else torch does, and they stay in memory
     tile_numel: int
     sub_group_numel: int = 1 << 62  # elements that one call of a torch optimizer updates
@@ -203,8 +203,8 @@ class Placements:
         sizes = (min(spec.layout.shard_numel, self._tile) * master_dtype_of(spec.dtype).itemsize for spec in mine)
         return max(sizes, default=1)
 
-    def _make_copies(self) -> CopyStream:
-        return CopyStream(self._comm.device)
+    def _make_copies(self) -> CopyStreams:
+        return CopyStreams(self._comm.device)
 
     def _make_host(self, *, pin: bool) -> HostStore:
         return HostStore(self._comm.device, pin=pin)

@@ -1,45 +1,102 @@
-"""A stream for copies between host and device, beside the compute stream."""
+"""Streams for copies between host and device, beside the compute stream: one for each direction."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
+MAX_DOWNLOADS = 2  # see CopyStreams.hold
 
-class CopyStream:
+
+class CopyStreams:
     """Orders copies after what computes now, without making what computes next wait for them.
 
-    On the CPU there is no stream and nothing to order: copies are done when they return.
+    A stream per direction: parameters on their way to the device do not queue behind gradients on theirs to the host,
+    and the link is used both ways. On the CPU there are no streams and nothing to order: copies are done when they
+    return.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._streams = [] if device.type == "cpu" else [torch.Stream(device), torch.Stream(device)]
+        self._held: collections.deque[tuple[torch.Event, Sequence[torch.Tensor]]] = collections.deque()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """What is started inside runs on the copy stream, after everything that the compute stream has been given."""
-        if self._stream is None:
+        """What is started inside runs on the stream to the device, after everything that the compute stream has been
+        given."""
+        self.release()
+        if not self._streams:
             yield
             return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
+        with self._after_compute(self._streams[0]):
             yield
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
-        """Start `target.copy_(source)`; the event completes when it is over. None: it is over.
+    def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: torch.Event | None) -> torch.Event | None:
+        """Start `target.copy_(source)`, to the device; the event completes when it is over. None: it is over.
 
-        The source's memory is not given to anybody else before; a target on the device must outlive the event.
+        Args:
+            target: It has to live until the compute stream, or the host, has waited for the event.
+            after: What writes `source`; None: nothing does.
         """
-        if self._stream is None:
+        if not self._streams:
             target.copy_(source)
             return None
-        with self.beside():
+        up = self._streams[0]
+        with self._after_compute(up):
+            if after is not None:
+                after.wait(up)
             target.copy_(source, non_blocking=True)
-            if source.device.type != "cpu":
-                source.record_stream(self._stream)
-            event = torch.Event(self._device.type)
-            event.record(self._stream)
+            return self._mark(up)
+
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
+        """Start `target.copy_(source)`, to the host; the event completes when it and all before are over.
+
+        None: it is over. The source has to live until then: see `hold`.
+        """
+        if not self._streams:
+            target.copy_(source)
+            return None
+        down = self._streams[1]
+        with self._after_compute(down):
+            target.copy_(source, non_blocking=True)
+            return self._mark(down)
+
+    def hold(self, sources: Sequence[torch.Tensor], event: torch.Event | None) -> None:
+        """Keep what downloads read until they are over: `event` is that of the last of them.
+
+        MAX_DOWNLOADS calls are kept at most; beyond that the compute stream, whose memory it is, waits for the oldest.
+        So the device's memory is bounded, the host waits for nothing, and the memory goes to nobody too early. (With
+        record_stream the allocator would ask for new memory while the host is ahead of the copies.)
+        """
+        self.release()
+        if event is not None:
+            self._held.append((event, sources))
+        if len(self._held) > MAX_DOWNLOADS:
+            self._held[0][0].wait(torch.accelerator.current_stream(self._device))
+            self._held.popleft()
+
+    def release(self) -> None:
+        """Give back what downloads that are over have read. It waits for nothing."""
+        while self._held and self._held[0][0].query():
+            self._held.popleft()
+
+    def synchronize(self) -> None:
+        """Return when all copies are over."""
+        for stream in self._streams:
+            stream.synchronize()
+        self._held.clear()
+
+    @contextlib.contextmanager
+    def _after_compute(self, stream: torch.Stream) -> Iterator[None]:
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
+            yield
+
+    def _mark(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(self._device.type)
+        event.record(stream)
         return event

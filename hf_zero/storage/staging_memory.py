@@ -78,8 +78,8 @@ class MappedBlocks(BlockSource):
 class PinnedPieces(BlockSource):
     """Blocks are pieces of one area that is as large as the budget, and of further ones where that was too small.
 
-    To pin memory takes as long as to copy it, and to unpin it waits for the device: areas stay until `close`, whatever
-    sizes are asked for.
+    Pinning locks every page, and unpinning waits for the device. So areas stay until `close`, whatever sizes are asked
+    for, unless the budget grows.
     """
 
     def __init__(self, memory: HostMemory) -> None:

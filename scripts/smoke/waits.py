@@ -27,14 +27,13 @@ VOTE = "step_ballot.py _on_host"
 EXPECTED = {
     VOTE: "the norm and what the ranks agree on",
     "flat_param.py use_gathered": "parameters on disk: staging memory goes back when the device has read it",
-    "grad_accumulator.py wait_for_copies": "offload: reduced gradients are on the host",
-    "grad_accumulator.py _copy_to_host": "offload with accumulation: the host adds",
     "shard.py copy_from": "offload of one of states and parameters",
-    "param_writer.py open": "an update writes where the device has read the last one's parameters",
+    "host_state.py run": "an update begins once its gradients are on the host, on a thread of its own",
+    "param_writer.py open": "it writes where the device has read the last one's parameters",
     "shard.py wait_for_readers": "the same, where it writes into the shard",
 }
 # Copies from and to host memory that is not pinned.
-PAGEABLE = ("copy_stream.py copy", "param_writer.py publish", "shard.py copy_parts_to")
+PAGEABLE = ("copy_stream.py download", "copy_stream.py upload", "shard.py copy_parts_to")
 
 
 def can_count(device: torch.device) -> bool:

@@ -178,6 +178,8 @@ def test_report(capsys: Capture) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert facts["packages"]["torch"].startswith("2.")
     assert facts["torch"]["backends"]["gloo"] is True
+    assert set(facts["torch"]["built_for"]) >= {"cuda", "hip", "xpu"}, "what torch.version has"
+    assert facts["torch"]["devices"] == [] or facts["torch"]["devices"][0]["name"]
     assert facts["cpu"]["cores"] >= 1
     assert facts["native_library"].endswith(".so") and facts["io_engine"] in ("io_uring", "threads")
     assert main(["report"]) == 0

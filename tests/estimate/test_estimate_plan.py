@@ -188,3 +188,18 @@ def test_plans_need_no_memory_and_leave_no_trace(tmp_path: Path) -> None:
     assert plan.device["parameters"] == pytest.approx(2 * numel / 8, rel=0.01)
     assert "activations" not in plan.device
     assert not path.exists()
+
+
+def test_pinned_staging_memory_is_taken_at_once(tmp_path: Path) -> None:
+    """More buffers than there is to stage: pageable ones cost nothing until they are used."""
+    model = llama()
+    staging = {}
+    for pin, on_host in ((True, False), (False, False), (True, True)):
+        param = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0, "buffer_count": 50, "pin_memory": pin}
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": param}
+        config = ZeroConfig.load({"zero_optimization": zero})
+        plan = plan_model(model, config.resolve(model=model, world_size=1, client_optimizer=True), on_host=on_host)
+        staging[pin, on_host] = plan.host["staging"]
+        assert plan.disk["parameters"] <= plan.host["staging"]
+    assert staging[False, False] == staging[True, True] < staging[True, False]
+    assert staging[True, False] % 50 == 0

@@ -17,6 +17,9 @@ import faulthandler
 import functools
 import gc
 import importlib
+import io
+import linecache
+import numbers
 import os
 import pickle
 import pkgutil
@@ -25,6 +28,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import abc
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -85,6 +89,7 @@ def serve(connection: Connection) -> None:
     import torch.distributed
 
     torch.set_num_threads(1)
+    _call_first_time()
     stores = _start_stores(connection)
     imported = 0
     while True:
@@ -95,10 +100,12 @@ def serve(connection: Connection) -> None:
         with contextlib.suppress(Exception):  # the rank fails in the same import and reports it
             importlib.import_module(job.module)
         _warm_up()
-        gc.freeze()  # the collector of a rank need not walk, and so copy, what all of them share
+        _read_source(job.module)
         if len(sys.modules) > imported:
             imported = len(sys.modules)
+            _ask_for_kinds()
             _collapse_memory()
+        gc.freeze()  # the collector of a rank need not walk, and so copy, what all of them share
         port = _fresh_store(stores) if job.init_group else 0
         run = functools.partial(_run_rank, job, port)
         pids = [_fork(functools.partial(run, rank), connection) for rank in range(job.world_size)]
@@ -123,6 +130,36 @@ def _warm_up() -> None:
                 getattr(importlib.import_module(module), function)(argument)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"an import has started {threads - 1} thread(s): a fork would lose them"
+
+
+def _call_first_time() -> None:
+    """Do what every rank would do in its first calls: each would copy the pages that are written."""
+    import torch
+    import torch._dynamo
+
+    # It notes the stack of its caller for every kind of device, and reads torch's source files to do so.
+    torch.manual_seed(0)
+    torch._dynamo.trace_rules.clear_lru_cache()  # init_process_group frees these tables
+
+
+def _ask_for_kinds() -> None:
+    """Ask `isinstance` what every rank asks. An abstract class that does not know a type yet asks all its subclasses.
+
+    It forgets its answers when another class is registered, so they are asked for after every import.
+    """
+    import torch
+
+    tensor = torch.empty(0)
+    values = [(), [], {}, "", b"", 0, 0.0, True, None, io.BytesIO(), tensor, torch.nn.Parameter(tensor)]
+    for kind in (abc.Mapping, abc.MutableMapping, abc.Sequence, abc.Iterable, numbers.Integral, os.PathLike):
+        for value in values:
+            isinstance(value, kind)
+
+
+def _read_source(module: str) -> None:
+    """Keep the lines of a job's module for the stacks that `torch.manual_seed` notes."""
+    if module in sys.modules:
+        linecache.getlines(sys.modules[module].__file__ or "")
 
 
 def _modules_of_hf_zero() -> list[str]:
@@ -266,7 +303,7 @@ def _call(job: Job, port: int, rank: int, folder: Path) -> Any:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed notes stacks for devices, which a rank does not have
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     os.environ.update(job.env)

@@ -43,10 +43,9 @@ class LagWork(dist.Work):
 class LagGroup(dist.ProcessGroup):
     """One stream for all collectives of the group."""
 
-    _name = ""  # which torch asks for once more when it has forgotten the group
-
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        self._name = ""
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._stream = torch.Stream(device=torch.device(device.NAME, torch.accelerator.current_device_index()))
 
@@ -55,7 +54,7 @@ class LagGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        self._name = str(dist.distributed_c10d._world.pg_names.get(self, self._name))
+        self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)  # torch asks once more at the end
         return self._name
 
     @property

@@ -38,12 +38,13 @@ def test_threads_are_the_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert default_threads() == cores
+    assert default_threads(spare=1) == max(1, cores - 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert default_threads() == max(1, cores // 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(4 * cores))
     assert default_threads() == 1
     monkeypatch.setenv("HF_ZERO_CPU_THREADS", "3")
-    assert default_threads() == 3
+    assert default_threads() == default_threads(spare=1) == 3, "a number that somebody chose"
 
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -71,7 +71,7 @@ def start(run: Run, folder: str) -> ZeroEngine:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": run.accumulation,
         "gradient_clipping": run.clip,
-        "zero_force_ds_cpu_optimizer": run.medium != "by_torch",
+        "zero_force_ds_cpu_optimizer": not run.medium.startswith("by_torch"),
         **({"steps_per_print": 1, "wall_clock_breakdown": True, "memory_breakdown": True} if run.logs else {}),
         **({} if run.precision == "fp32" else {run.precision: {"enabled": True}}),
         "zero_optimization": {
@@ -139,15 +139,8 @@ def expected(run: Run) -> Waits:
     waits = collections.Counter[tuple[str, str]]()
     states, _, params = run.medium.partition("+")
     offloaded = states != "none"
-    if not offloaded or (run.stage == 3 and (run.world_size > 1 or params)):
-        # The ballot: the norm must be known before clipping, and whether a sharded parameter was written to.
-        waits["optim/step_ballot.py:_on_host", "to host"] += 1
-    if offloaded:
-        # Reduced gradients are on the host before their norm is taken there.
-        waits["runtime/grad_accumulator.py:wait_for_copies", "event"] += FLATS
-    if offloaded and run.stage >= 2:
-        # Later micro-steps add to what is on the host; the host adds.
-        waits["runtime/grad_accumulator.py:_copy_to_host", "to host"] += FLATS * (run.accumulation - 1)
+    # The ballot: the norm must be known before clipping, and whether a sharded parameter was written to.
+    waits["optim/step_ballot.py:_on_host", "to host"] += 1
     if states == "by_torch":
         # torch has updated masters on the host: parameters on the device are copied from them.
         waits["sharding/shard.py:copy_from", "to device"] += FLATS
@@ -171,7 +164,12 @@ def expected(run: Run) -> Waits:
 
 
 STATES = ("none", "cpu", "nvme", "delayed", "by_torch")
-MEDIA = {0: STATES[:1], 1: STATES, 2: STATES, 3: (*STATES, "none+cpu", "cpu+cpu", "nvme+nvme")}
+MEDIA = {
+    0: STATES[:1],
+    1: STATES,
+    2: STATES,
+    3: (*STATES, "none+cpu", "cpu+cpu", "nvme+nvme"),
+}
 WINDOWS = ((1, 0.0), (2, 1.0))  # accumulation, clip
 
 

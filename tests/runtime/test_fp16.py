@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ def step(engine: ZeroEngine, number: int, factor: float = 1.0, *, direct: bool =
     else:
         engine.backward(loss)
     engine.step()
+
+
+def both(function: Callable[..., Any], *runs: tuple[Any, ...]) -> list[Any]:
+    """`function` called with the arguments of each run, in one job; the output of a failed job names its last run."""
+    results = []
+    for run in runs:
+        print(f"{function.__name__}{run}", flush=True)
+        results.append(function(*run))
+    return results
 
 
 def everything(engine: ZeroEngine) -> dict[str, torch.Tensor]:
@@ -261,8 +271,8 @@ def two_engines(block: dict[str, Any], how: str) -> list[dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("how", ["chain", *(pytest.param(how, marks=pytest.mark.slow) for how in ("twice", "beside"))])
 def test_engines_in_one_graph_have_a_scale_each(how: str) -> None:
-    half = run_ranks(two_engines, 2, {"fp16": {"enabled": True, "loss_scale": 16}}, how)[0]
-    single = run_ranks(two_engines, 2, {}, how)[0]
+    fp16 = {"fp16": {"enabled": True, "loss_scale": 16}}
+    half, single = run_ranks(both, 2, two_engines, (fp16, how), ({}, how))[0]
     torch.manual_seed(3)
     start = [dict(Generator().named_parameters()), None]
     moved = [float((single[0][name] - value).abs().max()) for name, value in start[0].items()]
@@ -360,8 +370,7 @@ def train_under(config: dict[str, Any], wrap: bool, stage: int) -> tuple[list[fl
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_torch_autocast_is_autocast_around_the_forward(stage: int) -> None:
     block = {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
-    got, types = run_ranks(train_under, 2, block, False, stage)[0]
-    want, _ = run_ranks(train_under, 2, {}, True, stage)[0]
+    (got, types), (want, _) = run_ranks(both, 2, train_under, (block, False, stage), ({}, True, stage))[0]
     assert got == want and set(types) == {"torch.bfloat16"}
 
 
@@ -377,8 +386,7 @@ def test_torch_autocast_is_autocast_around_the_forward(stage: int) -> None:
     ],
 )
 def test_other_precisions_compute_in_their_type_and_train(block: dict[str, Any], dtype: str) -> None:
-    got, types = run_ranks(train_under, 2, block, False, 0)[0]
-    plain, _ = run_ranks(train_under, 2, {}, False, 0)[0]
+    (got, types), (plain, _) = run_ranks(both, 2, train_under, (block, False, 0), ({}, False, 0))[0]
     assert set(types) == {dtype} and got == pytest.approx(plain, rel=2e-2)
     assert (got == plain) == (dtype == "torch.float32")
 
@@ -451,8 +459,8 @@ def with_optimizer(kind: str, stage: int, block: dict[str, Any], factors: list[f
 def test_every_kind_of_update_leaves_the_step_out(kind: str, stage: int) -> None:
     """The losses are those of fp32 without the step: also where a rank keeps its gradients to itself."""
     factors = [1.0, float("inf"), 1.0, 1.0, float("inf"), 1.0]
-    half, skipped = run_ranks(with_optimizer, 2, kind, stage, FP16, factors)[0]
-    single, _ = run_ranks(with_optimizer, 2, kind, stage, {}, [1.0] * 4)[0]
+    runs = (kind, stage, FP16, factors), (kind, stage, {}, [1.0] * 4)
+    (half, skipped), (single, _) = run_ranks(both, 2, with_optimizer, *runs)[0]
     assert skipped == 2 and half[2] == half[1] and half[5] == half[4]
     # A rounding that turns a sign over moves an element by the whole scale.
     near = 0.2 if kind == "OneBitAdam" else 2e-2

@@ -24,6 +24,7 @@ from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.config.precision import LossScaling
 from hf_zero.config.problems import raise_all
 from hf_zero.config.resolved import FILE
+from hf_zero.distributed.processes import wrong_on_all
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.replace import new_engine
 from hf_zero.errors import ConfigError, StateError
@@ -66,6 +67,7 @@ class ZeroPlugin:
             per_device = batch_of_loaders(accelerator, self.config, prepared)
             self._per_device_batch = self._per_device_batch if per_device is None else per_device
 
+    @wrong_on_all("attach")
     def attach(self, accelerator: Accelerator) -> Accelerator:
         """Put `accelerator` under ZeRO, in place, before it prepares anything. Returns it.
 
@@ -132,11 +134,12 @@ class ZeroPlugin:
 
         None: without training, a model whose parameters stay unsharded and are not cast needs no engine.
         """
-        resolved = self.resolve(accelerator, model)
-        trains = train and any(param.requires_grad for param in model.parameters())
-        if not trains and resolved.stage < 3 and resolved.dtype is None:
-            return None
-        raise_all(self.config.source, model_conflicts(model, resolved.stage))
+        with wrong_on_all("model"):
+            resolved = self.resolve(accelerator, model)
+            trains = train and any(param.requires_grad for param in model.parameters())
+            if not trains and resolved.stage < 3 and resolved.dtype is None:
+                return None
+            raise_all(self.config.source, model_conflicts(model, resolved.stage))
         if resolved.stage == 3 and accelerator.num_processes > 1 and accelerator.is_main_process:
             warn_of_missed_sharding(model)
         # Trainer and accelerate scale the loss for accumulation, and ZeroAcceleratedOptimizer sees to clipping.

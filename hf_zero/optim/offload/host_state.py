@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_zero.native.adam import AdamRule, AdamSpan, adam_step
+from hf_zero.native.machine import default_threads
 from hf_zero.optim.offload.param_writer import ParamWriter
 from hf_zero.optim.param_groups import OwnedSlice
 from hf_zero.runtime.grad_accumulator import GradAccumulator
@@ -131,6 +132,8 @@ class UpdateJob:
         if self._arriving is not None:
             self._arriving.synchronize()
         out = self._writer.open() if state.slices else None
+        # Beside the update another thread launches kernels: a device that waits for it computes nothing.
+        threads = default_threads(spare=0 if state.flat.comm.computes_on_host else 1)
         for tile in range(len(state.slices)):
             with store.borrow(state.keys(tile), write=True, staged=self.staged) as borrow:
                 if tile + 1 < len(state.slices):
@@ -143,7 +146,8 @@ class UpdateJob:
                     spans = list(self._spans(tile, grads.in_full, maximize))
                     if spans:
                         scale = -self.factor if maximize else self.factor
-                        adam_step(spans, master, exp_avg, exp_avg_sq, grads.memory, grad_scale=scale, out=out)
+                        state_of_tile = (master, exp_avg, exp_avg_sq, grads.memory)
+                        adam_step(spans, *state_of_tile, grad_scale=scale, out=out, threads=threads)
         if state.slices:
             self._writer.close()
         self._grads = None

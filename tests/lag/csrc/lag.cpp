@@ -1134,17 +1134,17 @@ PYBIND11_MODULE(lag_native, module) {
     module.def("set_pinned_limit", set_pinned_limit);
     module.def("set_locator", set_locator);
     module.def("queued_tasks", queued_tasks);
-    module.def("pinned_bytes", pinned_bytes);
-    module.def("pinned_ranges", pinned_ranges);
-    module.def("register_pinned", register_pinned);
-    module.def("unregister_pinned", unregister_pinned);
     const pybind11::call_guard<pybind11::gil_scoped_release> free;  // others run while the ranks wait for each other
+    module.def("register_pinned", register_pinned, free);
+    module.def("unregister_pinned", unregister_pinned, free);
     module.def("all_gather", all_gather, free);
     module.def("reduce_scatter", reduce_scatter, free);
     module.def("all_to_all", all_to_all, free);
     module.def("all_reduce", all_reduce, free);
     module.def("broadcast", broadcast, free);
     module.def("drop_tasks", drop_tasks);
+    module.def("pinned_bytes", pinned_bytes, free);
+    module.def("pinned_ranges", pinned_ranges, free);
     module.def("take_reports", take_reports);
     module.def("take_syncs", take_syncs);
 }
