@@ -66,7 +66,7 @@ def run_check(check: str, args: argparse.Namespace, folder: Path) -> list[Row]:
         return list(peers.check(args.device, args.size, args.ranks, folder, limit_s))
     if check == "killed":
         mine = _program("killed", args, folder)
-        return list(killed_rank.check([*mine, "--more"], args.device, args.ranks, folder, limit_s))
+        return list(killed_rank.check([*mine, "--more"], args.ranks, folder, limit_s))
     if check == "resume":
         return _under_torchrun("save", args, folder, args.ranks) + _under_torchrun("resume", args, folder, args.other)
     return _under_torchrun(check, args, folder, args.ranks)

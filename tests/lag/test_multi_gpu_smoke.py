@@ -25,7 +25,7 @@ def test_it_runs_to_its_end() -> None:
     )
     for seen in (*rows, "bench_step.py: all train alike", "speed, zero3"):
         assert f"\n{seen}" in done.stdout, done.stdout
-    assert "DivergenceError after" in done.stdout and "10 all_gather" in done.stdout
+    assert "10 all_gather" in done.stdout
 
 
 def test_without_two_gpus_it_says_so() -> None:
@@ -41,12 +41,14 @@ def test_a_rank_that_goes_on_is_found() -> None:
     code = """
 from smoke import killed_rank
 from smoke.ranks import Ended
-for others in ([Ended(0, 9.0, "")], [Ended(1, 9.0, "RuntimeError: x")], [Ended(1, 99.0, "DivergenceError")]):
+ends = [(1, 9.0, "DivergenceError"), (0, 9.0, ""), (1, 9.0, "RuntimeError: x"), (1, 99.0, "DivergenceError")]
+for others in ([Ended(*end)] for end in ends):
     row = killed_rank._judged("name", others, 5.0)
     print(row.status, row.detail)
 """
     said = run("-c", code).stdout.splitlines()
     assert said == [
+        "ok DivergenceError after 4.0 s",
         "FAILED rank 0 went on",
         "FAILED rank 0 said nothing of ours: RuntimeError: x",
         "FAILED the others took 94 s",
