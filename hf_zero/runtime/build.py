@@ -236,6 +236,7 @@ def make_grads(built: BuiltUnits, unit: ShardUnit, flat: FlatParam) -> GradAccum
         settings.grads,
         built.placements.host,
         built.loss_scale,
+        unit=unit.name,
         eager=settings.plan(unit.kind, built.comm.world_size).eager,
         reduction=settings.reduction,
         allow_unused=settings.allow_unused,

@@ -63,15 +63,18 @@ class GradAccumulator:
         host: HostStore,
         loss_scale: LossScale,
         *,
+        unit: str,
         eager: bool,
         reduction: Reduction,
         allow_unused: bool = True,
     ) -> None:
         """`loss_scale`: what losses were multiplied with; shards are free of it.
 
+        `unit`: its name, see GradReducer.
         `allow_unused`: a parameter may be without gradient on all ranks in an accumulation window.
         """
         self.flat = flat
+        self.unit = unit
         self.eager = eager
         self.allow_unused = allow_unused
         self._reduction = reduction
