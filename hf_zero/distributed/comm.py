@@ -134,10 +134,11 @@ class Comm:
         """Make one operation of the all-gathers that are started inside the block, and of the reduce-scatters, and of
         the all-reduces of a type, where this backend can (`coalesces`).
 
-        They start at the end of the outermost block, or when one of them is waited for: until then nothing that they
-        read may change. Between CPU ranks of one host all-gathers are over at the end of the block, and no other
-        collective may run inside: ranks read each other's parts from memory, in half the time that messages take.
-        `in_background`: there they are messages, that run on. All ranks must enter.
+        They start at the end of the outermost block, or when one of them is waited for, and wait for what is on the
+        stream that is current then: until then nothing that they read may change. Between CPU ranks of one host
+        all-gathers are over at the end of the block, and no other collective may run inside: ranks read each other's
+        parts from memory, in half the time that messages take. `in_background`: there they are messages, that run on.
+        All ranks must enter.
         """
         may_collect = self.coalesces or (not in_background and self._peers is not None)
         if self._block is not None or not may_collect:
