@@ -163,6 +163,10 @@ class ResolvedConfig(Mapping[str, Any]):
         """Of parameters: "bfloat16", "float16", or None: the model keeps its dtypes."""
         return self.precision.dtype
 
+    def is_written(self, path: str) -> bool:
+        """Whether the value of a key is the file's own, and neither "auto" nor a default."""
+        return self.origins.get(path) == FILE
+
     @cached_property
     def _given(self) -> dict[str, Any]:
         return _without_auto(self.raw, self.settings) | {name: getattr(self, name) for name in batch.KEYS}

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from hf_zero.distributed.buffer_pool import BufferPool
+from hf_zero.distributed.coalesced import Coalesced
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.failure_monitor import FIRST_LOOK_S, LOOK_EVERY_S, FailureMonitor
 from hf_zero.distributed.peer_memory import Gather, PeerMemory, meet_peers
@@ -65,10 +66,12 @@ class Comm:
         self.device = device
         self.computes_on_host = device.type == "cpu"  # the host's memory is the device's
         self.timeout_s = timeout_s
+        # Operations as the backend sees them: coalesced collectives are one.
         self.counts: dict[str, CommCount] = collections.defaultdict(CommCount)
+        self.coalesces = False  # several tensors can travel in one operation
         self._presence = Presence()
         self._received = BufferPool(device, max_kept=_MAX_RECEIVE_BUFFERS)
-        self._coalesced: list[Gather] | None = None  # what `coalesced` has collected
+        self._block: Coalesced | None = None  # what `coalesced` has collected
         self._processes: EngineGroup | None = None  # None where this rank is the only one
         self._join(group)
 
@@ -82,6 +85,8 @@ class Comm:
         self.backend = backend_for(self.device)
         self._processes = EngineGroup(ranks, self.backend, self.timeout_s)
         self.rank, self.world_size = self._processes.rank, self._processes.world_size
+        assert self._processes.link is not None
+        self.coalesces = self._processes.link.coalesces(self.device)
         self._find_connections(self._processes)
         leave_cleanly_at_exit()
 
@@ -116,34 +121,36 @@ class Comm:
             if full.data_ptr() != part.data_ptr():
                 full.copy_(part)
             return Done()
+        if self._block is not None:
+            return self._block.add("all_gather", full, part)
         title = f"all-gather of {what}"
         with _profiled(f"hf_zero::gather ({what})"):
-            if self._coalesced is not None:
-                self._coalesced.append((full, part))
-                return Done()
             if self.backend == "gloo":
                 return self._exchange(full.chunk(self.world_size), [part] * self.world_size, title)
             return self._begin(functools.partial(dist.all_gather_single, full, part), title)
 
     @contextlib.contextmanager
-    def coalesced(self, what: str) -> Iterator[None]:
-        """All-gathers that are started inside the block may be over only at its end, and are faster for that.
+    def coalesced(self, what: str, *, in_background: bool = False) -> Iterator[None]:
+        """Make one operation of the all-gathers that are started inside the block, and of the reduce-scatters, and of
+        the all-reduces of a type, where this backend can (`coalesces`).
 
-        Ranks on the CPU of one host read each other's parts from memory, in half the time that messages take. No part
-        may change inside the block, and no other collective run. All ranks must enter.
+        They start at the end of the outermost block, or when one of them is waited for, and wait for what is on the
+        stream that is current then: until then nothing that they read may change. Between CPU ranks of one host
+        all-gathers are over at the end of the block, and no other collective may run inside: ranks read each other's
+        parts from memory, in half the time that messages take. `in_background`: there they are messages, that run on.
+        All ranks must enter.
         """
-        peers = self._peers
-        if peers is None:
+        may_collect = self.coalesces or (not in_background and self._peers is not None)
+        if self._block is not None or not may_collect:
             yield
             return
-        self._coalesced = []
+        self._block = block = Coalesced(functools.partial(self._begin_coalesced, what))
         try:
             yield
-            gathers, self._coalesced = self._coalesced, None
-            if gathers:
-                self._read_parts(peers, gathers, f"all-gather of {what}")
+            block.start()
         finally:
-            self._coalesced = None
+            self._block = None
+            block.drop()
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None
@@ -165,6 +172,8 @@ class Comm:
                 return self._exchange_and_sum(out, wire, title)
             result = out if wire.dtype == out.dtype else torch.empty_like(out, dtype=wire.dtype)
             finish = None if result is out else functools.partial(out.copy_, result)
+            if self._block is not None:
+                return self._block.add("reduce_scatter", result, wire, finish)
             return self._begin(functools.partial(dist.reduce_scatter_single, result, wire), title, finish)
 
     def all_reduce(self, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None) -> Pending:
@@ -175,6 +184,8 @@ class Comm:
             return Done()
         with _profiled(f"hf_zero::all_reduce ({what})"):
             finish = None if wire is full else functools.partial(full.copy_, wire)
+            if self._block is not None and self.coalesces:
+                return self._block.add("all_reduce", wire, wire, finish)
             return self._begin(functools.partial(dist.all_reduce, wire), f"all-reduce of {what}", finish)
 
     def all_to_all(
@@ -337,6 +348,18 @@ class Comm:
             return HostWork(group, lambda gloo: work.wait(), what, finish)
         return DeviceWork(group, link, work, what, finish)
 
+    def _begin_coalesced(
+        self, what: str, kind: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> Pending:
+        """Start what a block has collected of a kind."""
+        title = f"{kind.replace('_', '-')} of {what}"
+        with _profiled(f"hf_zero::{'gather' if kind == 'all_gather' else 'reduce'} ({what})"):
+            if self.coalesces:
+                return self._begin(functools.partial(_COALESCED[kind], outputs, inputs), title)
+            assert self._peers is not None and kind == "all_gather"
+            self._read_parts(self._peers, list(zip(outputs, inputs, strict=True)), title)
+            return Done()
+
     def _exchange(
         self,
         places: Sequence[torch.Tensor],
@@ -419,7 +442,8 @@ class Comm:
         if self._processes is not None:
             self._processes.add_to_log(op, what, full if equal_sizes else None)
         count = self.counts[op]
-        count.calls += 1
+        if not (self.coalesces and self._block is not None and self._block.joins(op, full)):
+            count.calls += 1
         count.numel += full.numel()
         count.nbytes += full.numel() * full.element_size()
 
@@ -528,6 +552,40 @@ class HostWork(GroupWork):
                 self._group.look_for_difference()
             if self._running.acquire(timeout=pause):
                 return
+
+
+def _all_gather(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
+    """Tensors of any types in one operation: NCCL has a group of its calls for that, each with its own type."""
+    if len(outputs) == 1:
+        return dist.all_gather_single(outputs[0], inputs[0], group=group, async_op=async_op)
+    options = torch._C._distributed_c10d.AllgatherOptions()
+    options.asyncOp = async_op
+    return group.all_gather_single_coalesced(outputs, inputs, options)
+
+
+def _reduce_scatter(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
+    """As `_all_gather`."""
+    if len(outputs) == 1:
+        return dist.reduce_scatter_single(outputs[0], inputs[0], group=group, async_op=async_op)
+    options = dist.ReduceScatterOptions()
+    options.asyncOp = async_op
+    return group.reduce_scatter_single_coalesced(outputs, inputs, options)
+
+
+def _all_reduce(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
+    """In place, tensors of one type: NCCL's call demands that."""
+    if len(outputs) == 1:
+        return dist.all_reduce(outputs[0], group=group, async_op=async_op)
+    options = dist.AllreduceCoalescedOptions()
+    options.asyncOp = async_op
+    return group.allreduce_coalesced(outputs, options)
+
+
+_COALESCED: dict[str, Callable[..., Any]] = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+}
 
 
 def _exchange(places: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], rank: int, tag: int, group: Any) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hf_zero.distributed.gloo_connections import Connections, Ends
@@ -61,6 +62,13 @@ class Link:
         """Learn which sockets are the group's. `exchange` gives what every rank of the group passes to it."""
         if self.is_gloo:
             self.connections.keep(exchange(self.connections.find()))
+
+    def coalesces(self, device: torch.device) -> bool:
+        """Whether several tensors can travel in one operation: NCCL groups its calls."""
+        group = self.group
+        # A backend in Python is the group itself.
+        backend = group._get_backend(device) if type(group) is dist.ProcessGroup else group
+        return bool(getattr(backend, "supports_coalescing", False))
 
     def note(self, waiter: object, work: Any) -> None:
         """An operation of a device was begun, and `waiter` has not waited for it."""

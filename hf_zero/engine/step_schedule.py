@@ -58,6 +58,7 @@ class StepSchedule:
         self._on_new_gradients = on_new_gradients
         self.reducer = GradReducer(
             built.grads,
+            self._comm,
             overlap=config.zero.overlap_comm,
             on_arrival=not self._is_sharded,
             is_boundary=self.is_boundary,

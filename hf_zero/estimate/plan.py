@@ -157,6 +157,7 @@ class _Planner:
             micro_batch = MicroBatch()
             reducer = GradReducer(
                 built.grads,
+                self._comm,
                 overlap=self._config.zero.overlap_comm,
                 on_arrival=not any(unit.on_demand for unit in built.units),
                 is_boundary=lambda: micro_batch.is_last,

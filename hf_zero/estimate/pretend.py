@@ -38,6 +38,7 @@ class PretendedComm(Comm):
 
     def _join(self, group: Any) -> None:
         self.rank, self.world_size, self.backend = self._pretended
+        self.coalesces = self.backend == "nccl"
         self._processes = _PretendedGroup(self.world_size) if self.world_size > 1 else None
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,11 +42,49 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
 
 
 @dataclass(frozen=True)
+class BucketSizes:
+    """How many elements of a flat parameter one collective may move.
+
+    [Note: Whole units]
+    On gloo large collectives fall out of the cache, and the sizes of the configuration hold. On other backends every
+    collective costs a launch and its latency, and one operation per unit is the best there is. There a unit is cut for
+    one reason only: a reduce in another type than that of the gradients copies what it moves. "auto" and the default
+    do not ask for that to be bounded, a number does. Up to MAX_BUCKETS_IN_FLIGHT buckets are under way at once, so a
+    unit with no more of them is whole: its cut would save nothing.
+
+    Args:
+        most: The smaller of `reduce_bucket_size` and `allgather_bucket_size`.
+        written: `reduce_bucket_size` where it is a number in the file; None for "auto" and the default.
+    """
+
+    most: int
+    written: int | None
+
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> BucketSizes:
+        zero = config.zero
+        written = zero.reduce_bucket_size if config.is_written("zero_optimization.reduce_bucket_size") else None
+        return cls(min(zero.reduce_bucket_size, zero.allgather_bucket_size), written)
+
+    def limit(self, comm: Comm, numel: int, in_flight: int | None) -> int | None:
+        """The most for a flat parameter of `numel` elements; None for no limit.
+
+        Args:
+            in_flight: Most buckets of its gradient that are reduced at once, see Reduction.buckets_in_flight.
+        """
+        if comm.max_bucket_numel is not None:
+            return min(self.most, comm.max_bucket_numel)
+        if self.written is None or in_flight is None or numel <= in_flight * self.written:
+            return None
+        return self.written
+
+
+@dataclass(frozen=True)
 class BuildSettings:
     """What of the configuration decides the shape of units."""
 
     stage: int
-    bucket_numel: int
+    buckets: BucketSizes
     persistence_threshold: int
     model_persistence_threshold: int
     cast_to: torch.dtype | None  # bf16.enabled: parameters' type; None keeps the model's own types
@@ -61,7 +100,7 @@ class BuildSettings:
         zero = config.zero
         return cls(
             stage=config.stage,
-            bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
+            buckets=BucketSizes.of(config),
             persistence_threshold=zero.stage3_param_persistence_threshold,
             model_persistence_threshold=zero.stage3_model_persistence_threshold,
             cast_to=torch_dtype(config.dtype),
@@ -75,6 +114,28 @@ class BuildSettings:
 
     def plan(self, kind: UnitKind, world_size: int) -> UnitPlan:
         return plan_unit(self.stage, kind, world_size, offloaded=self.offload.param.device != "none")
+
+    def layout(
+        self,
+        name: str,
+        shapes: Mapping[str, Sequence[int]],
+        dtype: torch.dtype,
+        comm: Comm,
+        *,
+        trainable: bool,
+        world_size: int,
+    ) -> UnitLayout:
+        """Where the parameters of `shapes` lie in a flat parameter."""
+        accumulates_in = self.grads.accumulation_dtype(dtype)
+        copied = self.reduction.buckets_in_flight(comm, accumulates_in, self.grads.wire_dtype) if trainable else None
+        return UnitLayout.build(
+            name,
+            shapes,
+            dtype=str(dtype).removeprefix("torch."),
+            trainable=trainable,
+            world_size=world_size,
+            max_bucket_numel=self.buckets.limit(comm, sum(map(math.prod, shapes.values())), copied),
+        )
 
 
 @dataclass(frozen=True)
@@ -178,6 +239,7 @@ def make_grads(built: BuiltUnits, unit: ShardUnit, flat: FlatParam) -> GradAccum
         settings.grads,
         built.placements.host,
         built.loss_scale,
+        unit=unit.name,
         eager=settings.plan(unit.kind, built.comm.world_size).eager,
         reduction=settings.reduction,
         allow_unused=settings.allow_unused,
@@ -200,18 +262,11 @@ def _flat_specs(
     for name, param in spec.params:
         trainable = param.requires_grad and settings.train
         groups.setdefault((dtype_of(name, param), trainable), {})[name] = tuple(param.shape)
-    limit = min(settings.bucket_numel, comm.max_bucket_numel or settings.bucket_numel)
+    world_size = comm.world_size if plan.sharded else 1
     flat_specs = []
     for (dtype, trainable), shapes in groups.items():
-        kind = str(dtype).removeprefix("torch.")
-        layout = UnitLayout.build(
-            f"{spec.name}/{kind}{'' if trainable else '/frozen'}",
-            shapes,
-            dtype=kind,
-            trainable=trainable,
-            world_size=comm.world_size if plan.sharded else 1,
-            max_bucket_numel=limit,
-        )
+        name = f"{spec.name}/{str(dtype).removeprefix('torch.')}{'' if trainable else '/frozen'}"
+        layout = settings.layout(name, shapes, dtype, comm, trainable=trainable, world_size=world_size)
         flat_specs.append(FlatParamSpec(layout, dtype, plan.on_demand))
     return flat_specs
 

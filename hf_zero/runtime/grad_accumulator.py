@@ -25,6 +25,12 @@ class GradSettings:
     accum_dtype: torch.dtype | None  # None: fp32, fp64 for fp64 parameters
     wire_dtype: torch.dtype | None  # `communication_data_type`; None: the accumulation type
 
+    def accumulation_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
+        """Of the gradients of parameters of a type."""
+        if self.accum_dtype is not None:
+            return self.accum_dtype
+        return torch.float64 if param_dtype == torch.float64 else torch.float32
+
 
 class GradState(enum.Enum):
     """What a GradAccumulator has of the accumulation window.
@@ -69,15 +75,18 @@ class GradAccumulator:
         host: HostStore,
         loss_scale: LossScale,
         *,
+        unit: str,
         eager: bool,
         reduction: Reduction,
         allow_unused: bool = True,
     ) -> None:
         """`loss_scale`: what losses were multiplied with; shards are free of it.
 
+        `unit`: its name, see GradReducer.
         `allow_unused`: a parameter may be without gradient on all ranks in an accumulation window.
         """
         self.flat = flat
+        self.unit = unit
         self.eager = eager
         self.allow_unused = allow_unused
         self._reduction = reduction
@@ -87,10 +96,7 @@ class GradAccumulator:
         self._loss_scale = loss_scale
         self._stays_local = False  # gradients are not summed over ranks: the optimizer exchanges something smaller
         self._wire = settings.wire_dtype
-        if settings.accum_dtype is not None:
-            self.dtype = settings.accum_dtype
-        else:
-            self.dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        self.dtype = settings.accumulation_dtype(flat.dtype)
         self._max_under_way = reduction.buckets_in_flight(comm, self.dtype, self._wire)
         self._host = host
         # Reduced gradients go to the host, where the update is.

@@ -2,21 +2,24 @@
 
 [Note: One reduce per unit and backward]
 Every rank starts exactly one reduce per accumulator in a backward (stages 2-3) or in the boundary's backward (stages
-0-1), with zeros where a parameter got none. Where nothing else communicates in backward, a reduce starts when the
-gradients of its accumulator, and of all before it in one fixed order, are there. Where units are gathered in backward,
-that moment would come between other gathers on every rank, as the data decides; so there a unit's reduce starts when
-backward has left the unit, and at the end of backward for what has no such moment. A gradient that arrives after its
-reduce has started (a module used twice under reentrant checkpointing, a second backward before the step) waits in its
-own memory; the ballot of the step shows all ranks which accumulators have such late gradients, and they reduce those.
+0-1), with zeros where a parameter got none. Where the backend takes several tensors in one operation, the accumulators
+of a unit, of which there is one for each type, are reduced together; else each alone. Where nothing else communicates
+in backward, a reduce starts when the gradients of its accumulators, and of all before them in one fixed order, are
+there. Where units are gathered in backward, that moment would come between other gathers on every rank, as the data
+decides; so there a unit's reduce starts when backward has left the unit, and at the end of backward for what has no
+such moment. A gradient that arrives after its reduce has started (a module used twice under reentrant checkpointing, a
+second backward before the step) waits in its own memory; the ballot of the step shows all ranks which accumulators
+have such late gradients, and they reduce those.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from hf_zero.distributed.comm import Comm
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.sharding.unit import ShardUnit
@@ -30,6 +33,7 @@ class GradReducer:
     def __init__(
         self,
         accumulators: list[GradAccumulator],
+        comm: Comm,
         *,
         overlap: bool,
         on_arrival: bool,
@@ -37,7 +41,7 @@ class GradReducer:
         on_final: Callable[[GradAccumulator], None] = lambda acc: None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`accumulators` in the order of reduces, the same on all ranks.
+        """`accumulators` in the order of reduces, the same on all ranks; more may be appended between steps.
 
         Args:
             overlap: False makes backward wait for each reduce.
@@ -48,6 +52,7 @@ class GradReducer:
             on_change: Called before the user's own change of a gradient is taken over.
         """
         self.accumulators = accumulators
+        self._comm = comm
         self.shown = ParamGrads(accumulators, drop_all=self.clear, on_change=on_change)
         self._on_final = on_final
         self._final: set[int] = set()  # ids of accumulators whose reduce under way is the last of the window
@@ -55,8 +60,9 @@ class GradReducer:
         self._on_arrival = on_arrival
         self._is_boundary = is_boundary
         self._started: set[int] = set()  # ids of accumulators whose reduce has started in this backward
-        self._next = 0  # on arrival: the first one in the order whose reduce has not
-        self._under_way: collections.deque[GradAccumulator] = collections.deque()
+        self._grouped: list[list[GradAccumulator]] = []  # see `_groups`
+        self._next = 0  # on arrival: the first group in the order whose reduce has not
+        self._under_way: collections.deque[Sequence[GradAccumulator]] = collections.deque()
         self._reduced = False  # stages 0-1: the boundary's reduce of this window has been started everywhere
         self._any_arrival = False
 
@@ -66,20 +72,38 @@ class GradReducer:
         acc.accumulate(index, grad)
         self._any_arrival = True
         if self._on_arrival and acc.is_complete:
-            boundary = self._is_boundary()
-            while self._next < len(self.accumulators) and self.accumulators[self._next].is_complete:
-                if not self._due(self.accumulators[self._next], boundary):
+            boundary, groups = self._is_boundary(), self._groups
+            while self._next < len(groups) and all(one.is_complete for one in groups[self._next]):
+                due = self._to_start(groups[self._next], boundary)
+                if not due:
                     return
-                self._start(self.accumulators[self._next], final=boundary)
+                self._start(due, final=boundary)
                 self._next += 1
+
+    @property
+    def _groups(self) -> list[list[GradAccumulator]]:
+        """The accumulators that are reduced by one operation, in the order of reduces."""
+        if sum(map(len, self._grouped)) != len(self.accumulators):
+            if not self._comm.coalesces:
+                self._grouped = [[acc] for acc in self.accumulators]
+            else:
+                by_unit: dict[str, list[GradAccumulator]] = {}
+                for acc in self.accumulators:
+                    by_unit.setdefault(acc.unit, []).append(acc)
+                self._grouped = list(by_unit.values())
+        return self._grouped
 
     def unit_left(self, unit: ShardUnit) -> None:
         """Backward has left a unit for good. All ranks must call, in the same order."""
         mine = {id(flat) for flat in unit.flats}
         boundary = self._is_boundary()
-        for acc in self.accumulators:
-            if id(acc.flat) in mine and id(acc) not in self._started and self._due(acc, boundary):
-                self._start(acc, final=boundary)
+        for group in self._groups:
+            if id(group[0].flat) in mine:
+                self._start(self._to_start(group, boundary), final=boundary)
+
+    def _to_start(self, group: Sequence[GradAccumulator], boundary: bool) -> list[GradAccumulator]:
+        """Those of a group whose reduce has not started in this backward, and is to."""
+        return [acc for acc in group if id(acc) not in self._started and self._due(acc, boundary)]
 
     def _due(self, acc: GradAccumulator, boundary: bool) -> bool:
         return acc.eager or (boundary and not self._reduced)
@@ -88,9 +112,8 @@ class GradReducer:
         """All gradients of this backward are there. All ranks must call."""
         if not self._any_arrival:
             return
-        for acc in self.accumulators:
-            if id(acc) not in self._started and self._due(acc, boundary):
-                self._start(acc, final=boundary)
+        for group in self._groups:
+            self._start(self._to_start(group, boundary), final=boundary)
         self._reduced = self._reduced or boundary
         self._finish()
 
@@ -99,17 +122,16 @@ class GradReducer:
         self.shown.collect()
         self.end_backward(boundary=True)
         if not self._reduced:
-            for acc in self.accumulators:
-                if not acc.eager:
-                    self._start(acc)
+            for group in self._groups:
+                self._start([acc for acc in group if not acc.eager])
             self._reduced = True
             self._finish()
 
     def reduce_rests(self, which: list[bool]) -> None:
         """Reduce once more the accumulators for which some rank has a rest."""
-        for acc, has_rest in zip(self.accumulators, which, strict=True):
-            if has_rest:
-                self._start(acc)
+        rests = {id(acc) for acc, has_rest in zip(self.accumulators, which, strict=True) if has_rest}
+        for group in self._groups:
+            self._start([acc for acc in group if id(acc) in rests])
         self._finish()
 
     def clear(self) -> None:
@@ -128,25 +150,30 @@ class GradReducer:
             acc.forget_reduce()
         self.clear()
 
-    def _start(self, acc: GradAccumulator, *, final: bool = False) -> None:
-        if acc in self._under_way:
-            self._under_way.remove(acc)
-            self._over(acc)
+    def _start(self, accumulators: Sequence[GradAccumulator], *, final: bool = False) -> None:
+        if not accumulators:
+            return
+        for running in [one for one in self._under_way if any(acc in one for acc in accumulators)]:
+            self._under_way.remove(running)
+            self._over(running)
         while len(self._under_way) >= MAX_REDUCES:
             self._over(self._under_way.popleft())
-        acc.reduce_start()
-        self._started.add(id(acc))
+        with self._comm.coalesced(accumulators[0].unit, in_background=True):
+            for acc in accumulators:
+                acc.reduce_start()
+        self._started.update(map(id, accumulators))
         if final:
-            self._final.add(id(acc))
-        self._under_way.append(acc)
+            self._final.update(map(id, accumulators))
+        self._under_way.append(accumulators)
         if not self._overlap:
             self._over(self._under_way.popleft())
 
-    def _over(self, acc: GradAccumulator) -> None:
-        acc.reduce_finish()
-        if id(acc) in self._final:
-            self._final.discard(id(acc))
-            self._on_final(acc)
+    def _over(self, accumulators: Sequence[GradAccumulator]) -> None:
+        for acc in accumulators:
+            acc.reduce_finish()
+            if id(acc) in self._final:
+                self._final.discard(id(acc))
+                self._on_final(acc)
 
     def _finish(self) -> None:
         while self._under_way:

@@ -14,7 +14,6 @@ from torch import nn
 
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
-from hf_zero.layout import UnitLayout
 from hf_zero.runtime.build import BuiltUnits, make_grads
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.hooks import in_backward
@@ -108,13 +107,13 @@ class Unfreeze:
                 if param.requires_grad == trainable
             }
             if members:
-                layout = UnitLayout.build(
+                layout = self._built.settings.layout(
                     f"{base}{'' if trainable else '/frozen'}/{self._count}",
                     members,
-                    dtype=old.layout.dtype,
+                    old.dtype,
+                    comm,
                     trainable=trainable,
                     world_size=old.layout.world_size,
-                    max_bucket_numel=min(self._built.settings.bucket_numel, comm.max_bucket_numel or 1 << 62),
                 )
                 yield FlatParamSpec(layout, old.dtype, old.on_demand)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Sequence
 
@@ -69,8 +70,7 @@ class ShardUnit:
     def unshard(self) -> None:
         """Start to unshard the parameters. All ranks must call, in the same order."""
         self._expect(UnitState.SHARDED)
-        for flat in self.flats:
-            self._gathers += _start_gather(flat)
+        self._gathers = _start_gathers(self.name, self.flats)
         self.state = UnitState.UNSHARDING
 
     def wait_for_unshard(self) -> None:
@@ -111,16 +111,24 @@ class ShardUnit:
             raise AssertionError(f"unit {self.name} is {self.state.value}, expected {state.value}")
 
 
-def _start_gather(flat: FlatParam) -> list[Pending]:
-    """Start an all-gather per bucket. All ranks must call, in the same order."""
-    flat.allocate()
+def _start_gathers(name: str, flats: Sequence[FlatParam]) -> list[Pending]:
+    """Start an all-gather per bucket, all of them as one operation where the backend can.
+
+    All ranks must call, in the same order.
+    """
     gathers = []
-    with flat.on_copy_stream():
-        for bucket, part in zip(flat.buckets, flat.parts_on_device(), strict=True):
-            if flat.placement.broadcasts and not flat.on_demand:
-                gathers += _start_broadcasts(flat, bucket, part)
-            else:
-                gathers.append(flat.comm.all_gather(bucket, part, flat.layout.name))
+    for flat in flats:
+        flat.allocate()
+    # An operation waits for what is on the stream that starts it.
+    from_host = next((flat for flat in flats if flat.on_demand and flat.is_offloaded), None)
+    stream = contextlib.nullcontext() if from_host is None else from_host.on_copy_stream()
+    with stream, flats[0].comm.coalesced(name, in_background=True):
+        for flat in flats:
+            for bucket, part in zip(flat.buckets, flat.parts_on_device(), strict=True):
+                if flat.placement.broadcasts and not flat.on_demand:
+                    gathers += _start_broadcasts(flat, bucket, part)
+                else:
+                    gathers.append(flat.comm.all_gather(bucket, part, flat.layout.name))
     return gathers
 
 
@@ -140,7 +148,7 @@ def gather(flats: Sequence[FlatParam]) -> None:
     for flat in flats:
         flat.finish_update()  # the gather of one runs beside the update of the next
         if flat.on_demand or flat.layout.world_size > 1:
-            gathers += _start_gather(flat)
+            gathers += _start_gathers(flat.layout.name, [flat])
     for pending in gathers:
         pending.wait()
     for flat in flats:

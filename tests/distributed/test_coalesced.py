@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.comm import _COALESCED, Comm
 from hf_zero.distributed.peer_memory import Card, PeerMemory
 from tests.harness.ranks import run_ranks
 
@@ -128,6 +128,36 @@ def test_a_rank_that_dies_before_it_was_read_is_said() -> None:
     assert "cannot be read" in failures[0].message
     assert failures[1].kind == "Died"
     assert time.monotonic() - start < 15
+
+
+def call_torch() -> list[list[torch.Tensor]]:
+    """What a device's block calls, on torch's own group: gloo has the calls too."""
+    rank, results = dist.get_rank(), []
+    for number in (1, 2):
+        parts = [torch.full((3,), rank + 1.0), torch.full((2,), rank + 5, dtype=torch.int64)][:number]
+        wholes = [torch.arange(4.0) + rank, torch.arange(2.0).double() - rank][:number]
+        places = [part.new_zeros(2 * part.numel()) for part in parts]
+        sums = [whole.new_zeros(whole.numel() // 2) for whole in wholes]
+        totals = [torch.full((2,), rank + 1.0), torch.full((1,), rank + 2.0)][:number]
+        for kind, outputs, inputs in (
+            ("all_gather", places, parts),
+            ("reduce_scatter", sums, wholes),
+            ("all_reduce", totals, totals),
+        ):
+            _COALESCED[kind](outputs, inputs, group=dist.group.WORLD, async_op=True).wait()
+        results.append([*places, *sums, *totals])
+    return results
+
+
+def test_torch_takes_the_coalesced_calls() -> None:
+    for rank, (alone, together) in enumerate(run_ranks(call_torch, 2)):
+        gathered, scattered, reduced = alone
+        assert (gathered.tolist(), reduced.tolist()) == ([1, 1, 1, 2, 2, 2], [3, 3])
+        assert scattered.tolist() == ([1, 3] if rank == 0 else [5, 7])
+        assert [one.tolist() for one in together] == [
+            *(gathered.tolist(), [5, 5, 6, 6], scattered.tolist()),
+            *([-1] if rank == 0 else [1], reduced.tolist(), [5]),
+        ]
 
 
 def leave_the_block() -> list[int]:

@@ -251,11 +251,11 @@ class DryComm(Comm):
 
     def _join(self, group: Any) -> None:
         self.rank, self.world_size = self._place
-        self.backend = "nccl"
+        self.backend, self.coalesces = "nccl", True
         self._processes = _DryGroup(*self._place)
 
     def _begin(self, call: Callable[..., Any], what: str, finish: Finish = None) -> Pending:
-        for tensor in getattr(call, "args", ()):
+        for tensor in pytree.tree_leaves(getattr(call, "args", ())):
             if _is_tensor(tensor) and tensor.device.type != NAME:
                 raise MixedDevicesError(f"{what}: NCCL was given a tensor on {tensor.device}")
         return Ended(finish)

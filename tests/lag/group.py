@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from tests.lag import device
 
@@ -41,7 +42,12 @@ class LagWork(dist.Work):
 
 
 class LagGroup(dist.ProcessGroup):
-    """One stream for all collectives of the group."""
+    """One stream for all collectives of the group.
+
+    As on NCCL, coalesced collectives are one task with one Work, whatever their types; all-reduces are of one type.
+    """
+
+    supports_coalescing = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -63,10 +69,20 @@ class LagGroup(dist.ProcessGroup):
         return [torch.device(device.NAME)]
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> LagWork:
-        return self._begin("all_gather", output, tensor)
+        return self.all_gather_single_coalesced([output], [tensor])
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
+    ) -> LagWork:
+        return self._begin("all_gather", outputs, tensors)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> LagWork:
-        return self._begin("reduce_scatter", output, tensor, opts)
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any
+    ) -> LagWork:
+        return self._begin("reduce_scatter", outputs, tensors, opts)
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], opts: Any = None
@@ -74,7 +90,14 @@ class LagGroup(dist.ProcessGroup):
         return self._begin("all_to_all", output, tensor, received, sent)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> LagWork:
-        return self._begin("all_reduce", tensors[0], opts)
+        return self._begin("all_reduce", tensors, opts)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> LagWork:
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise TypeError("Tensors must have identical type")
+        options = dist.AllreduceOptions()
+        options.reduceOp = opts.reduceOp
+        return self.allreduce(tensors, options)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> LagWork:
         return self._begin("broadcast", tensors[0], opts)
@@ -83,7 +106,7 @@ class LagGroup(dist.ProcessGroup):
         """Gather into one tensor, then into those asked for: of objects, for which the host waits anyway."""
         mine = tensors[0].reshape(-1)
         everyone = mine.new_empty(self.size() * mine.numel())
-        work = self._begin("all_gather", everyone, mine)
+        work = self._begin("all_gather", [everyone], [mine])
         work.wait()
         for output, part in zip(outputs[0], everyone.split(mine.numel()), strict=True):
             output.copy_(part.view(output.shape))
@@ -91,7 +114,7 @@ class LagGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> LagWork:
         number = torch.zeros(1, device=self._stream.device)
-        work = self._begin("all_reduce", number, dist.AllreduceOptions())
+        work = self._begin("all_reduce", [number], dist.AllreduceOptions())
         work.wait()
         number.item()
         return work
@@ -104,7 +127,7 @@ class LagGroup(dist.ProcessGroup):
         self.abort()
 
     def _begin(self, name: str, *arguments: Any) -> LagWork:
-        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         wrong = [tensor.device for tensor in tensors if tensor.device != self._stream.device]
         if wrong:  # as on NCCL where a process has not chosen its device
             raise ValueError(f"{name}: the group computes on {self._stream.device}, and a tensor is on {wrong[0]}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +71,50 @@ def results_are_those_of_gloo(rank: int) -> None:
     objects: list[object] = [None] * WORLD
     dist.all_gather_object(objects, {"rank": rank}, group=chosen)
     assert objects == [{"rank": 0}, {"rank": 1}]
+
+
+def coalesced_collectives_are_one_task(rank: int) -> None:
+    """Of any types, but for all-reduces; an input may lie in its output."""
+    chosen = new_group()
+    for schedule in ("late", "early", "random:3"):
+        device.set_schedule(schedule)
+        ours = _coalesced_results(chosen, rank, "lag")
+        assert all(map(torch.equal, ours, _coalesced_results(dist.group.WORLD, rank, "cpu")))
+    with pytest.raises(TypeError, match="identical type"):
+        chosen.allreduce_coalesced([values_of(rank), values_of(rank).half()], dist.AllreduceOptions())
+
+
+def _coalesced_results(chosen: Any, rank: int, place: str) -> list[torch.Tensor]:
+    float32, float64 = values_of(rank, place), values_of(rank, place).double()
+    gathered, full = float32.new_zeros(WORLD * COUNT), float64.new_zeros(WORLD * COUNT)
+    part = full[rank * COUNT :][:COUNT].copy_(float64)
+    reduced, halves = float32.new_zeros(COUNT // WORLD), float64.new_zeros(COUNT // WORLD)
+    totals = [float32.clone(), float32 + 1]
+    if place == "cpu":
+        dist.all_gather_single(gathered, float32, group=chosen)
+        dist.all_gather_single(full, part.clone(), group=chosen)
+        dist.reduce_scatter_single(reduced, float32, group=chosen)
+        dist.reduce_scatter_single(halves, float64, group=chosen)
+        for total in totals:
+            dist.all_reduce(total, group=chosen)
+        return [gathered, full, reduced, halves, *totals]
+    device.take_syncs()
+    calls: list[list[Callable[..., Any]]] = [
+        [partial(dist.all_gather_single, gathered, float32), partial(dist.all_gather_single, full, part)],
+        [partial(dist.reduce_scatter_single, reduced, float32), partial(dist.reduce_scatter_single, halves, float64)],
+        [partial(dist.all_reduce, total) for total in totals],
+    ]
+    works = []
+    for together in calls:
+        with dist.distributed_c10d._coalescing_manager(chosen, async_ops=True) as work:
+            for call in together:
+                call(group=chosen)
+        assert len(work.works) == 1
+        works.append(work)
+    for work in works:
+        work.wait()
+    assert device.take_syncs() == []
+    return [tensor.cpu() for tensor in (gathered, full, reduced, halves, *totals)]
 
 
 def output_is_poison_until_the_stream_waits(rank: int) -> None:
@@ -139,6 +185,7 @@ def aborted_group_says_nothing(rank: int) -> None:
 
 CASES = [
     results_are_those_of_gloo,
+    coalesced_collectives_are_one_task,
     output_is_poison_until_the_stream_waits,
     input_may_lie_in_the_output,
     input_is_read_when_the_collective_runs,

@@ -35,6 +35,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -1000,60 +1001,72 @@ void poison_output(const at::Tensor& in, const at::Tensor& out, const at::Tensor
     if (kept.defined() && in.nbytes() < out.nbytes()) in.copy_(kept);
 }
 
-// Queues `transfer`, which goes through host memory, on a stream that first waits for the current one.
-void queue_collective(const char* name, int stream, const at::Tensor& input, const at::Tensor& output, bool poisons,
-                      Transfer transfer) {
+// Queues `transfer` of every pair, which goes through host memory, as one task of a stream that first waits for the
+// current one.
+void queue_collective(const char* name, int stream, const std::vector<at::Tensor>& inputs,
+                      const std::vector<at::Tensor>& outputs, bool poisons, Transfer transfer) {
     raise_reports();
     doing = name;
-    TORCH_CHECK(is_lag(input) && is_lag(output) && input.is_contiguous() && output.is_contiguous(), "lag: ", name,
-                " takes contiguous tensors of the device");
+    TORCH_CHECK(!inputs.empty() && inputs.size() == outputs.size(), "lag: ", name, " takes as many inputs as outputs");
+    for (size_t i = 0; i < inputs.size(); ++i)
+        TORCH_CHECK(is_lag(inputs[i]) && is_lag(outputs[i]) && inputs[i].is_contiguous() && outputs[i].is_contiguous(),
+                    "lag: ", name, " takes contiguous tensors of the device");
     Locked lock;
     const Inside inside;
-    Queue& current = begin_operation(output.device().index());
-    Queue& queue = queue_of(key_of(output.device().index(), stream));
+    Queue& current = begin_operation(outputs[0].device().index());
+    Queue& queue = queue_of(key_of(outputs[0].device().index(), stream));
     make_wait(queue, current.key, current.issued, current.clock);
-    const at::Tensor in = alias_of(input), out = alias_of(output);
-    const at::Tensor kept = overlap(in, out) ? in.clone() : at::Tensor();
-    if (poisons) poison_output(in, out, kept);
-    issue(queue, [name, in, out, kept, transfer] {
+    std::vector<std::array<at::Tensor, 3>> pairs;  // input, output, a copy of an input that lies in its output
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        const at::Tensor in = alias_of(inputs[i]), out = alias_of(outputs[i]);
+        const at::Tensor kept = overlap(in, out) ? in.clone() : at::Tensor();
+        if (poisons) poison_output(in, out, kept);
+        pairs.push_back({in, out, kept});
+    }
+    issue(queue, [name, pairs, transfer] {
         const Inside inside;
-        at::Tensor from = kept.defined() ? kept : in.clone();
-        at::Tensor to = in.nbytes() == out.nbytes() && kept.defined() ? from : at::empty_like(out);
-        try {
-            transfer(from, to)->wait();
-            out.copy_(to);
-        } catch (const c10::Error& error) {
-            report(std::string(name) + " failed: " + error.what_without_backtrace());
-        } catch (const std::exception& error) {
-            report(std::string(name) + " failed: " + error.what());
+        for (const auto& [in, out, kept] : pairs) {
+            at::Tensor from = kept.defined() ? kept : in.clone();
+            at::Tensor to = in.nbytes() == out.nbytes() && kept.defined() ? from : at::empty_like(out);
+            try {
+                transfer(from, to)->wait();
+                out.copy_(to);
+            } catch (const c10::Error& error) {
+                report(std::string(name) + " failed: " + error.what_without_backtrace());
+            } catch (const std::exception& error) {
+                report(std::string(name) + " failed: " + error.what());
+            }
         }
     });
-    for (const at::Tensor& tensor : {input, output}) use(tensor, queue);
+    for (const auto* tensors : {&inputs, &outputs})
+        for (const at::Tensor& tensor : *tensors) use(tensor, queue);
     let_run();
 }
 
-void all_gather(const Gloo& gloo, int stream, const at::Tensor& out, const at::Tensor& in) {
-    queue_collective("all_gather", stream, in, out, true,
+void all_gather(const Gloo& gloo, int stream, const std::vector<at::Tensor>& outs,
+                const std::vector<at::Tensor>& ins) {
+    queue_collective("all_gather", stream, ins, outs, true,
                      [gloo](at::Tensor& from, at::Tensor& to) { return gloo->_allgather_base(to, from); });
 }
 
-void reduce_scatter(const Gloo& gloo, int stream, const at::Tensor& out, const at::Tensor& in,
-                    const c10d::ReduceScatterOptions& options) {
-    queue_collective("reduce_scatter", stream, in, out, true, [gloo, options](at::Tensor& from, at::Tensor& to) {
+void reduce_scatter(const Gloo& gloo, int stream, const std::vector<at::Tensor>& outs,
+                    const std::vector<at::Tensor>& ins, const c10d::ReduceScatterOptions& options) {
+    queue_collective("reduce_scatter", stream, ins, outs, true, [gloo, options](at::Tensor& from, at::Tensor& to) {
         return gloo->_reduce_scatter_base(to, from, options);
     });
 }
 
 void all_to_all(const Gloo& gloo, int stream, const at::Tensor& out, const at::Tensor& in,
                 std::vector<int64_t> received, std::vector<int64_t> sent) {
-    queue_collective("all_to_all", stream, in, out, true,
+    queue_collective("all_to_all", stream, {in}, {out}, true,
                      [gloo, received, sent](at::Tensor& from, at::Tensor& to) mutable {
                          return gloo->alltoall_base(to, from, received, sent);
                      });
 }
 
-void all_reduce(const Gloo& gloo, int stream, const at::Tensor& tensor, const c10d::AllreduceOptions& options) {
-    queue_collective("all_reduce", stream, tensor, tensor, true, [gloo, options](at::Tensor&, at::Tensor& to) {
+void all_reduce(const Gloo& gloo, int stream, const std::vector<at::Tensor>& all,
+                const c10d::AllreduceOptions& options) {
+    queue_collective("all_reduce", stream, all, all, true, [gloo, options](at::Tensor&, at::Tensor& to) {
         std::vector<at::Tensor> tensors{to};
         return gloo->allreduce(tensors, options);
     });
@@ -1061,7 +1074,7 @@ void all_reduce(const Gloo& gloo, int stream, const at::Tensor& tensor, const c1
 
 void broadcast(const Gloo& gloo, int stream, const at::Tensor& tensor, const c10d::BroadcastOptions& options) {
     const bool is_root = gloo->getRank() == options.rootRank;  // may read on
-    queue_collective("broadcast", stream, tensor, tensor, !is_root, [gloo, options](at::Tensor&, at::Tensor& to) {
+    queue_collective("broadcast", stream, {tensor}, {tensor}, !is_root, [gloo, options](at::Tensor&, at::Tensor& to) {
         std::vector<at::Tensor> tensors{to};
         return gloo->broadcast(tensors, options);
     });
