@@ -167,12 +167,17 @@ class GradAccumulator:
             self._on_its_way = None
 
     def join_copies(self) -> None:
-        """As `wait_for_copies`, for a host that is about to read `norms` off the device: that waits for the copies."""
+        """As `wait_for_copies`, and for copies of the parameters, for a host that is about to read `norms` off the
+        device: the compute stream waits for them."""
+        stream = torch.accelerator.current_stream(self.flat.full.device)
         if self._norms is None:
             self.wait_for_copies()
         elif self._on_its_way is not None:
-            self._on_its_way.wait(torch.accelerator.current_stream(self.flat.full.device))
+            self._on_its_way.wait(stream)
             self._on_its_way = None
+        for shard in self.flat.owned().values():
+            if shard.in_memory is not None:
+                shard.in_memory.join_copies(stream)
 
     def _reclaim(self) -> None:
         if self._reader is not None:

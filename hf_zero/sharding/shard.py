@@ -120,6 +120,7 @@ class ShardTensor(Shard):
       - A copy to the device may be reading the memory after it was started, and after the device was told to wait for
         it: the host goes on. So whoever writes to the memory, or frees it, calls `wait_for_readers` before. Methods
         that do either call it themselves; who writes to `slice_tensors`, as an optimizer does, has to.
+      - A copy from the device may be bringing values: methods that give them to the host call `wait_for_values`.
 
     Args:
         memory: 1-D [shard_numel], the shard itself, or with `in_full` 1-D [padded_numel], the full tensor of which
@@ -136,6 +137,7 @@ class ShardTensor(Shard):
         self.in_full = in_full
         self.parts: list[torch.Tensor] = list(self._split())
         self._being_read: torch.Event | None = None  # over when the last copy from the host's memory is
+        self._being_written: torch.Event | None = None  # over when the last copy to the host's memory is
 
     @property
     def nbytes(self) -> int:
@@ -148,6 +150,7 @@ class ShardTensor(Shard):
             yield self.memory[begin : begin + part]
 
     def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
+        self.wait_for_values()
         size = self.layout.bucket_numel // self.layout.world_size  # of every part but the last
         end = start + numel
         while start < end:
@@ -162,6 +165,7 @@ class ShardTensor(Shard):
 
     def slice_tensors(self, slice_: Slice) -> list[torch.Tensor]:
         """Views: one tensor where the elements are contiguous in memory."""
+        self.wait_for_values()
         if not self.in_full:
             spans = [(slice_.shard_offset, slice_.numel)]
         else:
@@ -200,24 +204,57 @@ class ShardTensor(Shard):
         self.wait_for_readers()
         return BorrowedTensors([self.memory])
 
+    def copy_from(self, other: Shard) -> None:
+        """As Shard.copy_from. Between host and device the copies are only started, on the device's current stream."""
+        source = other.in_memory
+        if source is None or source.memory.device.type == self.memory.device.type:
+            super().copy_from(other)
+        elif self.memory.device.type != "cpu":
+            source.copy_parts_to(self.parts)
+        else:
+            stream = torch.accelerator.current_stream(source.memory.device)
+            self.join_copies(stream)
+            for mine, part in zip(self.parts, source.parts, strict=True):
+                mine.copy_(part.to(self.dtype), non_blocking=True)  # cast on the device: the host would do it itself
+            self._being_written = torch.Event(source.memory.device.type)
+            self._being_written.record(stream)
+
     def copy_parts_to(self, places: Sequence[torch.Tensor]) -> torch.Event | None:
         """Start to copy every part to its place, on the current stream of the device that has the places.
 
         Returns an event that is over when they are there; None: they are, for the host has copied them.
         """
-        for place, part in zip(places, self.parts, strict=True):
-            place.copy_(part, non_blocking=True)
         device = places[0].device if places else self.memory.device
+        if device.type != "cpu" and self._being_written is not None:
+            self._being_written.wait(torch.accelerator.current_stream(device))
+        for place, part in zip(places, self.parts, strict=True):
+            if place.dtype != part.dtype:  # cast there: the host would do it itself, and wait
+                part = part.to(place.device, non_blocking=True)
+            place.copy_(part, non_blocking=True)
         if device.type == "cpu":
             return None
         self._being_read = torch.Event(device.type)
         self._being_read.record(torch.accelerator.current_stream(device))
         return self._being_read
 
+    def wait_for_values(self) -> None:
+        """Return when what a copy from the device brings is in the host's memory."""
+        if self._being_written is not None:
+            self._being_written.synchronize()
+            self._being_written = None
+
     def wait_for_readers(self) -> None:
+        self.wait_for_values()
         if self._being_read is not None:
             self._being_read.synchronize()
             self._being_read = None
+
+    def join_copies(self, stream: torch.Stream) -> None:
+        """As `wait_for_readers`, but what is given to `stream` from now on waits, and whoever waits for that."""
+        for event in (self._being_read, self._being_written):
+            if event is not None:
+                event.wait(stream)
+        self._being_read = self._being_written = None
 
     def exchange(self, other: ShardTensor) -> None:
         """Swap the values with those of a shard of the same layout and type, a part at a time."""

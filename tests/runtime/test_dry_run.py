@@ -141,12 +141,8 @@ def expected(run: Run) -> Waits:
     offloaded = states != "none"
     # The ballot: the norm must be known before clipping, and whether a sharded parameter was written to.
     waits["optim/step_ballot.py:_on_host", "to host"] += 1
-    if states == "by_torch":
-        # torch has updated masters on the host: parameters on the device are copied from them.
-        waits["sharding/shard.py:copy_from", "to device"] += FLATS
-    if params == "cpu" and not offloaded:
-        # The other way round: the device writes where gathers have read, which has long been over.
-        waits["sharding/shard.py:wait_for_readers", "event"] += FLATS
+    if params == "nvme" and not offloaded:
+        # What is written to a disk is in memory first.
         waits["sharding/shard.py:copy_from", "to host"] += FLATS
     if params == "nvme":
         # What a disk's store has lent goes back when the device has read it.
@@ -168,7 +164,7 @@ MEDIA = {
     0: STATES[:1],
     1: STATES,
     2: STATES,
-    3: (*STATES, "none+cpu", "cpu+cpu", "nvme+nvme"),
+    3: (*STATES, "none+cpu", "none+nvme", "cpu+cpu", "nvme+nvme", "by_torch+cpu"),
 }
 WINDOWS = ((1, 0.0), (2, 1.0))  # accumulation, clip
 
