@@ -14,6 +14,7 @@ from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.edit_watch import fingerprint
 from hf_zero.sharding.param_index import ParamIndex, ParamPlace
 from hf_zero.sharding.partition import clean_name
+from hf_zero.sharding.placement import master_dtype_of
 
 Target = nn.Module | nn.Parameter
 
@@ -125,7 +126,7 @@ def check_value(
             kinds = f"{place.name} is {place.flat.dtype}, the value {value.dtype}"
             raise ConfigError(f"{what}: {kinds}: pass a float type")
         fits()
-        return 0 if value is None else int(fingerprint(value.detach().to(torch.float64).reshape(-1)))
+        return 0 if value is None else _digest(place, value)
 
     engine = place.engine
     engine.require_all_ranks(what)
@@ -136,3 +137,13 @@ def check_value(
             f"{what}: rank(s) {others} passed other values for {place.name} than rank 0. All ranks must pass the same "
             "(broadcast it first, or set it inside gathered_params(..., write_rank=0))."
         )
+
+
+def _digest(place: Place, value: torch.Tensor) -> int:
+    """Of what is kept of a value: of the parameter's shape in the type of its master, which every device has; of a
+    number in fp64, on the host."""
+    if value.dim() == 0:
+        kept = torch.full((1,), float(value), dtype=torch.float64, device="cpu")
+    else:
+        kept = value.detach().to(master_dtype_of(place.flat.dtype), copy=True)  # a view may start anywhere
+    return int(fingerprint(kept.reshape(-1)))

@@ -244,11 +244,15 @@ class ZeroEngine(ModuleWrapper):
         self.schedule.finish_updates()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip the mean gradient to `max_norm`; return its norm before. 0-dim. All ranks must call."""
+        """Clip the mean gradient to `max_norm`; return its norm before. All ranks must call.
+
+        0-dim, on the compute device: fp64 on the CPU, and fp32 on others, as torch's own of fp32 gradients is.
+        """
         if self.optimizer is None:
             raise StateError("clip_grad_norm_ needs an optimizer: hf_zero.initialize or engine.attach_optimizer")
         norm = self.optimizer.clip_grad_norm(float(max_norm))
-        return torch.full((), norm, dtype=torch.float64, device=self.device)  # torch.tensor waits for the device
+        dtype = torch.float64 if self.comm.computes_on_host else torch.float32  # not every device has fp64
+        return torch.full((), norm, dtype=dtype, device=self.device)  # torch.tensor waits for the device
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the mean gradient, before clipping, of the last step that was not left out (fp16); None at first.

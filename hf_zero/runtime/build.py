@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +15,9 @@ from torch import nn
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.comm import Comm
-from hf_zero.errors import DivergenceError
+from hf_zero.errors import ConfigError, DivergenceError
 from hf_zero.layout import UnitLayout
-from hf_zero.runtime.device_types import refuse_missing_type
+from hf_zero.runtime.device_types import refuse_missing_types
 from hf_zero.runtime.grad_accumulator import GradAccumulator, GradSettings
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
@@ -170,11 +171,13 @@ def build_units(
 
     `initialize` gives a flat parameter its first values: from full parameters, unless they are elsewhere. `reuse`
     gives one that is there already, or None.
-    Raises ConfigError for parameters that cannot be cut or a type that the device does not have, DivergenceError if
-    the ranks built different models, OffloadError where a folder to offload to cannot be used.
+    Raises ConfigError for parameters that cannot be cut, or of a type that the device lacks, DivergenceError if the
+    ranks built different models, OffloadError where a folder to offload to cannot be used.
     """
-    refuse_missing_type(settings.cast_to, comm.device)
     drafted = flat_param_specs(model, settings, comm)
+    if not comm.computes_on_host:
+        look = functools.partial(_refuse_missing_types, drafted, settings, comm.device)
+        comm.together("types of the device", look, catch=(ConfigError,), raise_as=ConfigError)
     _tell_lost_strides([spec for spec, _ in drafted], comm)
     _check_equal(comm, [flat_spec.layout for _, mine in drafted for flat_spec in mine])
     return make_units(drafted, settings, comm, initialize, reuse=reuse)
@@ -191,6 +194,15 @@ def flat_param_specs(model: nn.Module, settings: BuildSettings, comm: Comm) -> D
     )
     dtype_of = _dtype_rule(model, settings)
     return [(spec, _flat_specs(spec, settings, comm, dtype_of)) for spec in specs]
+
+
+def _refuse_missing_types(drafted: Drafted, settings: BuildSettings, device: torch.device) -> None:
+    """Raise ConfigError if the device lacks a type of parameters or gradients."""
+    grads = settings.grads
+    named = {"data_types.grad_accum_dtype": grads.accum_dtype, "communication_data_type": grads.wire_dtype}
+    wanted = {dtype: key for key, dtype in named.items() if dtype is not None and settings.train}
+    wanted |= {one.dtype: f"the type of {one.layout.slots[0].name}" for _, mine in drafted for one in mine}
+    refuse_missing_types(wanted, device)
 
 
 def make_units(

@@ -7,6 +7,7 @@ disks, native updates and threads do what they always do. Every operation passes
 - A value of the device that the host reads (`item`, `bool`, `float`, `tolist`), and a copy between the two that is not
   `non_blocking`, make the host wait for the stream, as an event or a device that is synchronized does. Copies that are
   `non_blocking` are taken for asynchronous, as they are from and to pinned memory.
+- A tensor on the device of a type that `lacks` names raises `TypeError`, as of fp64 on Apple's.
 - An operation over tensors of both raises `MixedDevicesError`, with CUDA's exceptions: a number (0-dim) of the host
   beside a tensor, not in a list of tensors.
 
@@ -57,9 +58,10 @@ class DryDevice(TorchDispatchMode):
     none is on the stack; kinds are "value", "to host", "to device", "event", "stream" and "device".
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lacks: Sequence[torch.dtype] = ()) -> None:
         super().__init__()
         self.waits: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._lacks = tuple(lacks)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._entered = contextlib.ExitStack()
 
@@ -79,7 +81,13 @@ class DryDevice(TorchDispatchMode):
             self.waits[_place(), kind] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        made = self._dispatch(func, args, kwargs or {})
+        for one in pytree.tree_leaves(made):
+            if isinstance(one, FakeTensor) and one.dtype in self._lacks:
+                raise TypeError(f"{_place()}: {func}: {NAME} has no {one.dtype}")
+        return made
+
+    def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         ours = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         if not ours and not any(isinstance(leaf, torch.device) and leaf.type == NAME for leaf in leaves):

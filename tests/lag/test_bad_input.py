@@ -94,4 +94,4 @@ def start_without_bf16() -> None:
 
 def test_a_device_without_bf16() -> None:
     for said in said_by(run_ranks(start_without_bf16, 2, expect_error=True), "ConfigError"):
-        assert "cannot compute in bf16" in said and "fp16" in said
+        assert "cannot compute in torch.bfloat16" in said and "fp16" in said

@@ -15,8 +15,11 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.layout import UnitLayout
 from hf_zero.native import machine
 from hf_zero.optim.offload import host_state
+from hf_zero.runtime.build import BucketSizes
+from hf_zero.sharding.shard import ShardTensor
 from tests.harness.ranks import run_ranks
 from tests.lag import device, group
 from tests.lag.test_training import HIDDEN, VOCABULARY, Layers
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.skipif(device.reason_to_skip() is not None, reason=str(
 SCHEDULES = ["late", "early", "random:1"]
 STEPS = 3
 EDITED = "embed.weight"  # reduced last: its copy is under way when a script comes to it
+OPTIONS = {"OneBitAdam": {"freeze_step": 1}}
 BUCKET = 48  # elements: a layer's gradient is several parts
 BALLOT = "step_ballot.py _on_host"
 FROM_DISK = "flat_param.py use_gathered"  # what a disk's store has lent goes back when the device has read it
@@ -46,6 +50,7 @@ class Run:
     clip: float = 0.0
     precision: str = "fp32"
     by_hand: str = ""  # a key of CHANGES
+    optimizer: str = "AdamW"
     one_unit: bool = False  # the next reduce of a unit follows at once
 
 
@@ -78,7 +83,7 @@ def config_of(run: Run, folder: str) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": run.accumulation,
         "gradient_clipping": run.clip,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+        "optimizer": {"type": run.optimizer, "params": {"lr": 0.05, **OPTIONS.get(run.optimizer, {})}},
         "zero_force_ds_cpu_optimizer": run.states != "by_torch",
         "zero_optimization": zero,
     }
@@ -216,6 +221,8 @@ def on_lag(runs: list[Run], schedules: list[str], folder: str) -> list[tuple[str
     found = []
     device.enable()
     group.register()
+    # A device cuts no unit: here it does, as the CPU, for norms of parts.
+    BucketSizes.limit = lambda sizes, comm, numel, in_flight: sizes.most  # type: ignore[method-assign]
     for schedule in schedules:
         for number, run in enumerate(runs):
             device.set_schedule(schedule)
@@ -268,6 +275,62 @@ def test_changes_by_hand(world_size: int, tmp_path: Path) -> None:
     runs = [replace(run, by_hand=change) for run in media for change in CHANGES if change not in ("", "overflow")]
     runs += [Run(stage, precision="fp16", by_hand="overflow", accumulation=2) for stage in (1, 2)]
     check(runs, world_size, tmp_path, ["late", "random:2"], waits_once=False)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_optimizers_with_numbers_of_whole_parameters(world_size: int) -> None:
+    runs = [Run(stage, "none", optimizer="Lamb") for stage in (0, 2, 3)] + [Run(0, "none", optimizer="OneBitAdam")]
+    expected = run_ranks(on_cpu, world_size, runs, "")
+    for rank, found in enumerate(run_ranks(on_lag, world_size, runs, ["late"], "", timeout=150)):
+        for (name, numbers, waits), want in zip(found, expected[rank], strict=True):
+            # The device sums squares in fp32, the host in fp64.
+            torch.testing.assert_close(numbers, want, rtol=2e-5, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}")
+            # repeat_interleave waits on this device, and not on others where it is told the size.
+            assert {wait for wait in waits if "_unpack" not in wait} == {BALLOT}, name
+
+
+def _shards_meet() -> None:
+    device.enable()
+    layout = UnitLayout.build(
+        "unit", {"weight": (64,)}, dtype="float32", trainable=True, world_size=1, max_bucket_numel=24
+    )
+
+    def shard(value: float, place: str, dtype: torch.dtype = torch.float32) -> ShardTensor:
+        memory = torch.full((layout.shard_numel,), value, dtype=dtype, device=place)
+        return ShardTensor(layout, 0, memory.pin_memory() if place == "cpu" else memory, in_full=False)
+
+    def seen(one: ShardTensor) -> list[float]:
+        return one.read_slice(layout.slices(0)[0]).unique().tolist()
+
+    # From the device; then to the device on another stream, and from it over what that one reads.
+    on_host, there, other = shard(0.0, "cpu"), shard(2.0, "lag"), torch.Stream("lag")
+    ones, threes = shard(1.0, "lag"), shard(3.0, "lag")
+    other.wait_stream(torch.accelerator.current_stream())  # for what is filled
+    on_host.copy_from(ones)
+    with other:
+        there.copy_from(on_host)
+        assert seen(there) == [1.0], "the device copies what has not come"
+        there.copy_from(on_host)
+    on_host.copy_from(threes)
+    assert seen(on_host) == [3.0], "the host reads what has not come"
+    torch.accelerator.current_stream().wait_stream(other)
+    assert seen(there) == [1.0], "the device copies what comes later"
+    # Types are changed on the device.
+    on_host = shard(0.0, "cpu", torch.bfloat16)
+    on_host.copy_from(shard(4.0, "lag"))
+    assert [chunk.unique().tolist() for chunk in on_host.chunks(0, 64)] == [[4.0]] * 3
+    on_host.copy_from(shard(5.0, "lag"))
+    on_host.scale(2.0)
+    assert seen(on_host) == [10.0], "the host writes, and then the copy comes"
+    there.copy_from(on_host)
+    assert seen(there) == [10.0]
+    torch.accelerator.synchronize()
+    assert device.take_reports() == []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_shards_of_host_and_device_take_values_from_each_other(schedule: str) -> None:
+    run_ranks(_shards_meet, 1, env={"LAG_SCHEDULE": schedule})
 
 
 def _threads_of_updates(place: str) -> set[int]:

@@ -122,7 +122,7 @@ def train(run: Run, folder: str, device: DryDevice) -> Waits:
 def waits_of(runs: list[Run], folder: str, mutate: Callable[[], None] = lambda: None) -> list[Waits]:
     mutate()
     found = []
-    with DryDevice() as device:
+    with DryDevice(lacks=[torch.float64]) as device:
         for number, run in enumerate(runs):
             with torch.device(NAME) if run.by_default else contextlib.nullcontext():
                 found.append(train(run, f"{folder}/{number}", device))
@@ -147,12 +147,6 @@ def expected(run: Run) -> Waits:
     if params == "nvme":
         # What a disk's store has lent goes back when the device has read it.
         waits["sharding/flat_param.py:use_gathered", "event"] += GATHERS * run.accumulation
-    if run.optimizer == "lamb":
-        # Which of all parameters have a gradient.
-        waits["optim/updates/elementwise.py:combine", "to device"] += 1
-    if run.optimizer == "onebit":
-        # Where each parameter's signs are, of the momenta of every rank and of their mean on every rank.
-        waits["optim/updates/compressed_mean.py:_unpack", "to device"] += 2 * run.world_size
     if run.logs:
         # A time is read once its end is over.
         waits["engine/clocks.py:ms", "event"] += 6
@@ -183,7 +177,8 @@ def test_host_waits_of_a_step(stage: int, tmp_path: Path) -> None:
 def test_other_ways_of_training(tmp_path: Path) -> None:
     runs = [
         *(Run(stage, optimizer=way) for stage in (0, 3) for way in ("foreach", "loop", "lamb")),
-        Run(0, optimizer="onebit"),
+        *(Run(stage, "by_torch", optimizer="lamb") for stage in (1, 3)),
+        Run(0, optimizer="onebit", steps=3),
         *(Run(stage, logs=True, steps=4) for stage in (0, 3)),
         *(Run(stage, precision=precision) for stage in (0, 3) for precision in ("fp32", "fp16")),
         *(Run(stage, clips_by_call=True) for stage in (0, 3)),
@@ -195,6 +190,35 @@ def test_other_ways_of_training(tmp_path: Path) -> None:
         Run(2, "by_torch", world_size=1, resumes=True),
     ]
     compare(runs, run_ranks(waits_of, 1, runs, str(tmp_path), init_group=False, timeout=240)[0])
+
+
+# -------------------------------------------------------------------- types that the device lacks
+def build_of(dtype: str, lacks: torch.dtype) -> None:
+    model = Net([Block(), Block()])  # of the host: the device could not hold it
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    else:
+        model.double()
+    with DryDevice([lacks]):
+        resolved = ZeroConfig.load(config).resolve(
+            model=model, world_size=2, client_optimizer=True, client_scheduler=True
+        )
+        build_units(model, BuildSettings.of(resolved), DryComm(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lacks", "named"), [("float64", torch.float64, "float64"), ("bf16", torch.bfloat16, "bfloat16")]
+)
+def test_a_type_that_the_device_lacks_is_refused(dtype: str, lacks: torch.dtype, named: str) -> None:
+    failure = run_ranks(build_of, 1, dtype, lacks, init_group=False, expect_error=True)[0]
+    assert failure.kind == "ConfigError", failure.traceback
+    assert (
+        f"dry:0 cannot compute in torch.{named} (the type of " in failure.message
+        and "cast the model" in failure.message
+    )
+    failure = run_ranks(build_of, 1, dtype, torch.complex32, init_group=False, expect_error=True)[0]
+    assert "incompatible tensor type" in failure.message, "it goes on to put parameters of the CPU on the device"
 
 
 # -------------------------------------------------------------------- what would be found

@@ -171,7 +171,8 @@ class ShardedLoad:
         same = [self._my_slice_is_equal(stored[first], stored[second]) for first, second in pairs]
         if not pairs:
             return dict(stored)
-        votes = self._comm.vote(torch.tensor([float(one) for one in same], dtype=torch.float64), "tied weights")
+        mine = torch.tensor([float(one) for one in same], dtype=torch.float64, device="cpu")
+        votes = self._comm.vote(mine, "tied weights")
         twice = {pair[0] for pair, equal in zip(pairs, votes.all(0).tolist(), strict=True) if equal}
         return {key: value for key, value in stored.items() if key not in twice}
 

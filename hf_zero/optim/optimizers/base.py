@@ -77,7 +77,7 @@ def wide_gradient(param: torch.Tensor) -> torch.Tensor:
 def start_moments(state: MutableMapping[str, Any], grad: torch.Tensor) -> None:
     """Adam's state before the first update of a parameter."""
     if "step" not in state:
-        state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
 
 

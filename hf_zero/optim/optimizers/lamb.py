@@ -62,8 +62,9 @@ class Lamb(CheckedOptimizer):
         """Update every parameter that has a gradient; returns what `closure` returns.
 
         Args:
-            combine: From fp64 [n, 2] squared norms of the tensors updated here (weights, update) to those of the
-                full parameters; called once, for n = 0 too.
+            combine: From [n, 2] squared norms of the tensors updated here (weights, update) to those of the full
+                parameters; called once, for n = 0 too. fp64 on the CPU; on other devices, which may have no fp64,
+                in the type of the moments.
         """
         loss = run_closure(closure)
         todo = self.with_gradient()
@@ -72,8 +73,7 @@ class Lamb(CheckedOptimizer):
             follow_gradient(self.state[param], wide_gradient(param), group["betas"])
             update = self._update_of(group, param)
             squares.append(torch.stack([_square(param), _square(update)]))
-        device = todo[0][1].device if todo else None
-        found = torch.stack(squares) if squares else torch.zeros(0, 2, dtype=torch.float64, device=device)
+        found = torch.stack(squares) if squares else torch.zeros(0, 2, dtype=torch.float64, device="cpu")
         if combine is not None:
             found = combine([param for _, param in todo], found)
         norms = found.sqrt()
@@ -95,7 +95,7 @@ class Lamb(CheckedOptimizer):
 def _square(tensor: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(tensor.dtype, torch.float32)
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
-    return norm.double().square()
+    return (norm.double() if norm.device.type == "cpu" else norm).square()
 
 
 def _trust_ratio(norms: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:

@@ -28,11 +28,13 @@ class _Columns:
     starts: list[int]
     widths: list[int]
     numels: list[int]
+    widths_there: torch.Tensor  # int64 [tensors], on the tensors' device
 
     @classmethod
-    def of(cls, numels: Sequence[int], world_size: int) -> _Columns:
+    def of(cls, numels: Sequence[int], world_size: int, device: torch.device) -> _Columns:
         widths = [-(-numel // (world_size * _BITS)) * _BITS for numel in numels]
-        return cls([sum(widths[:i]) for i in range(len(widths))], widths, list(numels))
+        starts = [sum(widths[:i]) for i in range(len(widths))]
+        return cls(starts, widths, list(numels), torch.tensor(widths, device=device))
 
     @property
     def total(self) -> int:
@@ -54,6 +56,7 @@ class SignMean:
         self._comm = comm
         self._worker: dict[int, torch.Tensor] = {}
         self._server: dict[int, torch.Tensor] = {}
+        self._columns: _Columns | None = None  # of the last call
 
     def forget(self) -> None:
         """Errors start from zero again."""
@@ -73,7 +76,7 @@ class SignMean:
         if not tensors:
             return
         world, rank = self._comm.world_size, self._comm.rank
-        columns = _Columns.of([tensor.numel() for tensor in tensors], world)
+        columns = self._columns_of(tensors)
         sent = self._compress_mine(columns, keys, tensors)
         received = torch.empty_like(sent)
         self._comm.all_to_all(received.view(-1), sent.view(-1), "signs of momenta").wait()
@@ -93,6 +96,14 @@ class SignMean:
             mean[row] = _unpack(columns, theirs, part.dtype)
         for tensor, start, width in zip(tensors, columns.starts, columns.widths, strict=True):
             tensor.view(-1).copy_(mean[:, start : start + width].reshape(-1)[: tensor.numel()])
+
+    def _columns_of(self, tensors: Sequence[torch.Tensor]) -> _Columns:
+        """Those of the last call where they fit: to copy new ones to a device makes the host wait."""
+        numels, device = [tensor.numel() for tensor in tensors], tensors[0].device
+        known = self._columns
+        if known is None or known.numels != numels or known.widths_there.device != device:
+            known = self._columns = _Columns.of(numels, self._comm.world_size, device)
+        return known
 
     def _compress_mine(
         self, columns: _Columns, keys: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -137,5 +148,4 @@ def _unpack(columns: _Columns, message: torch.Tensor, dtype: torch.dtype) -> tor
     shifts = torch.arange(_BITS, device=message.device, dtype=torch.uint8)
     signs = (message[:end, None] >> shifts & 1).view(-1).to(dtype).mul_(2).sub_(1)
     scales = message[end:].clone().view(torch.float32).to(dtype)
-    widths = torch.tensor(columns.widths, device=message.device)
-    return signs.mul_(scales.repeat_interleave(widths, output_size=columns.total))
+    return signs.mul_(scales.repeat_interleave(columns.widths_there, output_size=columns.total))

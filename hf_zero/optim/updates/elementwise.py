@@ -23,6 +23,7 @@ from hf_zero.optim.updates.compressed_mean import SignMean
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.sharding.param_index import ParamPlace
+from hf_zero.sharding.placement import master_dtype_of
 
 # A parameter's name, elements of it, and tensors that hold these
 StatePlace = tuple[str, Slice | Sequence[Piece], Sequence[torch.Tensor]]
@@ -142,6 +143,11 @@ class LambUpdate(TorchUpdate):
 
     optimizer: Lamb
 
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradReducer, comm: Comm) -> None:
+        super().__init__(optimizer, reducer, comm)
+        self._numbers: list[int] = []  # of the parameters that the tensors of the last update belong to
+        self._index = torch.empty(0, dtype=torch.long, device="cpu")  # the same, where the norms are
+
     def call(self, owned: Sequence[OwnedSlice]) -> None:
         firsts, total = {}, 0
         for acc in self.reducer.accumulators:
@@ -151,15 +157,38 @@ class LambUpdate(TorchUpdate):
         sharded = any(acc.flat.layout.world_size > 1 for acc in self.reducer.accumulators)
 
         def combine(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> torch.Tensor:
-            device = self.comm.device
-            index = torch.tensor([places[tensor] for tensor in tensors], dtype=torch.long, device=device)
-            full = torch.zeros(total, 2, dtype=torch.float64, device=device)
-            full.index_add_(0, index, squares.to(device))
+            full = self._zeros(total)
+            index = self._index_of([places[tensor] for tensor in tensors], full.device)
+            if tensors:
+                full.index_add_(0, index, squares.to(full.dtype))
             if sharded:
-                self.comm.all_reduce(full, "norms of parameters").wait()
-            return full[index].to(squares.device)
+                full = self._sum_over_ranks(full)
+            return full[index] if tensors else squares
 
         self.optimizer.step(combine=combine)
+
+    def _zeros(self, total: int) -> torch.Tensor:
+        """[total, 2], where the masters are: the same on all ranks, as a rank may own none."""
+        accumulators = self.reducer.accumulators
+        if self.comm.computes_on_host or not any(acc.flat.placement.master.is_on_device for acc in accumulators):
+            return torch.zeros(total, 2, dtype=torch.float64, device="cpu")
+        types = {master_dtype_of(acc.flat.dtype) for acc in accumulators}
+        dtype = torch.float64 if torch.float64 in types else torch.float32  # not every device has fp64
+        return torch.zeros(total, 2, dtype=dtype, device=self.comm.device)
+
+    def _index_of(self, numbers: list[int], device: torch.device) -> torch.Tensor:
+        """Made when other parameters have gradients than in the last step: to copy it makes the host wait."""
+        if numbers != self._numbers or device != self._index.device:
+            self._numbers, self._index = numbers, torch.tensor(numbers, dtype=torch.long, device=device)
+        return self._index
+
+    def _sum_over_ranks(self, full: torch.Tensor) -> torch.Tensor:
+        what = "norms of parameters"
+        if full.device == self.comm.device:
+            self.comm.all_reduce(full, what).wait()
+            return full
+        # On the host beside a device whose backend takes nothing of the host's.
+        return self.comm.vote(full.view(-1), what).sum(0).view_as(full)
 
 
 class OneBitUpdate(TorchUpdate):
