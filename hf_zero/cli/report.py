@@ -57,12 +57,14 @@ def _torch_facts() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from hf_zero.distributed.unusable_device import unusable_accelerator
     from hf_zero.native.devices import visible_devices
 
     available = dist.is_available()
     return {
         "built_for": {name: getattr(torch.version, name) for name in _toolkits(torch.version.__all__)},
         "devices": [dataclasses.asdict(device) for device in visible_devices()],
+        "problem": " ".join((unusable_accelerator() or "").split()),
         "backends": {
             "gloo": available and dist.is_gloo_available(),
             "nccl": available and dist.is_nccl_available(),
@@ -113,7 +115,7 @@ def _print(facts: dict[str, Any]) -> None:
             *((name, version or "not installed") for name, version in facts["packages"].items()),
             ("cpu", f"{facts['cpu']['cores']} cores, {format_bytes(facts['cpu']['memory_bytes'])}"),
             ("torch built for", ", ".join(built_for) or "the CPU"),
-            ("devices", "; ".join(devices) or "none, training runs on the CPU"),
+            ("devices", "; ".join(devices) or torch_facts["problem"] or "none, training runs on the CPU"),
             ("backends", ", ".join(name for name, there in torch_facts["backends"].items() if there) or "none"),
             ("native library", facts["native_library"] or "not present: pip install -e . builds it"),
             ("disk i/o", facts["io_engine"] or "not available"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero.cli.main import main
 from hf_zero.distributed import processes
 from hf_zero.errors import ConfigError
 from hf_zero.launcher import node
@@ -90,6 +91,15 @@ def test_a_machine_without_gpus_computes_on_the_cpu(old_driver: Path, monkeypatc
     old_driver.touch()
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda *_, **__: None)  # torch for CPUs
     assert processes.default_device() == torch.device("cpu")
+
+
+def test_the_report_says_so(
+    old_driver: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hf_zero.native.devices.visible_devices", list)
+    main(["report"])
+    said = capsys.readouterr().out
+    assert "driver on your system is too old" in said and "none, training runs" not in said
 
 
 def test_the_launcher_starts_no_processes(old_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
