@@ -19,15 +19,18 @@ _GROUP = "lag"
 
 
 class LagWork(dist.Work):
-    """A collective under way. Keeps its tensors until somebody waits, as NCCL's does."""
+    """A collective under way. Its group keeps it, and it its tensors, until somebody waits, as with NCCL's."""
 
-    def __init__(self, event: torch.Event, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, group: LagGroup, event: torch.Event, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self._event, self._tensors = event, tensors
+        self._under_way = group.under_way
+        self._under_way[id(self)] = self
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._event.wait(torch.accelerator.current_stream())
         self._tensors = []
+        self._under_way.pop(id(self), None)
         return True
 
     def is_completed(self) -> bool:
@@ -45,6 +48,8 @@ class LagGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        self._name = ""
+        self.under_way: dict[int, LagWork] = {}  # nobody has waited for them
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._stream = torch.Stream(device=torch.device(device.NAME, torch.accelerator.current_device_index()))
 
@@ -53,7 +58,8 @@ class LagGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        return str(dist.distributed_c10d._world.pg_names[self])
+        self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)  # torch asks once more at the end
+        return self._name
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -96,7 +102,8 @@ class LagGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Drop what has not run. Its outputs stay what they are, and nobody who waits is told."""
-        device.library().drop_tasks(self._stream.device_index, self._stream.stream_id)
+        device.library().drop_tasks(self._gloo, self._stream.device_index, self._stream.stream_id)
+        self.under_way.clear()
 
     def shutdown(self) -> None:
         self.abort()
@@ -107,7 +114,7 @@ class LagGroup(dist.ProcessGroup):
         if wrong:  # as on NCCL where a process has not chosen its device
             raise ValueError(f"{name}: the group computes on {self._stream.device}, and a tensor is on {wrong[0]}")
         getattr(device.library(), name)(self._gloo, self._stream.stream_id, *arguments)
-        return LagWork(self._stream.record_event(), tensors)
+        return LagWork(self, self._stream.record_event(), tensors)
 
 
 def register() -> None:
