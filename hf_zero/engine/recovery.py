@@ -11,6 +11,8 @@ from __future__ import annotations
 import gc
 import traceback
 
+import torch
+
 from hf_zero.distributed.processes import named_by_all
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.errors import OffloadError, OutOfMemoryError, StateError
@@ -45,6 +47,10 @@ def recover() -> None:
     # Before anything waits: where this rank only heard of the failure, a third one may be waiting for this rank.
     for engine in live_engines():
         engine.comm.disconnect()
+    # What was queued may still use memory that is given back now.
+    for device in {engine.comm.device for engine in live_engines() if not engine.comm.computes_on_host}:
+        torch.accelerator.synchronize(device)
+    for engine in live_engines():
         _drop_pending(engine)
     # A model that was given up may have gone on some ranks only: nobody uses it any more.
     shared = named_by_all([engine.comm.name for engine in live_engines()], "recovery")
