@@ -7,6 +7,7 @@ Under a random schedule all ranks must have the same seed: a task that runs wait
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from tests.lag import device
 
-_GROUP = "lag"
+NAME = "lag"
 
 
 class LagWork(dist.Work):
@@ -51,15 +52,19 @@ class LagGroup(dist.ProcessGroup):
         self._name = ""
         self.under_way: dict[int, LagWork] = {}  # nobody has waited for them
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._stream = torch.Stream(device=torch.device(device.NAME, torch.accelerator.current_device_index()))
 
     def getBackendName(self) -> str:
-        return _GROUP
+        return NAME
 
     @property
     def group_name(self) -> str:
         self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)  # torch asks once more at the end
         return self._name
+
+    @functools.cached_property
+    def _stream(self) -> torch.Stream:
+        """On the device that is the current one at the first collective: a group may be made before."""
+        return torch.Stream(device=torch.device(device.NAME, torch.accelerator.current_device_index()))
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -119,4 +124,4 @@ class LagGroup(dist.ProcessGroup):
 
 def register() -> None:
     """Make it the backend that torch takes for the lag device."""
-    dist.Backend.register_backend(_GROUP, LagGroup, devices=[device.NAME])
+    dist.Backend.register_backend(NAME, LagGroup, devices=[device.NAME])
