@@ -342,6 +342,8 @@ class Comm:
             if link is None:  # another thread has closed it
                 raise RuntimeError(_CLOSED)
             work = call(group=link.group, async_op=True)
+        except torch.OutOfMemoryError:  # NCCL allocates when it connects
+            raise
         except RuntimeError as error:
             raise group.failure(what, error) from error
         if link.is_gloo:
@@ -475,6 +477,8 @@ class GroupWork:
             if self._group.stopped:
                 raise RuntimeError(_CLOSED)
             self._until_over()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise self._group.failure(self._what, error) from error
         self._is_over = True

@@ -34,6 +34,7 @@ class EngineGroup:
 
     def _connect(self) -> None:
         self._disconnected = threading.Event()
+        self._lost: str | None = None  # that it was another rank, which gave no reason
         self.log.clear()
         self.link: Link | None = Link(self, self._ranks, self._backend, self._timeout_s)
         # The link itself where that is gloo
@@ -44,7 +45,7 @@ class EngineGroup:
         store = dist.distributed_c10d._get_default_store
         if not is_gloo:
             monitor = FailureMonitor(self.control.connections, self.name)
-            watch_for(monitor, self.disconnect, self._disconnected)
+            watch_for(monitor, self._others_ended, self._disconnected)
         self.check = OperationCheck(self.log, store, f"hf_zero/{self.name}", self.rank, self.world_size)
 
     @property
@@ -94,6 +95,11 @@ class EngineGroup:
         for link in self._take_links():
             link.close()
 
+    def _others_ended(self) -> None:
+        """Called by the monitor's thread."""
+        self._lost = "another rank closed its connections"
+        self.disconnect()
+
     def end(self) -> None:
         """Give groups, sockets and threads back. All ranks must call, when nobody has more to begin here."""
         for link in self._take_links():
@@ -113,7 +119,9 @@ class EngineGroup:
     def ended(self, what: str) -> ZeroError:
         """What to raise where `what` is to start after the connections were closed."""
         text = f"rank {self.rank}: {what}: this engine was torn down, or stopped after an error; make another one"
-        return published_reason(self.name) or StateError(text)
+        if reason := published_reason(self.name):
+            return reason
+        return StateError(text) if self._lost is None else self.failure(what, RuntimeError(self._lost))
 
     def failure(self, what: str, error: BaseException) -> ZeroError:
         """What to raise when a collective broke off: the other rank's reason where it gave one."""
@@ -123,7 +131,14 @@ class EngineGroup:
             return type(reason)(f"{reason}\nrank {self.rank} was in {what} and stops too.")
         last = "\n".join(f"  {line}" for line in self.log.last()[-6:])
         return DivergenceError(
-            f"rank {self.rank} of {self.world_size}: {what} did not complete: {str(error).splitlines()[0][:200]}\n"
+            f"rank {self.rank} of {self.world_size}: {what} did not complete: {_gist(error)}\n"
             f"Another rank has stopped, or runs other code than this one (desync_timeout is {self._timeout_s:.0f} s). "
             f"The last operations of this rank, to compare with the other ranks' message:\n{last}"
         )
+
+
+def _gist(error: BaseException) -> str:
+    """What happened is in the first line, and in NCCL's errors why it did in the last ones, before torch's stack."""
+    text = str(error).partition("\nException raised from ")[0]
+    lines = [line.strip()[:200] for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join([*lines[:1], *lines[1:][-2:]])

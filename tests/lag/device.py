@@ -34,6 +34,7 @@ _TORCH = "2.13"  # whose interfaces lag.cpp implements; each minor version chang
 _BUILD_SECONDS = 300
 _STACK_FRAMES = 4
 _OF_TORCH = os.path.dirname(torch.__file__)
+_schedule = "late"
 
 
 def reason_to_skip() -> str | None:
@@ -66,7 +67,7 @@ def enable() -> None:
     """Make the lag device this process's accelerator; LAG_SCHEDULE and LAG_MEMORY_LIMIT of the environment hold."""
     native = library()
     native.set_locator(_place)
-    native.set_schedule(os.environ.get("LAG_SCHEDULE", "late"))
+    set_schedule(os.environ.get("LAG_SCHEDULE", "late"))
     native.set_memory_limit(int(os.environ.get("LAG_MEMORY_LIMIT", "0")))
     torch.utils.rename_privateuse1_backend(NAME)
     from tests.lag import torch_lag
@@ -77,8 +78,18 @@ def enable() -> None:
 
 
 def set_schedule(schedule: str) -> None:
-    """Choose when tasks run: "late", when somebody must wait for them; "early", at once; "random:SEED", by coins."""
+    """Choose when tasks run: "late", when somebody must wait for them; "early", at once; "random:SEED", by coins.
+
+    The coins begin anew. All ranks call at the same place: a coin that runs a collective must fall alike on all.
+    """
+    global _schedule
+    _schedule = schedule
     library().set_schedule(schedule)
+
+
+def schedule() -> str:
+    """The one that was chosen last."""
+    return _schedule
 
 
 def set_memory_limit(nbytes: int) -> None:

@@ -7,6 +7,7 @@ Under a random schedule all ranks must have the same seed: a task that runs wait
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any
 
@@ -16,19 +17,22 @@ from torch.utils import _pytree as pytree
 
 from tests.lag import device
 
-_GROUP = "lag"
+NAME = "lag"
 
 
 class LagWork(dist.Work):
-    """A collective under way. Keeps its tensors until somebody waits, as NCCL's does."""
+    """A collective under way. Its group keeps it, and it its tensors, until somebody waits, as with NCCL's."""
 
-    def __init__(self, event: torch.Event, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, group: LagGroup, event: torch.Event, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self._event, self._tensors = event, tensors
+        self._under_way = group.under_way
+        self._under_way[id(self)] = self
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._event.wait(torch.accelerator.current_stream())
         self._tensors = []
+        self._under_way.pop(id(self), None)
         return True
 
     def is_completed(self) -> bool:
@@ -52,16 +56,21 @@ class LagGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._name = ""
+        self.under_way: dict[int, LagWork] = {}  # nobody has waited for them
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._stream = torch.Stream(device=torch.device(device.NAME, torch.accelerator.current_device_index()))
 
     def getBackendName(self) -> str:
-        return _GROUP
+        return NAME
 
     @property
     def group_name(self) -> str:
         self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)  # torch asks once more at the end
         return self._name
+
+    @functools.cached_property
+    def _stream(self) -> torch.Stream:
+        """On the device that is the current one at the first collective: a group may be made before."""
+        return torch.Stream(device=torch.device(device.NAME, torch.accelerator.current_device_index()))
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -121,7 +130,8 @@ class LagGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Drop what has not run. Its outputs stay what they are, and nobody who waits is told."""
-        device.library().drop_tasks(self._stream.device_index, self._stream.stream_id)
+        device.library().drop_tasks(self._gloo, self._stream.device_index, self._stream.stream_id)
+        self.under_way.clear()
 
     def shutdown(self) -> None:
         self.abort()
@@ -132,9 +142,9 @@ class LagGroup(dist.ProcessGroup):
         if wrong:  # as on NCCL where a process has not chosen its device
             raise ValueError(f"{name}: the group computes on {self._stream.device}, and a tensor is on {wrong[0]}")
         getattr(device.library(), name)(self._gloo, self._stream.stream_id, *arguments)
-        return LagWork(self._stream.record_event(), tensors)
+        return LagWork(self, self._stream.record_event(), tensors)
 
 
 def register() -> None:
     """Make it the backend that torch takes for the lag device."""
-    dist.Backend.register_backend(_GROUP, LagGroup, devices=[device.NAME])
+    dist.Backend.register_backend(NAME, LagGroup, devices=[device.NAME])

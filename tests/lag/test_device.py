@@ -60,7 +60,7 @@ def is_poison(tensor: torch.Tensor) -> bool:
 # ---------------------------------------------------------------- devices, streams, events
 def devices_are_chosen_by_thread() -> None:
     assert torch.accelerator.current_accelerator() == torch.device(LAG)
-    assert torch.accelerator.device_count() == 2
+    assert torch.accelerator.device_count() == 4
     torch.accelerator.set_device_index(1)
     seen = []
     thread = threading.Thread(target=lambda: seen.append(torch.accelerator.current_device_index()))
@@ -71,7 +71,7 @@ def devices_are_chosen_by_thread() -> None:
     assert torch.empty(1, device=LAG).device == torch.device(LAG, 1)
     assert torch.empty(1, device="lag:0").device == torch.device(LAG, 0)
     with pytest.raises(RuntimeError, match="no device"):
-        torch.accelerator.set_device_index(2)
+        torch.accelerator.set_device_index(4)
 
 
 def streams_are_chosen_by_thread_and_device() -> None:
@@ -429,7 +429,7 @@ def memory_has_a_limit() -> None:
     before = torch.accelerator.memory_allocated()
     device.set_memory_limit(before + 1000)
     held = torch.empty(500, device=LAG, dtype=torch.uint8)
-    with pytest.raises(torch.OutOfMemoryError, match="lag:0 is out of memory: 501 bytes"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"lag out of memory\. Tried to allocate 501 bytes on lag:0"):
         torch.empty(501, device=LAG, dtype=torch.uint8)
     torch.empty(501, device="lag:1", dtype=torch.uint8)
     del held

@@ -23,6 +23,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -43,11 +44,14 @@
 #include <functional>
 #include <list>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <set>
 #include <string>
 #include <string_view>
+#include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -55,7 +59,7 @@ namespace lag {
 namespace {
 
 constexpr c10::DeviceType kLag = c10::DeviceType::PrivateUse1;
-constexpr int kDevices = 2;
+constexpr int kDevices = 4;
 // Streams of a device beside its default one; who asks for more shares them, as on CUDA.
 constexpr int kPool = 32;
 constexpr int kPoison = 0xFF;
@@ -208,10 +212,11 @@ void advance(Queue& queue, int64_t position) {
     }
 }
 
-// Runs what the schedule wants to be run now.
+// Runs what the schedule wants to be run now. Not where torch keeps Python's lock, as in an event's record and wait: a
+// collective waits for other ranks, and who is to abort it would wait for the lock.
 void let_run() {
     World& w = world();
-    if (w.schedule == Schedule::kLate) return;
+    if (w.schedule == Schedule::kLate || PyGILState_Check()) return;
     for (auto& [key, queue] : w.queues)
         while (queue.done < queue.issued && (w.schedule == Schedule::kEarly || w.random() % 2 == 0))
             advance(queue, queue.done + 1);
@@ -467,8 +472,9 @@ struct Allocator final : c10::DeviceAllocator {
         const size_t limit = world().memory_limit, held = stats.allocated_bytes[0].current;
         if (limit != 0 && held + nbytes > limit) {
             ++stats.num_ooms;
-            TORCH_CHECK_WITH(OutOfMemoryError, false, "lag:", current_device, " is out of memory: ", nbytes,
-                             " bytes asked for, ", held, " of ", limit, " in use");
+            // In CUDA's words: accelerate knows the error by them.
+            TORCH_CHECK_WITH(OutOfMemoryError, false, "lag out of memory. Tried to allocate ", nbytes, " bytes on lag:",
+                             current_device, ", where ", held, " of ", limit, " are in use");
         }
         const int stream = current_key(current_device);
         auto* block = new Block{nullptr, nbytes, current_device, stream, {}, {}};
@@ -640,8 +646,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
 
     const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
-        static const std::vector<at::Generator> defaults{at::make_generator<Generator>(0),
-                                                         at::make_generator<Generator>(1)};
+        static const std::vector<at::Generator> defaults = [] {
+            std::vector<at::Generator> made;
+            for (int index = 0; index < kDevices; ++index) made.push_back(at::make_generator<Generator>(index));
+            return made;
+        }();
         return defaults.at(device < 0 ? current_device : device);
     }
 
@@ -983,7 +992,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 
 // These have a decomposition for devices without a kernel; the CPU's own kernels round otherwise.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-    for (const char* name : {"native_layer_norm", "native_group_norm"})
+    for (const char* name : {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward"})
         library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
@@ -994,6 +1003,66 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 // ---------------------------------------------------------------- collectives
 using Gloo = c10::intrusive_ptr<c10d::Backend>;
 using Transfer = std::function<c10::intrusive_ptr<c10d::Work>(at::Tensor& in, at::Tensor& out)>;
+using Finish = std::function<void(at::Tensor& out)>;
+
+// How long a group whose ranks have died may take until it is aborted.
+constexpr std::chrono::seconds kAbortTakes{30};
+
+// Groups that were aborted, for good. Has a lock of its own: a collective that runs holds the other one.
+class Aborted {
+public:
+    void add(const Gloo& gloo) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        groups_.push_back(gloo);  // kept: its threads may wait until their timeout, for which its destructor would wait
+    }
+    bool has(const Gloo& gloo) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return std::find(groups_.begin(), groups_.end(), gloo) != groups_.end();
+    }
+
+private:
+    std::mutex mutex_;
+    std::vector<Gloo> groups_;
+};
+
+Aborted& aborted() {
+    static Aborted* const only = new Aborted;
+    return *only;
+}
+
+// Runs `transfer`. Ends with the group as well, as an abort ends the kernels that wait for other ranks: false then.
+// A rank that dies makes gloo fail, but kernels go on waiting: so this does, for as long as an abort may take.
+bool transfers(const char* name, const Transfer& transfer, at::Tensor& from, at::Tensor& to, const Gloo& gloo) {
+    const auto deadline = std::chrono::steady_clock::now() + kAbortTakes;
+    std::string error;
+    c10::intrusive_ptr<c10d::Work> work;
+    if (aborted().has(gloo)) return false;
+    try {
+        work = transfer(from, to);
+    } catch (const std::exception& raised) {
+        error = raised.what();
+    }
+    while (error.empty() && !aborted().has(gloo)) {
+        if (work->isCompleted()) {
+            if (work->isSuccess()) return true;
+            try {
+                work->wait();
+            } catch (const std::exception& raised) {
+                error = raised.what();
+            }
+        }
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    while (!aborted().has(gloo)) {
+        if (std::chrono::steady_clock::now() > deadline) {
+            report(std::string(name) + " failed: " + error.substr(0, 500));
+            break;
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    new auto(std::make_tuple(transfer, work, from, to));  // gloo's threads may use all of it
+    return false;
+}
 
 // What `out` holds until the collective is over. Part of it may be the input of the collective, which stays.
 void poison_output(const at::Tensor& in, const at::Tensor& out, const at::Tensor& kept) {
@@ -1002,9 +1071,9 @@ void poison_output(const at::Tensor& in, const at::Tensor& out, const at::Tensor
 }
 
 // Queues `transfer` of every pair, which goes through host memory, as one task of a stream that first waits for the
-// current one.
-void queue_collective(const char* name, int stream, const std::vector<at::Tensor>& inputs,
-                      const std::vector<at::Tensor>& outputs, bool poisons, Transfer transfer) {
+// current one. `finish` makes the output of what was received.
+void queue_collective(const char* name, const Gloo& gloo, int stream, const std::vector<at::Tensor>& inputs,
+                      const std::vector<at::Tensor>& outputs, bool poisons, Transfer transfer, Finish finish = nullptr) {
     raise_reports();
     doing = name;
     TORCH_CHECK(!inputs.empty() && inputs.size() == outputs.size(), "lag: ", name, " takes as many inputs as outputs");
@@ -1023,19 +1092,14 @@ void queue_collective(const char* name, int stream, const std::vector<at::Tensor
         if (poisons) poison_output(in, out, kept);
         pairs.push_back({in, out, kept});
     }
-    issue(queue, [name, pairs, transfer] {
+    issue(queue, [name, pairs, transfer, finish, gloo] {
         const Inside inside;
         for (const auto& [in, out, kept] : pairs) {
             at::Tensor from = kept.defined() ? kept : in.clone();
             at::Tensor to = in.nbytes() == out.nbytes() && kept.defined() ? from : at::empty_like(out);
-            try {
-                transfer(from, to)->wait();
-                out.copy_(to);
-            } catch (const c10::Error& error) {
-                report(std::string(name) + " failed: " + error.what_without_backtrace());
-            } catch (const std::exception& error) {
-                report(std::string(name) + " failed: " + error.what());
-            }
+            if (!transfers(name, transfer, from, to, gloo)) return;
+            if (finish) finish(to);
+            out.copy_(to);
         }
     });
     for (const auto* tensors : {&inputs, &outputs})
@@ -1045,20 +1109,28 @@ void queue_collective(const char* name, int stream, const std::vector<at::Tensor
 
 void all_gather(const Gloo& gloo, int stream, const std::vector<at::Tensor>& outs,
                 const std::vector<at::Tensor>& ins) {
-    queue_collective("all_gather", stream, ins, outs, true,
+    queue_collective("all_gather", gloo, stream, ins, outs, true,
                      [gloo](at::Tensor& from, at::Tensor& to) { return gloo->_allgather_base(to, from); });
 }
 
 void reduce_scatter(const Gloo& gloo, int stream, const std::vector<at::Tensor>& outs,
                     const std::vector<at::Tensor>& ins, const c10d::ReduceScatterOptions& options) {
-    queue_collective("reduce_scatter", stream, ins, outs, true, [gloo, options](at::Tensor& from, at::Tensor& to) {
-        return gloo->_reduce_scatter_base(to, from, options);
-    });
+    TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "lag: reduce_scatter sums");
+    // In rank order, as hf_zero sums on the CPU: gloo's own rounds at every hop.
+    const auto parts = std::make_shared<at::Tensor>();
+    queue_collective(
+        "reduce_scatter", gloo, stream, ins, outs, true,
+        [gloo, parts](at::Tensor& from, at::Tensor&) {
+            *parts = at::empty_like(from);
+            std::vector<int64_t> equal;
+            return gloo->alltoall_base(*parts, from, equal, equal);
+        },
+        [gloo, parts](at::Tensor& to) { at::sum_out(to, parts->view({gloo->getSize(), -1}), {0}); });
 }
 
 void all_to_all(const Gloo& gloo, int stream, const at::Tensor& out, const at::Tensor& in,
                 std::vector<int64_t> received, std::vector<int64_t> sent) {
-    queue_collective("all_to_all", stream, {in}, {out}, true,
+    queue_collective("all_to_all", gloo, stream, {in}, {out}, true,
                      [gloo, received, sent](at::Tensor& from, at::Tensor& to) mutable {
                          return gloo->alltoall_base(to, from, received, sent);
                      });
@@ -1066,7 +1138,7 @@ void all_to_all(const Gloo& gloo, int stream, const at::Tensor& out, const at::T
 
 void all_reduce(const Gloo& gloo, int stream, const std::vector<at::Tensor>& all,
                 const c10d::AllreduceOptions& options) {
-    queue_collective("all_reduce", stream, all, all, true, [gloo, options](at::Tensor&, at::Tensor& to) {
+    queue_collective("all_reduce", gloo, stream, all, all, true, [gloo, options](at::Tensor&, at::Tensor& to) {
         std::vector<at::Tensor> tensors{to};
         return gloo->allreduce(tensors, options);
     });
@@ -1074,16 +1146,21 @@ void all_reduce(const Gloo& gloo, int stream, const std::vector<at::Tensor>& all
 
 void broadcast(const Gloo& gloo, int stream, const at::Tensor& tensor, const c10d::BroadcastOptions& options) {
     const bool is_root = gloo->getRank() == options.rootRank;  // may read on
-    queue_collective("broadcast", stream, {tensor}, {tensor}, !is_root, [gloo, options](at::Tensor&, at::Tensor& to) {
+    queue_collective("broadcast", gloo, stream, {tensor}, {tensor}, !is_root,
+                     [gloo, options](at::Tensor&, at::Tensor& to) {
         std::vector<at::Tensor> tensors{to};
         return gloo->broadcast(tensors, options);
     });
 }
 
-// An aborted group does nothing more, and says nothing of it.
-void drop_tasks(int device, int stream) {
+// An aborted group does nothing more, and says nothing of it. It uses no memory any more, as the caller knows.
+void drop_tasks(const Gloo& gloo, int device, int stream) {
+    aborted().add(gloo);
     Locked lock;
-    for (auto& task : queue_of(key_of(device, stream)).tasks) task = [] {};
+    Queue& queue = queue_of(key_of(device, stream));
+    for (auto& task : queue.tasks) task = [] {};
+    advance(queue, queue.issued);
+    host_reaches({{queue.key, queue.issued}});
 }
 
 // ---------------------------------------------------------------- what tests ask for
@@ -1155,7 +1232,7 @@ PYBIND11_MODULE(lag_native, module) {
     module.def("all_to_all", all_to_all, free);
     module.def("all_reduce", all_reduce, free);
     module.def("broadcast", broadcast, free);
-    module.def("drop_tasks", drop_tasks);
+    module.def("drop_tasks", drop_tasks, free);
     module.def("pinned_bytes", pinned_bytes, free);
     module.def("pinned_ranges", pinned_ranges, free);
     module.def("take_reports", take_reports);
