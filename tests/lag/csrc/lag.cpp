@@ -125,6 +125,7 @@ struct World {
     Clock host;
     Schedule schedule = Schedule::kLate;
     std::mt19937 random;
+    bool has_collectives = false;
     std::list<HostCopy> copies;
     std::list<HostCopy> over;            // of them, to be dropped when the lock is not held
     std::map<uintptr_t, size_t> pinned;  // start and length
@@ -158,6 +159,9 @@ public:
 
 thread_local int current_device = 0;
 thread_local int current_stream[kDevices] = {};
+// Whether this thread has called a collective. Where there are any, others draw no coins: these must fall alike on all
+// ranks, and a thread that updates beside the training comes at moments of its own.
+thread_local bool calls_collectives = false;
 // What this thread is at, for reports.
 thread_local std::string doing = "nothing";
 
@@ -217,6 +221,7 @@ void advance(Queue& queue, int64_t position) {
 void let_run() {
     World& w = world();
     if (w.schedule == Schedule::kLate || PyGILState_Check()) return;
+    if (w.schedule == Schedule::kRandom && w.has_collectives && !calls_collectives) return;
     for (auto& [key, queue] : w.queues)
         while (queue.done < queue.issued && (w.schedule == Schedule::kEarly || w.random() % 2 == 0))
             advance(queue, queue.done + 1);
@@ -1081,6 +1086,7 @@ void queue_collective(const char* name, const Gloo& gloo, int stream, const std:
         TORCH_CHECK(is_lag(inputs[i]) && is_lag(outputs[i]) && inputs[i].is_contiguous() && outputs[i].is_contiguous(),
                     "lag: ", name, " takes contiguous tensors of the device");
     Locked lock;
+    world().has_collectives = calls_collectives = true;
     const Inside inside;
     Queue& current = begin_operation(outputs[0].device().index());
     Queue& queue = queue_of(key_of(outputs[0].device().index(), stream));
