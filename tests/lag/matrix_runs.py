@@ -23,7 +23,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_zero
 from hf_zero.hf.trainer.out_of_memory import run_attempt
 from tests.lag import device, group
-from tests.lag.test_training import _pin_host_memory
 
 VOCABULARY, LENGTH = 23, 6
 Outcome = dict[str, Any]
@@ -261,7 +260,6 @@ def on_lag(
     """One after the other, each in a folder of its own."""
     device.enable()
     group.register()
-    _pin_host_memory()
     outcomes = []
     for schedule in schedules:
         device.set_schedule(schedule)

@@ -28,10 +28,6 @@ SCHEDULES = ("late", "early", "random:1", "random:2", "random:3")
 SHARES = {"averages_and_edits": 2, "adapters_and_texts": 1, "saved_and_resumed": 1, "out_of_memory": 1}
 
 
-# Host memory that a copy to the device still reads is written to, or unpinned at the teardown, which gathers first.
-READ_UNDER_COPIES = [(3, "cpu"), (3, "delayed")]
-
-
 def schedules_of(program: str, place: int) -> list[str]:
     first = place + sum(
         share for name, share in SHARES.items() if list(SHARES).index(name) < list(SHARES).index(program)
@@ -45,18 +41,13 @@ def world_sizes_of(program: str, place: int) -> list[int]:
     return {"averages_and_edits": [odd[0]], "saved_and_resumed": [2, odd[1]]}.get(program, [2])
 
 
-def _places() -> list[Any]:
-    mark = pytest.mark.xfail(strict=True, reason="host memory is written to, or unpinned, under copies that read it")
-    return [pytest.param(n, marks=mark if PLACES[n] in READ_UNDER_COPIES else ()) for n in range(len(PLACES))]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
     device.build()
 
 
 @pytest.mark.parametrize("program", SHARES)
-@pytest.mark.parametrize("place", _places(), ids=lambda place: "stage {}, {}".format(*PLACES[place]))
+@pytest.mark.parametrize("place", range(len(PLACES)), ids=lambda place: "stage {}, {}".format(*PLACES[place]))
 def test_bits_are_those_of_the_cpu(place: int, program: str, tmp_path: Path) -> None:
     stage, medium = PLACES[place]
     schedules = schedules_of(program, place)
