@@ -44,7 +44,7 @@ class Media:
 def measure(engine: ZeroEngine) -> Media:
     """The media of this rank. Call it between steps."""
     report = engine.memory_report()
-    host = engine.placements.host.usage()
+    host = engine.placements.host_usage()
     # A delayed update holds second copies, which the report does not count as parameters and gradients.
     second = sum(nbytes for key, nbytes in host.items() if key.endswith(("/staged", "/grad/2")))
     device = report["total"] - (report["host"] - second) - report["disk"]

@@ -102,9 +102,11 @@ def test_events_are_recorded_on_a_stream_of_their_device(calls: Calls, monkeypat
     monkeypatch.setattr("torch.Event", lambda *_, **__: event)
     DeviceClock(torch.device("cuda", 2)).mark()
     copied: list[torch.Tensor] = []
-    place: Any = SimpleNamespace(device=torch.device("cuda", 3), copy_=lambda part, non_blocking: copied.append(part))
+    place: Any = SimpleNamespace(
+        device=torch.device("cuda", 3), dtype=torch.float32, copy_=lambda part, non_blocking: copied.append(part)
+    )
     shard = object.__new__(ShardTensor)
-    shard.parts = [torch.ones(2)]
+    shard.parts, shard._being_written = [torch.ones(2)], None
     assert shard.copy_parts_to([place]) is event
     assert copied == shard.parts
     assert recorded == ["stream of cuda:2", "stream of cuda:3"]

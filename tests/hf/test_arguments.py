@@ -325,11 +325,13 @@ def test_device_map_and_quantized_models_at_stage_3(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def _no_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TrainingArguments writes these into the environment."""
+def _no_dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """TrainingArguments writes these into the environment, and accelerate keeps its plugin for the process."""
     for name in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE"):
         monkeypatch.setenv(name, "set")  # so that it goes again
         monkeypatch.delenv(name)
+    yield
+    accelerate.state.AcceleratorState._reset_state()
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])

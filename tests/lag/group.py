@@ -8,6 +8,8 @@ Under a random schedule all ranks must have the same seed: a task that runs wait
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.utils import _pytree as pytree
 from tests.lag import device
 
 NAME = "lag"
+_STALL_S = 1.0  # without a call of the device: then the host waits for something else
 
 
 class LagWork(dist.Work):
@@ -146,5 +149,13 @@ class LagGroup(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Make it the backend that torch takes for the lag device."""
+    """Make it the backend that torch takes for the lag device, which goes on by itself where all ranks wait."""
     dist.Backend.register_backend(NAME, LagGroup, devices=[device.NAME])
+    threading.Thread(target=_let_it_run, name="lag-device", daemon=True).start()
+
+
+def _let_it_run() -> None:
+    calls = 0
+    while True:
+        time.sleep(_STALL_S)
+        calls = device.library().let_a_stalled_device_run(calls)

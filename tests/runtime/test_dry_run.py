@@ -218,7 +218,7 @@ def test_a_type_that_the_device_lacks_is_refused(dtype: str, lacks: torch.dtype,
         and "cast the model" in failure.message
     )
     failure = run_ranks(build_of, 1, dtype, torch.complex32, init_group=False, expect_error=True)[0]
-    assert "incompatible tensor type" in failure.message, "it goes on to put parameters of the CPU on the device"
+    assert "cannot move from cpu to dry" in failure.message, "it goes on to put parameters of the CPU on the device"
 
 
 # -------------------------------------------------------------------- what would be found

@@ -37,6 +37,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -137,6 +138,8 @@ struct World {
     size_t memory_limit = 0;  // bytes per device; 0 means none
 };
 
+std::atomic<uint64_t> calls_made = 0;  // see let_a_stalled_device_run
+
 World& world() {
     static World* const only = new World;  // tensors may outlive statics
     return *only;
@@ -145,6 +148,7 @@ World& world() {
 class Locked {
 public:
     Locked() {
+        ++calls_made;
         world().mutex.lock();
         ++world().depth;
     }
@@ -1193,6 +1197,17 @@ int64_t queued_tasks() {
     return count;
 }
 
+// Runs all that is queued if nobody has called the device since `before`, what the last call here has returned. Without
+// it ranks whose tasks ran at different times may wait for each other for ever: one in a collective, the other, which
+// has queued it, on the host. A real device runs its tasks by itself.
+uint64_t let_a_stalled_device_run(uint64_t before) {
+    if (calls_made != before) return calls_made;
+    std::lock_guard<std::recursive_mutex> lock(world().mutex);
+    if (calls_made == before)
+        for (auto& [key, queue] : world().queues) advance(queue, queue.issued);
+    return calls_made;
+}
+
 std::vector<std::string> take_reports() {
     Locked lock;
     world().raised = 0;
@@ -1239,6 +1254,7 @@ PYBIND11_MODULE(lag_native, module) {
     module.def("all_reduce", all_reduce, free);
     module.def("broadcast", broadcast, free);
     module.def("drop_tasks", drop_tasks, free);
+    module.def("let_a_stalled_device_run", let_a_stalled_device_run, free);
     module.def("pinned_bytes", pinned_bytes, free);
     module.def("pinned_ranges", pinned_ranges, free);
     module.def("take_reports", take_reports);
