@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh                 all of them
 #   scripts/test.sh --fast          without those marked slow
-#   scripts/test.sh --lag           those on the lag device (tests/lag), which is built first; all others run without it
+#   scripts/test.sh --lag           those that stand in for a GPU (tests/lag); all others run without them
 #   scripts/test.sh [--fast] ARGS   ARGS go to pytest: scripts/test.sh tests/sharding/test_layout.py -k pieces
 #
 # Three files of tests at a time: ranks wait for each other half of their time, and two files leave two cores idle for a
@@ -22,7 +22,7 @@ case "${1:-}" in
     shift
     ;;
 --lag)
-    selection=(tests/lag)
+    selection=(tests/lag --dist load) # its files are few and long
     shift
     ;;
 esac

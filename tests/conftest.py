@@ -37,7 +37,7 @@ _LONG = """
     test_estimate_plan test_traps_compile test_lora_matrix test_peft test_recipe_lora test_resume test_stage3_keys
     test_traps test_adapter_checkpoints test_fp16 test_communication_keys test_recipe_zero_inference test_teardown
     test_recipe_zero_offload test_docs test_lost_ranks test_cluster test_traps_misuse test_schedule_runs test_trl
-    test_harness test_generation_ranks
+    test_harness test_generation_ranks test_matrix test_gpu_smoke test_multi_gpu_smoke test_offload test_dry_run
 """.split()
 
 
