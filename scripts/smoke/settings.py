@@ -82,7 +82,7 @@ class Shape:
     accumulation: int = 2
     clip: float = 1.0
     steps: int = 3
-    lr: float = 1e-3
+    lr: float = 2e-2
 
 
 def every_setting() -> Iterator[Setting]:

@@ -12,8 +12,8 @@ REHEARSAL = ("--device", "lag", "--size", "tiny", "--brief", "--patience", "4")
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments, in scripts/."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    """Python with these arguments, in scripts/, on a host with two lag devices."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LAG_DEVICES": "2", **variables}
     command = [sys.executable, *arguments]
     return subprocess.run(
         command, cwd=ROOT / "scripts", env=env, capture_output=True, text=True, timeout=300, check=False

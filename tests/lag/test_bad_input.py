@@ -38,8 +38,8 @@ def said_by(failures: list[Any], kind: str) -> list[str]:
 
 
 def test_more_ranks_than_devices() -> None:
-    """The lag device has two in a process."""
-    for rank, said in enumerate(said_by(run_ranks(start_on_lag, 3, expect_error=True), "ConfigError")):
+    failures = run_ranks(start_on_lag, 3, expect_error=True, env={"LAG_DEVICES": "2"})
+    for rank, said in enumerate(said_by(failures, "ConfigError")):
         assert said.startswith(f"rank {rank}: ranks [0, 2] are all on one device"), said
         assert "of 2 that it sees" in said and "torchrun --nproc_per_node 2" in said
 

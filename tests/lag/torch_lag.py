@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tests.lag import device
+
 Stream = torch.Stream
 Event = torch.Event
 current_device = torch.accelerator.current_device_index
@@ -20,7 +22,7 @@ reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
 
 
 def device_count() -> int:
-    return 4
+    return int(device.library().visible_devices())
 
 
 def is_available() -> bool:

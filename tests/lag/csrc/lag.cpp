@@ -60,7 +60,7 @@ namespace lag {
 namespace {
 
 constexpr c10::DeviceType kLag = c10::DeviceType::PrivateUse1;
-constexpr int kDevices = 4;
+constexpr int kDevices = 4;  // a process sees LAG_DEVICES of them
 // Streams of a device beside its default one; who asks for more shares them, as on CUDA.
 constexpr int kPool = 32;
 constexpr int kPoison = 0xFF;
@@ -305,13 +305,19 @@ void synchronize(const char* kind, int key) {
 }
 
 // ---------------------------------------------------------------- the guard
+c10::DeviceIndex visible_devices() {
+    static const char* const wanted = std::getenv("LAG_DEVICES");
+    static const int count = wanted ? std::clamp(std::atoi(wanted), 1, kDevices) : kDevices;
+    return static_cast<c10::DeviceIndex>(count);
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override { return kLag; }
-    c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+    c10::DeviceIndex deviceCount() const noexcept override { return visible_devices(); }
     c10::Device getDevice() const override { return {kLag, static_cast<c10::DeviceIndex>(current_device)}; }
 
     void setDevice(c10::Device device) const override {
-        TORCH_CHECK(device.type() == kLag && index_of(device) < kDevices, "there is no device ", device);
+        TORCH_CHECK(device.type() == kLag && index_of(device) < visible_devices(), "there is no device ", device);
         current_device = index_of(device);
     }
 
@@ -642,7 +648,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     bool isBuilt() const override { return true; }
     bool isAvailable() const override { return true; }
     bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-    c10::DeviceIndex deviceCount() const override { return kDevices; }
+    c10::DeviceIndex deviceCount() const override { return visible_devices(); }
     c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(current_device); }
     void setCurrentDevice(c10::DeviceIndex device) const override { Guard().setDevice({kLag, device}); }
 
@@ -1255,6 +1261,7 @@ PYBIND11_MODULE(lag_native, module) {
     module.def("broadcast", broadcast, free);
     module.def("drop_tasks", drop_tasks, free);
     module.def("let_a_stalled_device_run", let_a_stalled_device_run, free);
+    module.def("visible_devices", visible_devices);
     module.def("pinned_bytes", pinned_bytes, free);
     module.def("pinned_ranges", pinned_ranges, free);
     module.def("take_reports", take_reports);
