@@ -9,6 +9,7 @@ import functools
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import HashStore
 
 from hf_zero.distributed.environment import described_processes
 from hf_zero.distributed.unusable_device import unusable_accelerator
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, DivergenceError
 
 
 def adopt_cluster_variables() -> None:
@@ -193,10 +194,8 @@ def refuse_shared_device(device: torch.device) -> None:
     """
     if device.type == "cpu" or not dist.is_initialized() or dist.get_world_size() < 2:
         return
-    store, world_size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-    store.set(f"hf_zero/device/{dist.get_rank()}", _identity(device))
-    named = [value.decode() for value in store.multi_get([f"hf_zero/device/{rank}" for rank in range(world_size)])]
-    shared = [[rank for rank in range(world_size) if named[rank] == one] for one in dict.fromkeys(named)]
+    named = _given_by_all("hf_zero/device", _identity(device))
+    shared = [[rank for rank, name in enumerate(named) if name == one] for one in dict.fromkeys(named)]
     if doubled := next((ranks for ranks in shared if len(ranks) > 1), None):
         wait_for_others("device")
         host, count = named[doubled[0]].split(" ")[0], torch.accelerator.device_count()
@@ -229,9 +228,28 @@ def named_by_all(names: Iterable[str], purpose: str) -> set[str]:
     store = dist.distributed_c10d._get_default_store()
     rank, key = dist.get_rank(), f"hf_zero/{purpose}"
     turn = store.add(f"{key}/turns/{rank}", 1)  # this rank's calls so far, as many as on the others
-    store.set(f"{key}/{turn}/{rank}", "\n".join(names))
-    given = [store.get(f"{key}/{turn}/{other}").decode().split("\n") for other in range(dist.get_world_size())]
-    return set.intersection(*map(set, given))
+    given = _given_by_all(f"{key}/{turn}", "\n".join(names))
+    return set.intersection(*(set(lines.split("\n")) for lines in given))
+
+
+def _given_by_all(key: str, value: str) -> list[str]:
+    """`value` of every rank, through the key-value store. All ranks must call, alike.
+
+    Raises:
+        DivergenceError: A rank did not come before the store's time-out; names it.
+    """
+    store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    store.set(f"{key}/{rank}", value)
+    keys = [f"{key}/{other}" for other in range(world_size)]
+    began = time.monotonic()
+    try:
+        return [given.decode() for given in store.multi_get(keys)]
+    except dist.DistStoreError as error:
+        missing = [other for other in range(world_size) if not store.check([keys[other]])]
+        raise DivergenceError(
+            f"rank {rank}: ranks {missing} did not come to {key} within {time.monotonic() - began:.0f} s. They "
+            "have ended, and say why themselves, or need a longer timeout of torch.distributed.init_process_group."
+        ) from error
 
 
 def wait_for_others(purpose: str, timeout_s: float = 10.0) -> None:

@@ -3,6 +3,7 @@ asked is recorded, where a GPU would be needed to ask it."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import threading
 from collections.abc import Callable
@@ -139,6 +140,21 @@ def test_two_ranks_on_one_device_are_refused(uuids: list[str] | None) -> None:
 def test_ranks_with_a_device_each_pass(index: int, of_its_own: bool, uuids: list[str] | None) -> None:
     """By place, by what each process sees (as SLURM sets it), by the devices' own ids."""
     assert run_ranks(join_on, 2, index, of_its_own, uuids, timeout=30) == [None, None]
+
+
+def join_unless_third() -> None:
+    dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=2))
+    if dist.get_rank() == 2:
+        raise ValueError("a mistake of this rank's")
+    join_on(-1, True, None)
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    *others, third = run_ranks(join_unless_third, 3, expect_error=True, timeout=30)
+    assert third.kind == "ValueError"
+    for failure in others:
+        assert failure.kind == "DivergenceError", failure
+        assert f"rank {failure.rank}: ranks [2] did not come to hf_zero/device within 2 s" in failure.message
 
 
 # -------------------------------------------------------------------- what accelerate has chosen
