@@ -17,8 +17,8 @@ from hf_zero.estimate.plan import Plan, plan_model
 from hf_zero.estimate.profile import Profile
 
 MEDIA = ("none", "cpu", "nvme")
-# What a process needs on a GPU beside its tensors (context, NCCL, kernels), and what an allocator cannot use.
-DEVICE_RESERVE = 1_000_000_000
+# What a process needs on a GPU beside its tensors: context, cuBLAS, and 0.3-0.5 GB for each of two NCCL communicators.
+DEVICE_RESERVE = 2_000_000_000
 DEVICE_SHARE = 0.95
 HOST_SHARE = 0.9
 MAX_BATCH = 1024

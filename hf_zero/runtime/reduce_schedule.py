@@ -141,6 +141,8 @@ class GradReducer:
         self.shown.clear()
         for acc in self.accumulators:
             acc.clear()
+        for acc in self.accumulators[:1]:  # copies are those of all flat parameters
+            acc.flat.placement.copies.release()  # else the last gradients would be on the device in the next forward
 
     def forget(self) -> None:
         """A pass was broken off on all ranks, and its connections are closed: no gradient of its window remains."""

@@ -1,0 +1,82 @@
+"""The peak of the device's memory, as its allocator counts it, is the one that `hf-zero estimate` plans."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.config import ZeroConfig
+from hf_zero.estimate.plan import plan_model
+from hf_zero.estimate.profile import measure
+from tests.estimate.test_estimate_plan import jobs, llama
+from tests.harness.ranks import run_ranks
+from tests.lag import device, group
+
+pytestmark = pytest.mark.skipif(device.reason_to_skip() is not None, reason=str(device.reason_to_skip()))
+
+# Large beside the few bytes of norms and flags. The lag device has no fused attention, which plans count on.
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "vocab_size": 512}
+SIZES["attn_implementation"] = "eager"
+BATCH, LENGTH, STEPS = 4, 64, 3
+TOLERANCE = 0.03
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    device.build()
+
+
+def batch(place: str) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device=place)
+    return {"input_ids": ids, "labels": ids}
+
+
+def measured(all_jobs: list[tuple[str, dict[str, Any]]]) -> list[int]:
+    """The peak of each training's steps."""
+    device.enable()
+    group.register()
+    peaks = []
+    for _, config in all_jobs:
+        gc.collect()
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
+        model = llama(**SIZES)
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+        torch.accelerator.reset_peak_memory_stats()
+        for _ in range(STEPS * engine.accumulation_steps):
+            engine.backward(engine(**batch("lag")).loss)
+            engine.step()
+        engine.finish_updates()
+        peaks.append(torch.accelerator.max_memory_allocated() - before)
+        engine.teardown()
+        del engine, model, optimizer
+    return peaks
+
+
+def planned(config: dict[str, Any], world_size: int) -> list[int]:
+    """Of each rank."""
+    with torch.device("meta"):
+        model = llama(**SIZES)
+    resolved = ZeroConfig.load(config).resolve(model=model, world_size=world_size, client_optimizer=True)
+    profile = measure(model, resolved, batch("meta"), on_host=False)
+    plans = [plan_model(model, resolved, rank=rank, profile=profile) for rank in range(world_size)]
+    return [plan.device_peak for plan in plans]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_peak_is_the_planned_one(world_size: int, tmp_path: Path) -> None:
+    all_jobs = jobs(str(tmp_path))
+    by_rank = run_ranks(measured, world_size, all_jobs, timeout=240)
+    wrong = []
+    for (name, config), *peaks in zip(all_jobs, *by_rank, strict=True):
+        for rank, (peak, plan) in enumerate(zip(peaks, planned(copy.deepcopy(config), world_size), strict=True)):
+            if abs(peak / plan - 1) > TOLERANCE:
+                wrong.append(f"{name}, rank {rank}: {peak} measured, {plan} planned, x {peak / plan:.3f}")
+    assert not wrong, "\n".join(wrong)
