@@ -15,7 +15,7 @@ have such late gradients, and they reduce those.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -61,6 +61,8 @@ class GradReducer:
         self._is_boundary = is_boundary
         self._started: set[int] = set()  # ids of accumulators whose reduce has started in this backward
         self._grouped: list[list[GradAccumulator]] = []  # see `_groups`
+        self._number_grouped = 0  # of the accumulators
+        self._place_of: dict[int, int] = {}  # id of a flat parameter -> its group
         self._next = 0  # on arrival: the first group in the order whose reduce has not
         self._under_way: collections.deque[Sequence[GradAccumulator]] = collections.deque()
         self._reduced = False  # stages 0-1: the boundary's reduce of this window has been started everywhere
@@ -83,23 +85,23 @@ class GradReducer:
     @property
     def _groups(self) -> list[list[GradAccumulator]]:
         """The accumulators that are reduced by one operation, in the order of reduces."""
-        if sum(map(len, self._grouped)) != len(self.accumulators):
-            if not self._comm.coalesces:
-                self._grouped = [[acc] for acc in self.accumulators]
-            else:
-                by_unit: dict[str, list[GradAccumulator]] = {}
-                for acc in self.accumulators:
-                    by_unit.setdefault(acc.unit, []).append(acc)
-                self._grouped = list(by_unit.values())
+        if self._number_grouped != len(self.accumulators):
+            self._group()
         return self._grouped
+
+    def _group(self) -> None:
+        by_unit: dict[Hashable, list[GradAccumulator]] = {}
+        for acc in self.accumulators:
+            by_unit.setdefault(acc.unit if self._comm.coalesces else id(acc), []).append(acc)
+        self._grouped = list(by_unit.values())
+        self._number_grouped = len(self.accumulators)
+        self._place_of = {id(acc.flat): place for place, group in enumerate(self._grouped) for acc in group}
 
     def unit_left(self, unit: ShardUnit) -> None:
         """Backward has left a unit for good. All ranks must call, in the same order."""
-        mine = {id(flat) for flat in unit.flats}
-        boundary = self._is_boundary()
-        for group in self._groups:
-            if id(group[0].flat) in mine:
-                self._start(self._to_start(group, boundary), final=boundary)
+        boundary, groups = self._is_boundary(), self._groups
+        for place in sorted({self._place_of[id(flat)] for flat in unit.flats if id(flat) in self._place_of}):
+            self._start(self._to_start(groups[place], boundary), final=boundary)
 
     def _to_start(self, group: Sequence[GradAccumulator], boundary: bool) -> list[GradAccumulator]:
         """Those of a group whose reduce has not started in this backward, and is to."""
