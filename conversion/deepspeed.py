@@ -39,7 +39,7 @@ from hf_zero.checkpoint.writer import Chunked, Scalar
 from hf_zero.errors import CheckpointError
 
 # What DeepSpeed's pickles hold of its own classes.
-_STAND_INS: dict[str, type] = {
+STAND_INS: dict[str, type] = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": StandIn,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": StandIn,
     "deepspeed.utils.tensor_fragment.fragment_address": StandIn,
@@ -139,7 +139,7 @@ def convert(source: str | Path, target: str | Path, tag: str | None = None) -> S
         stage=files.stage,
         tied=_tied(files, {one.name for one in params}),
         param_groups=_hyperparameters(files),
-        global_step=_get(files.model, "global_steps", int, files.model_path),
+        global_step=_count(files.model, "global_steps", files.model_path),
         client_state=client,
         extra=_extra(files, group_of),
     )
@@ -154,28 +154,28 @@ def open_source(folder: Path) -> Source:
     paths = _optim_paths(folder)
     optims = []
     for path in paths:
-        optims.append(_get(load_pickle(path, _STAND_INS), "optimizer_state_dict", dict, path))
+        optims.append(_get(load_pickle(path, STAND_INS), "optimizer_state_dict", dict, path))
     count = optims[0].get("partition_count")
-    counts = {*count} if isinstance(count, list) else {count}
-    if counts != {len(paths)}:
+    counts = count if isinstance(count, list) else [count]
+    if not counts or any(type(one) is not int or one != len(paths) for one in counts):
         raise CheckpointError(
             f"{folder} holds the files of {len(paths)} ranks, and {paths[0].name} was written by "
-            f"{'/'.join(map(str, sorted(counts, key=str)))}: copy the files of all ranks of one save. (Expert "
+            f"{'/'.join(dict.fromkeys(map(str, counts)))}: copy the files of all ranks of one save. (Expert "
             "parallelism, MiCS and hpZ cannot be converted.)"
         )
     one_file = folder / "mp_rank_00_model_states.pt"
     is_stage_3 = "fp32_flat_groups" in optims[0]
     names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(paths))]
     model_paths = [folder / name for name in names] if is_stage_3 else [one_file]
-    models = [load_pickle(path, _STAND_INS) for path in model_paths]
+    models = [load_pickle(path, STAND_INS) for path in model_paths]
     config = models[0].get("ds_config")
     config = config if isinstance(config, dict) else {}
     zero = config.get("zero_optimization")
     named = zero.get("stage", 1) if isinstance(zero, dict) else 1
     stage: Any = optims[0].get("zero_stage", named)  # bf16 with fp32 gradients at stage 1 does not save it
-    if stage not in ((3,) if is_stage_3 else (1, 2)):
+    if type(stage) is not int or stage not in ((3,) if is_stage_3 else (1, 2)):
         raise CheckpointError(f"{paths[0]} says stage {stage!r}, which does not fit what it holds: expected 1, 2 or 3")
-    if models[0].get("mp_world_size", 1) != 1:
+    if _count(models[0], "mp_world_size", model_paths[0]) != 1:
         raise CheckpointError(f"{model_paths[0]} is of a run with tensor parallelism, which cannot be converted")
     return Source(folder, int(stage), paths, optims, model_paths[0], models, config)
 
@@ -223,6 +223,13 @@ def _get(content: Mapping[str, Any], key: str, kind: type[Kind], path: Path) -> 
     return found
 
 
+def _count(content: Mapping[str, Any], key: str, path: Path) -> int:
+    found = _get(content, key, int, path)
+    if isinstance(found, bool) or not 0 <= found < MOST_NUMEL:
+        raise CheckpointError(f"{path}: {key} is {found}: expected a count")
+    return found
+
+
 # -------------------------------------------------------------------- flat groups
 def flat_groups(files: Source) -> list[FlatGroup]:
     """The flat groups of all parameter groups, in the order of `param_shapes`, with the tensors of all ranks."""
@@ -231,12 +238,14 @@ def flat_groups(files: Source) -> list[FlatGroup]:
     masters = [_get(held, key, list, path) for held, path in zip(files.optims, files.optim_paths, strict=True)]
     bases = [_base_state(files, rank) for rank in range(files.world_size)]
     owners = {index: number for number, group in enumerate(bases[0][1]) for index in group["params"]}
-    if any(len(held) != len(shapes) for held in masters) or sorted(owners) != list(range(len(shapes))):
+    same_groups = all(len(groups) == len(bases[0][1]) for _, groups in bases)
+    if any(len(one) != len(shapes) for one in masters) or sorted(owners) != [*range(len(shapes))] or not same_groups:
         raise CheckpointError(
             f"{files.folder}: {files.model_path.name} names {len(shapes)} groups of parameters, the ranks hold "
             f"{[len(held) for held in masters]}, their optimizer {len(owners)}: these are not files of one save"
         )
-    gaps = files.optims[0].get("param_alignment_paddings") or [[0] * len(names) for names in shapes]
+    gaps = files.optims[0].get("param_alignment_paddings")
+    gaps = [[0] * len(names) for names in shapes] if gaps is None else gaps
     if not isinstance(gaps, list) or len(gaps) != len(shapes) or not all(isinstance(one, list) for one in gaps):
         raise CheckpointError(
             f"{files.optim_paths[0]}: param_alignment_paddings does not fit its {len(shapes)} groups"
@@ -278,7 +287,8 @@ def _base_state(files: Source, rank: int) -> tuple[Mapping[int, Any], list[dict[
     base = _get(files.optims[rank], key, dict, path)
     groups = _get(base, "param_groups", list, path)
     for group in groups:
-        if not isinstance(group, dict) or not all(isinstance(one, int) for one in group.get("params", [None])):
+        indices = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(indices, list) or not all(isinstance(one, int) for one in indices):
             raise CheckpointError(f"{path}: the parameter groups are not those of a torch optimizer")
     return _get(base, "state", dict, path), groups
 
@@ -381,7 +391,10 @@ def _trainable(files: Source, group: FlatGroup) -> Iterator[ConvertedParam]:
         kinds = group.tensors[0] if parts else ()
         chunked = {kind: _chunked([held[kind] for held in group.tensors], parts) for kind in kinds}
         dtype = _get(module, name, torch.Tensor, files.model_path).dtype
-        yield ConvertedParam(name, group.shapes[name], dtype, True, chunked, group.scalars if parts else {})
+        param = ConvertedParam(name, group.shapes[name], dtype, True, chunked, group.scalars if parts else {})
+        if not _is_sharded(param):
+            raise CheckpointError(f"{files.model_path}: {name} has type {dtype}, which no optimizer trains")
+        yield param
 
 
 def _chunked(flats: Sequence[torch.Tensor], parts: Sequence[Part]) -> Chunked:
@@ -402,7 +415,8 @@ def _frozen(files: Source, trainable: set[str]) -> Iterator[ConvertedParam]:
             if name not in other and isinstance(value, torch.Tensor):
                 yield _frozen_param(files, name, tuple(value.shape), [value])
         return
-    shapes = _shapes(files.model.get("frozen_param_shapes") or {}, files.model_path)
+    saved = files.model.get("frozen_param_shapes")
+    shapes = {} if saved is None else _shapes(saved, files.model_path)
     for name, shape in shapes.items():
         fragments = [_get(one, "frozen_param_fragments", dict, files.model_path) for one in files.models]
         values = [_get(one, name, torch.Tensor, files.model_path) for one in fragments]
@@ -411,7 +425,7 @@ def _frozen(files: Source, trainable: set[str]) -> Iterator[ConvertedParam]:
 
 def _frozen_param(files: Source, name: str, shape: Shape, values: Sequence[torch.Tensor]) -> ConvertedParam:
     numel, dtype = math.prod(shape), values[0].dtype
-    flats = [value.detach().reshape(-1) for value in values]
+    flats = [_dense(files, name, value).reshape(-1) for value in values]
     part = -(-numel // len(flats))
     if any(flat.numel() < min(part, max(numel - n * part, 0)) or flat.dtype != dtype for n, flat in enumerate(flats)):
         raise CheckpointError(f"{files.folder}: the parts of {name} do not make up {shape}: not the files of one save")
@@ -438,17 +452,30 @@ def _in_model_order(files: Source, params: Sequence[ConvertedParam]) -> list[Con
 
 
 def _buffer_names(files: Source) -> list[str]:
-    return _get(files.model, "buffer_names", list, files.model_path)
+    found = _get(files.model, "buffer_names", list, files.model_path)
+    if not all(isinstance(name, str) for name in found):
+        raise CheckpointError(f"{files.model_path}: buffer_names is no list of names")
+    return found
 
 
 def _buffers(files: Source) -> dict[str, torch.Tensor]:
     module = _get(files.model, "module", dict, files.model_path)
     names = [name for name in _buffer_names(files) if name in module]
-    return {name: _get(module, name, torch.Tensor, files.model_path) for name in names}
+    return {name: _dense(files, name, _get(module, name, torch.Tensor, files.model_path)) for name in names}
+
+
+def _dense(files: Source, name: str, value: torch.Tensor) -> torch.Tensor:
+    """`value`, if a file can hold it: not sparse, and no few bytes that are shown as many."""
+    if value.layout != torch.strided or value.nbytes > max(value.untyped_storage().nbytes(), CHUNK_BYTES):
+        raise CheckpointError(f"{files.model_path}: {name} is no dense tensor")
+    return value.detach()
 
 
 def _shared(files: Source) -> dict[str, str]:
-    return _get(files.model, "shared_params", dict, files.model_path)
+    found = _get(files.model, "shared_params", dict, files.model_path)
+    if not all(isinstance(name, str) for pair in found.items() for name in pair):
+        raise CheckpointError(f"{files.model_path}: shared_params does not map names to names")
+    return found
 
 
 def _tied(files: Source, names: set[str]) -> dict[str, str]:
@@ -480,10 +507,10 @@ def _extra(files: Source, group_of: Mapping[str, int]) -> dict[str, Any]:
         named = files.config.get("scheduler")
         if isinstance(named, dict) and isinstance(named.get("type"), str):
             extra[CLASS] = named["type"]
-    scaler = vars(files.optims[0].get("loss_scaler") or StandIn())
-    guard = {key: scaler[key] for key in _SCALER_KEYS if isinstance(scaler.get(key), int | float)}
-    skipped = files.model.get("skipped_steps")
-    extra["step_guard"] = {**guard, "skipped_steps": skipped if isinstance(skipped, int) else 0}
+    scaler = files.optims[0].get("loss_scaler")
+    held = vars(scaler) if isinstance(scaler, StandIn) else {}
+    guard = {key: held[key] for key in _SCALER_KEYS if type(held.get(key)) in (int, float)}
+    extra["step_guard"] = {**guard, "skipped_steps": _count(files.model, "skipped_steps", files.model_path)}
     return extra
 
 

@@ -2,9 +2,9 @@
 
     DS_ACCELERATOR=cpu python scripts/make_deepspeed_checkpoints.py      (needs the extra [peers])
 
-Each folder is a run of 2 gloo ranks: `latest` and the tag as DeepSpeed writes them, expected.safetensors (full fp32
-weights and optimizer states, as DeepSpeed's own access functions give them) and losses.json (the losses of the next
-steps).
+Each folder is a run of 2 or 4 gloo ranks: `latest` and the tag as DeepSpeed writes them, expected.safetensors (full
+fp32 weights and optimizer states, as DeepSpeed's own access functions give them) and losses.json (the losses of the
+next steps).
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hf_zero.launcher.node import free_port  # noqa: E402
-from tests.conversion.tiny_model import STEPS_AFTER, STEPS_BEFORE, batch, groups, tiny_model  # noqa: E402
+from tests.conversion.tiny_model import ROWS, STEPS_AFTER, STEPS_BEFORE, batch, groups, tiny_model  # noqa: E402
 
-WORLD_SIZE = 2
 # Folder -> what its run differs in.
 RUNS: dict[str, dict[str, Any]] = {
     "stage1": {"stage": 1},
@@ -38,19 +37,28 @@ RUNS: dict[str, dict[str, Any]] = {
     "stage2-bf16": {"stage": 2, "bf16": True},
     "stage3-bf16": {"stage": 3, "bf16": True},
     "stage1-bf16": {"stage": 1, "bf16": True, "grad_accum_dtype": "fp32"},
+    "stage2-fp16": {"stage": 2, "fp16": True},
+    "stage2-four-ranks": {"stage": 2, "world_size": 4},
+    "stage3-four-ranks": {"stage": 3, "world_size": 4},
     "stage2-scheduler": {"stage": 2, "scheduler": True},
     "stage3-own-adam": {"stage": 3, "own_adam": True},
 }
 
 
+def world_size(run: dict[str, Any]) -> int:
+    return int(run.get("world_size", 2))
+
+
 def configuration(run: dict[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": ROWS // world_size(run),
         "zero_optimization": {"stage": run["stage"], **run.get("zero", {})},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.5,
         "steps_per_print": 10**9,
     }
+    if run.get("fp16"):
+        config["fp16"] = {"enabled": True, "initial_scale_power": 4}
     if run.get("bf16"):
         config["bf16"] = {"enabled": True}
     if "grad_accum_dtype" in run:
@@ -66,12 +74,12 @@ def configuration(run: dict[str, Any]) -> dict[str, Any]:
 def train(engine: Any, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
-        loss = engine(batch(step, dist.get_rank(), WORLD_SIZE))
+        loss = engine(batch(step, dist.get_rank(), dist.get_world_size()))
         engine.backward(loss)
         engine.step()
         mean = loss.detach().float().clone()
         dist.all_reduce(mean)
-        losses.append(mean.item() / WORLD_SIZE)
+        losses.append(mean.item() / dist.get_world_size())
     return losses
 
 
@@ -95,7 +103,7 @@ def held(engine: Any) -> dict[str, torch.Tensor]:
 def work(rank: int, name: str, port: int, out: Path) -> None:
     import deepspeed
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size(RUNS[name])))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
@@ -125,7 +133,7 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.runs:
         shutil.rmtree(args.out / name, ignore_errors=True)
-        mp.spawn(work, (name, free_port(), args.out), nprocs=WORLD_SIZE)
+        mp.spawn(work, (name, free_port(), args.out), nprocs=world_size(RUNS[name]))
         print(f"{name}: {sum(file.stat().st_size for file in (args.out / name).rglob('*.*'))} bytes")
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import hf_zero
-from conversion.deepspeed import convert
+from conversion.deepspeed import STAND_INS, convert
+from conversion.pickles import load_pickle
 from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError
@@ -24,17 +26,18 @@ from tests.harness.ranks import run_ranks
 
 DATA = Path(__file__).parent / "data"
 RUNS = sorted(path.name for path in DATA.iterdir())
-FP32_RUNS = [name for name in RUNS if not name.endswith("bf16")]
+FP32_RUNS = [name for name in RUNS if not name.endswith("16")]
 FILES = "global_step3"
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 
-def go_on(folder: str, name: str, stage: int, bf16: bool) -> dict[str, Any]:
+def go_on(folder: str, name: str, stage: int) -> dict[str, Any]:
     model = tiny_model(seed=1)  # of other weights and another buffer
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4 // dist.get_world_size(),
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
-        "bf16": {"enabled": bf16},
+        "bf16": {"enabled": name.endswith("bf16")},
+        "fp16": {"enabled": name.endswith("fp16"), "initial_scale_power": 1},
         "gradient_clipping": 0.5,
     }
     if name == "stage2-scheduler":
@@ -57,7 +60,7 @@ def go_on(folder: str, name: str, stage: int, bf16: bool) -> dict[str, Any]:
 
 def go_on_from(name: str, tmp_path: Path, world_size: int, stage: int) -> dict[str, Any]:
     convert(DATA / name, tmp_path / "converted")
-    return run_ranks(go_on, world_size, str(tmp_path / "converted"), name, stage, name.endswith("bf16"))[0]
+    return run_ranks(go_on, world_size, str(tmp_path / "converted"), name, stage)[0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -72,10 +75,11 @@ def test_next_losses_are_deepspeeds(name: str, world_size: int, tmp_path: Path) 
     assert max(wanted) - min(wanted) > 1e-2, "vacuous: nothing was trained"
 
 
-def test_bf16_run_goes_on(tmp_path: Path) -> None:
-    """Both round to bf16 on the way, in other places: the losses are as near as that allows."""
-    found = go_on_from("stage3-bf16", tmp_path, world_size=2, stage=3)
-    wanted = json.loads((DATA / "stage3-bf16" / "losses.json").read_text())
+@pytest.mark.parametrize("name", ["stage3-bf16", "stage2-fp16"])
+def test_run_in_16_bits_goes_on(name: str, tmp_path: Path) -> None:
+    """Both round on the way, in other places: the losses are as near as that allows."""
+    found = go_on_from(name, tmp_path, world_size=2, stage=int(name[5]))
+    wanted = json.loads((DATA / name / "losses.json").read_text())
     assert found["losses"] == pytest.approx(wanted, rel=2e-2)
 
 
@@ -95,8 +99,8 @@ def test_every_weight_and_state_is_what_deepspeed_holds(name: str, tmp_path: Pat
         model = tiny_model(seed=0)
         assert torch.equal(reader.read_buffer("gain"), model.gain)
         frozen = reader.read_full("frozen", torch.float32)
-        rounded = model.frozen.bfloat16().float() if name.endswith("bf16") else model.frozen
-        assert torch.equal(frozen, rounded.detach())
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name[-4:], torch.float32)
+        assert torch.equal(frozen, model.frozen.detach().to(dtype).float())
         assert reader.manifest.tied == {"head.weight": "embed.weight"}
         assert [group["weight_decay"] for group in reader.manifest.param_groups] == [0.1, 0.0]
 
@@ -108,14 +112,16 @@ class Harmful:
 
 
 def rewrite(change: Callable[[dict[str, Any]], Any], *path: str) -> Callable[[Path], None]:
-    """Load a file of the checkpoint with everything in it, change it, and write it back."""
+    """Load a file of the checkpoint, change its content, and write it back without objects of DeepSpeed's classes."""
 
     def edit(folder: Path) -> None:
         file = folder.joinpath(*path)
-        # The classes of DeepSpeed's are not installed here; what is under test does not need them.
-        content = torch.load(file, weights_only=True)
+        content = load_pickle(file, STAND_INS)
+        for key in ("loss_scaler", "param_slice_mappings"):
+            content.get("optimizer_state_dict", {}).pop(key, None)
         change(content)
-        torch.save(content, file)
+        torch.save(content, folder / "new")  # the file is mapped
+        (folder / "new").replace(file)
 
     return edit
 
@@ -133,6 +139,13 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
 
 
+def base(content: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = content["optimizer_state_dict"]["base_optimizer_state"]
+    return state
+
+
+RANK_1 = (FILES, OPTIM.format(1))
+RANK_0 = (FILES, OPTIM.format(0))
 MODEL = (FILES, "mp_rank_00_model_states.pt")
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no optimizer files": (lambda f: [p.unlink() for p in f.rglob("*optim*")], "no ZeRO checkpoint of DeepSpeed"),
@@ -167,6 +180,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         "param_shapes does not map names to shapes",
     ),
     "other groups": (rewrite(lambda c: c["param_shapes"].pop(), *MODEL), "not files of one save"),
+    "ranks of two steps": (
+        rewrite(lambda c: base(c)["state"][0]["step"].fill_(2), *RANK_1),
+        "the ranks stand at steps",
+    ),
+    "a rank without states": (rewrite(lambda c: base(c)["state"].clear(), *RANK_1), "different states of group 0"),
+    "a short state": (
+        rewrite(lambda c: base(c)["state"][0].update(exp_avg=torch.zeros(9)), *RANK_0),
+        "rank 0 holds 9 elements of exp_avg",
+    ),
+    "Lamb": (rewrite(lambda c: base(c)["param_groups"][0].update(max_coeff=10.0), *RANK_0), "only Adam and AdamW"),
+    "momentum": (
+        rewrite(lambda c: base(c)["state"].update({0: {"momentum_buffer": torch.zeros(64)}}), *RANK_0),
+        "state is momentum_buffer: only that of Adam",
+    ),
+    "elastic": (
+        rewrite(lambda c: c["optimizer_state_dict"].update(base_optimizer_state=[]), *RANK_0),
+        "elastic_checkpoint",
+    ),
     "not a ZeRO save": (rewrite(lambda c: c.update(param_shapes=None), *MODEL), "param_shapes is NoneType"),
 }
 
@@ -186,6 +217,41 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert printed.out == ""
     assert printed.err.startswith("hf-zero convert: error: ")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every entry of nested dictionaries and lists, by its keys."""
+    entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in entries:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+@pytest.mark.parametrize("name", ["stage2", "stage3-subgroups"])
+def test_no_content_is_a_traceback(name: str, tmp_path: Path) -> None:
+    """Every entry of every file in turn is something else: that is refused, or it does not matter."""
+    junk = [None, torch.zeros(3), {"a": 1}, [[]], True, torch.eye(3).to_sparse()]
+    refused = 0
+    for file in sorted((DATA / name / FILES).glob("*.pt")):
+        for number, place in enumerate(places(load_pickle(file, STAND_INS))):
+
+            def load(path: Path, stand_ins: Any, file: Path = file, place: Any = place, new: int = number) -> Any:
+                content = inner = load_pickle(path, stand_ins)
+                if path == file:
+                    for key in place[:-1]:
+                        inner = inner[key]
+                    inner[place[-1]] = junk[new % len(junk)]
+                return content
+
+            with mock.patch("conversion.deepspeed.load_pickle", load):
+                try:
+                    convert(DATA / name, tmp_path / str(refused))
+                    shutil.rmtree(tmp_path / str(refused))
+                except CheckpointError as error:
+                    assert str(DATA / name) in str(error)
+                    refused += 1
+    assert refused > 50
+    assert not list(tmp_path.iterdir())
 
 
 def test_target_that_exists_is_left_alone(tmp_path: Path) -> None:
