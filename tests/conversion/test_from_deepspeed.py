@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -276,3 +278,20 @@ def test_client_state_that_is_no_json_is_named(tmp_path: Path, capsys: pytest.Ca
     assert "left out: rng of client_state" in printed
     assert "step 3, stage 2, 2 ranks, 5 parameters of 137 elements" in printed
     assert open_checkpoint(tmp_path / "converted").manifest.client_state == {"epoch": 3}
+
+
+def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        mock.patch("hf_zero.checkpoint.atomic_files.os.fsync", side_effect=full),
+        pytest.raises(CheckpointError, match=r"cannot write .*No space left"),
+    ):
+        convert(DATA / "stage2", tmp_path / "converted")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [[], ["from-nowhere", "a", "b"], ["from-deepspeed", "a"]])
+def test_bad_usage(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["convert", *arguments])
+    assert stop.value.code == 2
