@@ -1,0 +1,109 @@
+"""Writes converted parameters, optimizer states and buffers as a checkpoint folder of hf_zero, through its own writer.
+
+There is one rank file, whatever wrote the source: hf_zero loads a checkpoint at any world size and stage.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint.manifest import SaveInfo, TensorInfo
+from hf_zero.checkpoint.writer import (
+    Chunked,
+    Scalar,
+    SliceState,
+    build_manifest,
+    check_info,
+    commit,
+    dtype_name,
+    prepare_folder,
+    write_rank_file,
+)
+from hf_zero.errors import CheckpointError
+from hf_zero.layout import UnitLayout
+
+
+@dataclass(frozen=True)
+class ConvertedParam:
+    """A parameter, and what the optimizer holds of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # in the model
+    trainable: bool
+    tensors: Mapping[str, Chunked]  # "master" or "param", "exp_avg", ...
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertedRun:
+    """What is known of a run beside its parameters; see SaveInfo."""
+
+    stage: int = 0
+    tied: Mapping[str, str] = field(default_factory=dict)
+    param_groups: Sequence[Mapping[str, Any]] = ()
+    global_step: int = 0
+    client_state: Any = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_checkpoint(
+    target: Path, params: Sequence[ConvertedParam], buffers: Mapping[str, torch.Tensor], run: ConvertedRun
+) -> None:
+    """Write the folder `target`, which appears complete or not at all.
+
+    Raises:
+        CheckpointError: `target` exists, or the operating system refused.
+    """
+    layouts = tuple(_layouts(params))
+    info = SaveInfo(
+        world_size=1,
+        layouts=layouts,
+        params=tuple(TensorInfo(one.name, one.shape, dtype_name(one.dtype)) for one in params),
+        **vars(run),
+    )
+    check_info(info)
+    by_name = {one.name: one for one in params}
+    slices = [slice_ for layout in layouts for slice_ in layout.slices(0)]
+    states = [SliceState(slice_, by_name[slice_.name].tensors, by_name[slice_.name].scalars) for slice_ in slices]
+    with new_folder(target) as folder:
+        save_id = prepare_folder(folder)
+        record = write_rank_file(folder, 0, states, buffers, save_id=save_id, info=info)
+        commit(folder, build_manifest(info, [record]))
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` to write into; it gets the name when the block is done, and is gone after an error.
+
+    Raises:
+        CheckpointError: There is something at `target`, or the operating system refused.
+    """
+    if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
+        raise CheckpointError(f"{target} exists: name a new folder. Nothing is overwritten.")
+    beside = target.with_name(f"{target.name}.partial-{secrets.token_hex(3)}")
+    try:
+        beside.mkdir(parents=True)
+        yield beside
+        beside.rename(target)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _layouts(params: Sequence[ConvertedParam]) -> Iterator[UnitLayout]:
+    """One unit for each element type of trainable and of frozen parameters, as a flat parameter has but one."""
+    kinds = dict.fromkeys((one.dtype, one.trainable) for one in params)
+    for dtype, trainable in kinds:
+        shapes = {one.name: one.shape for one in params if (one.dtype, one.trainable) == (dtype, trainable)}
+        name = f"converted/{dtype_name(dtype)}{'' if trainable else '/frozen'}"
+        yield UnitLayout.build(name, shapes, dtype=dtype_name(dtype), trainable=trainable, world_size=1)
