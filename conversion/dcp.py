@@ -63,6 +63,7 @@ _OPTIMIZERS = {
     frozenset(["momentum_buffer"]): "SGD",
 }
 _DEFAULTS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
+_SAME_AS_ADAMW = ("CPUAdam", "DeepSpeedCPUAdam", "FusedAdam")  # but for names of hyperparameters
 _HOW = ("fused", "foreach", "capturable", "differentiable")  # how an update is computed: the other tool's own choice
 
 
@@ -159,8 +160,14 @@ def _group_of(reader: CheckpointReader, name: str) -> dict[str, Any]:
     """Hyperparameters of a parameter, with those that torch's own optimizer has beside hf_zero's."""
     manifest = reader.manifest
     group = dict(manifest.param_groups[manifest.extra.get(GROUP_OF, {}).get(name, 0)])
-    of_torch = manifest.extra.get("optimizer", "")
-    of_torch = of_torch if of_torch in _DEFAULTS else "AdamW" if "betas" in group else of_torch
+    saved_by = manifest.extra.get("optimizer") or ""
+    if saved_by == "UncorrectedAdam" or not group.get("bias_correction", True):
+        raise CheckpointError(
+            f"{reader.folder}: torch has no Adam without bias correction, with which it was trained."
+        )
+    if "adamw_mode" in group:  # as hf_zero's own Adam calls it
+        group.setdefault("decoupled_weight_decay", group["adamw_mode"])
+    of_torch = "AdamW" if saved_by in _SAME_AS_ADAMW else saved_by
     if of_torch in _DEFAULTS:
         defaults = _DEFAULTS[of_torch]([torch.zeros(1)], lr=1e-3).param_groups[0]
         how = {key: defaults[key] for key in _HOW if key in defaults}
@@ -297,15 +304,19 @@ class _Run:
 
     def extra(self, source: _Source) -> dict[str, Any]:
         kinds = {frozenset(kinds) for kinds in self.state.values()}
-        unknown = [sorted(one) for one in kinds if one not in _OPTIMIZERS]
-        if unknown:
+        classes = {_OPTIMIZERS.get(one) for one in kinds}
+        if self.groups and not kinds and all("dampening" in group for group in self.groups):
+            classes = {"SGD"}  # without momentum it has no state
+        # RAdam keeps what Adam keeps, and computes another update: it has no amsgrad.
+        is_adam = all("amsgrad" in group for group in self.groups)
+        if None in classes or len(classes) > 1 or ("AdamW" in classes and not is_adam):
             raise CheckpointError(
-                f"{source.folder} holds optimizer state {unknown[0]}, which is not that of Adam, AdamW or SGD of "
-                "torch: convert a checkpoint without its optimizer, and start the optimizer anew."
+                f"{source.folder} holds optimizer state {sorted(map(sorted, kinds))}, "
+                "which is not that of Adam, AdamW or SGD of torch: "
+                "convert a checkpoint without its optimizer, and start it anew."
             )
         extra: dict[str, Any] = {GROUP_OF: self.group_of} if len(self.groups) > 1 else {}
-        classes = {_OPTIMIZERS[one] for one in kinds}
-        return {"optimizer": classes.pop(), **extra} if len(classes) == 1 else extra
+        return {"optimizer": classes.pop(), **extra} if classes else extra
 
 
 def _group_value(source: _Source, key: str) -> Any:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hf_zero
 from conversion.dcp import from_dcp, to_dcp
+from hf_zero.checkpoint.manifest import read_manifest
 from hf_zero.errors import CheckpointError
 from tests.harness.ranks import run_ranks
 
@@ -74,8 +75,9 @@ def fsdp_saves(folder: str, flatten: bool) -> list[float]:
     return fsdp_steps(model, optimizer, BEFORE, BEFORE + AFTER)
 
 
-def fsdp_resumes(folder: str) -> list[float]:
-    model, optimizer = sharded()
+def fsdp_resumes(folder: str, kind: str) -> list[float]:
+    model, _ = sharded()
+    optimizer = getattr(torch.optim, kind)([one for one in model.parameters() if one.requires_grad], **RATES)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, state = get_state_dict(model, optimizer, options=options)
     both = {"model": weights, "optim": state}
@@ -84,11 +86,11 @@ def fsdp_resumes(folder: str) -> list[float]:
     return fsdp_steps(model, optimizer, BEFORE, BEFORE + AFTER)
 
 
-def engine_of(stage: int, width: int = 7, offload: bool = False) -> Any:
+def engine_of(stage: int, width: int = 7, offload: bool = False, kind: str = "AdamW") -> Any:
     block = {"offload_optimizer": {"device": "cpu"}} if offload else {}
     config = {
         "zero_optimization": {"stage": stage, **block},
-        "optimizer": {"type": "AdamW", "params": RATES},
+        "optimizer": {"type": kind, "params": RATES | ({"adam_w_mode": False} if kind == "Adam" else {})},
         "train_micro_batch_size_per_gpu": 4,
     }
     return hf_zero.initialize(model=Net(width), config=config)[0]
@@ -113,8 +115,8 @@ def engine_resumes(folder: str, stage: int) -> list[float]:
     return engine_steps(engine, BEFORE, BEFORE + AFTER)
 
 
-def engine_saves(folder: str, stage: int, offload: bool) -> list[float]:
-    engine = engine_of(stage, offload=offload)
+def engine_saves(folder: str, stage: int, offload: bool, kind: str) -> list[float]:
+    engine = engine_of(stage, offload=offload, kind=kind)
     engine_steps(engine, 0, BEFORE)
     head, tag = os.path.split(folder)
     engine.save_checkpoint(head, tag)
@@ -130,11 +132,14 @@ def test_fsdp2_goes_on_in_hf_zero(flatten: bool, tmp_path: Path) -> None:
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "stage", "offload"), [(1, 2, False), (2, 3, False), (2, 2, True)])
-def test_hf_zero_goes_on_in_fsdp2(ranks: int, stage: int, offload: bool, tmp_path: Path) -> None:
-    wanted = run_ranks(engine_saves, ranks, str(tmp_path / "zero"), stage, offload)[0]
+@pytest.mark.parametrize(
+    ("ranks", "stage", "offload", "kind"),
+    [(1, 2, False, "AdamW"), (2, 3, False, "Adam"), (2, 2, True, "AdamW"), (1, 3, True, "Adam")],
+)
+def test_hf_zero_goes_on_in_fsdp2(ranks: int, stage: int, offload: bool, kind: str, tmp_path: Path) -> None:
+    wanted = run_ranks(engine_saves, ranks, str(tmp_path / "zero"), stage, offload, kind)[0]
     to_dcp(tmp_path / "zero", tmp_path / "fsdp")
-    losses = run_ranks(fsdp_resumes, 2, str(tmp_path / "fsdp"))[0]
+    losses = run_ranks(fsdp_resumes, 2, str(tmp_path / "fsdp"), kind)[0]
     assert losses == pytest.approx(wanted, rel=1e-5)
 
 
@@ -191,6 +196,25 @@ def test_a_target_that_exists_stays(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="exists"):
         to_dcp(saved.parent / "zero", target)
     assert [path.name for path in target.iterdir()] == ["mine"]
+
+
+def optimizer_of(folder: Path, optimizer: type[torch.optim.Optimizer]) -> Any:
+    """What the converted manifest says of a run with this optimizer."""
+    model = Net()
+    run = optimizer([one for one in model.parameters() if one.requires_grad], lr=0.1)  # type: ignore[call-arg]
+    model(batch(0)[0]).sum().backward()
+    run.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(model, run, options=options)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=folder / "plain", no_dist=True)
+    from_dcp(folder / "plain", folder / "out")
+    return read_manifest(folder / "out").extra["optimizer"]
+
+
+def test_an_optimizer_with_the_state_of_another_is_refused(tmp_path: Path) -> None:
+    assert optimizer_of(tmp_path / "sgd", torch.optim.SGD) == "SGD"
+    with pytest.raises(CheckpointError, match="not that of Adam, AdamW or SGD of torch"):
+        optimizer_of(tmp_path / "radam", torch.optim.RAdam)
 
 
 def loads_another_model(folder: str) -> str:
