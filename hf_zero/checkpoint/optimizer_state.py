@@ -88,7 +88,7 @@ def read_states(
             for state, tensor, chunk in zip(states, tensors, chunks, strict=True):
                 state[kind] = chunk.to(device, tensor.dtype, copy=True).view(tensor.shape)
     for saved_as, value in reader.scalars(name).items():
-        key, scalar = _restored(saved_as, value)
+        key, scalar = restored(saved_as, value)
         # As torch's Optimizer.load_state_dict has it: kernels read `step` where the parameter is, Python on the CPU.
         is_on_device = key != "step" or group.get("fused") or group.get("capturable")
         if isinstance(scalar, torch.Tensor) and is_on_device:
@@ -102,7 +102,7 @@ def read_states(
     return states
 
 
-def _restored(saved_as: str, value: Scalar) -> tuple[str, torch.Tensor | Scalar]:
+def restored(saved_as: str, value: Scalar) -> tuple[str, torch.Tensor | Scalar]:
     """The optimizer's key, and its value of the kind, type and shape that it had."""
     if saved_as.endswith(_PYTHON_NUMBER):
         return saved_as.removesuffix(_PYTHON_NUMBER), value

@@ -1,0 +1,451 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP), as FSDP2 users save them, to and from those of hf_zero.
+
+The form is `dcp.save({"model": ..., "optim": ...})` of what `get_state_dict` returns with
+`StateDictOptions(flatten_optimizer_state_dict=True)`; the nested form of the optimizer's state is read as well.
+
+One tensor is in memory at a time, and of a source the one chunk that it is put together from; nothing else grows with
+the model but the metadata. No process group is needed. DCP's metadata is a pickle: it is read with a closed list of
+types, and no code of it runs.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import pathlib
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from conversion.target import ConvertedParam, ConvertedRun, new_folder, write_checkpoint
+from hf_zero.checkpoint.consolidate import WEIGHT_KINDS
+from hf_zero.checkpoint.latest import chosen
+from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, STATE_MARK
+from hf_zero.checkpoint.optimizer_state import ATTACHED, GROUP_OF, restored
+from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
+from hf_zero.checkpoint.scheduler_state import plain
+from hf_zero.checkpoint.writer import Chunked, Scalar, dtype_name
+from hf_zero.errors import CheckpointError
+from hf_zero.layout import Piece
+
+logger = logging.getLogger(__name__)
+
+_METADATA = ".metadata"
+_STATISTICS = ("running_mean", "running_var")  # buffers of floats that every batch norm has
+_CLASSES = (
+    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+    *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+)
+_ALLOWED: dict[tuple[str, str], Any] = {(metadata.__name__, name): getattr(metadata, name) for name in _CLASSES}
+_ALLOWED |= {
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): cast(Any, torch.serialization)._get_layout,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+_ALLOWED |= {(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")}
+_ALLOWED |= {(module, "WindowsPath"): pathlib.PureWindowsPath for module in ("pathlib", "pathlib._local")}
+# State of a parameter -> the optimizer of torch that keeps it: DCP does not say which it was.
+_OPTIMIZERS = {
+    frozenset(["step", "exp_avg", "exp_avg_sq"]): "AdamW",
+    frozenset(["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]): "AdamW",
+    frozenset(["momentum_buffer"]): "SGD",
+}
+_DEFAULTS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
+_SAME_AS_ADAMW = ("CPUAdam", "DeepSpeedCPUAdam", "FusedAdam")  # but for names of hyperparameters
+_HOW = ("fused", "foreach", "capturable", "differentiable")  # how an update is computed: the other tool's own choice
+
+
+# -------------------------------------------------------------------- hf_zero -> DCP
+def to_dcp(src: str | Path, dst: str | Path) -> None:
+    """Write the checkpoint `src` of hf_zero as the DCP folder `dst`, which appears complete or not at all.
+
+    Schedulers, client_state and what is kept beside the optimizer's state (averages of the weights) are left out.
+
+    Raises:
+        CheckpointError: `src` is no complete checkpoint, or lacks weights or optimizer; `dst` exists.
+    """
+    with open_checkpoint(chosen(src, None)) as reader:
+        reader.verify()
+        if reader.manifest.extra.get(FROZEN_DIGESTS):
+            raise CheckpointError(f"{src} holds no frozen parameters: save it with exclude_frozen_parameters=False.")
+        sources: dict[str, tuple[str, str]] = {}
+        state = {"model": _model_entries(reader, sources), "optim": _optimizer_entries(reader, sources)}
+        if not state["optim"]:
+            del state["optim"]
+        with new_folder(Path(dst)) as folder:
+            writer = filesystem.FileSystemWriter(folder, thread_count=1)
+            save(state, storage_writer=writer, planner=_LazyPlanner(reader, sources), no_dist=True)
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Plans with tensors that have no memory, and reads each when it is written."""
+
+    def __init__(self, reader: CheckpointReader, sources: Mapping[str, tuple[str, str]]) -> None:
+        super().__init__()
+        self._reader = reader
+        self._sources = sources
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO or write_item.index.fqn not in self._sources:
+            return super().resolve_data(write_item)
+        name, kind = self._sources[write_item.index.fqn]
+        if not kind:
+            return self._reader.read_buffer(name)
+        shape = self._reader.shape(name)
+        if not math.prod(shape):
+            return torch.empty(shape, dtype=_weight_dtype(self._reader, name))
+        return self._reader.read(name, kind, [Piece(name, 0, math.prod(shape), 0, 0)]).view(shape)
+
+
+def _weight_dtype(reader: CheckpointReader, name: str) -> torch.dtype:
+    kind = reader.weight_kind(name)
+    stored = {info.name: info.dtype for info in reader.manifest.params}[name] if kind is None else None
+    return cast(torch.dtype, getattr(torch, stored or reader.kinds(name)[kind or ""]))
+
+
+def _model_entries(reader: CheckpointReader, sources: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    manifest = reader.manifest
+    first_names = {info.name: info.name for info in manifest.params} | dict(manifest.tied)
+    for alias, name in first_names.items():
+        sources[f"model.{alias}"] = (name, reader.weight_kind(name) or "master")
+        entries[alias] = torch.empty(reader.shape(name), dtype=_weight_dtype(reader, name), device="meta")
+    for info in manifest.buffers:
+        if STATE_MARK not in info.name:
+            sources[f"model.{info.name}"] = (info.name, "")
+            entries[info.name] = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
+    return entries
+
+
+def _optimizer_entries(reader: CheckpointReader, sources: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    manifest = reader.manifest
+    entries: dict[str, Any] = {}
+    trained = [slot.name for layout in manifest.layouts if layout.trainable for slot in layout.slots]
+    for name in trained if manifest.param_groups else ():
+        for kind, dtype in reader.kinds(name).items():
+            if kind.startswith(ATTACHED):
+                logger.warning("%s of %s is left out: it is not the optimizer's", kind, name)
+            elif kind not in WEIGHT_KINDS:
+                sources[f"optim.state.{name}.{kind}"] = (name, kind)
+                entries[f"state.{name}.{kind}"] = torch.empty(
+                    reader.shape(name), dtype=getattr(torch, dtype), device="meta"
+                )
+        entries |= {f"state.{name}.{key}": value for key, value in map(_kept, reader.scalars(name).items())}
+        entries |= {f"param_groups.{name}.{key}": value for key, value in _group_of(reader, name).items()}
+    for info in manifest.buffers:
+        name, mark, kind = info.name.partition(STATE_MARK)
+        if mark:
+            sources[f"optim.state.{name}.{kind}"] = (info.name, "")
+            entries[f"state.{name}.{kind}"] = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
+    return entries
+
+
+def _kept(item: tuple[str, Scalar]) -> tuple[str, torch.Tensor | Scalar]:
+    return restored(*item)
+
+
+def _group_of(reader: CheckpointReader, name: str) -> dict[str, Any]:
+    """Hyperparameters of a parameter, with those that torch's own optimizer has beside hf_zero's."""
+    manifest = reader.manifest
+    group = dict(manifest.param_groups[manifest.extra.get(GROUP_OF, {}).get(name, 0)])
+    saved_by = manifest.extra.get("optimizer") or ""
+    if saved_by == "UncorrectedAdam" or not group.get("bias_correction", True):
+        raise CheckpointError(
+            f"{reader.folder}: torch has no Adam without bias correction, with which it was trained."
+        )
+    if "adamw_mode" in group:  # as hf_zero's own Adam calls it
+        group.setdefault("decoupled_weight_decay", group["adamw_mode"])
+    of_torch = "AdamW" if saved_by in _SAME_AS_ADAMW else saved_by
+    if of_torch in _DEFAULTS:
+        defaults = _DEFAULTS[of_torch]([torch.zeros(1)], lr=1e-3).param_groups[0]
+        how = {key: defaults[key] for key in _HOW if key in defaults}
+        group = {key: value for key, value in defaults.items() if key != "params"} | group | how
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+
+
+# -------------------------------------------------------------------- DCP -> hf_zero
+def from_dcp(src: str | Path, dst: str | Path, buffers: Sequence[str] = ()) -> None:
+    """Write the DCP folder `src` as the checkpoint `dst` of hf_zero, which appears complete or not at all.
+
+    DCP does not tell buffers from frozen parameters. What the optimizer does not hold is a frozen parameter, but for
+    integers, statistics of batch norms, and the names in `buffers`. Where that is wrong for a model, loading says so.
+
+    Args:
+        buffers: Names of further persistent buffers.
+    Raises:
+        CheckpointError: `src` is no DCP checkpoint of a model, damaged or of an optimizer that is not known; `dst`
+            exists.
+    """
+    source = _Source(Path(src))
+    unknown = [name for name in buffers if name not in source.model]
+    if unknown:
+        raise CheckpointError(f"{src} holds no {', '.join(unknown)}: name buffers as the model's state_dict() does.")
+    run = _Run.of(source)
+    has_optimizer = bool(run.group_of)
+    rest = [name for name in source.model if name not in run.group_of] if has_optimizer else []
+    held = {
+        name for name in source.model if name in buffers or (name not in run.group_of and _is_buffer(source, name))
+    }
+    tied = _find_tied(source, run.group_of, [name for name in rest if name not in held])
+    odd: dict[str, torch.Tensor] = {}
+    params = [
+        _converted(source, name, run, name not in rest, odd)
+        for name in source.model
+        if name not in held and name not in tied
+    ]
+    kept = {name: source.read(source.model[name]) for name in source.model if name in held}
+    steps = [int(one.scalars["step"]) for one in params if "step" in one.scalars]
+    converted = ConvertedRun(
+        tied=tied, param_groups=run.groups, global_step=max(steps, default=0), extra=run.extra(source)
+    )
+    write_checkpoint(Path(dst), params, kept | odd, converted)
+
+
+def _is_buffer(source: _Source, name: str) -> bool:
+    info = source.tensor(source.model[name])
+    return not info.properties.dtype.is_floating_point or name.rpartition(".")[2] in _STATISTICS
+
+
+def _find_tied(source: _Source, trained: Mapping[str, int], rest: Sequence[str]) -> dict[str, str]:
+    """Names that the optimizer lacks, with the very values of one that it has: tied weights are saved twice."""
+    tied = {}
+    for name in rest:
+        info = source.tensor(source.model[name])
+        for other in trained:
+            same = source.tensor(source.model[other])
+            alike = (info.size, info.properties.dtype) == (same.size, same.properties.dtype)
+            if alike and torch.equal(source.read(source.model[name]), source.read(source.model[other])):
+                tied[name] = other
+                break
+    return tied
+
+
+def _converted(source: _Source, name: str, run: _Run, trainable: bool, odd: dict[str, torch.Tensor]) -> ConvertedParam:
+    """`odd`: takes optimizer state that has another shape than the parameter."""
+    fqn = source.model[name]
+    info = source.tensor(fqn)
+    shape = tuple(info.size)
+    tensors = {"master" if trainable else "param": source.chunked(fqn)}
+    scalars: dict[str, Scalar] = {}
+    for kind, key in run.state.get(name, {}).items():
+        if key not in source.tensors:
+            value = source.read_value(key)
+            if not isinstance(value, bool | int | float):
+                raise CheckpointError(f"{source.folder}: optimizer state {key} is a {type(value).__name__}, no number")
+            scalars[f"{kind}@python"] = value
+        elif tuple(source.tensor(key).size) == shape and shape:
+            tensors[kind] = source.chunked(key)
+        elif math.prod(source.tensor(key).size) == 1:
+            one = source.read(key)
+            usual = one.dim() == 0 and one.dtype == torch.float32
+            scalars[kind if usual else f"{kind}@{dtype_name(one.dtype)}{list(one.shape)}"] = one.item()
+        else:
+            odd[f"{name}{STATE_MARK}{kind}"] = source.read(key)
+    if not math.prod(shape):
+        tensors = {}
+    return ConvertedParam(name, shape, info.properties.dtype, trainable, tensors, scalars)
+
+
+@dataclass
+class _Run:
+    """The optimizer's part of a DCP checkpoint, flattened or nested."""
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    group_of: dict[str, int] = field(default_factory=dict)
+    state: dict[str, dict[str, str]] = field(default_factory=dict)  # parameter -> kind -> key in DCP
+
+    @classmethod
+    def of(cls, source: _Source) -> _Run:
+        run = cls()
+        values: dict[str, dict[str, Any]] = {}
+        nested = any(re.fullmatch(r"param_groups\.\d+\.params", rest) for rest in source.optim)
+        for rest, key in source.optim.items():
+            part, _, rest = rest.partition(".")
+            if part == "param_groups" and nested:
+                number, _, kind = rest.partition(".")
+                values.setdefault(number, {})[kind] = _group_value(source, key)
+                continue
+            name = _owner(source, rest)
+            kind = rest[len(name) + 1 :]
+            if part == "state":
+                run.state.setdefault(name, {})[kind] = key
+            elif part == "param_groups":
+                values.setdefault(name, {})[kind] = _group_value(source, key)
+        if nested:
+            run._take_groups([values[number] for number in sorted(values, key=int)])
+            values = {}
+        for name, group in values.items():
+            if group not in run.groups:
+                run.groups.append(group)
+            run.group_of[name] = run.groups.index(group)
+        missing = [name for name in run.state if name not in run.group_of]
+        if missing:
+            raise CheckpointError(
+                f"{source.folder} has optimizer state but no hyperparameters of {', '.join(missing)}"
+            )
+        return run
+
+    def _take_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for number, group in enumerate(groups):
+            self.groups.append({key: plain(value) for key, value in group.items() if key != "params"})
+            self.group_of.update(dict.fromkeys(group["params"], number))
+
+    def extra(self, source: _Source) -> dict[str, Any]:
+        kinds = {frozenset(kinds) for kinds in self.state.values()}
+        classes = {_OPTIMIZERS.get(one) for one in kinds}
+        if self.groups and not kinds and all("dampening" in group for group in self.groups):
+            classes = {"SGD"}  # without momentum it has no state
+        # RAdam keeps what Adam keeps, and computes another update: it has no amsgrad.
+        is_adam = all("amsgrad" in group for group in self.groups)
+        if None in classes or len(classes) > 1 or ("AdamW" in classes and not is_adam):
+            raise CheckpointError(
+                f"{source.folder} holds optimizer state {sorted(map(sorted, kinds))}, "
+                "which is not that of Adam, AdamW or SGD of torch: "
+                "convert a checkpoint without its optimizer, and start it anew."
+            )
+        extra: dict[str, Any] = {GROUP_OF: self.group_of} if len(self.groups) > 1 else {}
+        return {"optimizer": classes.pop(), **extra} if classes else extra
+
+
+def _group_value(source: _Source, key: str) -> Any:
+    return plain(source.read(key) if key in source.tensors else source.read_value(key))
+
+
+def _owner(source: _Source, rest: str) -> str:
+    """The parameter at the beginning of `rest`: names and kinds may both have dots."""
+    name = rest
+    while name and name not in source.model:
+        name = name.rpartition(".")[0]
+    if not name:
+        raise CheckpointError(f"{source.folder}: optimizer state {rest} is of no parameter under 'model'.")
+    return name
+
+
+class _Source:
+    """An open DCP folder: its tensors and values under their keys, read one by one.
+
+    Raises:
+        CheckpointError: Something of it is missing, damaged, or not of DCP.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._metadata = _read_metadata(folder / _METADATA)
+        self.tensors = {
+            key: info
+            for key, info in self._metadata.state_dict_metadata.items()
+            if isinstance(info, metadata.TensorStorageMetadata)
+        }
+        self.model = self._below("model")
+        self.optim = self._below("optim")
+        if not self.model:
+            raise CheckpointError(
+                f"{folder} holds nothing under 'model': save it as dcp.save({{'model': ..., 'optim': ...}})."
+            )
+        self._check_files()
+
+    def _below(self, part: str) -> dict[str, str]:
+        """Name below `part` -> key."""
+        start = f"{part}."
+        return {key.removeprefix(start): key for key in self._metadata.state_dict_metadata if key.startswith(start)}
+
+    def _check_files(self) -> None:
+        ends: dict[str, int] = {}
+        for one in self._metadata.storage_data.values():
+            if Path(one.relative_path).name != one.relative_path or getattr(one, "transform_descriptors", None):
+                raise CheckpointError(f"{self.folder}: {one.relative_path} is packed, or outside. Save it without.")
+            ends[one.relative_path] = max(ends.get(one.relative_path, 0), one.offset + one.length)
+        wrong = []
+        for name, end in ends.items():
+            path = self.folder / name
+            if not path.is_file():
+                wrong.append(f"{path} is missing")
+            elif path.stat().st_size < end:
+                wrong.append(f"{path} is torn: it has {path.stat().st_size} of {end} bytes")
+        if wrong:
+            raise CheckpointError(f"{self.folder} is not complete: {'; '.join(wrong)}. Copy these files again.")
+
+    def tensor(self, key: str) -> metadata.TensorStorageMetadata:
+        if key not in self.tensors:
+            raise CheckpointError(f"{self.folder}: {key} is no tensor.")
+        return self.tensors[key]
+
+    def chunked(self, key: str) -> Chunked:
+        info = self.tensor(key)
+
+        def chunks() -> Iterator[torch.Tensor]:
+            yield self.read(key).reshape(-1)
+
+        return Chunked(math.prod(info.size), info.properties.dtype, chunks)
+
+    def read(self, key: str) -> torch.Tensor:
+        """The full tensor, put together from the chunks of all ranks."""
+        info = self.tensor(key)
+        result = torch.empty(info.size, dtype=info.properties.dtype)
+        filled = 0
+        for chunk in info.chunks:
+            part = self._load(metadata.MetadataIndex(key, chunk.offsets))
+            if not isinstance(part, torch.Tensor) or part.shape != chunk.sizes or part.dtype != result.dtype:
+                raise CheckpointError(f"{self.folder}: a chunk of {key} is not what {_METADATA} says. Copy it again.")
+            where = tuple(slice(start, start + n) for start, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            result[where] = part
+            filled += part.numel()
+        if filled != result.numel():
+            raise CheckpointError(f"{self.folder}: the chunks of {key} have {filled} of {result.numel()} elements.")
+        return result
+
+    def read_value(self, key: str) -> Any:
+        return self._load(metadata.MetadataIndex(key))
+
+    def _load(self, index: metadata.MetadataIndex) -> Any:
+        place = self._metadata.storage_data.get(index)
+        if place is None:
+            raise CheckpointError(f"{self.folder}: {_METADATA} does not say where {index.fqn} is. Save it again.")
+        path = self.folder / place.relative_path
+        try:
+            with path.open("rb") as file:
+                file.seek(place.offset)
+                return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path}: {index.fqn} holds more than tensors and numbers, or is damaged; nothing of it was executed. "
+                "Save the checkpoint again without that object, or copy the file again."
+            ) from error
+        except Exception as error:  # a damaged archive may raise anything
+            raise CheckpointError(f"{path}: cannot read {index.fqn}: {error}. Copy the file again.") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name} is no type of DCP's metadata")
+        return _ALLOWED[module, name]
+
+
+def _read_metadata(path: Path) -> metadata.Metadata:
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent} is no checkpoint of torch.distributed.checkpoint: {path} is missing.")
+    try:
+        found = _Unpickler(io.BytesIO(path.read_bytes())).load()
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointError(
+            f"cannot read {path}: {error}. Nothing of it was executed; copy it again, or save it with torch's own "
+            "writer."
+        ) from error
+    if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
+        raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint: copy it again.")
+    return found
