@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hf_zero.cli.text import plural
 
 NAME = "convert"
-SUMMARY = "turn a checkpoint of another tool into one of hf_zero"
+SUMMARY = "turn a checkpoint of another tool into one of hf_zero, or back"
 EXAMPLES = """
 hf-zero convert from-deepspeed outputs/checkpoint-500 converted
 hf-zero convert from-deepspeed deepspeed_checkpoints converted --tag global_step500
+hf-zero convert from-dcp fsdp-checkpoint checkpoints/converted
+hf-zero convert to-dcp checkpoints/global_step100 for-fsdp
 """
 
 
@@ -21,7 +24,8 @@ hf-zero convert from-deepspeed deepspeed_checkpoints converted --tag global_step
 class Conversion:
     name: str
     summary: str
-    run: Callable[[argparse.Namespace], None]  # has SRC, DST and --tag
+    run: Callable[[argparse.Namespace], None]
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # beside SRC and DST: of add_argument
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         )
         sub.add_argument("source", metavar="SRC", type=Path, help="the checkpoint's folder")
         sub.add_argument("target", metavar="DST", type=Path, help="the folder to write; it must be new")
-        sub.add_argument("--tag", help="which checkpoint in SRC (default: the one that the file `latest` names)")
+        for name, option in one.options.items():
+            sub.add_argument(name, **option)
         sub.set_defaults(convert=one.run)
 
 
@@ -52,8 +57,39 @@ def _from_deepspeed(args: argparse.Namespace) -> None:
     )
 
 
+def _from_dcp(args: argparse.Namespace) -> None:
+    from conversion.dcp import from_dcp
+
+    from_dcp(args.source, args.target, buffers=args.buffers)
+    print(f"{args.source} -> {args.target}")
+
+
+def _to_dcp(args: argparse.Namespace) -> None:
+    from conversion.dcp import to_dcp
+
+    to_dcp(args.source, args.target)
+    print(f"{args.source} -> {args.target}")
+
+
+_TAG = {"help": "which checkpoint in SRC (default: the one that the file `latest` names)"}
+_BUFFERS = {
+    "nargs": "+",
+    "default": (),
+    "metavar": "NAME",
+    "help": "floats in SRC that are buffers: DCP does not tell them from frozen parameters",
+}
 CONVERSIONS = (
     Conversion(
-        "from-deepspeed", "write a ZeRO checkpoint of DeepSpeed, stages 1 to 3, as one of hf_zero", _from_deepspeed
+        "from-deepspeed",
+        "write a ZeRO checkpoint of DeepSpeed, stages 1 to 3, as one of hf_zero",
+        _from_deepspeed,
+        {"--tag": _TAG},
     ),
+    Conversion(
+        "from-dcp",
+        "write a folder of torch.distributed.checkpoint, as of FSDP2, as a checkpoint of hf_zero",
+        _from_dcp,
+        {"--buffers": _BUFFERS},
+    ),
+    Conversion("to-dcp", "write a checkpoint of hf_zero as a folder of torch.distributed.checkpoint", _to_dcp),
 )

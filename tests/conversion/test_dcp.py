@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import hf_zero
 from conversion.dcp import from_dcp, to_dcp
 from hf_zero.checkpoint.manifest import read_manifest
+from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError
 from tests.harness.ranks import run_ranks
 
@@ -230,3 +231,16 @@ def test_all_names_of_another_model_are_listed(saved: Path) -> None:
     from_dcp(saved, saved.parent / "zero")
     said = run_ranks(loads_another_model, 1, str(saved.parent / "zero"))[0]
     assert all(name in said for name in ("up.weight", "up.bias", "norm.weight", "norm.bias", "down.weight"))
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There and back again, with every value."""
+    run_ranks(fsdp_saves, 1, str(tmp_path / "fsdp"), True)
+    assert main(["convert", "from-dcp", str(tmp_path / "fsdp"), str(tmp_path / "ours")]) == 0
+    assert main(["convert", "to-dcp", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    assert main(["convert", "from-dcp", str(tmp_path / "back"), str(tmp_path / "again")]) == 0
+    first, second = ((tmp_path / name / "zero" / "rank-00000.safetensors").read_bytes() for name in ("ours", "again"))
+    assert first == second
+    assert f"{tmp_path / 'fsdp'} -> {tmp_path / 'ours'}" in capsys.readouterr().out
+    assert main(["convert", "to-dcp", str(tmp_path / "ours"), str(tmp_path / "back")]) == 1
+    assert "exists" in capsys.readouterr().err
