@@ -35,6 +35,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "RESULTS.md")),
     *GUIDES,
     *sorted(ROOT.glob("recipes/*/*.md")),
+    ROOT / "conversion" / "README.md",
 ]
 LANGUAGES = {"python", "json", "bash", "text"}
 README_LINES = 150
@@ -152,7 +153,7 @@ def test_broken_links_are_found() -> None:
     ]
 
 
-FOLDERS = ("scripts/", "recipes/", "docs/", "tests/", "hf_zero/")
+FOLDERS = ("scripts/", "recipes/", "conversion/", "docs/", "tests/", "hf_zero/")
 
 
 @each_page

@@ -57,32 +57,37 @@ def go_on(folder: str, name: str, stage: int) -> dict[str, Any]:
         mean = loss.detach().float().clone()
         dist.all_reduce(mean)
         losses.append(mean.item() / dist.get_world_size())
+    engine.teardown()
     return {"losses": losses, "first": first, "client_state": client_state}
 
 
-def go_on_from(name: str, tmp_path: Path, world_size: int, stage: int) -> dict[str, Any]:
-    convert(DATA / name, tmp_path / "converted")
-    return run_ranks(go_on, world_size, str(tmp_path / "converted"), name, stage)[0]
+def go_on_all(folder: str, runs: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    return [go_on(f"{folder}/{name}", name, stage) for name, stage in runs]
+
+
+def go_on_from(names: list[str], tmp_path: Path, world_size: int) -> list[tuple[str, dict[str, Any], list[float]]]:
+    """(name, what hf_zero found, DeepSpeed's losses) of each checkpoint."""
+    for name in names:
+        convert(DATA / name, tmp_path / name)
+    runs = [(name, int(name[5]) if world_size == 2 else 2) for name in names]
+    found = run_ranks(go_on_all, world_size, str(tmp_path), runs)[0]
+    wanted = [json.loads((DATA / name / "losses.json").read_text()) for name in names]
+    return list(zip(names, found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", FP32_RUNS)
-def test_next_losses_are_deepspeeds(name: str, world_size: int, tmp_path: Path) -> None:
-    stage = int(name[5]) if world_size == 2 else 2
-    found = go_on_from(name, tmp_path, world_size, stage)
-    wanted = json.loads((DATA / name / "losses.json").read_text())
-    assert found["first"] == STEPS_BEFORE
-    assert found["client_state"] == {"epoch": 3}
-    assert found["losses"] == pytest.approx(wanted, abs=1e-5, rel=0)
-    assert max(wanted) - min(wanted) > 1e-2, "vacuous: nothing was trained"
+def test_next_losses_are_deepspeeds(world_size: int, tmp_path: Path) -> None:
+    for name, found, wanted in go_on_from(FP32_RUNS, tmp_path, world_size):
+        assert found["first"] == STEPS_BEFORE, name
+        assert found["client_state"] == {"epoch": 3}, name
+        assert found["losses"] == pytest.approx(wanted, abs=1e-5, rel=0), name
+        assert max(wanted) - min(wanted) > 1e-2, f"vacuous: nothing was trained in {name}"
 
 
-@pytest.mark.parametrize("name", ["stage3-bf16", "stage2-fp16"])
-def test_run_in_16_bits_goes_on(name: str, tmp_path: Path) -> None:
+def test_runs_in_16_bits_go_on(tmp_path: Path) -> None:
     """Both round on the way, in other places: the losses are as near as that allows."""
-    found = go_on_from(name, tmp_path, world_size=2, stage=int(name[5]))
-    wanted = json.loads((DATA / name / "losses.json").read_text())
-    assert found["losses"] == pytest.approx(wanted, rel=2e-2)
+    for name, found, wanted in go_on_from(["stage3-bf16", "stage2-fp16"], tmp_path, world_size=2):
+        assert found["losses"] == pytest.approx(wanted, rel=2e-2), name
 
 
 @pytest.mark.parametrize("name", RUNS)
