@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from conversion.target import ConvertedParam, ConvertedRun, new_folder, write_checkpoint
 from hf_zero.checkpoint.consolidate import WEIGHT_KINDS
+from hf_zero.checkpoint.frozen_digests import partial_digest
 from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, STATE_MARK
 from hf_zero.checkpoint.optimizer_state import ATTACHED, GROUP_OF, restored
@@ -37,7 +38,7 @@ from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.scheduler_state import plain
 from hf_zero.checkpoint.writer import Chunked, Scalar, dtype_name
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import Piece
+from hf_zero.layout import Piece, Slice
 
 logger = logging.getLogger(__name__)
 
@@ -219,14 +220,21 @@ def _is_buffer(source: _Source, name: str) -> bool:
 
 
 def _find_tied(source: _Source, trained: Mapping[str, int], rest: Sequence[str]) -> dict[str, str]:
-    """Names that the optimizer lacks, with the very values of one that it has: tied weights are saved twice."""
+    """Names that the optimizer lacks, with the very values of one that it has: tied weights are saved twice.
+
+    Digests find the candidates, so each tensor is read once, however many frozen ones have the shape of a trained one.
+    """
+    kinds = {source.kind(name) for name in rest}
+    candidates: dict[tuple[Any, int], list[str]] = {}
+    for name in trained:
+        if source.kind(name) in kinds:
+            candidates.setdefault((source.kind(name), source.digest(name)), []).append(name)
+    known = {kind for kind, _ in candidates}
     tied = {}
     for name in rest:
-        info = source.tensor(source.model[name])
-        for other in trained:
-            same = source.tensor(source.model[other])
-            alike = (info.size, info.properties.dtype) == (same.size, same.properties.dtype)
-            if alike and torch.equal(source.read(source.model[name]), source.read(source.model[other])):
+        alike = candidates.get((source.kind(name), source.digest(name)), []) if source.kind(name) in known else []
+        for other in alike:
+            if torch.equal(source.read(source.model[name]), source.read(source.model[other])):
                 tied[name] = other
                 break
     return tied
@@ -381,6 +389,17 @@ class _Source:
         if key not in self.tensors:
             raise CheckpointError(f"{self.folder}: {key} is no tensor.")
         return self.tensors[key]
+
+    def kind(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """Shape and type of something of the model."""
+        info = self.tensor(self.model[name])
+        return info.size, info.properties.dtype
+
+    def digest(self, name: str) -> int:
+        """Of the values of something of the model: the same where these are."""
+        values = self.chunked(self.model[name])
+        everything = Piece(name, 0, values.numel, 0, 0)
+        return partial_digest(values, Slice(name, tuple(self.kind(name)[0]), (everything,)))
 
     def chunked(self, key: str) -> Chunked:
         info = self.tensor(key)

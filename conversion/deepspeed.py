@@ -35,7 +35,7 @@ from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.manifest import zero_folder
 from hf_zero.checkpoint.optimizer_state import GROUP_OF
 from hf_zero.checkpoint.scheduler_state import CLASS, STATE, plain
-from hf_zero.checkpoint.writer import Chunked, Scalar
+from hf_zero.checkpoint.writer import Chunked, Scalar, find_unwritable
 from hf_zero.errors import CheckpointError
 
 # What DeepSpeed's pickles hold of its own classes.
@@ -343,9 +343,14 @@ def _stage_3_parts(files: Source, group: FlatGroup) -> Iterator[tuple[str, list[
     start = 0
     for name, numel in numels.items():
         part = -(-numel // ranks)
-        lengths = [min(part, max(numel - rank * part, 0)) for rank in range(ranks)]
+        lengths = _lengths(numel, part, ranks)
         yield name, [Part(rank, start, length) for rank, length in enumerate(lengths) if length]
         start += part
+
+
+def _lengths(numel: int, part: int, ranks: int) -> list[int]:
+    """How many of `numel` elements each rank has, cut into parts of `part`: the last ones may have fewer, or none."""
+    return [min(part, max(numel - rank * part, 0)) for rank in range(ranks)]
 
 
 def _check_sizes(files: Source, group: FlatGroup, wanted: int) -> None:
@@ -365,7 +370,8 @@ def _stage_2_parts(files: Source, group: FlatGroup) -> Iterator[tuple[str, list[
     if not used <= part * ranks < used + 2 * ranks:
         raise _unfitting(files, group, f"{ranks} ranks hold {held} elements, and {used} are in the model")
     for kind, sizes in held.items():
-        short = [rank for rank, size in enumerate(sizes) if size < min(part, max(used - rank * part, 0))]
+        needed = _lengths(used, part, ranks)
+        short = [rank for rank, size in enumerate(sizes) if size < needed[rank]]
         if short:
             raise _unfitting(files, group, f"rank {short[0]} holds {sizes[short[0]]} elements of {kind}")
     start = 0
@@ -426,10 +432,10 @@ def _frozen(files: Source, trainable: set[str]) -> Iterator[ConvertedParam]:
 def _frozen_param(files: Source, name: str, shape: Shape, values: Sequence[torch.Tensor]) -> ConvertedParam:
     numel, dtype = math.prod(shape), values[0].dtype
     flats = [_dense(files, name, value).reshape(-1) for value in values]
-    part = -(-numel // len(flats))
-    if any(flat.numel() < min(part, max(numel - n * part, 0)) or flat.dtype != dtype for n, flat in enumerate(flats)):
+    lengths = _lengths(numel, -(-numel // len(flats)), len(flats))
+    if any(flat.numel() < length or flat.dtype != dtype for flat, length in zip(flats, lengths, strict=True)):
         raise CheckpointError(f"{files.folder}: the parts of {name} do not make up {shape}: not the files of one save")
-    pieces = [flat[: min(part, max(numel - n * part, 0))] for n, flat in enumerate(flats)]
+    pieces = [flat[:length] for flat, length in zip(flats, lengths, strict=True)]
     tensors = {"param": Chunked(numel, dtype, partial(iter, pieces))} if numel else {}
     return ConvertedParam(name, shape, dtype, False, tensors)
 
@@ -522,8 +528,6 @@ def _client_state(files: Source) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _is_json(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(_is_json(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)
+    problems: list[str] = []
+    find_unwritable(value, "", problems)
+    return not problems

@@ -84,9 +84,9 @@ def check_info(info: SaveInfo) -> None:
         CheckpointError: client_state, a hyperparameter or an extra value is not JSON (all are named).
     """
     problems: list[str] = []
-    _find_unwritable(info.client_state, "client_state", problems)
-    _find_unwritable([dict(group) for group in info.param_groups], "param_groups", problems)
-    _find_unwritable(dict(info.extra), "extra", problems)
+    find_unwritable(info.client_state, "client_state", problems)
+    find_unwritable([dict(group) for group in info.param_groups], "param_groups", problems)
+    find_unwritable(dict(info.extra), "extra", problems)
     if problems:
         raise CheckpointError(
             f"a checkpoint holds JSON and tensors only, and these are neither: {'; '.join(problems)}. "
@@ -294,17 +294,18 @@ def _check_complete(manifest: Manifest, records: Sequence[FileRecord]) -> None:
         raise AssertionError("the ranks' files do not make up the model: " + "; ".join(problems))
 
 
-def _find_unwritable(value: Any, where: str, problems: list[str]) -> None:
+def find_unwritable(value: Any, where: str, problems: list[str]) -> None:
+    """Append to `problems` what JSON cannot hold of `value`, which is called `where`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return
     if isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            _find_unwritable(item, f"{where}[{index}]", problems)
+            find_unwritable(item, f"{where}[{index}]", problems)
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 # json would write it as a string without a word, and the reader would not find it.
                 problems.append(f"the key {key!r} of {where}")
-            _find_unwritable(item, f"{where}[{key!r}]", problems)
+            find_unwritable(item, f"{where}[{key!r}]", problems)
     else:
         problems.append(f"{where} ({type(value).__name__})")

@@ -32,8 +32,8 @@ def llama(**changes: Any) -> nn.Module:
     return model
 
 
-def batch(device: str = "cpu") -> dict[str, torch.Tensor]:
-    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device=device)
+def batch(device: str = "cpu", shape: tuple[int, int] = (BATCH, LENGTH)) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(shape, dtype=torch.long, device=device)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -106,14 +106,21 @@ class _Lines(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def planned(config: dict[str, Any], world_size: int, **changes: Any) -> tuple[list[Plan], Profile]:
+def planned(
+    config: dict[str, Any],
+    world_size: int,
+    *,
+    on_host: bool = True,
+    shape: tuple[int, int] = (BATCH, LENGTH),
+    **changes: Any,
+) -> tuple[list[Plan], Profile]:
     """A plan per rank. What a forward keeps is measured once."""
     with torch.device("meta"):
         model = llama(**changes)
     resolved = ZeroConfig.load(config).resolve(model=model, world_size=world_size, client_optimizer=True)
-    profile = measure(model, resolved, batch("meta"), on_host=True)
+    profile = measure(model, resolved, batch("meta", shape), on_host=on_host)
     return [
-        plan_model(model, resolved, rank=rank, on_host=True, profile=profile) for rank in range(world_size)
+        plan_model(model, resolved, rank=rank, on_host=on_host, profile=profile) for rank in range(world_size)
     ], profile
 
 

@@ -11,10 +11,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.config import ZeroConfig
-from hf_zero.estimate.plan import plan_model
-from hf_zero.estimate.profile import measure
-from tests.estimate.test_estimate_plan import jobs, llama
+from tests.estimate.test_estimate_plan import batch, jobs, llama, planned
 from tests.harness.ranks import run_ranks
 from tests.lag import device, group
 
@@ -23,18 +20,13 @@ pytestmark = pytest.mark.skipif(device.reason_to_skip() is not None, reason=str(
 # Large beside the few bytes of norms and flags. The lag device has no fused attention, which plans count on.
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "vocab_size": 512}
 SIZES["attn_implementation"] = "eager"
-BATCH, LENGTH, STEPS = 4, 64, 3
+SHAPE, STEPS = (4, 64), 3
 TOLERANCE = 0.03
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
     device.build()
-
-
-def batch(place: str) -> dict[str, torch.Tensor]:
-    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device=place)
-    return {"input_ids": ids, "labels": ids}
 
 
 def measured(all_jobs: list[tuple[str, dict[str, Any]]]) -> list[int]:
@@ -51,7 +43,7 @@ def measured(all_jobs: list[tuple[str, dict[str, Any]]]) -> list[int]:
         engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
         torch.accelerator.reset_peak_memory_stats()
         for _ in range(STEPS * engine.accumulation_steps):
-            engine.backward(engine(**batch("lag")).loss)
+            engine.backward(engine(**batch("lag", SHAPE)).loss)
             engine.step()
         engine.finish_updates()
         peaks.append(torch.accelerator.max_memory_allocated() - before)
@@ -60,23 +52,15 @@ def measured(all_jobs: list[tuple[str, dict[str, Any]]]) -> list[int]:
     return peaks
 
 
-def planned(config: dict[str, Any], world_size: int) -> list[int]:
-    """Of each rank."""
-    with torch.device("meta"):
-        model = llama(**SIZES)
-    resolved = ZeroConfig.load(config).resolve(model=model, world_size=world_size, client_optimizer=True)
-    profile = measure(model, resolved, batch("meta"), on_host=False)
-    plans = [plan_model(model, resolved, rank=rank, profile=profile) for rank in range(world_size)]
-    return [plan.device_peak for plan in plans]
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_peak_is_the_planned_one(world_size: int, tmp_path: Path) -> None:
     all_jobs = jobs(str(tmp_path))
     by_rank = run_ranks(measured, world_size, all_jobs, timeout=240)
     wrong = []
     for (name, config), *peaks in zip(all_jobs, *by_rank, strict=True):
-        for rank, (peak, plan) in enumerate(zip(peaks, planned(copy.deepcopy(config), world_size), strict=True)):
-            if abs(peak / plan - 1) > TOLERANCE:
-                wrong.append(f"{name}, rank {rank}: {peak} measured, {plan} planned, x {peak / plan:.3f}")
+        plans, _ = planned(copy.deepcopy(config), world_size, on_host=False, shape=SHAPE, **SIZES)
+        for rank, (peak, plan) in enumerate(zip(peaks, plans, strict=True)):
+            ratio = peak / plan.device_peak
+            if abs(ratio - 1) > TOLERANCE:
+                wrong.append(f"{name}, rank {rank}: {peak} measured, {plan.device_peak} planned, x {ratio:.3f}")
     assert not wrong, "\n".join(wrong)
