@@ -78,7 +78,7 @@ def to_dcp(src: str | Path, dst: str | Path) -> None:
         CheckpointError: `src` is no complete checkpoint, or lacks weights or optimizer; `dst` exists.
     """
     with open_checkpoint(chosen(src, None)) as reader:
-        reader.verify()
+        reader.verify_before_reading()
         if reader.manifest.extra.get(FROZEN_DIGESTS):
             raise CheckpointError(f"{src} holds no frozen parameters: save it with exclude_frozen_parameters=False.")
         sources: dict[str, tuple[str, str]] = {}

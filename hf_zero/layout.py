@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # Elements. 16 bytes in 16-bit types: what vectorised kernels and NCCL want a tensor to start at.
 ALIGN = 8

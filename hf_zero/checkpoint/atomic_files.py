@@ -1,4 +1,4 @@
-"""Writes of files that appear complete or not at all, with their checksums.
+"""Writes of files that appear complete or not at all.
 
 Owns no knowledge of what is in the files. An OSError becomes a CheckpointError that names the file.
 """
@@ -6,7 +6,6 @@ Owns no knowledge of what is in the files. An OSError becomes a CheckpointError 
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,24 +16,24 @@ from hf_zero.errors import CheckpointError
 TEMPORARY_SUFFIX = ".partial"
 
 
-class ChecksumWriter:
-    """Counts and checksums what it writes to an open file."""
+class OpenFile:
+    """An open file that has no name yet: it is at `path` until it is complete."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.size = 0
-        self.crc32 = 0
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
 
-    def write(self, data: memoryview | bytes) -> None:
+    def write(self, data: memoryview | bytes, offset: int | None = None) -> None:
+        """Write all of `data`: at `offset`, or where the last write ended."""
+        if offset is not None:
+            os.lseek(self.descriptor, offset, os.SEEK_SET)  # Windows has no pwrite
         view = memoryview(data)  # of bytes: format "B"
-        self.crc32 = zlib.crc32(view, self.crc32)
-        self.size += view.nbytes
         while view:
-            view = view[os.write(self._descriptor, view) :]
+            view = view[os.write(self.descriptor, view) :]
 
 
 @contextmanager
-def written_atomically(path: Path) -> Iterator[ChecksumWriter]:
+def written_atomically(path: Path) -> Iterator[OpenFile]:
     """Write `path`: on a clean exit it is on the disk and named, on an exception nothing of it is left.
 
     Raises:
@@ -45,7 +44,7 @@ def written_atomically(path: Path) -> Iterator[ChecksumWriter]:
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666)
         try:
-            yield ChecksumWriter(descriptor)
+            yield OpenFile(temporary, descriptor)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

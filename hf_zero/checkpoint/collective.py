@@ -237,8 +237,9 @@ def _attached(optimizer: ShardedOptimizer | None) -> list[tuple[str, dict[FlatPa
 def load(session: Session, folder: Path, parts: Parts) -> Manifest:
     """Restore from `folder`, written at any world size and stage; returns its manifest. All ranks must call.
 
-    Raises CheckpointError on every rank: no manifest, files missing or damaged, parameters that do not fit. Nothing
-    is changed then, but where a file that was intact a moment before cannot be read.
+    Raises CheckpointError on every rank. Nothing is changed then, where the manifest, a file's size or header, or a
+    parameter is at fault. Data are compared with their checksums as they are read, once: where they are damaged, the
+    model holds a part of them (`_half_loaded`), and the error says so.
     """
     comm = session.comm
     if session.optimizer is not None and not session.optimizer.suspended.startswith(_BROKEN_OFF):
@@ -288,7 +289,7 @@ def _open_together(session: Session, folder: Path, parts: Parts) -> CheckpointRe
             check_optimizer_fits(session.optimizer, reader.manifest)
         if parts.scheduler:
             state_for(session.lr_scheduler, reader.manifest.extra)
-        reader.verify(comm.rank, comm.world_size)
+        reader.verify_before_reading(comm.rank, comm.world_size)
 
     together(comm, "checkpoint", work)
     reader = readers[0]

@@ -24,7 +24,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # in version 1 files had one checksum each, of all their bytes
+BLOCK_BYTES = 1 << 20  # of a tensor in a rank file, under one checksum
+RANK_FILE_ALIGN = 4096  # tensors of a rank file begin at a multiple: direct writes need it
 WEIGHT_KINDS = ("master", "param")  # of a trainable parameter the master is stored, of a frozen one the parameter
 WRITTEN_KINDS = (*WEIGHT_KINDS, "buffer")  # what of a checkpoint this script writes
 FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -43,6 +45,7 @@ CODES = {name: code for code, name in TORCH_NAMES.items()}
 ITEM_BYTES = {code: int((re.findall(r"\d+", code) or ["8"])[0]) // 8 for code in TORCH_NAMES}
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 CHUNK_BYTES = 4 << 20
+READ_BYTES = 1 << 20
 CLEAR_LINE = "\r\x1b[K"  # of a terminal that shows a progress bar
 ALIGN = 8  # elements; as in hf_zero/layout.py
 MOST_NUMEL = 1 << 56  # of a tensor, and most bytes of a file: what is beyond is damage, and products of it overflow
@@ -74,7 +77,7 @@ class Options:
     dtype: str | None = None  # of parameters: "fp32", "bf16", "fp16"; None, and always buffers: as stored
     shard_bytes: int = 5 * 10**9
     only_trainable: bool = False  # leaves frozen parameters out; buffers stay
-    verify: bool = True  # compare the checksums first
+    verify: bool = True  # compare the checksums
 
 
 DEFAULTS = Options()
@@ -383,17 +386,34 @@ class RankFiles:
 
     Args:
         kinds: What will be read ("master", "exp_avg", ...), None for all; what else files hold is not looked at.
+        verify: Reads of tensors compare checksums. Those of version 1 are compared by `verify` alone.
+        crc32: As zlib's, or faster.
     Raises:
         ConsolidateError: A file is missing, damaged, or not what the manifest lists, here or at a later read.
     """
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any], kinds: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Mapping[str, Any],
+        kinds: Sequence[str] | None = None,
+        *,
+        verify: bool = True,
+        crc32: Callable[[memoryview, int], int] = zlib.crc32,
+    ) -> None:
         self._manifest = manifest
         self._kinds = kinds
+        self._verify = verify
+        self.crc32 = crc32
         self._files = [SafetensorsFile(folder / "zero" / file["name"]) for file in manifest["files"]]
         self._open: set[int] = set()  # ranks
         self._headers: dict[int, dict[str, Stored]] = {}  # by rank
         check_sizes(folder, {file["name"]: file["size"] for file in manifest["files"]})
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether each block of a tensor has a checksum, so that reads can be verified by themselves."""
+        return bool(self._manifest["format_version"] > 1)
 
     @cached_property
     def _marks(self) -> dict[str, str]:
@@ -410,32 +430,60 @@ class RankFiles:
         self._open.clear()
 
     def verify(self, ranks: Iterable[int], advance: Advance | None = None) -> None:
-        """Compare the checksums of these files, and name all that have changed."""
+        """Compare the checksums of all bytes of these files, and name all that are damaged."""
         damaged = []
-        buffer = memoryview(bytearray(CHUNK_BYTES))
         for rank in ranks:
-            crc, size = 0, self._manifest["files"][rank]["size"]
-            for offset in range(0, size, CHUNK_BYTES):
-                view = buffer[: size - offset]
-                self.read(rank, view, offset)
-                crc = zlib.crc32(view, crc)
-                if advance is not None:
-                    advance(len(view))
-            if crc != self._manifest["files"][rank]["crc32"]:
-                damaged.append(str(self._files[rank].path))
+            try:
+                for count in self._verified_blocks(rank) if self.has_blocks else self._verified_whole(rank):
+                    if advance is not None:
+                        advance(count)
+            except ConsolidateError as error:
+                damaged.append(str(error))
         if damaged:
-            raise ConsolidateError(f"wrong checksum, the content has changed: {', '.join(damaged)}")
+            raise ConsolidateError("; ".join(damaged))
+
+    def _verified_blocks(self, rank: int) -> Iterator[int]:
+        """Bytes that were found to be right, as they are read."""
+        header = self.header(rank)
+        yield self._manifest["files"][rank]["size"] - sum(stored.nbytes for stored in header.values())
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        for key, stored in header.items():
+            tensor = self.tensor(rank, key)
+            for offset in range(0, stored.nbytes, CHUNK_BYTES):
+                view = buffer[: stored.nbytes - offset]
+                tensor.read(view, offset)
+                yield len(view)
+
+    def _verified_whole(self, rank: int) -> Iterator[int]:
+        """The same of a file of version 1."""
+        crc, size = 0, self._manifest["files"][rank]["size"]
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        for offset in range(0, size, CHUNK_BYTES):
+            view = buffer[: size - offset]
+            self.read(rank, view, offset)
+            crc = self.crc32(view, crc)
+            yield len(view)
+        if crc != self._manifest["files"][rank]["crc32"]:
+            raise ConsolidateError(f"{self._files[rank].path} is damaged: wrong checksum, its content has changed")
+        self.header(rank)
+
+    def tensor(self, rank: int, key: str) -> RankTensor:
+        """A tensor of a rank's file, to be read in parts; `finish` it behind the last."""
+        return RankTensor(self, rank, key, self.header(rank)[key], self._verify and self.has_blocks)
 
     def chunks(self, tensor: Tensor) -> Iterator[Raw]:
         """The stored bytes of a tensor in order; a chunk is valid until the next one is asked for."""
         item = ITEM_BYTES[tensor.stored]
         buffer = memoryview(bytearray(min(CHUNK_BYTES, tensor.numel * item)))
         filled = 0
+        parts: dict[int, RankTensor] = {}
         for rank, start, numel in tensor.segments:
             offset, left = start * item, numel * item
             while left:
+                if rank not in parts:
+                    parts[rank] = self.tensor(rank, tensor.key)
                 view = buffer[filled : filled + left]
-                self.read(rank, view, self.header(rank)[tensor.key].start + offset)
+                parts[rank].read(view, offset)
                 offset, left, filled = offset + len(view), left - len(view), filled + len(view)
                 if filled == len(buffer):
                     yield np.frombuffer(buffer, np.uint8)
@@ -447,7 +495,8 @@ class RankFiles:
         """The tensors in a rank's file, which have been compared with the manifest."""
         if rank not in self._headers:
             with self._opened(rank) as file:
-                header = file.header(self._marks)
+                crc32 = self._manifest["files"][rank]["crc32"] if self.has_blocks else None
+                header = file.header(self._marks, crc32)
                 held = {key: (tensor.dtype, tensor.nbytes) for key, tensor in header.items()}
                 wanted = self._contents[rank]
                 other = [key for key in sorted(held.keys() | wanted.keys()) if held.get(key) != wanted.get(key)]
@@ -458,8 +507,12 @@ class RankFiles:
             self._headers[rank] = header
         return self._headers[rank]
 
+    def damage(self, rank: int, key: str, block: int) -> ConsolidateError:
+        path = self._files[rank].path
+        return ConsolidateError(f"{path} is damaged: wrong checksum, block {block} of {key} has changed")
+
     def read(self, rank: int, view: memoryview, offset: int) -> None:
-        """Fill `view` from a byte of a rank's file on."""
+        """Fill `view` from a byte of a rank's file on. Nothing is compared."""
         with self._opened(rank) as file:
             file.read(view, offset)
 
@@ -487,6 +540,63 @@ class Stored:
     shape: tuple[int, ...]
     start: int  # bytes from the start of the file
     nbytes: int
+    checksums: Sequence[int] = ()  # by block, in rank files since version 2
+
+
+class RankTensor:
+    """Reads parts of one tensor of a rank's file, and compares the blocks that they touch with their checksums.
+
+    Parts that are read in order, one behind the other, are read once; where a part begins or ends inside a block, the
+    rest of the block is read for its checksum alone. What `read` filled is known to be right after `finish`.
+    """
+
+    def __init__(self, files: RankFiles, rank: int, key: str, stored: Stored, verify: bool) -> None:
+        self._files = files
+        self._rank = rank
+        self._key = key
+        self._stored = stored
+        self._verify = verify
+        self._at = 0  # bytes from the start of the tensor; its block is checksummed up to here
+        self._crc = 0
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fill `view` from a byte of the tensor on."""
+        self._move(offset)
+        step = READ_BYTES if self._verify else max(len(view), 1)
+        for start in range(0, len(view), step):  # what was read is in the cache still, when it is checksummed
+            self._read(view[start : start + step])
+
+    def finish(self) -> None:
+        """Compare the last block, of which the rest is read."""
+        if self._verify and self._at % BLOCK_BYTES:
+            self._skip_to(min(self._stored.nbytes, self._at + -self._at % BLOCK_BYTES))
+
+    def _move(self, offset: int) -> None:
+        if not self._verify:
+            self._at = offset
+        elif offset != self._at:
+            if not self._at <= offset < self._at + BLOCK_BYTES - self._at % BLOCK_BYTES:  # in another block, or back
+                self.finish()
+                self._at, self._crc = offset - offset % BLOCK_BYTES, 0
+            self._skip_to(offset)
+
+    def _skip_to(self, offset: int) -> None:
+        scratch = memoryview(bytearray(min(offset - self._at, READ_BYTES)))
+        while self._at < offset:
+            self._read(scratch[: offset - self._at])
+
+    def _read(self, view: memoryview) -> None:
+        self._files.read(self._rank, view, self._stored.start + self._at)
+        if not self._verify:
+            self._at += len(view)
+        while self._verify and view:
+            part = view[: BLOCK_BYTES - self._at % BLOCK_BYTES]
+            self._crc, self._at, view = self._files.crc32(part, self._crc), self._at + len(part), view[len(part) :]
+            if self._at % BLOCK_BYTES == 0 or self._at == self._stored.nbytes:
+                block = (self._at - 1) // BLOCK_BYTES
+                if self._crc != self._stored.checksums[block]:
+                    raise self._files.damage(self._rank, self._key, block)
+                self._crc = 0
 
 
 class SafetensorsFile:
@@ -508,8 +618,11 @@ class SafetensorsFile:
             expect(count > 0, f"it ends too early, at byte {offset}: it was truncated")
             view, offset = view[count:], offset + count
 
-    def header(self, marks: Mapping[str, str] | None = None) -> dict[str, Stored]:
-        """The tensors in the file by name; `marks` must not be other ones in its metadata."""
+    def header(self, marks: Mapping[str, str] | None = None, crc32: int | None = None) -> dict[str, Stored]:
+        """The tensors in the file by name; `marks` must not be other ones in its metadata.
+
+        `crc32` is the checksum of the header of a file that has one for each block of its tensors.
+        """
         length = bytearray(8)
         self.read(memoryview(length), 0)
         size, begin = os.fstat(self._descriptor).st_size, 8 + int.from_bytes(length, "little")
@@ -517,8 +630,13 @@ class SafetensorsFile:
         expect(fits, f"it is no safetensors file, or its header was truncated ({size} bytes)")
         text = bytearray(begin - 8)
         self.read(memoryview(text), 8)
+        unchanged = crc32 in (None, zlib.crc32(text, zlib.crc32(length)))
+        expect(unchanged, "its header has a wrong checksum, so it has changed")
         try:
-            return check_header(json.loads(text), begin, size, marks or {})
+            header = json.loads(text)
+            metadata = header.get("__metadata__", {}) if isinstance(header, dict) else {}
+            tensors = check_header(header, begin, size, marks or {})
+            return tensors if crc32 is None else with_checksums(tensors, metadata.get("crc32"), begin)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"unreadable header ({error})") from error
 
@@ -550,8 +668,39 @@ def check_header(header: Any, begin: int, size: int, marks: Mapping[str, str]) -
     return tensors
 
 
+def with_checksums(tensors: Mapping[str, Stored], text: Any, begin: int) -> dict[str, Stored]:
+    """The tensors with the checksums of their blocks, which `text` holds one behind the other; no byte is in none."""
+    count = sum(num_blocks(tensor.nbytes) for tensor in tensors.values())
+    digits = isinstance(text, str) and len(text) == 8 * count and set(text) <= set("0123456789abcdef")
+    expect(digits, "its checksums")
+    numbers: list[int] = np.frombuffer(bytes.fromhex(text), ">u4").tolist()
+    found = {}
+    block, end = 0, begin
+    for key, tensor in tensors.items():
+        expect(tensor.start == end, f"{key} is not behind the tensor before it")
+        last = block + num_blocks(tensor.nbytes)
+        found[key] = replace(tensor, checksums=numbers[block:last])
+        block, end = last, end + tensor.nbytes
+    return found
+
+
+def num_blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES)
+
+
+def encode_rank_header(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str], checksums: Sequence[int] | None
+) -> tuple[list[str], bytes]:
+    """`encode_header` of a rank file, with the checksums of all blocks; None if they are not known yet."""
+    blocks = sum(num_blocks(math.prod(shape) * ITEM_BYTES[code]) for code, shape in tensors.values())
+    numbers = [0] * blocks if checksums is None else checksums
+    expect(len(numbers) == blocks, f"{len(numbers)} checksums of {blocks} blocks")
+    text = "".join(f"{number:08x}" for number in numbers)  # of a fixed width: the header's length is known before them
+    return encode_header(tensors, {**metadata, "crc32": text}, RANK_FILE_ALIGN)
+
+
 def encode_header(
-    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str], align: int = 8
 ) -> tuple[list[str], bytes]:
     """In which order the file holds its tensors, which are given as name -> (element type, shape); and its header.
 
@@ -565,7 +714,7 @@ def encode_header(
         start, end = end, end + math.prod(shape) * ITEM_BYTES[code]
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % align)
     return ordered, len(text).to_bytes(8, "little") + text
 
 
@@ -672,6 +821,18 @@ def write_index(path: Path, files: Mapping[str, Sequence[str]], totals: Mapping[
         path.write_text(json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n")
 
 
+def write_bin(
+    out: Path, tensors: Sequence[Tensor], tied: Mapping[str, str], write: Callable[[Path, Sequence[Tensor]], None]
+) -> None:
+    """Write what torch.load reads, by way of a safetensors file beside it."""
+    weights = out.with_name(f"{out.name}.weights")
+    try:
+        write(weights, tensors)
+        save_bin(weights, out, tied)
+    finally:
+        weights.unlink(missing_ok=True)
+
+
 def save_bin(weights: Path, out: Path, tied: Mapping[str, str]) -> None:
     """Rewrite a safetensors file as torch.save does. Its pages are mapped, so they are no memory of the process."""
     import torch
@@ -761,7 +922,8 @@ def consolidate(
     names = {tensor.name for tensor in tensors}
     tied = {alias: name for alias, name in manifest["tied"].items() if name in names}
     total = sum(tensor.numel * ITEM_BYTES[tensor.stored] for tensor in tensors)
-    total += sum(file["size"] for file in manifest["files"]) if options.verify else 0
+    verified_before = options.verify and manifest["format_version"] == 1
+    total += verified_before * sum(file["size"] for file in manifest["files"])
     done = 0
 
     def advance(count: int) -> None:
@@ -771,19 +933,17 @@ def consolidate(
             progress(done, total)
 
     written = [out.name]
-    with closing(RankFiles(folder, manifest, WRITTEN_KINDS)) as files, published(out) as temporary:
+    with (
+        closing(RankFiles(folder, manifest, WRITTEN_KINDS, verify=options.verify)) as files,
+        published(out) as temporary,
+    ):
         write = partial(write_file, files=files, tied=tied, advance=advance)
-        if options.verify:
+        if verified_before:
             files.verify(range(len(manifest["files"])), advance)
         if out.suffix == ".safetensors":
             write(temporary, tensors)
         elif out.suffix == ".bin":
-            weights = temporary.with_name(f"{temporary.name}.weights")
-            try:
-                write(weights, tensors)
-                save_bin(weights, temporary, tied)
-            finally:
-                weights.unlink(missing_ok=True)
+            write_bin(temporary, tensors, tied, write)
         else:
             temporary.mkdir()
             written = write_folder(temporary, tensors, options.shard_bytes, write)
@@ -818,7 +978,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shard-size", metavar="SIZE", type=parse_bytes, help="most in a file [5GB]")
     add("--only-trainable", action="store_true", help="leave frozen parameters out")
     add("--tag", metavar="T", help="the checkpoint is CKPT/T")
-    add("--no-verify", action="store_true", help="do not compare the checksums first")
+    add("--no-verify", action="store_true", help="do not compare the checksums")
 
 
 def options_of(args: argparse.Namespace) -> Options:

@@ -26,8 +26,8 @@ def load_fp32_state_dict(
 ) -> LazyStateDict:
     """The weights of a checkpoint in fp32, under the names that the model's `state_dict()` has.
 
-    Each tensor is read, onto the CPU, when it is asked for. Any process may call; checksums are not compared
-    (`hf-zero inspect --verify` does that).
+    Each tensor is read, onto the CPU, when it is asked for. Any process may call. What is read is compared
+    with its checksums, but in checkpoints of format version 1 (`hf-zero inspect --verify` does that).
 
     Args:
         folder: `checkpoint-N` of the Trainer, or what was given to `engine.save_checkpoint`.

@@ -1,8 +1,8 @@
 """Reads any element of any parameter from a checkpoint folder, whatever layout the reader has.
 
 Which file holds an element follows from the stored layouts alone, so the world size, stage and bucket size of the
-reader do not matter. Bytes go from the file straight into the destination. No collectives: each rank opens the folder
-for itself.
+reader do not matter. Bytes go from the file straight into the destination, where their checksums are compared. No
+collectives: each rank opens the folder for itself.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.consolidate import WEIGHT_KINDS, RankFiles
+from hf_zero.checkpoint.consolidate import WEIGHT_KINDS, RankFiles, RankTensor
 from hf_zero.checkpoint.manifest import BUFFER_KIND, Manifest, TensorInfo, offering, read_manifest
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Slice, Slot, UnitLayout
+from hf_zero.native.checksum import crc32_of_bytes
 
 
 def open_checkpoint(folder: str | Path) -> CheckpointReader:
@@ -52,7 +53,7 @@ class CheckpointReader:
         self.folder = folder
         self.manifest = manifest
         with offering(folder):
-            self._files = RankFiles(folder, manifest.to_json())
+            self._files = RankFiles(folder, manifest.to_json(), crc32=crc32_of_bytes)
         # (parameter, rank) -> where its slice starts in that rank's shard
         self._slice_starts: dict[tuple[str, int], int] = {}
 
@@ -112,16 +113,24 @@ class CheckpointReader:
             )
 
     def verify(self, rank: int = 0, world_size: int = 1) -> None:
-        """Check checksums and headers of this rank's share of the files (all of them at world size 1).
+        """Check all bytes of this rank's share of the files (all of them at world size 1).
 
         Raises:
             CheckpointError: Files have changed, or differ from the manifest; the newest complete checkpoint is
                 offered.
         """
-        ranks = range(rank, len(self.manifest.files), world_size)
         with offering(self.folder):
-            self._files.verify(ranks)
-            for one in ranks:
+            self._files.verify(range(rank, len(self.manifest.files), world_size))
+
+    def verify_before_reading(self, rank: int = 0, world_size: int = 1) -> None:
+        """Check what reads do not: the headers of this rank's share of the files.
+
+        Files of version 1 are checked whole: a read cannot tell whether its bytes are right there. Raises as `verify`.
+        """
+        if not self._files.has_blocks:
+            return self.verify(rank, world_size)
+        with offering(self.folder):
+            for one in range(rank, len(self.manifest.files), world_size):
                 self._files.header(one)
 
     # ---------------------------------------------------------------- reading
@@ -132,7 +141,8 @@ class CheckpointReader:
             pieces: Ranges of the flattened parameter; only their start and numel count, so they may come from any
                 layout.
         Raises:
-            CheckpointError: The parameter or the kind is not stored, or a file is damaged.
+            CheckpointError: The parameter or the kind is not stored, or a file is damaged: also what was read was
+                changed since it was written (in files of version 1 `verify` finds that, a read does not).
         """
         slot = self._slot(name)
         ranges = pieces.pieces if isinstance(pieces, Slice) else pieces
@@ -142,9 +152,7 @@ class CheckpointReader:
         dtype: torch.dtype = getattr(torch, stored[kind])
         result = torch.empty(sum(piece.numel for piece in ranges), dtype=dtype)
         if result.numel():
-            view: memoryview = result.view(torch.uint8).numpy().data
-            for copy in self._copies(slot.name, ranges):
-                self._read_into(view, f"{slot.name}::{kind}", copy, dtype.itemsize)
+            self._read_into(result, f"{slot.name}::{kind}", self._copies(slot.name, ranges))
         return result
 
     def read_weights(self, name: str, pieces: Slice | Sequence[Piece], dtype: torch.dtype) -> torch.Tensor:
@@ -169,7 +177,7 @@ class CheckpointReader:
         result = torch.empty(math.prod(info.shape), dtype=getattr(torch, info.dtype))
         if result.numel():
             copy = _Copy(rank=0, source=0, target=0, numel=result.numel())
-            self._read_into(result.view(torch.uint8).numpy().data, f"{name}::{BUFFER_KIND}", copy, result.itemsize)
+            self._read_into(result, f"{name}::{BUFFER_KIND}", [copy])
         return result.view(info.shape)
 
     def _copies(self, name: str, ranges: Sequence[Piece]) -> list[_Copy]:
@@ -194,11 +202,19 @@ class CheckpointReader:
             self._slice_starts.update({(slice_.name, rank): slice_.shard_offset for slice_ in unit.slices(rank)})
         return self._slice_starts[name, rank]
 
-    def _read_into(self, view: memoryview, key: str, copy: _Copy, itemsize: int) -> None:
-        target = view[copy.target * itemsize : (copy.target + copy.numel) * itemsize]
+    def _read_into(self, result: torch.Tensor, key: str, copies: Sequence[_Copy]) -> None:
+        """Fill `result`, and compare the checksums of what was read for it."""
+        view: memoryview = result.view(torch.uint8).numpy().data
+        item = result.itemsize
+        parts: dict[int, RankTensor] = {}
         with offering(self.folder):
-            start = self._files.header(copy.rank)[key].start
-            self._files.read(copy.rank, target, start + copy.source * itemsize)
+            for copy in copies:
+                if copy.rank not in parts:
+                    parts[copy.rank] = self._files.tensor(copy.rank, key)
+                target = view[copy.target * item : (copy.target + copy.numel) * item]
+                parts[copy.rank].read(target, copy.source * item)
+            for part in parts.values():
+                part.finish()
 
     # ---------------------------------------------------------------- names
     def _canonical(self, name: str) -> str:

@@ -20,6 +20,7 @@ import importlib.resources
 import logging
 import secrets
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.atomic_files import written_atomically
-from hf_zero.checkpoint.consolidate import CHUNK_BYTES, CODES, check_manifest, encode_header
+from hf_zero.checkpoint.consolidate import CODES, ITEM_BYTES, check_manifest, encode_rank_header
 from hf_zero.checkpoint.manifest import (
     BUFFER_KIND,
     SCRIPT_NAME,
@@ -45,6 +46,7 @@ from hf_zero.checkpoint.manifest import (
     read_manifest,
     zero_folder,
 )
+from hf_zero.checkpoint.rank_file import DataWriter
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import FORMAT_VERSION, Slice
 
@@ -123,6 +125,7 @@ def write_rank_file(
     """Write this rank's shards; they are on the disk when this returns.
 
     Tensors are written one by one in chunks, from whatever device they are on: no second copy of the state is made.
+    Any thread may call, several at once for several files. No collectives, and the GIL is released for the work.
 
     Args:
         runs: Everything this rank owns. Tensors are 1-D [slice_.numel], in their own dtype.
@@ -144,16 +147,10 @@ def write_rank_file(
     marks = {} if info is None else marks_of(info, infos)
     if rank:
         marks.pop("buffers", None)
-    with written_atomically(path) as file:
-        entries = {key: (CODES[dtype_name(source.dtype)], [source.numel]) for key, source in sources.items()}
-        ordered, header = encode_header(entries, {"format": "pt", **marks})
-        file.write(header)
-        for tensor in (tensor for key in ordered for tensor in sources[key].chunks()):
-            for chunk in _raw_chunks(tensor):
-                file.write(chunk)
+    file = _write_tensors(path, sources, {"format": "pt", **marks})
     return FileRecord(
         rank=rank,
-        file=FileInfo(path.name, file.size, file.crc32),
+        file=file,
         numels={state.slice.name: state.slice.numel for state in states},
         kinds={s.slice.name: {kind: dtype_name(t.dtype) for kind, t in s.tensors.items()} for s in states},
         scalars={state.slice.name: dict(state.scalars) for state in states if state.scalars},
@@ -187,12 +184,20 @@ def _chunked(tensor: torch.Tensor | Chunked) -> Chunked:
     return Chunked(tensor.numel(), tensor.dtype, lambda: iter([tensor]))
 
 
-def _raw_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a 1-D tensor; only a chunk is copied, and only if it is elsewhere or not contiguous."""
-    tensor = tensor.detach()
-    step = max(CHUNK_BYTES // tensor.element_size(), 1)
-    for start in range(0, tensor.numel(), step):
-        yield tensor[start : start + step].cpu().contiguous().view(torch.uint8).numpy().data
+def _write_tensors(path: Path, sources: Mapping[str, Chunked], metadata: Mapping[str, str]) -> FileInfo:
+    """Write a file of these tensors. The header, which holds the checksums of all others, is written last."""
+    entries = {key: (CODES[dtype_name(source.dtype)], [source.numel]) for key, source in sources.items()}
+    ordered, header = encode_rank_header(entries, metadata, None)
+    size = len(header) + sum(ITEM_BYTES[code] * numel for code, [numel] in entries.values())
+    with written_atomically(path) as file:
+        with DataWriter(file, len(header), size) as data:
+            for key in ordered:
+                for chunk in sources[key].chunks():
+                    data.write(chunk)
+                data.end_tensor()
+        _, header = encode_rank_header(entries, metadata, data.checksums)
+        file.write(header, 0)
+    return FileInfo(path.name, size, zlib.crc32(header))
 
 
 # -------------------------------------------------------------------- phase 4: rank 0

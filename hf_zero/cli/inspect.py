@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> None:
     folder = chosen(args.checkpoint)
     manifest = read_manifest(folder)
     with offering(folder), closing(RankFiles(folder, manifest.to_json())) as files:
-        for rank in range(manifest.world_size if args.verify else 1):
-            files.header(rank)
         if args.verify:
             _verify(files, manifest)
+        else:
+            files.header(0)
     if args.verify and (problems := damaged_files(folder)):
         raise CheckpointError("; ".join(problems))
     summary = summarize(folder, manifest, verified=args.verify)

@@ -93,6 +93,7 @@ def _native() -> ctypes.CDLL:
         "destroy": (i32, [i64]),
         "open": (i64, [ctypes.c_char_p, i32, i32, i32, pointer(_FileInfo)]),
         "file_info_of": (i32, [i64, pointer(_FileInfo)]),
+        "preallocate": (i32, [i64, i64]),
         "close": (i32, [i64]),
         "submit": (i64, [i64, i64, i32, ctypes.c_void_p, i64, i64]),
         "wait": (i32, [i64, i64, i32, pointer(_Result)]),
@@ -129,6 +130,16 @@ class AioFile:
         """Whether O_DIRECT is used; becomes False when the file system turns out to refuse it."""
         info = _FileInfo()
         return _native().hz_aio_file_info_of(self._handle, ctypes.byref(info)) == 0 and bool(info.direct)
+
+    def preallocate(self, nbytes: int) -> None:
+        """Make the file `nbytes` long, with its space on the disk allocated where the file system can do that.
+
+        Raises:
+            AioError: The system refuses: the disk is full, say.
+        """
+        code = _native().hz_aio_preallocate(self._handle, nbytes)
+        if code < 0:
+            raise transfer_error(self.path, -code, write=True, offset=0, nbytes=nbytes)
 
     def close(self) -> None:
         self._close()

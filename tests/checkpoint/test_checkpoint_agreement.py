@@ -176,6 +176,33 @@ def test_a_rank_that_cannot_read_is_heard_by_all_at_once(stage: int, place: str,
     run_ranks(load_with_a_fault, 2, stage, str(tmp_path), place)
 
 
+def load_a_damaged_block(stage: int, folder: str) -> None:
+    """It is found where it is read, in the middle of a load: nobody trains on with half of one."""
+    engine = start(stage, seed=0)
+    steps(engine, 0, 2)
+    engine.save_checkpoint(folder, "a")
+    want = weights(engine)
+    path = Path(folder, "a", "zero", "rank-00001.safetensors")
+    content = path.read_bytes()
+    for data in (content[:-1] + bytes([content[-1] ^ 1]), content):
+        engine.comm.barrier("read")
+        if engine.rank == 0:
+            path.write_bytes(data)
+        engine.comm.barrier("written")
+        if data != content:
+            text = refused(lambda: engine.load_checkpoint(folder, "a"), f"{path} is damaged: wrong checksum, block 0")
+            assert "holds a part of" in text
+            with pytest.raises(hf_zero.StateError, match="after the broken load"):
+                engine.save_checkpoint(folder, "b")
+    engine.load_checkpoint(folder, "a")
+    assert same(weights(engine), want)
+    steps(engine, 2, 3)
+
+
+def test_a_damaged_block_is_found_by_the_load_that_reads_it(tmp_path: Path) -> None:
+    run_ranks(load_a_damaged_block, 2, 1, str(tmp_path))
+
+
 # -------------------------------------------------------------------- parameter groups and states
 def grouped(count: int, fused: bool | None = None) -> Any:
     torch.manual_seed(0)

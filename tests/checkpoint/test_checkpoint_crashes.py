@@ -18,6 +18,7 @@ from hf_zero.checkpoint.manifest import manifest_path, read_manifest, zero_folde
 from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.checkpoint.writer import build_manifest, discard, prepare_folder, write_manifest, write_rank_file
 from hf_zero.errors import CheckpointError
+from hf_zero.native.aio import AioFile, AioQueue
 from tests.checkpoint.test_resume import start, steps
 from tests.harness.checkpoints import assert_holds, in_child, make_model, only_frozen, save, save_info
 from tests.harness.ranks import RankFailure, run_ranks, try_ranks
@@ -62,6 +63,9 @@ def die_at_call(number: int) -> None:
 
     for name in ("open", "write", "fsync", "replace", "unlink", "mkdir"):
         setattr(os, name, lethal(getattr(os, name), name == "write"))
+    for method in ("preallocate", "close"):
+        setattr(AioFile, method, lethal(getattr(AioFile, method), False))
+    AioQueue.write = lethal(AioQueue.write, False)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("overwrites", [False, pytest.param(True, marks=pytest.mark.slow)])

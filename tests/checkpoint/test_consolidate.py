@@ -276,6 +276,13 @@ def test_the_copy_in_the_folder_stands_alone(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", "out"]
 
 
+def read_header(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    header: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    del header["__metadata__"]
+    return header
+
+
 def test_damage_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     save(folder, make_model(), 3)
@@ -289,7 +296,10 @@ def test_damage_is_named_and_nothing_is_written(tmp_path: Path) -> None:
         return str(caught.value)
 
     paths[1].write_bytes(content[:-4] + b"abcd")
-    assert refusal() == f"wrong checksum, the content has changed: {paths[1]}"
+    last = max(read_header(paths[1]).items(), key=lambda item: item[1]["data_offsets"][1])[0]
+    assert refusal() == f"{paths[1]} is damaged: wrong checksum, block 0 of {last} has changed"
+    consolidate(folder, tmp_path / "out", Options(verify=False))
+    shutil.rmtree(tmp_path / "out")
     paths[1].write_bytes(content[:8] + b"x" + content[9:])
     assert f"{paths[1]} is damaged" in refusal(Options(verify=False))
     paths[1].write_bytes(content[:-1])
@@ -301,8 +311,8 @@ def test_damage_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     text = manifest_path(folder).read_text()
     manifest_path(folder).write_text(text.replace('"stage": 3', '"stage": 2'))
     assert "manifest.json is damaged: its checksum is wrong" in refusal()
-    manifest_path(folder).write_text(text.replace('"format_version": 1', '"format_version": 2'))
-    assert "has format version 2, this version reads up to 1" in refusal()
+    manifest_path(folder).write_text(text.replace('"format_version": 2', '"format_version": 3'))
+    assert "has format version 3, this version reads up to 2" in refusal()
     manifest_path(folder).write_text(text[:-9])
     assert "manifest.json is damaged" in refusal()
 

@@ -54,6 +54,7 @@ ODD: list[Any] = [
     *("param", "master", [], {}, [[]], [1], [-1], [2**40, 2**40], {"x": 1}, {"name": "x"}, "crc32", "1", "root.p0"),
 ]
 EDITS_EACH = 100
+VERSION_1 = Path(__file__).parent / "data" / "version_1"  # make_model(3), by 2 ranks
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -257,9 +258,9 @@ def test_nested_beyond_all_measure(text: str, tmp_path: Path) -> None:
 
 
 def test_files_from_before_the_marks_are_read(tmp_path: Path) -> None:
-    """As hf_zero 0.1 wrote them: what contradicts itself is still found."""
-    folder, model = tmp_path / "checkpoint", make_model()
-    save(folder, model, 2, 64)
+    """As the first ones of version 1 were written: what contradicts itself is still found."""
+    folder, model = tmp_path / "checkpoint", make_model(3)
+    shutil.copytree(VERSION_1, folder)
     content = json.loads(manifest_path(folder).read_bytes())
     for file in content["files"]:
         path = folder / "zero" / file["name"]

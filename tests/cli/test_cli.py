@@ -67,7 +67,7 @@ def test_failed_jobs_are_status_1(capsys: Capture, tmp_path: Path) -> None:
     for command in (["inspect", folder, "--verify"], ["consolidate", folder]):
         status, line = fails(capsys, *command)
         assert status == 1
-        assert f"wrong checksum, the content has changed: {path}" in line
+        assert f"{path} is damaged: wrong checksum, block 0 of " in line
     path.unlink()
     for name in ("inspect", "consolidate"):
         status, line = fails(capsys, name, folder)

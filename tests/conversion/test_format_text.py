@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import struct
@@ -63,10 +64,21 @@ def save(folder: str, stage: int) -> dict[str, Any]:
 
 # -------------------------------------------------------------------- the reader, by the text
 def read_file(path: Path, info: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """The header, and the data, of which every block has the right checksum."""
     content = path.read_bytes()
-    assert (len(content), zlib.crc32(content)) == (info["size"], info["crc32"])
     (length,) = struct.unpack("<Q", content[:8])
-    return json.loads(content[8 : 8 + length]), content[8 + length :]
+    assert (len(content), zlib.crc32(content[: 8 + length])) == (info["size"], info["crc32"])
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    checksums = iter(header["__metadata__"]["crc32"][at : at + 8] for at in itertools.count(step=8))
+    end = 0
+    for key, entry in header.items():
+        if key != "__metadata__":
+            start, end = end, entry["data_offsets"][1]
+            assert entry["data_offsets"][0] == start
+            for block in range(start, end, 1 << 20):
+                assert next(checksums) == f"{zlib.crc32(data[block : min(block + (1 << 20), end)]):08x}"
+    assert (end, next(checksums)) == (len(data), "")
+    return header, data
 
 
 def stored(header: dict[str, Any], data: bytes, key: str, dtype: str) -> Any:

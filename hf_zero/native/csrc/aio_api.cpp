@@ -150,6 +150,23 @@ HZ_API int32_t hz_aio_file_info_of(int64_t handle, hz_aio_file_info* info) {
     return 0;
 }
 
+HZ_API int32_t hz_aio_preallocate(int64_t handle, int64_t nbytes) {
+    auto file = look_up(registry().files, handle, false);
+    if (!file) return -EBADF;
+    int result;
+#ifdef __linux__
+    // Not posix_fallocate, which writes to every block where the file system cannot allocate.
+    do {
+        result = nbytes > 0 ? fallocate(file->fd, 0, 0, nbytes) : 0;
+    } while (result != 0 && errno == EINTR);
+    if (result == 0 || (errno != EOPNOTSUPP && errno != ENOSYS)) return result == 0 ? 0 : -errno;
+#endif
+    do {
+        result = ftruncate(file->fd, nbytes);
+    } while (result != 0 && errno == EINTR);
+    return result == 0 ? 0 : -errno;
+}
+
 HZ_API int32_t hz_aio_close(int64_t handle) { return look_up(registry().files, handle, true) ? 0 : -EBADF; }
 
 HZ_API int64_t hz_aio_submit(int64_t handle, int64_t file_handle, int32_t write, void* memory, int64_t nbytes,

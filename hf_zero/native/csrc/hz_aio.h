@@ -64,6 +64,10 @@ HZ_API int32_t hz_aio_destroy(int64_t queue);
 HZ_API int64_t hz_aio_open(const char* path, int32_t write, int32_t create, int32_t direct, hz_aio_file_info* info);
 HZ_API int32_t hz_aio_file_info_of(int64_t file, hz_aio_file_info* info);
 
+// Makes the file `nbytes` long, with all blocks on the disk allocated where the file system can do that. Returns 0 or
+// -errno.
+HZ_API int32_t hz_aio_preallocate(int64_t file, int64_t nbytes);
+
 // The descriptors are closed when the last request on the file is done.
 HZ_API int32_t hz_aio_close(int64_t file);
 
