@@ -54,6 +54,11 @@ class Slot:
     def end(self) -> int:
         return self.offset + self.numel
 
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Of the parameter where it lies, in elements: those of a contiguous tensor."""
+        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -156,6 +161,13 @@ class UnitLayout:
     def numel(self) -> int:
         """Elements of the parameters, padding not counted."""
         return sum(slot.numel for slot in self.slots)
+
+    @cached_property
+    def gaps(self) -> list[tuple[int, int]]:
+        """[start, end) of what is no parameter's: between slots, and behind the last."""
+        ends = [0, *(slot.end for slot in self.slots)]
+        starts = [*(slot.offset for slot in self.slots), self.padded_numel]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
 
     @property
     def shard_numel(self) -> int:

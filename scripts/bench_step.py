@@ -59,11 +59,13 @@ class Torch:
             return torch.autocast(self.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
-    def backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with self.precision():
             loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
-        return loss.detach()
 
     def update(self) -> None:
         if self.args.clip:
@@ -170,7 +172,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     series = benchlib.measure_in_turn(variants, batch_of, **counts, say=say)
     memory = {}
     for name, made in variants.items():
-        made.backward(batch_of(name, len(series[name].losses)))
+        made.backward(made.forward(batch_of(name, len(series[name].losses))))
         memory[name] = made.state_bytes()
     return {"numel": numel, "series": {name: vars(one) for name, one in series.items()}, "state_bytes": memory}
 
@@ -240,7 +242,7 @@ def per_layer_table(args: argparse.Namespace, series: dict[str, Series]) -> list
     """What a variant takes beyond plain, at both depths and per layer (the slope between them)."""
     few, many = (size.layers for size in LAYER_CUTS)
     head = ["variant", *(f"{n} layers ms" for n in (few, many)), *(f"over plain, {n}" for n in (few, many))]
-    head += ["ms per layer", "CPU ms per layer"]
+    head += ["ms per layer", "CPU ms per layer", *(f"{name} ms per layer" for name in benchlib.PASSES)]
     rows = []
     for name in args.variants:
         cuts = {n: series[f"{name}/{n}"] for n in (few, many)}
@@ -249,7 +251,11 @@ def per_layer_table(args: argparse.Namespace, series: dict[str, Series]) -> list
         cpu = {n: _differences(cuts[n].cpu_s, plain[n].cpu_s) for n in (few, many)}
         row = [name, *(f"{cuts[n].step_s() * 1e3:.1f}" for n in (few, many))]
         row += [f"{statistics.median(over[n]) * 1e3:+.1f}" for n in (few, many)]
-        for both in (over, cpu):
+        passes = [
+            {n: _differences(cuts[n].pass_s(number), plain[n].pass_s(number)) for n in (few, many)}
+            for number in range(len(benchlib.PASSES))
+        ]
+        for both in (over, cpu, *passes):
             slopes = [(b - a) / (many - few) for a, b in zip(both[few], both[many], strict=True)]
             row.append(f"{statistics.median(slopes) * 1e3:+.3f}")
         rows.append(row)

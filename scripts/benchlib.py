@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import gc
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -188,12 +189,14 @@ def make_batch(vocab: int, shape: tuple[int, int], rank: int, step: int) -> dict
 
 # ---------------------------------------------------------------- measuring
 class Variant(Protocol):
-    """One way to train; `backward` and `update` together are a step.
+    """One way to train; `forward`, `backward` and `update` together are a step.
 
     What a step leaves running is waited for by `finish`, if there is one; that counts into the last step of a round.
     """
 
-    def backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor: ...
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor: ...
+
+    def backward(self, loss: torch.Tensor) -> None: ...
 
     def update(self) -> None: ...
 
@@ -206,13 +209,18 @@ class ZeroLoop:
 
         self.engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
-    def backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = self.engine(**batch).loss
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss)
-        return loss.detach()
 
     def update(self) -> None:
         self.engine.step()
+
+
+PASSES = ("forward", "backward", "update")
 
 
 @dataclasses.dataclass
@@ -220,6 +228,7 @@ class Series:
     """What was measured of one variant: on one rank, and after `over_ranks` on all of them."""
 
     wall_s: list[list[float]] = dataclasses.field(default_factory=list)  # [round][step]; the slowest rank's
+    passes_s: list[list[Sequence[float]]] = dataclasses.field(default_factory=list)  # [round][step][PASSES]; likewise
     cpu_s: list[float] = dataclasses.field(default_factory=list)  # [round], per step; the sum over ranks
     faults: list[float] = dataclasses.field(default_factory=list)  # [round], minor page faults per step; the sum
     busy_s: list[float] = dataclasses.field(default_factory=list)  # [round], per step; of all cores, by anybody
@@ -227,6 +236,10 @@ class Series:
 
     def round_s(self) -> list[float]:
         return [statistics.median(steps) for steps in self.wall_s]
+
+    def pass_s(self, number: int) -> list[float]:
+        """Of one of PASSES, as `round_s`."""
+        return [statistics.median(step[number] for step in steps) for steps in self.passes_s]
 
     def mean_round_s(self) -> list[float]:
         """As `round_s`, but by the mean: where work of one step is done in another one."""
@@ -250,7 +263,8 @@ def measure_in_turn(
     for name, variant in variants.items():
         for _ in range(warmup):
             batch = batch_of(name, len(series[name].losses))
-            loss = variant.backward(batch)
+            loss = variant.forward(batch)
+            variant.backward(loss)
             variant.update()
             series[name].losses.append(loss.item())
         say(f"warmed up {name}")
@@ -266,15 +280,21 @@ def measure_in_turn(
 
 
 def _measure(variant: Variant, batches: Sequence[dict[str, torch.Tensor]], series: Series) -> None:
-    losses, wall = [], []
+    losses, wall, passes = [], [], []
     dist.barrier()
     before, busy = resource.getrusage(resource.RUSAGE_SELF), _busy_s()
     for batch in batches:
         dist.barrier()
-        start = time.perf_counter()
-        losses.append(variant.backward(batch))
+        times = [time.perf_counter()]
+        loss = variant.forward(batch)
+        times.append(time.perf_counter())
+        variant.backward(loss)
+        times.append(time.perf_counter())
         variant.update()
-        wall.append(time.perf_counter() - start)
+        times.append(time.perf_counter())
+        losses.append(loss.detach())
+        wall.append(times[-1] - times[0])
+        passes.append([after - before for before, after in itertools.pairwise(times)])
     if hasattr(variant, "finish"):
         start = time.perf_counter()
         variant.finish()
@@ -286,6 +306,7 @@ def _measure(variant: Variant, batches: Sequence[dict[str, torch.Tensor]], serie
     after = resource.getrusage(resource.RUSAGE_SELF)
     series.busy_s.append((_busy_s() - busy) / len(batches))
     series.wall_s.append(wall)
+    series.passes_s.append(passes)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     series.cpu_s.append(cpu / len(batches))
     series.faults.append((after.ru_minflt - before.ru_minflt) / len(batches))
@@ -296,8 +317,10 @@ def _over_ranks(mine: Series) -> Series:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     rounds = zip(*(rank.wall_s for rank in everyone), strict=True)
+    passes = zip(*(rank.passes_s for rank in everyone), strict=True)
     return Series(
         [[max(step) for step in zip(*steps, strict=True)] for steps in rounds],
+        [[[max(one) for one in zip(*ranks, strict=True)] for ranks in zip(*steps, strict=True)] for steps in passes],
         [sum(values) for values in zip(*(rank.cpu_s for rank in everyone), strict=True)],
         [sum(values) for values in zip(*(rank.faults for rank in everyone), strict=True)],
         mine.busy_s,

@@ -125,7 +125,7 @@ class ModelAttachment:
             for index, param in enumerate(acc.flat.params):
                 self._hooks.on_gradient(param, self._reducer.arrived, number, index)
                 if acc.flat.layout.world_size == 1:  # the mean itself may be in param.grad
-                    self._hooks.before_gradient(param, self._reducer.shown.hide)
+                    self._hooks.before_gradient(param, self._reducer.shown)
 
     def naming_shards(self) -> contextlib.AbstractContextManager[None]:
         return self._guards.naming_shards()

@@ -114,7 +114,13 @@ class BuildSettings:
         )
 
     def plan(self, kind: UnitKind, world_size: int) -> UnitPlan:
-        return plan_unit(self.stage, kind, world_size, offloaded=self.offload.param.device != "none")
+        return plan_unit(
+            self.stage,
+            kind,
+            world_size,
+            params_offloaded=self.offload.param.device != "none",
+            updates_offloaded=self.offload.optimizer.device != "none",
+        )
 
     def layout(
         self,

@@ -117,6 +117,7 @@ class GradAccumulator:
         self.num_reduces = 0  # so far
         self.seen = [False] * len(flat.params)  # had a gradient on this rank in this window
         self._written = [False] * len(flat.params)  # has a value in `unreduced`
+        self._number = len(flat.params)
         self._arrived: set[int] = set()  # in this backward
         self._under_way: list[_PartUnderWay] = []
         self._reducing: torch.Tensor | None = None  # what the reduce under way reads
@@ -185,43 +186,42 @@ class GradAccumulator:
             reader.wait()
 
     # ---------------------------------------------------------------- arrival
-    def accumulate(self, index: int, grad: torch.Tensor) -> None:
-        """Add the gradient of the flat parameter's parameter `index`."""
+    def accumulate(self, index: int, grad: torch.Tensor) -> bool:
+        """Add the gradient of the flat parameter's parameter `index`; return `is_complete`."""
         if self.unreduced is None:
             self.unreduced = self._fresh_unsharded()
         if self._state is GradState.EMPTY:
             self._state = GradState.ACCUMULATING
         slot = self.flat.layout.slots[index]
-        place = self.unreduced[slot.offset : slot.end]
-        grad = grad.detach()
+        if grad.requires_grad:  # create_graph=True
+            grad = grad.detach()
         if grad.layout != torch.strided:  # an Embedding with sparse=True
             grad = grad.to_dense()
         self._loss_scale.check(slot.name, grad)
+        # One operation for a slice and a view, which together take as long as the copy of a small gradient.
+        place = self.unreduced.as_strided(slot.shape, slot.strides, slot.offset)
         if self._written[index]:
-            place.view(slot.shape).add_(grad)
+            place.add_(grad)
         else:
-            place.view(slot.shape).copy_(grad)
+            place.copy_(grad)
             self._written[index] = True
         self.seen[index] = True
         self._arrived.add(index)
+        return len(self._arrived) == self._number
 
     def _fresh_unsharded(self) -> torch.Tensor:
         if self._resident is not None and self._state is GradState.EMPTY:
             self._reclaim()
             return self._resident
         unsharded = self._pool.take(self.flat.layout.padded_numel, self.dtype)
-        end = 0
-        for slot in self.flat.layout.slots:  # the gaps between parameters travel too: they must be finite, and zero
-            if slot.offset > end:
-                unsharded[end : slot.offset].zero_()
-            end = slot.end
-        unsharded[end:].zero_()
+        for start, end in self.flat.layout.gaps:  # they travel too: they must be finite, and zero
+            unsharded[start:end].zero_()
         return unsharded
 
     @property
     def is_complete(self) -> bool:
         """Every parameter has had its gradient in this backward."""
-        return len(self._arrived) == len(self.seen)
+        return len(self._arrived) == self._number
 
     @property
     def has_rest(self) -> bool:
@@ -245,10 +245,11 @@ class GradAccumulator:
         """Start the reduce of what has arrived. All ranks must call, in the same order."""
         if self.unreduced is None:
             self.unreduced = self._fresh_unsharded()
-        for index, slot in enumerate(self.flat.layout.slots):
-            if not self._written[index]:
-                self.unreduced[slot.offset : slot.end].zero_()
-        self._written = [False] * len(self._written)
+        if not all(self._written):
+            for written, slot in zip(self._written, self.flat.layout.slots, strict=True):
+                if not written:
+                    self.unreduced[slot.offset : slot.end].zero_()
+        self._written = [False] * self._number
         if self._reader is not None:
             self._reclaim()
         layout = self.flat.layout

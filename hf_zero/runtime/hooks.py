@@ -31,7 +31,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ from hf_zero.runtime.autocast import AutocastCopies
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.nested import map_tensors, tensors_in
 from hf_zero.runtime.outside_access import OutsideReads
-from hf_zero.runtime.param_grads import take_arrived
+from hf_zero.runtime.param_grads import ParamGrads, take_arrived
 from hf_zero.runtime.unshard import OnDemandParams, Phase
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import UnitKind
@@ -156,18 +157,21 @@ class ModelHooks:
         `arrived` is a method. It and this object are referred to weakly: Python's collector does not see what
         autograd's hooks refer to, and a model that is forgotten without a teardown must be freed with its engine.
         """
-        mine, method = weakref.ref(self), weakref.WeakMethod(arrived)
+        method = cast(MethodType, arrived)
+        mine, receiver, receive = weakref.ref(self), weakref.ref(method.__self__), method.__func__
 
-        def hook(leaf: torch.Tensor) -> None:
-            hooks, receive = mine(), method()
-            grad = take_arrived(leaf) if hooks is not None else None
-            if grad is None or hooks is None or receive is None:
+        def hook(leaf: torch.Tensor) -> None:  # once per parameter and backward: what it costs, every parameter costs
+            hooks, owner = mine(), receiver()
+            if hooks is None or owner is None:
+                return
+            grad = take_arrived(leaf)
+            if grad is None:
                 return
             if hooks._watch is not None:
                 hooks._watch.arrived()
             if hooks._reads is not None and hooks._reads.iterated:
                 hooks._reads.check_gradient(leaf, grad)
-            receive(*where, grad)
+            receive(owner, *where, grad)
 
         handle = param.register_post_accumulate_grad_hook(hook)
         self._handles.append(handle)
@@ -180,14 +184,14 @@ class ModelHooks:
             if len(hooks) > 1 and next(reversed(hooks)) != mine:
                 hooks[mine] = hooks.pop(mine)  # C++ reads them in the order of insertion
 
-    def before_gradient(self, param: nn.Parameter, hide: Callable[[], None]) -> None:
-        """Call `hide()` before autograd adds to `param.grad`."""
+    def before_gradient(self, param: nn.Parameter, shown: ParamGrads) -> None:
+        """Hide what `shown` shows before autograd adds to `param.grad`."""
 
-        mine = weakref.WeakMethod(hide)
+        mine, place = weakref.ref(shown), shown.place
 
         def hook(grad: torch.Tensor) -> None:
-            if (call := mine()) is not None:
-                call()
+            if place.is_used and (owner := mine()) is not None:
+                owner.hide()
 
         self._handles.append(param.register_hook(hook))
 

@@ -70,14 +70,20 @@ def _flat(values: Any) -> list[Any]:
 def take_arrived(param: torch.Tensor) -> torch.Tensor | None:
     """Take what autograd has put into `parameter.grad`; a stand-in stays there."""
     grad = param.grad
-    if isinstance(grad, GradStandIn):
+    if type(grad) is GradStandIn:
         added, grad.added = grad.added, None
         return added
     param.grad = None
     return grad
 
 
-@dataclass(frozen=True)
+class _Place:
+    """Whether any gradient is shown. It refers to nothing, so that a hook of autograd can hold it."""
+
+    is_used = False
+
+
+@dataclass(slots=True)
 class _Shown:
     acc: GradAccumulator
     index: int
@@ -102,6 +108,7 @@ class ParamGrads:
         self._drop_all = drop_all
         self._on_change = on_change
         self._shown: list[_Shown] = []
+        self.place = _Place()
         self._stand_ins: weakref.WeakKeyDictionary[GradAccumulator, list[GradStandIn]] = weakref.WeakKeyDictionary()
         self._changes: list[str] = []  # of what all ranks must change alike, in this window
         self._edited = False  # values were, not only dropped
@@ -114,17 +121,19 @@ class ParamGrads:
         for acc in self._accumulators:
             whole = acc.unsharded_mean()
             stand_ins = self._stand_ins_of(acc)
+            is_cast = whole is not None and acc.dtype != acc.flat.dtype
             for index, param in enumerate(acc.flat.params):
                 if whole is not None and param.requires_grad:
                     grad = whole[index]
+                    if is_cast:
+                        param.grad_dtype = grad.dtype
                 elif acc.seen[index]:
                     grad = stand_ins[index]
                 else:
                     continue
-                if grad.dtype != param.dtype:
-                    param.grad_dtype = grad.dtype
                 param.grad = grad
                 self._shown.append(_Shown(acc, index, param, grad, grad._version))
+        self.place.is_used = bool(self._shown)
 
     def _stand_ins_of(self, acc: GradAccumulator) -> list[GradStandIn]:
         if acc not in self._stand_ins:
@@ -145,6 +154,7 @@ class ParamGrads:
             if one.grad.dtype != one.param.dtype:
                 one.param.grad_dtype = one.param.dtype
         self._shown.clear()
+        self.place.is_used = False
 
     @torch.no_grad()
     def collect(self) -> bool:
@@ -156,12 +166,12 @@ class ParamGrads:
         if shown and all(one.param.grad is None for one in shown):  # model.zero_grad() and the like
             self.discard()
             return True
-        for place, one in enumerate(shown):
+        for one in shown:
             grad = one.param.grad
             if grad is one.grad:
                 # A stand-in cannot be edited; autograd may have added to it before the start of its backward was seen.
                 if grad._version != one.version and not isinstance(grad, GradStandIn):
-                    shown[place] = _Shown(one.acc, one.index, one.param, grad, grad._version)
+                    one.version = grad._version
                     changed |= self._edit(one, grad, one.grad)
             elif grad is None:
                 self._on_change()

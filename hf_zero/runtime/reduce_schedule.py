@@ -70,17 +70,19 @@ class GradReducer:
 
     def arrived(self, number: int, index: int, grad: torch.Tensor) -> None:
         """The gradient of parameter `index` of accumulator `number` is there."""
-        acc = self.accumulators[number]
-        acc.accumulate(index, grad)
         self._any_arrival = True
-        if self._on_arrival and acc.is_complete:
-            boundary, groups = self._is_boundary(), self._groups
-            while self._next < len(groups) and all(one.is_complete for one in groups[self._next]):
-                due = self._to_start(groups[self._next], boundary)
-                if not due:
-                    return
-                self._start(due, final=boundary)
-                self._next += 1
+        if self.accumulators[number].accumulate(index, grad) and self._on_arrival:
+            self._start_complete()
+
+    def _start_complete(self) -> None:
+        """Start the reduces that are next in the order and have all their gradients."""
+        boundary, groups = self._is_boundary(), self._groups
+        while self._next < len(groups) and all(one.is_complete for one in groups[self._next]):
+            due = self._to_start(groups[self._next], boundary)
+            if not due:
+                return
+            self._start(due, final=boundary)
+            self._next += 1
 
     @property
     def _groups(self) -> list[list[GradAccumulator]]:

@@ -37,12 +37,19 @@ _ROWS = {
 }
 
 
-def plan_unit(stage: int, kind: UnitKind, world_size: int, *, offloaded: bool) -> UnitPlan:
-    """The row for `stage`. Persistent units stay unsharded as at stage 2; so does all in a world of one, with nothing
-    to gather, unless the shards are `offloaded` to another medium than the device's memory.
+def plan_unit(
+    stage: int, kind: UnitKind, world_size: int, *, params_offloaded: bool, updates_offloaded: bool
+) -> UnitPlan:
+    """The row for `stage`. Persistent units stay unsharded as at stage 2.
+
+    In a world of one there is nothing to gather and nothing to reduce: parameters stay unsharded, and gradients
+    accumulate where the update reads them, as at stage 1. Not where they go to another medium than device memory.
     """
-    if stage == 3 and (kind is UnitKind.PERSISTENT or (world_size == 1 and not offloaded)):
-        return _ROWS[2]
+    alone = world_size == 1
+    if stage == 3 and (kind is UnitKind.PERSISTENT or (alone and not params_offloaded)):
+        stage = 2
+    if stage == 2 and alone and not updates_offloaded:
+        stage = 1
     return _ROWS[stage]
 
 
