@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from hf_zero.checkpoint.latest import chosen, holds_nothing, set_latest, tagged
+from hf_zero.checkpoint.latest import chosen, holds_nothing, tagged
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError, ZeroError
 
@@ -84,11 +84,6 @@ def agree_on_source(
     _refuse_differences("load_checkpoint", [text for _, _, text in answers], "nothing was loaded")
     folder, empty, _ = answers[comm.rank]
     return None if empty else Path(folder)
-
-
-def mark_latest(comm: Comm, target: Target) -> None:
-    """Let a load of the folder without a tag find what was saved last."""
-    on_rank_0(comm, "checkpoint tag", lambda: set_latest(target.root, target.tag))
 
 
 def check_same(comm: Comm, what: str, mine: str, remedy: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.agreement import check_same, on_rank_0, together
+from hf_zero.checkpoint.background import BackgroundSaves, Job
 from hf_zero.checkpoint.frozen_digests import FrozenShards, check_frozen, full_digests
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, STATE_MARK, FileRecord, Manifest, SaveInfo, TensorInfo
 from hf_zero.checkpoint.optimizer_state import (
@@ -92,21 +94,74 @@ ALL_PARTS = Parts()
 
 
 # -------------------------------------------------------------------- save
-def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool = False) -> None:
+class _Saved:
+    """What this rank writes of one save."""
+
+    def __init__(self, session: Session, folder: Path, info: SaveInfo, save_id: str) -> None:
+        self._session = session
+        self._file = partial(write_rank_file, folder, session.comm.rank, save_id=save_id, info=info)
+        self._states: list[SliceState] = []
+        self._buffers: dict[str, torch.Tensor] = {}
+        self.is_mine = session.comm.rank < session.num_writers  # else lower ranks hold everything
+
+    def collect(self) -> bool:
+        """Find what is to be written; return whether none of it is on a disk."""
+        if self.is_mine:
+            self._states, self._buffers = [*_slice_states(self._session)], _model_buffers(self._session)
+        tensors = (tensor for state in self._states for tensor in state.tensors.values())
+        return not any(tensor.is_on_disk for tensor in tensors if isinstance(tensor, Chunked))
+
+    def copy(self, background: BackgroundSaves) -> None:
+        """Write a copy, which the training does not change."""
+        self._states, self._buffers = background.copy(self._states, self._buffers)
+
+    def write(self) -> FileRecord:
+        return self._file(self._states, self._buffers)
+
+
+def save(
+    session: Session,
+    folder: Path,
+    client_state: Any,
+    *,
+    exclude_frozen: bool = False,
+    published: Callable[[], None] = lambda: None,
+    background: BackgroundSaves | None = None,
+) -> None:
     """Write a checkpoint into `folder`, with `exclude_frozen` without the weights of frozen parameters.
 
-    All ranks must call. See [Note: Commit order] in writer.py.
+    All ranks must call. See [Note: Commit order] in writer.py. `published` is called on rank 0 when it is there.
+
+    With `background` this returns when everything is copied, and the rest follows: [Note: A save in the background].
+    Not where some of it is on a disk: then it is written now, since a copy would need the memory that the disk saves.
 
     Raises CheckpointError on every rank if any rank could not write its file; the folder's old checkpoint, if it held
     one, is then still complete.
     """
-    comm, optimizer = session.comm, session.optimizer
+    comm = session.comm
     session = replace(session, exclude_frozen=exclude_frozen)
+    info, save_id = _agree(session, folder, client_state)
+    saved = _Saved(session, folder, info, save_id)
+    if all(together(comm, "what is saved", saved.collect)) and background is not None:
+        with _discarding(session, folder):
+            together(comm, "copy of what is saved", lambda: saved.copy(background))
+        background.start(Job(folder, info, saved.write if saved.is_mine else None, published))
+        return
+    with _discarding(session, folder):
+        records = together(comm, "checkpoint files", lambda: saved.write() if saved.is_mine else None)
+    written = [record for record in records if record is not None]
+    on_rank_0(comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)))
+    on_rank_0(comm, "checkpoint tag", published)
+
+
+def _agree(session: Session, folder: Path, client_state: Any) -> tuple[SaveInfo, str]:
+    """Everything up to the first byte that a rank writes."""
+    comm, optimizer = session.comm, session.optimizer
     if optimizer is not None:
         optimizer.check_active("a checkpoint")
         session = replace(session, file_state=optimizer.strategy.file_state(optimizer.owned))
     shared: dict[str, Any] = {}
-    if exclude_frozen:
+    if session.exclude_frozen:
         shared[FROZEN_DIGESTS] = full_digests(comm, _frozen_shards(session))
     if optimizer is not None and len(optimizer.param_groups) > 1:
         by_rank = together(comm, "parameter groups", lambda: group_numbers(optimizer))
@@ -115,20 +170,18 @@ def save(session: Session, folder: Path, client_state: Any, exclude_frozen: bool
     together(comm, "checkpoint contents", lambda: check_info(info))
     save_id = on_rank_0(comm, "checkpoint folder", lambda: prepare_folder(folder))
 
-    def write() -> FileRecord | None:
-        if comm.rank >= session.num_writers:
-            return None
-        states, buffers = _slice_states(session), _model_buffers(session)
-        return write_rank_file(folder, comm.rank, states, buffers, save_id=save_id, info=info)
+    return info, save_id
 
+
+@contextlib.contextmanager
+def _discarding(session: Session, folder: Path) -> Iterator[None]:
+    """Delete what was written if the ranks fail inside."""
     try:
-        records = together(comm, "checkpoint files", write)
+        yield
     except CheckpointError:
-        if comm.rank == 0:
+        if session.comm.rank == 0:
             discard(folder)
         raise
-    written = [record for record in records if record is not None]
-    on_rank_0(comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)))
 
 
 def _frozen_shards(session: Session) -> FrozenShards:
@@ -206,7 +259,9 @@ def _slice_states(session: Session) -> Iterator[SliceState]:
 
 def _readable(shard: Shard, slice_: Slice) -> Chunked:
     """The elements of `slice_`, chunk by chunk from where they are kept."""
-    return Chunked(slice_.numel, shard.dtype, lambda: shard.chunks(slice_.shard_offset, slice_.numel))
+    return Chunked(
+        slice_.numel, shard.dtype, lambda: shard.chunks(slice_.shard_offset, slice_.numel), shard.is_on_disk
+    )
 
 
 def _optimizer_state(

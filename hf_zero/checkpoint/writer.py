@@ -66,6 +66,7 @@ class Chunked:
     numel: int
     dtype: torch.dtype
     chunks: Callable[[], Iterator[torch.Tensor]]  # each chunk is valid until the next is asked for
+    is_on_disk: bool = False
 
 
 @dataclass(frozen=True)

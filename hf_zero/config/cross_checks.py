@@ -256,4 +256,7 @@ def notices(given: Mapping[str, Any]) -> list[str]:
     gather = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
     if get(gather) is False and get(STAGE) == 3:
         lines.append(f"{gather} = false: checkpoints will have no model.safetensors; hf-zero consolidate makes it")
+    on_disk = [device for device in (_OFFLOAD, f"{ZERO}.offload_param.device") if get(device) == "nvme"]
+    if get("checkpoint.async") and on_disk:
+        lines.append(f'checkpoint.async = true has no effect: with {on_disk[0]} = "nvme" what is saved is on the disk')
     return lines

@@ -15,7 +15,7 @@ from hf_zero.config.optimizers import (
     TORCH_OPTIMIZERS,
 )
 from hf_zero.config.precision import LossScaling
-from hf_zero.config.resolved import Aio, OffloadOptimizer, ResolvedConfig, ZeroSection
+from hf_zero.config.resolved import Aio, CheckpointSection, OffloadOptimizer, ResolvedConfig, ZeroSection
 from hf_zero.config.schema import (
     Alias,
     Block,
@@ -221,6 +221,7 @@ SCHEDULER = Block(
 CHECKPOINT = Block(
     always=True,
     keys={
+        **rows_of(CheckpointSection),
         "tag_validation": no_effect(choice("Warn", "Ignore", "Warn", "Fail"), "all ranks write one manifest"),
         "load_universal": no_effect(flag(False), f"{_ANY_RANKS} and any stage"),
         "use_node_local_storage": refused(

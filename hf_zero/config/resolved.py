@@ -90,6 +90,13 @@ class Aio:
 
 
 @dataclass(frozen=True)
+class CheckpointSection:
+    """checkpoint. `async` is hf_zero's own."""
+
+    asynchronous: bool = key(flag(False), "async")
+
+
+@dataclass(frozen=True)
 class ZeroSection:
     """zero_optimization. Sizes are in elements."""
 
@@ -142,6 +149,7 @@ class ResolvedConfig(Mapping[str, Any]):
     dump_state: bool = key(flag(False))
     zero: ZeroSection = field(default_factory=ZeroSection, metadata={"name": "zero_optimization"})
     aio: Aio = field(default_factory=Aio)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     # Made of several keys.
     stage: int
     world_size: int

@@ -36,8 +36,8 @@ from hf_zero.distributed.processes import (
     leave_cleanly_at_exit,
     refuse_shared_device,
 )
-from hf_zero.distributed.store_protocol import LostRankError, Presence
-from hf_zero.distributed.work import CommCount, Done, Finish, Pending
+from hf_zero.distributed.store_protocol import Letters, LostRankError, Presence
+from hf_zero.distributed.work import CommCount, Done, Finish, Pending, Rider
 from hf_zero.errors import OffloadError, ZeroError
 
 # Elements per collective on gloo: larger single calls fall out of the cache.
@@ -72,6 +72,8 @@ class Comm:
         self._presence = Presence()
         self._received = BufferPool(device, max_kept=_MAX_RECEIVE_BUFFERS)
         self._block: Coalesced | None = None  # what `coalesced` has collected
+        self._riders: list[Rider] = []
+        self._num_letters = 0
         self._processes: EngineGroup | None = None  # None where this rank is the only one
         self._join(group)
 
@@ -214,9 +216,30 @@ class Comm:
         All ranks must call. Raises DivergenceError on all ranks if they have started different operations before.
         """
         self._record("vote", what, values)
-        if self._processes is None:
-            return values.cpu().unsqueeze(0)
-        return self._all_gather_numbers(self._processes, values.cpu(), f"vote on {what}")
+        notes = torch.tensor([rider.note() for rider in self._riders], dtype=torch.float64, device="cpu")
+        mine = torch.cat([values.cpu(), notes])
+        by_rank = mine.unsqueeze(0)
+        if self._processes is not None:
+            by_rank = self._all_gather_numbers(self._processes, mine, f"vote on {what}")
+        for place, rider in enumerate(self._riders, values.numel()):
+            rider.hear(by_rank[:, place].tolist())
+        return by_rank[:, : values.numel()]
+
+    def add_rider(self, rider: Rider) -> None:
+        """Let a number of this rank travel with every vote from now on. All ranks must call, in the same order."""
+        self._riders.append(rider)
+
+    def remove_rider(self, rider: Rider) -> None:
+        """All ranks must call."""
+        self._riders.remove(rider)
+
+    def letters(self) -> Letters | None:
+        """For a thread of each rank beside the collectives; None where this rank is alone. All ranks must call."""
+        group = self._processes
+        if group is None:
+            return None
+        self._num_letters += 1
+        return Letters(f"{group.name}/letters/{self._num_letters}", group.ended_ranks, lambda: group.stopped)
 
     def confirm(self, what: str) -> None:
         """Raise DivergenceError, on all ranks, if they have started different operations. All ranks must call.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -92,6 +92,55 @@ def _missing(keys: list[str], rank: int, timeout_s: float, ended_ranks: Callable
         time.sleep(pause)
         pause = min(2 * pause, 0.01)
     return []
+
+
+class Letters:
+    """What a thread of each rank tells those of the others, beside the collectives of the main threads.
+
+    Through a connection to the store of its own: a wait here makes no other thread wait.
+
+    Args:
+        name: Of this exchange: the same on all ranks, and of no other one.
+        is_over: Whether the group's connections are closed, so that lost ranks cannot be seen.
+    """
+
+    def __init__(self, name: str, ended_ranks: Callable[[], list[int]], is_over: Callable[[], bool]) -> None:
+        self._store = _store().clone()
+        self._name = name
+        self._ended_ranks = ended_ranks
+        self._is_over = is_over
+
+    def send(self, subject: str, content: bytes) -> None:
+        """Raises LostRankError where the store is gone."""
+        self._ask(lambda: self._store.set(self._key(subject), content))
+
+    def receive(self, subjects: Sequence[str]) -> list[bytes]:
+        """What was sent under each, once all of it is there. Raises LostRankError where some will not come."""
+        keys = [self._key(subject) for subject in subjects]
+        closed_at: float | None = None
+        pause = 0.001
+        while not self._ask(lambda: self._store.check(keys)):
+            # Who ends in order has sent what it had to before.
+            if (ended := self._ended_ranks()) and not self._ask(lambda: self._store.check(keys)):
+                raise LostRankError(f"rank(s) {ended} have ended")
+            if self._is_over():
+                closed_at = closed_at or time.monotonic()
+                if time.monotonic() > closed_at + PRESENCE_TIMEOUT_S:
+                    raise LostRankError("the ranks have closed their connections")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        contents: list[bytes] = self._ask(lambda: self._store.multi_get(keys))
+        return contents
+
+    def _key(self, subject: str) -> str:
+        return f"hf_zero/{self._name}/{subject}"
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except RuntimeError as error:  # DistNetworkError
+            reason = str(error).splitlines()[0]
+            raise LostRankError(f"the key-value store does not answer ({reason})") from error
 
 
 def publish_reason(group: str, reason: ZeroError) -> None:

@@ -26,3 +26,13 @@ class CommCount:
 class Done:
     def wait(self) -> None:
         return None
+
+
+class Rider(Protocol):
+    """What has something to agree on now and then, and no collective of its own."""
+
+    def note(self) -> float:
+        """This rank's number, for the vote that begins."""
+
+    def hear(self, notes: list[float]) -> None:
+        """Those of all ranks, in rank order."""

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hf_zero.checkpoint import collective
-from hf_zero.checkpoint.agreement import agree_on_source, agree_on_target, mark_latest
+from hf_zero.checkpoint.agreement import agree_on_source, agree_on_target
+from hf_zero.checkpoint.background import BackgroundSaves
 from hf_zero.checkpoint.collective import Parts, Session
+from hf_zero.checkpoint.latest import set_latest
+from hf_zero.config.resolved import CheckpointSection
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.runtime.build import BuiltUnits
 
 logger = logging.getLogger(__name__)
+
+
+def _nothing() -> None:
+    """Nothing is left to do when a checkpoint is published."""
 
 
 class Checkpointing:
@@ -26,13 +34,19 @@ class Checkpointing:
     """
 
     def __init__(
-        self, model: nn.Module, built: BuiltUnits, schedule: StepSchedule, check_model: Callable[[], None]
+        self,
+        model: nn.Module,
+        built: BuiltUnits,
+        schedule: StepSchedule,
+        settings: CheckpointSection,
+        check_model: Callable[[], None],
     ) -> None:
         self._model = model
         self._built = built
         self._comm = built.comm
         self._schedule = schedule
         self._check_model = check_model
+        self._background = BackgroundSaves(built.comm) if settings.asynchronous else None
 
     def session(self) -> Session:
         """What of the engine goes into a checkpoint now."""
@@ -61,24 +75,59 @@ class Checkpointing:
         options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
         default = f"global_step{self._schedule.global_steps}"
         target = agree_on_target(self._comm, save_dir, tag, default, options)
-        self._write(target.folder, client_state, exclude_frozen)
-        if save_latest:
-            mark_latest(self._comm, target)
+        published = partial(set_latest, target.root, target.tag) if save_latest else _nothing
+        self._write(target.folder, client_state, exclude_frozen, published)
 
     def write(self, folder: str | Path, *, exclude_frozen: bool) -> None:
         """Write into `folder` itself: no tag, no `latest`."""
         self._comm.require_all_ranks("write_checkpoint")
         options = {"exclude_frozen_parameters": exclude_frozen}
-        self._write(agree_on_target(self._comm, folder, None, "", options).folder, None, exclude_frozen)
+        self._write(agree_on_target(self._comm, folder, None, "", options).folder, None, exclude_frozen, _nothing)
 
-    def _write(self, folder: Path, client_state: Any, exclude_frozen: bool) -> None:
+    def _write(self, folder: Path, client_state: Any, exclude_frozen: bool, published: Callable[[], None]) -> None:
+        self.finish()
         self._check_model()
         self._schedule.finish_updates()
-        collective.save(self.session(), folder, client_state, exclude_frozen)
+        collective.save(
+            self.session(),
+            folder,
+            client_state,
+            exclude_frozen=exclude_frozen,
+            published=published,
+            background=self._background,
+        )
+
+    # ---------------------------------------------------------------- a save in the background
+    def finish(self) -> None:
+        """Wait for the save in flight, if there is one."""
+        if self._background is not None:
+            self._background.finish()
+
+    def after_step(self) -> None:
+        """An update was made: raise what has failed in the background."""
+        if self._background is not None:
+            self._background.after_step()
+
+    def when_published(self, call: Callable[[], None]) -> None:
+        """Call `call` when what was saved last is published, from any thread: now if it is. Not of all ranks."""
+        if self._background is None:
+            call()
+        else:
+            self._background.when_published(call)
+
+    def close(self) -> None:
+        """Wait for the save in flight; nothing is saved any more."""
+        background, self._background = self._background, None
+        if background is not None:
+            try:
+                background.finish()
+            finally:
+                background.close()
 
     def load(self, load_dir: str | Path, tag: str | int | None, parts: Parts) -> tuple[str | None, Any]:
         """Restore `parts`; returns (the checkpoint's folder, client_state), (None, {}) where nothing was saved yet."""
         self._comm.require_all_ranks("load_checkpoint")
+        self.finish()  # it may be the one that is asked for
         folder = agree_on_source(self._comm, load_dir, tag, vars(parts))
         if folder is None:
             if self._comm.rank == 0:
@@ -88,6 +137,7 @@ class Checkpointing:
 
     def read(self, folder: str | Path, parts: Parts) -> Any:
         """Restore `parts` from `folder` itself; returns the client_state or {}."""
+        self.finish()
         schedule = self._schedule
         schedule.params.reshard_all()
         schedule.finish_updates()

@@ -95,7 +95,7 @@ class ZeroEngine(ModuleWrapper):
         )
         self.params, self.reducer = self.schedule.params, self.schedule.reducer
         self.weights = FullWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
-        self.checkpoints = Checkpointing(model, built, self.schedule, self._check_model)
+        self.checkpoints = Checkpointing(model, built, self.schedule, config.checkpoint, self._check_model)
         self._uninstalls: list[Callable[[], None]] = []
         self._before_teardown: list[Callable[[ZeroEngine], None]] = []
         self.installs: list[Install] = []
@@ -208,6 +208,8 @@ class ZeroEngine(ModuleWrapper):
         self.reports.step_starts()
         boundary = self.schedule.step(lr_kwargs or {})
         self.reports.step_ends(boundary=boundary)
+        if boundary:
+            self.checkpoints.after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this accumulation window. `step` does it by itself."""
@@ -385,6 +387,14 @@ class ZeroEngine(ModuleWrapper):
         """As `save_checkpoint`, but into `folder` itself: no tag, no `latest`. All ranks must call."""
         self.checkpoints.write(folder, exclude_frozen=exclude_frozen_parameters)
 
+    def finish_saves(self) -> None:
+        """Wait until the checkpoint that is written in the background (`checkpoint.async`) is published.
+
+        All ranks must call. Raises CheckpointError on every rank if it could not be written. The next save, a load and
+        `teardown` wait by themselves.
+        """
+        self.checkpoints.finish()
+
     def load_checkpoint(
         self,
         load_dir: str | Path,
@@ -459,6 +469,7 @@ class ZeroEngine(ModuleWrapper):
         if self.optimizer is not None:
             self.optimizer.close()
         _LIVE.discard(self)
+        self.checkpoints.close()
 
     def _detach(self) -> None:
         self._attachment.uninstall()

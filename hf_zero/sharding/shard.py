@@ -30,6 +30,7 @@ class Shard(abc.ABC):
     """
 
     in_full = False  # whether it is a view of memory with the layout of the full flat parameter
+    is_on_disk = False
 
     def __init__(self, layout: UnitLayout, rank: int, dtype: torch.dtype) -> None:
         self.layout = layout
@@ -328,6 +329,7 @@ class StoredShard(Shard):
     ) -> None:
         super().__init__(layout, rank, dtype)
         self.store = store
+        self.is_on_disk = not store.is_memory
         self.tiles: list[Tile] = []
         step = tile_numel or max(layout.shard_numel, 1)
         for start in range(0, layout.shard_numel, step):

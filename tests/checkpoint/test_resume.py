@@ -70,7 +70,9 @@ def offload(medium: str) -> dict[str, Any]:
     return {"offload_optimizer": block, "sub_group_size": 61, **more}
 
 
-def start(stage: int, seed: int, *, bf16: bool = False, medium: str = "none", bucket: int = 150) -> Any:
+def start(
+    stage: int, seed: int, *, bf16: bool = False, medium: str = "none", bucket: int = 150, in_background: bool = False
+) -> Any:
     torch.manual_seed(seed)
     model = Net()
     decay = [param for param in model.parameters() if param.requires_grad and param.dim() > 1]
@@ -82,6 +84,7 @@ def start(stage: int, seed: int, *, bf16: bool = False, medium: str = "none", bu
         | offload(medium),
         "bf16": {"enabled": bf16},
         "gradient_clipping": 0.5,
+        "checkpoint": {"async": in_background},
     }
     return hf_zero.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
 

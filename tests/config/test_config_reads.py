@@ -13,22 +13,33 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_zero
 from hf_zero.config import ResolvedConfig
 from hf_zero.config.precision import LossScaling, Precision
-from hf_zero.config.resolved import Aio, OffloadOptimizer, OffloadParam, ZeroSection
+from hf_zero.config.resolved import Aio, CheckpointSection, OffloadOptimizer, OffloadParam, ZeroSection
 from hf_zero.config.supported import OBEYED, keys
 from tests.harness.ranks import run_ranks
 
-SECTIONS = (ResolvedConfig, ZeroSection, OffloadParam, OffloadOptimizer, Aio, Precision, LossScaling)
+SECTIONS = (
+    ResolvedConfig,
+    ZeroSection,
+    OffloadParam,
+    OffloadOptimizer,
+    Aio,
+    CheckpointSection,
+    Precision,
+    LossScaling,
+)
 BLOCKS = {
     "zero_optimization": "ZeroSection",
     "zero_optimization.offload_param": "OffloadParam",
     "zero_optimization.offload_optimizer": "OffloadOptimizer",
     "aio": "Aio",
+    "checkpoint": "CheckpointSection",
 }
 # Keys whose value is in a field of another name. What is asked for in 16 bits is one decision, made of many keys.
 FIELDS = {
     "zero_optimization.stage": "ResolvedConfig.stage",
     "zero_force_ds_cpu_optimizer": "ResolvedConfig.force_native_adam",
     "data_types.grad_accum_dtype": "ResolvedConfig.grad_accum_dtype",
+    "checkpoint.async": "CheckpointSection.asynchronous",
     "fp16.enabled": "ResolvedConfig.dtype",
     "bf16.enabled": "ResolvedConfig.dtype",
     "amp.enabled": "ResolvedConfig.dtype",

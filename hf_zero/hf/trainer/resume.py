@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import reissue_pt_warnings
+from transformers.trainer_utils import sort_checkpoints
 
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, check_files, manifest_path, offer, read_manifest, zero_folder
 from hf_zero.checkpoint.published_weights import damaged_files
@@ -94,6 +96,19 @@ def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, qu
         "checkpoint-N folder.\n"
         "Leave resume_from_checkpoint out to start from the beginning."
     )
+
+
+def delete_older(run: Path, limit: int, keep: set[Path], leave_out: Path) -> None:
+    """Delete the oldest `checkpoint-N` in `run` until `limit` are left, but none of `keep`.
+
+    Unlike Trainer's own, it does not take the newest folder for a checkpoint: `leave_out`, if it is none of `keep`, is
+    neither counted nor deleted.
+    """
+    found = [Path(folder) for folder in sort_checkpoints(str(run), use_mtime=True)]
+    counted = [folder for folder in found if folder in keep or folder != leave_out]
+    old = [folder for folder in counted if folder not in keep]
+    for folder in old[: max(len(counted) - limit, 0)]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _usable(folder: Path) -> str:

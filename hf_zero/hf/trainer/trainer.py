@@ -7,10 +7,11 @@ unmodified subclasses inherit them. Where ZeRO is not in force they do what the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from hf_zero.hf.patching import ACTIVATION, PatchPoint
 from hf_zero.hf.trainer.out_of_memory import run_attempt
 from hf_zero.hf.trainer.resume import (
     agree_on_checkpoint,
+    delete_older,
     has_sharded_state,
     lacks_frozen_weights,
     read_scheduler,
@@ -198,9 +200,41 @@ def save_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, *
     self._zero_saves_on_all_ranks = True
     try:
         folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
-        write_on_all(engine.comm, folder, lambda: orig(*args, **kwargs))
+        with _rotation_when_published(self, engine, trial=args[1] if len(args) > 1 else kwargs.get("trial")):
+            write_on_all(engine.comm, folder, lambda: orig(*args, **kwargs))
     finally:
         del self._zero_saves_on_all_ranks
+
+
+@contextlib.contextmanager
+def _rotation_when_published(trainer: Any, engine: ZeroEngine, trial: Any) -> Iterator[None]:
+    """With `checkpoint.async`, older checkpoints go when the one that is saved inside is published: until then it may
+    fail, and they are what a resume takes."""
+    args, limit = trainer.args, trainer.args.save_total_limit
+    if limit is None or not engine.config.checkpoint.asynchronous:
+        yield
+        return
+    args.save_total_limit = None
+    try:
+        yield
+    finally:
+        args.save_total_limit = limit
+    if args.should_save:
+        run, best = Path(trainer._get_output_dir(trial=trial)), trainer.state.best_model_checkpoint
+        saved = run / f"checkpoint-{trainer.state.global_step}"
+
+        def rotate() -> None:
+            being_written = run / f"checkpoint-{trainer.state.global_step}"
+            delete_older(run, limit, keep={saved, Path(best or saved)}, leave_out=being_written)
+
+        engine.checkpoints.when_published(rotate)
+
+
+@_in_place_of("_finalize_training", "trial", "num_train_samples", "start_time", needs=_engine)
+def finalize_training(self: Any, orig: Original, engine: ZeroEngine, *args: Any, **kwargs: Any) -> Any:
+    """A save in the background is over before the best model is looked for, and before train returns."""
+    engine.finish_saves()
+    return orig(*args, **kwargs)
 
 
 @_in_place_of("_save", "output_dir", "state_dict", needs=_engine)

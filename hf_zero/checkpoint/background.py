@@ -1,0 +1,199 @@
+"""Saves that are written while the training goes on: `{"checkpoint": {"async": true}}`.
+
+[Note: A save in the background]
+    1  main threads     agree on the folder, copy what they save into host memory (snapshot.py), and go on
+    2  a thread each    writes this rank's file, and tells rank 0's thread what it wrote, or why it could not
+    3  rank 0's thread  commits the manifest and sets `latest`, or deletes the files; it tells the others which
+    4  main threads     learn with the vote of a step that all threads are through; then all raise what failed, in the
+                        same step
+
+Threads talk through the key-value store, so no collective of the training meets one of a save, and a checkpoint is
+published without another step. At most one is in flight: the next save, a load and a teardown wait for it first. The
+thread keeps the process alive until it is through, after an exception in the training too.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_zero.checkpoint.manifest import FileRecord, SaveInfo
+from hf_zero.checkpoint.snapshot import SnapshotMemory
+from hf_zero.checkpoint.writer import SliceState, build_manifest, commit, discard
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.store_protocol import Letters, LostRankError
+from hf_zero.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_UNDER_WAY, _THROUGH = 0.0, 1.0
+_OUTCOME = "outcome"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank does of one save.
+
+    Args:
+        write: Writes this rank's file; None where other ranks hold everything.
+        published: Called on rank 0 once the manifest is there.
+    """
+
+    folder: Path
+    info: SaveInfo
+    write: Callable[[], FileRecord] | None
+    published: Callable[[], None]
+
+
+class BackgroundSaves:
+    """The saves of one engine. A Rider: see Comm.add_rider. All ranks must call each method but `when_published`."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._memory = SnapshotMemory()
+        self._comm = comm
+        self._running: _Save | None = None
+        self._all_through = False
+        comm.add_rider(self)
+
+    def copy(
+        self, states: Sequence[SliceState], buffers: Mapping[str, torch.Tensor]
+    ) -> tuple[list[SliceState], dict[str, torch.Tensor]]:
+        """The same in host memory that stays until the next call. Not of all ranks; no save may be in flight."""
+        return self._memory.copy(states, buffers)
+
+    def start(self, job: Job) -> None:
+        """Write in the background. The one before must be over: see `finish`."""
+        if self._running is not None:
+            raise AssertionError(f"{job.folder}: another save is in flight")
+        self._all_through = False
+        self._running = _Save(job, self._comm.letters(), self._comm.rank, self._comm.world_size)
+        self._running.start()
+
+    def note(self) -> float:
+        return _UNDER_WAY if self._running is None or not self._running.is_through else _THROUGH
+
+    def hear(self, notes: list[float]) -> None:
+        self._all_through = all(note == _THROUGH for note in notes)
+
+    def after_step(self) -> None:
+        """Raise CheckpointError, on all ranks in the same step, if a save has failed."""
+        if self._all_through:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save in flight. Raises CheckpointError, on all ranks, if it has failed."""
+        running, self._running = self._running, None
+        self._all_through = False
+        if running is not None:
+            running.join()
+            if running.problem:
+                raise CheckpointError(running.problem)
+
+    def when_published(self, call: Callable[[], None]) -> None:
+        """Call `call` once the save in flight is published: now if it is, and never if it fails."""
+        if self._running is None:
+            call()
+        else:
+            self._running.when_published(call)
+
+    def close(self) -> None:
+        """After `finish`: nothing is saved any more."""
+        self._comm.remove_rider(self)
+        self._memory.free()
+
+
+class _Save(threading.Thread):
+    """One rank's thread of one save. It is no daemon: Python waits for it at the end."""
+
+    def __init__(self, job: Job, letters: Letters | None, rank: int, world_size: int) -> None:
+        super().__init__(name="hf_zero-save", daemon=False)
+        self._job = job
+        self._letters = letters
+        self._rank = rank
+        self._ranks = range(world_size)
+        self._lock = threading.Lock()
+        self._calls: list[Callable[[], None]] = []
+        self.problem = ""  # why it failed
+        self.is_through = False
+
+    def run(self) -> None:
+        try:
+            self.problem = self._save()
+        except LostRankError as error:
+            self.problem = f"{self._job.folder} was not saved: {error} while it was written"
+            if self._rank == 0:
+                discard(self._job.folder)
+        except Exception as error:
+            self.problem = f"{self._job.folder} was not saved: {_text(error)}"
+        with self._lock:
+            self.is_through = True
+            calls = self._calls
+        if self.problem:
+            logger.error("%s", self.problem)
+            return
+        try:
+            for call in calls:
+                call()
+        except Exception:  # nobody waits for it
+            logger.exception("%s is saved; what was to follow has failed", self._job.folder)
+
+    def when_published(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            if not self.is_through:
+                self._calls.append(call)
+                return
+        if not self.problem:
+            call()
+
+    def _save(self) -> str:
+        """Why the save failed, the same on all ranks, or nothing."""
+        record, problem = self._write()
+        if self._letters is None:
+            return self._publish([record], problem)
+        self._letters.send(f"wrote/{self._rank}", pickle.dumps((record, problem)))
+        if self._rank != 0:
+            outcome = self._letters.receive([_OUTCOME])[0].decode()
+            self._letters.send(f"heard/{self._rank}", b"1")
+            return outcome
+        answers = map(pickle.loads, self._letters.receive([f"wrote/{rank}" for rank in self._ranks]))
+        records, problems = zip(*answers, strict=True)
+        outcome = self._publish(records, "\n".join(filter(None, problems)))
+        self._letters.send(_OUTCOME, outcome.encode())
+        self._wait_for_readers(self._letters)
+        return outcome
+
+    def _write(self) -> tuple[FileRecord | None, str]:
+        try:
+            return None if self._job.write is None else self._job.write(), ""
+        except Exception as error:
+            return None, f"rank {self._rank}: {_text(error)}"
+
+    def _publish(self, records: Sequence[FileRecord | None], problem: str) -> str:
+        """Rank 0's part."""
+        if not problem:
+            try:
+                written = [record for record in records if record is not None]
+                commit(self._job.folder, build_manifest(self._job.info, written))
+                self._job.published()
+                return ""
+            except Exception as error:  # the others wait to hear of it, whatever it is
+                problem = f"rank 0: {_text(error)}"
+        discard(self._job.folder)
+        return f"{self._job.folder} was not saved in the background: {problem}"
+
+    def _wait_for_readers(self, letters: Letters) -> None:
+        """The store may live in rank 0: it must not end before the others have read the outcome."""
+        try:
+            letters.receive([f"heard/{rank}" for rank in self._ranks if rank])
+        except LostRankError as error:
+            logger.warning("%s was saved; then %s", self._job.folder, error)
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,68 @@
+"""Points of a save at which a process is killed or slowed down, by name."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hf_zero.checkpoint import atomic_files, background, collective, rank_file, writer
+from hf_zero.checkpoint.snapshot import SnapshotMemory
+from hf_zero.distributed.store_protocol import Letters
+from hf_zero.engine import checkpointing
+
+# Name -> what is called there: an object, and an attribute of it.
+POINTS: dict[str, tuple[Any, str]] = {
+    "the ranks agree": (collective, "_agree"),
+    "the folder is made": (collective, "prepare_folder"),
+    "what is saved is found": (collective._Saved, "collect"),
+    "the snapshot": (SnapshotMemory, "copy"),
+    "a rank file begins": (collective, "write_rank_file"),
+    "tensors are written": (rank_file.DataWriter, "write"),
+    "the header is written": (writer, "encode_rank_header"),
+    "a file is synced": (atomic_files.os, "fsync"),
+    "a file gets its name": (atomic_files.os, "replace"),
+    "rank 0 is told": (Letters, "send"),
+    "the manifest is made": (background, "build_manifest"),
+    "the manifest is written": (writer, "write_manifest"),
+    "old files are deleted": (writer, "_delete_rank_files"),
+    "latest is set": (checkpointing, "set_latest"),
+}
+
+
+def at(point: str, act: Callable[[], None], *, call: int = 1) -> None:
+    """In this process, `act` before the n-th call of `point` from now on, and do nothing else."""
+    place, name = POINTS[point]
+    original = getattr(place, name)
+    left = call
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            act()
+        return original(*args, **kwargs)
+
+    setattr(place, name, wrapped)
+
+
+def kill() -> None:
+    """As `kill -9`: this process is gone at once."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def slow_down(point: str, seconds: float) -> None:
+    """Each call of `point` takes longer."""
+    place, name = POINTS[point]
+    original = getattr(place, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return original(*args, **kwargs)
+
+    setattr(place, name, wrapped)
