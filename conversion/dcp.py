@@ -64,8 +64,8 @@ _OPTIMIZERS = {
     frozenset(["momentum_buffer"]): "SGD",
 }
 _DEFAULTS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
-_SAME_AS_ADAMW = ("CPUAdam", "DeepSpeedCPUAdam", "FusedAdam")  # but for names of hyperparameters
-_HOW = ("fused", "foreach", "capturable", "differentiable")  # how an update is computed: the other tool's own choice
+SAME_AS_ADAMW = ("CPUAdam", "DeepSpeedCPUAdam", "FusedAdam")  # but for names of hyperparameters
+HOW = ("fused", "foreach", "capturable", "differentiable")  # how an update is computed: the other tool's own choice
 
 
 # -------------------------------------------------------------------- hf_zero -> DCP
@@ -168,10 +168,10 @@ def _group_of(reader: CheckpointReader, name: str) -> dict[str, Any]:
         )
     if "adamw_mode" in group:  # as hf_zero's own Adam calls it
         group.setdefault("decoupled_weight_decay", group["adamw_mode"])
-    of_torch = "AdamW" if saved_by in _SAME_AS_ADAMW else saved_by
+    of_torch = "AdamW" if saved_by in SAME_AS_ADAMW else saved_by
     if of_torch in _DEFAULTS:
         defaults = _DEFAULTS[of_torch]([torch.zeros(1)], lr=1e-3).param_groups[0]
-        how = {key: defaults[key] for key in _HOW if key in defaults}
+        how = {key: defaults[key] for key in HOW if key in defaults}
         group = {key: value for key, value in defaults.items() if key != "params"} | group | how
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
 

@@ -37,9 +37,11 @@ def tagged(folder: str | Path | None, tag: str | int | None, default: str) -> tu
     return Path(folder), name
 
 
-def chosen(folder: str | Path | None, tag: str | int | None = None) -> Path:
+def chosen(folder: str | Path | None, tag: str | int | None = None, latest: str = LATEST_NAME) -> Path:
     """Where the checkpoint is that is meant by `folder` and `tag`: without a tag the one that `latest` names, if any.
 
+    Args:
+        latest: The name of that file; other tools have others.
     Raises:
         CheckpointError: No folder is named, or `latest` names no folder.
     """
@@ -48,7 +50,7 @@ def chosen(folder: str | Path | None, tag: str | int | None = None) -> Path:
     folder = Path(folder)
     if tag is not None and tag != "":
         return folder / str(tag)
-    file = folder / LATEST_NAME
+    file = folder / latest
     if not file.is_file():
         return folder
     try:

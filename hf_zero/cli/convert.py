@@ -6,15 +6,20 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.cli.text import plural
+
+if TYPE_CHECKING:
+    from conversion.deepspeed import Summary
 
 NAME = "convert"
 SUMMARY = "turn a checkpoint of another tool into one of hf_zero, or back"
 EXAMPLES = """
 hf-zero convert from-deepspeed outputs/checkpoint-500 converted
 hf-zero convert from-deepspeed deepspeed_checkpoints converted --tag global_step500
+hf-zero convert from-universal deepspeed_checkpoints converted
+hf-zero convert to-universal checkpoints/global_step100 for-deepspeed
 hf-zero convert from-dcp fsdp-checkpoint checkpoints/converted
 hf-zero convert to-dcp checkpoints/global_step100 for-fsdp
 """
@@ -48,12 +53,30 @@ def run(args: argparse.Namespace) -> None:
 def _from_deepspeed(args: argparse.Namespace) -> None:
     from conversion.deepspeed import convert
 
-    done = convert(args.source, args.target, args.tag)
+    _report(convert(args.source, args.target, args.tag), args.target)
+
+
+def _from_universal(args: argparse.Namespace) -> None:
+    from conversion.universal import from_universal
+
+    _report(from_universal(args.source, args.target, args.tag), args.target)
+
+
+def _to_universal(args: argparse.Namespace) -> None:
+    from conversion.universal import to_universal
+
+    written = to_universal(args.source, args.target)
+    for remark in written.remarks:
+        print(remark)
+    print(f'{args.source} -> {written.folder} (load it with "checkpoint": {{"load_universal": true}})')
+
+
+def _report(done: Summary, target: Path) -> None:
     for key in done.left_out:
         print(f"left out: {key} of client_state, which JSON cannot hold")
     print(
         f"{done.folder}: step {done.global_step}, stage {done.stage}, {plural(done.world_size, 'rank')}, "
-        f"{plural(done.num_params, 'parameter')} of {plural(done.numel, 'element')} -> {args.target}"
+        f"{plural(done.num_params, 'parameter')} of {plural(done.numel, 'element')} -> {target}"
     )
 
 
@@ -72,6 +95,7 @@ def _to_dcp(args: argparse.Namespace) -> None:
 
 
 _TAG = {"help": "which checkpoint in SRC (default: the one that the file `latest` names)"}
+_TAG_UNIVERSAL = {"help": "which checkpoint in SRC (default: the one that the file `latest_universal` names)"}
 _BUFFERS = {
     "nargs": "+",
     "default": (),
@@ -84,6 +108,17 @@ CONVERSIONS = (
         "write a ZeRO checkpoint of DeepSpeed, stages 1 to 3, as one of hf_zero",
         _from_deepspeed,
         {"--tag": _TAG},
+    ),
+    Conversion(
+        "from-universal",
+        "write a universal checkpoint of DeepSpeed as one of hf_zero",
+        _from_universal,
+        {"--tag": _TAG_UNIVERSAL},
+    ),
+    Conversion(
+        "to-universal",
+        "write a checkpoint of hf_zero as a universal checkpoint of DeepSpeed, which loads it at stages 1 to 3",
+        _to_universal,
     ),
     Conversion(
         "from-dcp",
