@@ -10,7 +10,8 @@ import logging
 from pathlib import Path, PurePath
 
 from hf_zero.checkpoint.atomic_files import written_atomically
-from hf_zero.checkpoint.manifest import newest_complete_checkpoint, offer, zero_folder
+from hf_zero.checkpoint.consolidate import DEEPSPEEDS_NAME
+from hf_zero.checkpoint.manifest import newest_complete_checkpoint, offer, write_scripts, zero_folder
 from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -73,10 +74,11 @@ def holds_nothing(folder: Path) -> bool:
 
 
 def set_latest(folder: Path, tag: str) -> None:
-    """Note in `folder` that `tag` was saved last.
+    """Note in `folder` that `tag` was saved last, and write zero_to_fp32.py there, where DeepSpeed has it.
 
     Raises:
         CheckpointError: The operating system refused.
     """
+    write_scripts(folder, DEEPSPEEDS_NAME)
     with written_atomically(folder / LATEST_NAME) as out:
         out.write(tag.encode())
