@@ -1,8 +1,9 @@
-"""`hf-zero convert`: checkpoints of other tools, to and from those of hf_zero. The work is that of conversion/."""
+"""`hf-zero convert`: checkpoints and configurations of other tools as those of hf_zero. Done by conversion/."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from conversion.deepspeed import Summary
 
 NAME = "convert"
-SUMMARY = "turn a checkpoint of another tool into one of hf_zero, or back"
+SUMMARY = "turn a checkpoint or configuration of another tool into one of hf_zero, or a checkpoint back"
 EXAMPLES = """
 hf-zero convert from-deepspeed outputs/checkpoint-500 converted
 hf-zero convert from-deepspeed deepspeed_checkpoints converted --tag global_step500
@@ -22,6 +23,7 @@ hf-zero convert from-universal deepspeed_checkpoints converted
 hf-zero convert to-universal checkpoints/global_step100 for-deepspeed
 hf-zero convert from-dcp fsdp-checkpoint checkpoints/converted
 hf-zero convert to-dcp checkpoints/global_step100 for-fsdp
+hf-zero convert config accelerate.yaml zero.json
 """
 
 
@@ -31,6 +33,9 @@ class Conversion:
     summary: str
     run: Callable[[argparse.Namespace], None]
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # beside SRC and DST: of add_argument
+    source: str = "the checkpoint's folder"
+    target: str = "the folder to write; it must be new"
+    num_targets: str | None = None  # nargs of DST
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +44,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         sub = kinds.add_parser(
             one.name, help=one.summary, description=f"{one.summary[0].upper()}{one.summary[1:]}.", allow_abbrev=False
         )
-        sub.add_argument("source", metavar="SRC", type=Path, help="the checkpoint's folder")
-        sub.add_argument("target", metavar="DST", type=Path, help="the folder to write; it must be new")
+        sub.add_argument("source", metavar="SRC", type=Path, help=one.source)
+        sub.add_argument("target", metavar="DST", type=Path, help=one.target, nargs=one.num_targets)
         for name, option in one.options.items():
             sub.add_argument(name, **option)
         sub.set_defaults(convert=one.run)
@@ -69,6 +74,15 @@ def _to_universal(args: argparse.Namespace) -> None:
     for remark in written.remarks:
         print(remark)
     print(f'{args.source} -> {written.folder} (load it with "checkpoint": {{"load_universal": true}})')
+
+
+def _config(args: argparse.Namespace) -> None:
+    from conversion.configuration import convert_config, write_config
+
+    converted = convert_config(args.source)
+    files = [] if args.target is None else write_config(converted, args.target)
+    print("\n".join(converted.lines))
+    print(f"{args.source} -> {', '.join(map(str, files)) or json.dumps(converted.values, indent=2)}")
 
 
 def _report(done: Summary, target: Path) -> None:
@@ -127,4 +141,12 @@ CONVERSIONS = (
         {"--buffers": _BUFFERS},
     ),
     Conversion("to-dcp", "write a checkpoint of hf_zero as a folder of torch.distributed.checkpoint", _to_dcp),
+    Conversion(
+        "config",
+        "write a configuration of DeepSpeed (JSON) or accelerate (yaml) as one of hf_zero, and list what became of it",
+        _config,
+        source="the file",
+        target="the JSON to write, with a launch file in .yaml beside it if SRC is accelerate's [print it]",
+        num_targets="?",
+    ),
 )
