@@ -43,7 +43,7 @@ from hf_zero.layout import Piece, Slice
 logger = logging.getLogger(__name__)
 
 _METADATA = ".metadata"
-_STATISTICS = ("running_mean", "running_var")  # buffers of floats that every batch norm has
+STATISTICS = ("running_mean", "running_var")  # buffers of floats that every batch norm has
 _CLASSES = (
     *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
     *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
@@ -216,7 +216,7 @@ def from_dcp(src: str | Path, dst: str | Path, buffers: Sequence[str] = ()) -> N
 
 def _is_buffer(source: _Source, name: str) -> bool:
     info = source.tensor(source.model[name])
-    return not info.properties.dtype.is_floating_point or name.rpartition(".")[2] in _STATISTICS
+    return not info.properties.dtype.is_floating_point or name.rpartition(".")[2] in STATISTICS
 
 
 def _find_tied(source: _Source, trained: Mapping[str, int], rest: Sequence[str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ hf-zero convert from-universal deepspeed_checkpoints converted
 hf-zero convert to-universal checkpoints/global_step100 for-deepspeed
 hf-zero convert from-dcp fsdp-checkpoint checkpoints/converted
 hf-zero convert to-dcp checkpoints/global_step100 for-fsdp
+hf-zero convert from-hf my-model checkpoints/start
 hf-zero convert config accelerate.yaml zero.json
 """
 
@@ -76,6 +77,13 @@ def _to_universal(args: argparse.Namespace) -> None:
     print(f'{args.source} -> {written.folder} (load it with "checkpoint": {{"load_universal": true}})')
 
 
+def _from_hf(args: argparse.Namespace) -> None:
+    from conversion.huggingface import from_hf
+
+    count = from_hf(args.source, args.target, buffers=args.buffers)
+    print(f"{args.source}: {plural(count, 'parameter')} -> {args.target} (load it with load_module_only=True)")
+
+
 def _config(args: argparse.Namespace) -> None:
     from conversion.configuration import convert_config, write_config
 
@@ -114,7 +122,7 @@ _BUFFERS = {
     "nargs": "+",
     "default": (),
     "metavar": "NAME",
-    "help": "floats in SRC that are buffers: DCP does not tell them from frozen parameters",
+    "help": "floats in SRC that are buffers, which it does not tell from parameters",
 }
 CONVERSIONS = (
     Conversion(
@@ -141,6 +149,13 @@ CONVERSIONS = (
         {"--buffers": _BUFFERS},
     ),
     Conversion("to-dcp", "write a checkpoint of hf_zero as a folder of torch.distributed.checkpoint", _to_dcp),
+    Conversion(
+        "from-hf",
+        "write the weights of a Hugging Face folder as a checkpoint of hf_zero (back: hf-zero consolidate)",
+        _from_hf,
+        {"--buffers": _BUFFERS},
+        source="the folder, or one file in .safetensors",
+    ),
     Conversion(
         "config",
         "write a configuration of DeepSpeed (JSON) or accelerate (yaml) as one of hf_zero, and list what became of it",
