@@ -43,7 +43,7 @@ from hf_zero.layout import Piece, Slice
 logger = logging.getLogger(__name__)
 
 _METADATA = ".metadata"
-_STATISTICS = ("running_mean", "running_var")  # buffers of floats that every batch norm has
+STATISTICS = ("running_mean", "running_var")  # buffers of floats that every batch norm has
 _CLASSES = (
     *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
     *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
@@ -64,8 +64,8 @@ _OPTIMIZERS = {
     frozenset(["momentum_buffer"]): "SGD",
 }
 _DEFAULTS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
-_SAME_AS_ADAMW = ("CPUAdam", "DeepSpeedCPUAdam", "FusedAdam")  # but for names of hyperparameters
-_HOW = ("fused", "foreach", "capturable", "differentiable")  # how an update is computed: the other tool's own choice
+SAME_AS_ADAMW = ("CPUAdam", "DeepSpeedCPUAdam", "FusedAdam")  # but for names of hyperparameters
+HOW = ("fused", "foreach", "capturable", "differentiable")  # how an update is computed: the other tool's own choice
 
 
 # -------------------------------------------------------------------- hf_zero -> DCP
@@ -168,10 +168,10 @@ def _group_of(reader: CheckpointReader, name: str) -> dict[str, Any]:
         )
     if "adamw_mode" in group:  # as hf_zero's own Adam calls it
         group.setdefault("decoupled_weight_decay", group["adamw_mode"])
-    of_torch = "AdamW" if saved_by in _SAME_AS_ADAMW else saved_by
+    of_torch = "AdamW" if saved_by in SAME_AS_ADAMW else saved_by
     if of_torch in _DEFAULTS:
         defaults = _DEFAULTS[of_torch]([torch.zeros(1)], lr=1e-3).param_groups[0]
-        how = {key: defaults[key] for key in _HOW if key in defaults}
+        how = {key: defaults[key] for key in HOW if key in defaults}
         group = {key: value for key, value in defaults.items() if key != "params"} | group | how
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
 
@@ -216,7 +216,7 @@ def from_dcp(src: str | Path, dst: str | Path, buffers: Sequence[str] = ()) -> N
 
 def _is_buffer(source: _Source, name: str) -> bool:
     info = source.tensor(source.model[name])
-    return not info.properties.dtype.is_floating_point or name.rpartition(".")[2] in _STATISTICS
+    return not info.properties.dtype.is_floating_point or name.rpartition(".")[2] in STATISTICS
 
 
 def _find_tied(source: _Source, trained: Mapping[str, int], rest: Sequence[str]) -> dict[str, str]:

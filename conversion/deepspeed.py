@@ -47,10 +47,10 @@ STAND_INS: dict[str, type] = {
 }
 _OPTIM_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _FOREIGN = ("layer_*_model_states.pt", "expp_rank_*", "*expert_*_model_states.pt")
-_KINDS = ("exp_avg", "exp_avg_sq")  # Adam's and AdamW's
+KINDS = ("exp_avg", "exp_avg_sq")  # Adam's and AdamW's
 _ADAMS = frozenset(["adam", "adamw", "torch_adam", "fusedadam", "deepspeedcpuadam"])
 # Everything in a file of model states that is not the user's client_state.
-_OWN_KEYS = frozenset(
+OWN_KEYS = frozenset(
     """module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
     data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config ds_version
     checkpoint_parallel_dimensions universal_checkpoint_info sparse_tensor_module_names""".split()
@@ -130,20 +130,20 @@ def convert(source: str | Path, target: str | Path, tag: str | None = None) -> S
     files = open_source(chosen(source, tag))
     groups = flat_groups(files)
     trained = [one for group in groups for one in _trainable(files, group)]
-    params = _in_model_order(files, [*trained, *_frozen(files, {one.name for one in trained})])
-    buffers = _buffers(files)
-    buffers |= {one.name: _joined(one) for one in params if not _is_sharded(one)}
-    client, left_out = _client_state(files)
+    params = in_model_order(files, [*trained, *_frozen(files, {one.name for one in trained})])
+    buffers = buffers_of(files)
+    buffers |= {one.name: joined(one) for one in params if not is_sharded(one)}
+    client, left_out = client_state_of(files)
     group_of = {name: group.param_group for group in groups for name in group.shapes}
     run = ConvertedRun(
         stage=files.stage,
-        tied=_tied(files, {one.name for one in params}),
-        param_groups=_hyperparameters(files),
-        global_step=_count(files.model, "global_steps", files.model_path),
+        tied=tied_names(files, {one.name for one in params}),
+        param_groups=hyperparameters(files),
+        global_step=count_in(files.model, "global_steps", files.model_path),
         client_state=client,
-        extra=_extra(files, group_of),
+        extra=run_extra(files, group_of),
     )
-    write_checkpoint(Path(target), [one for one in params if _is_sharded(one)], buffers, run)
+    write_checkpoint(Path(target), [one for one in params if is_sharded(one)], buffers, run)
     numel = sum(math.prod(one.shape) for one in params)
     return Summary(files.folder, files.stage, files.world_size, run.global_step, len(params), numel, left_out)
 
@@ -154,7 +154,7 @@ def open_source(folder: Path) -> Source:
     paths = _optim_paths(folder)
     optims = []
     for path in paths:
-        optims.append(_get(load_pickle(path, STAND_INS), "optimizer_state_dict", dict, path))
+        optims.append(entry(load_pickle(path, STAND_INS), "optimizer_state_dict", dict, path))
     count = optims[0].get("partition_count")
     counts = count if isinstance(count, list) else [count]
     if not counts or any(type(one) is not int or one != len(paths) for one in counts):
@@ -175,7 +175,7 @@ def open_source(folder: Path) -> Source:
     stage: Any = optims[0].get("zero_stage", named)  # bf16 with fp32 gradients at stage 1 does not save it
     if type(stage) is not int or stage not in ((3,) if is_stage_3 else (1, 2)):
         raise CheckpointError(f"{paths[0]} says stage {stage!r}, which does not fit what it holds: expected 1, 2 or 3")
-    if _count(models[0], "mp_world_size", model_paths[0]) != 1:
+    if count_in(models[0], "mp_world_size", model_paths[0]) != 1:
         raise CheckpointError(f"{model_paths[0]} is of a run with tensor parallelism, which cannot be converted")
     return Source(folder, int(stage), paths, optims, model_paths[0], models, config)
 
@@ -212,7 +212,7 @@ def _optim_paths(folder: Path) -> list[Path]:
     return [found[rank] for rank in range(len(found))]
 
 
-def _get(content: Mapping[str, Any], key: str, kind: type[Kind], path: Path) -> Kind:
+def entry(content: Mapping[str, Any], key: str, kind: type[Kind], path: Path) -> Kind:
     """An entry of a file, of the type that DeepSpeed gives it."""
     found = content.get(key)
     if not isinstance(found, kind):
@@ -223,8 +223,8 @@ def _get(content: Mapping[str, Any], key: str, kind: type[Kind], path: Path) -> 
     return found
 
 
-def _count(content: Mapping[str, Any], key: str, path: Path) -> int:
-    found = _get(content, key, int, path)
+def count_in(content: Mapping[str, Any], key: str, path: Path) -> int:
+    found = entry(content, key, int, path)
     if isinstance(found, bool) or not 0 <= found < MOST_NUMEL:
         raise CheckpointError(f"{path}: {key} is {found}: expected a count")
     return found
@@ -233,10 +233,10 @@ def _count(content: Mapping[str, Any], key: str, path: Path) -> int:
 # -------------------------------------------------------------------- flat groups
 def flat_groups(files: Source) -> list[FlatGroup]:
     """The flat groups of all parameter groups, in the order of `param_shapes`, with the tensors of all ranks."""
-    shapes = [_shapes(one, files.model_path) for one in _get(files.model, "param_shapes", list, files.model_path)]
+    shapes = [shapes_of(one, files.model_path) for one in entry(files.model, "param_shapes", list, files.model_path)]
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
-    masters = [_get(held, key, list, path) for held, path in zip(files.optims, files.optim_paths, strict=True)]
-    bases = [_base_state(files, rank) for rank in range(files.world_size)]
+    masters = [entry(held, key, list, path) for held, path in zip(files.optims, files.optim_paths, strict=True)]
+    bases = [base_state(files, rank) for rank in range(files.world_size)]
     owners = {index: number for number, group in enumerate(bases[0][1]) for index in group["params"]}
     same_groups = all(len(groups) == len(bases[0][1]) for _, groups in bases)
     if any(len(one) != len(shapes) for one in masters) or sorted(owners) != [*range(len(shapes))] or not same_groups:
@@ -263,7 +263,7 @@ def flat_groups(files: Source) -> list[FlatGroup]:
     return groups
 
 
-def _shapes(value: Any, path: Path) -> dict[str, Shape]:
+def shapes_of(value: Any, path: Path) -> dict[str, Shape]:
     sound = isinstance(value, dict) and all(
         isinstance(name, str)
         and isinstance(shape, tuple | list)
@@ -276,7 +276,7 @@ def _shapes(value: Any, path: Path) -> dict[str, Shape]:
     return {name: tuple(shape) for name, shape in value.items()}
 
 
-def _base_state(files: Source, rank: int) -> tuple[Mapping[int, Any], list[dict[str, Any]]]:
+def base_state(files: Source, rank: int) -> tuple[Mapping[int, Any], list[dict[str, Any]]]:
     """State and parameter groups of the optimizer that DeepSpeed's is around."""
     path, key = files.optim_paths[rank], "optimizer_state_dict" if files.stage == 3 else "base_optimizer_state"
     if isinstance(files.optims[rank].get(key), list):
@@ -284,23 +284,23 @@ def _base_state(files: Source, rank: int) -> tuple[Mapping[int, Any], list[dict[
             f"{path} was saved with elastic_checkpoint, which leaves the hyperparameters out: save once more with "
             '"elastic_checkpoint": false'
         )
-    base = _get(files.optims[rank], key, dict, path)
-    groups = _get(base, "param_groups", list, path)
+    base = entry(files.optims[rank], key, dict, path)
+    groups = entry(base, "param_groups", list, path)
     for group in groups:
         indices = group.get("params") if isinstance(group, dict) else None
         if not isinstance(indices, list) or not all(isinstance(one, int) for one in indices):
             raise CheckpointError(f"{path}: the parameter groups are not those of a torch optimizer")
-    return _get(base, "state", dict, path), groups
+    return entry(base, "state", dict, path), groups
 
 
 def _rank_tensors(files: Source, rank: int, index: int, master: Any, state: Any) -> dict[str, torch.Tensor]:
     path = files.optim_paths[rank]
     state = state if isinstance(state, dict) else {"the whole": state}
     tensors = {kind: value for kind, value in state.items() if kind != "step"}
-    if not {*tensors} <= {*_KINDS} or (tensors and len(tensors) < len(_KINDS)):
+    if not {*tensors} <= {*KINDS} or (tensors and len(tensors) < len(KINDS)):
         raise CheckpointError(
             f"{path}: the optimizer's state is {', '.join(map(str, sorted(state, key=str)))}: only that of Adam and "
-            f"AdamW ({', '.join(_KINDS)}, step) can be converted"
+            f"AdamW ({', '.join(KINDS)}, step) can be converted"
         )
     tensors = {"master": master, **tensors}
     for kind, value in tensors.items():
@@ -392,13 +392,13 @@ def _unfitting(files: Source, group: FlatGroup, what: str) -> CheckpointError:
 
 # -------------------------------------------------------------------- parameters and buffers
 def _trainable(files: Source, group: FlatGroup) -> Iterator[ConvertedParam]:
-    module = _get(files.model, "module", dict, files.model_path)
+    module = entry(files.model, "module", dict, files.model_path)
     for name, parts in parts_of(files, group):
         kinds = group.tensors[0] if parts else ()
         chunked = {kind: _chunked([held[kind] for held in group.tensors], parts) for kind in kinds}
-        dtype = _get(module, name, torch.Tensor, files.model_path).dtype
+        dtype = entry(module, name, torch.Tensor, files.model_path).dtype
         param = ConvertedParam(name, group.shapes[name], dtype, True, chunked, group.scalars if parts else {})
-        if not _is_sharded(param):
+        if not is_sharded(param):
             raise CheckpointError(f"{files.model_path}: {name} has type {dtype}, which no optimizer trains")
         yield param
 
@@ -415,21 +415,21 @@ def _chunked(flats: Sequence[torch.Tensor], parts: Sequence[Part]) -> Chunked:
 def _frozen(files: Source, trainable: set[str]) -> Iterator[ConvertedParam]:
     """Frozen parameters: in the model at stages 1 and 2, in parts of equal size at stage 3."""
     if files.stage < 3:
-        other = {*_buffer_names(files), *_shared(files), *trainable}
-        module = _get(files.model, "module", dict, files.model_path)
+        other = {*buffer_names(files), *shared_names(files), *trainable}
+        module = entry(files.model, "module", dict, files.model_path)
         for name, value in module.items():
             if name not in other and isinstance(value, torch.Tensor):
-                yield _frozen_param(files, name, tuple(value.shape), [value])
+                yield frozen_param(files, name, tuple(value.shape), [value])
         return
     saved = files.model.get("frozen_param_shapes")
-    shapes = {} if saved is None else _shapes(saved, files.model_path)
+    shapes = {} if saved is None else shapes_of(saved, files.model_path)
     for name, shape in shapes.items():
-        fragments = [_get(one, "frozen_param_fragments", dict, files.model_path) for one in files.models]
-        values = [_get(one, name, torch.Tensor, files.model_path) for one in fragments]
-        yield _frozen_param(files, name, shape, values)
+        fragments = [entry(one, "frozen_param_fragments", dict, files.model_path) for one in files.models]
+        values = [entry(one, name, torch.Tensor, files.model_path) for one in fragments]
+        yield frozen_param(files, name, shape, values)
 
 
-def _frozen_param(files: Source, name: str, shape: Shape, values: Sequence[torch.Tensor]) -> ConvertedParam:
+def frozen_param(files: Source, name: str, shape: Shape, values: Sequence[torch.Tensor]) -> ConvertedParam:
     numel, dtype = math.prod(shape), values[0].dtype
     flats = [_dense(files, name, value).reshape(-1) for value in values]
     lengths = _lengths(numel, -(-numel // len(flats)), len(flats))
@@ -440,34 +440,34 @@ def _frozen_param(files: Source, name: str, shape: Shape, values: Sequence[torch
     return ConvertedParam(name, shape, dtype, False, tensors)
 
 
-def _is_sharded(param: ConvertedParam) -> bool:
+def is_sharded(param: ConvertedParam) -> bool:
     """hf_zero keeps frozen integers, and packed numbers of one byte, beside the buffers."""
     return param.dtype.is_floating_point and param.dtype.itemsize > 1
 
 
-def _joined(param: ConvertedParam) -> torch.Tensor:
+def joined(param: ConvertedParam) -> torch.Tensor:
     return torch.cat([piece for tensor in param.tensors.values() for piece in tensor.chunks()]).view(param.shape)
 
 
-def _in_model_order(files: Source, params: Sequence[ConvertedParam]) -> list[ConvertedParam]:
-    order = {name: place for place, name in enumerate(_get(files.model, "module", dict, files.model_path))}
+def in_model_order(files: Source, params: Sequence[ConvertedParam]) -> list[ConvertedParam]:
+    order = {name: place for place, name in enumerate(entry(files.model, "module", dict, files.model_path))}
     names = [one.name for one in params]
     if len({*names}) < len(names):
         raise CheckpointError(f"{files.model_path}: a parameter is named twice: it is not as DeepSpeed writes it")
     return sorted(params, key=lambda one: order.get(one.name, len(order)))
 
 
-def _buffer_names(files: Source) -> list[str]:
-    found = _get(files.model, "buffer_names", list, files.model_path)
+def buffer_names(files: Source) -> list[str]:
+    found = entry(files.model, "buffer_names", list, files.model_path)
     if not all(isinstance(name, str) for name in found):
         raise CheckpointError(f"{files.model_path}: buffer_names is no list of names")
     return found
 
 
-def _buffers(files: Source) -> dict[str, torch.Tensor]:
-    module = _get(files.model, "module", dict, files.model_path)
-    names = [name for name in _buffer_names(files) if name in module]
-    return {name: _dense(files, name, _get(module, name, torch.Tensor, files.model_path)) for name in names}
+def buffers_of(files: Source) -> dict[str, torch.Tensor]:
+    module = entry(files.model, "module", dict, files.model_path)
+    names = [name for name in buffer_names(files) if name in module]
+    return {name: _dense(files, name, entry(module, name, torch.Tensor, files.model_path)) for name in names}
 
 
 def _dense(files: Source, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -477,20 +477,20 @@ def _dense(files: Source, name: str, value: torch.Tensor) -> torch.Tensor:
     return value.detach()
 
 
-def _shared(files: Source) -> dict[str, str]:
-    found = _get(files.model, "shared_params", dict, files.model_path)
+def shared_names(files: Source) -> dict[str, str]:
+    found = entry(files.model, "shared_params", dict, files.model_path)
     if not all(isinstance(name, str) for pair in found.items() for name in pair):
         raise CheckpointError(f"{files.model_path}: shared_params does not map names to names")
     return found
 
 
-def _tied(files: Source, names: set[str]) -> dict[str, str]:
-    return {other: name for other, name in _shared(files).items() if name in names and other not in names}
+def tied_names(files: Source, names: set[str]) -> dict[str, str]:
+    return {other: name for other, name in shared_names(files).items() if name in names and other not in names}
 
 
 # -------------------------------------------------------------------- the run
-def _hyperparameters(files: Source) -> list[dict[str, Any]]:
-    groups = _base_state(files, 0)[1]
+def hyperparameters(files: Source) -> list[dict[str, Any]]:
+    groups = base_state(files, 0)[1]
     named = files.config.get("optimizer")
     kind = named.get("type") if isinstance(named, dict) else None
     # Lamb and RAdam keep state under the same names as Adam; their hyperparameters differ.
@@ -503,7 +503,7 @@ def _hyperparameters(files: Source) -> list[dict[str, Any]]:
     return [{key: plain(value) for key, value in group.items() if key not in ("params", "step")} for group in groups]
 
 
-def _extra(files: Source, group_of: Mapping[str, int]) -> dict[str, Any]:
+def run_extra(files: Source, group_of: Mapping[str, int]) -> dict[str, Any]:
     extra: dict[str, Any] = {"processes": files.world_size, "optimizer": "AdamW", "converted_from": "DeepSpeed"}
     if len({*group_of.values()}) > 1:
         extra[GROUP_OF] = dict(group_of)
@@ -516,13 +516,13 @@ def _extra(files: Source, group_of: Mapping[str, int]) -> dict[str, Any]:
     scaler = files.optims[0].get("loss_scaler")
     held = vars(scaler) if isinstance(scaler, StandIn) else {}
     guard = {key: held[key] for key in _SCALER_KEYS if type(held.get(key)) in (int, float)}
-    extra["step_guard"] = {**guard, "skipped_steps": _count(files.model, "skipped_steps", files.model_path)}
+    extra["step_guard"] = {**guard, "skipped_steps": count_in(files.model, "skipped_steps", files.model_path)}
     return extra
 
 
-def _client_state(files: Source) -> tuple[dict[str, Any], tuple[str, ...]]:
+def client_state_of(files: Source) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What the user gave to `save_checkpoint`, which DeepSpeed puts among its own keys; and what of it is no JSON."""
-    given = {key: value for key, value in files.model.items() if key not in _OWN_KEYS}
+    given = {key: value for key, value in files.model.items() if key not in OWN_KEYS}
     kept = {key: value for key, value in given.items() if isinstance(key, str) and _is_json(value)}
     return kept, tuple(sorted(str(key) for key in given if key not in kept))
 

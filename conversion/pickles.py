@@ -22,7 +22,17 @@ class StandIn:
 
 
 def load_pickle(path: Path, stand_ins: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """The dictionary in a file of torch.save; its tensors are mapped, so that only what is used of them is read.
+    """The dictionary in a file of torch.save; see `load_anything`."""
+    found = load_anything(path, stand_ins)
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(found).__name__}: expected a dictionary. It is another tool's file."
+        )
+    return found
+
+
+def load_anything(path: Path, stand_ins: Mapping[str, type] | None = None) -> Any:
+    """What is in a file of torch.save; its tensors are mapped, so that only what is used of them is read.
 
     Args:
         stand_ins: Full name of a class -> what is built in its place.
@@ -33,7 +43,7 @@ def load_pickle(path: Path, stand_ins: Mapping[str, type] | None = None) -> dict
     allowed: list[Any] = [(kind, name) for name, kind in (stand_ins or {}).items()]
     try:
         with torch.serialization.safe_globals(allowed):
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), "it is damaged")
         raise CheckpointError(
@@ -42,11 +52,6 @@ def load_pickle(path: Path, stand_ins: Mapping[str, type] | None = None) -> dict
         ) from error
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"cannot read {path}: {_first_line(error)}. Copy the file again.") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(
-            f"{path} holds a {type(found).__name__}: expected a dictionary. It is another tool's file."
-        )
-    return found
 
 
 def _check_archive(path: Path) -> None:

@@ -4,7 +4,7 @@
 
 Each folder is a run of 2 or 4 gloo ranks: `latest` and the tag as DeepSpeed writes them, expected.safetensors (full
 fp32 weights and optimizer states, as DeepSpeed's own access functions give them) and losses.json (the losses of the
-next steps).
+next steps). Those with "universal" hold the same save also as DeepSpeed's ds_to_universal converts it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ from tests.conversion.tiny_model import ROWS, STEPS_AFTER, STEPS_BEFORE, batch, 
 # Folder -> what its run differs in.
 RUNS: dict[str, dict[str, Any]] = {
     "stage1": {"stage": 1},
-    "stage2": {"stage": 2},
-    "stage3": {"stage": 3, "zero": {"stage3_param_persistence_threshold": 10}},
+    "stage2": {"stage": 2, "universal": True},
+    "stage3": {"stage": 3, "universal": True, "zero": {"stage3_param_persistence_threshold": 10}},
     "stage3-subgroups": {"stage": 3, "zero": {"sub_group_size": 20}},
     "stage2-bf16": {"stage": 2, "bf16": True},
     "stage3-bf16": {"stage": 3, "bf16": True},
@@ -126,6 +127,13 @@ def work(rank: int, name: str, port: int, out: Path) -> None:
     dist.destroy_process_group()
 
 
+def convert(folder: Path) -> None:
+    tag = folder / (folder / "latest").read_text()
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", str(tag), "--output_folder", f"{tag}_universal"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "conversion" / "data")
@@ -134,6 +142,8 @@ def main() -> None:
     for name in args.runs:
         shutil.rmtree(args.out / name, ignore_errors=True)
         mp.spawn(work, (name, free_port(), args.out), nprocs=world_size(RUNS[name]))
+        if RUNS[name].get("universal"):
+            convert(args.out / name)
         print(f"{name}: {sum(file.stat().st_size for file in (args.out / name).rglob('*.*'))} bytes")
 
 

@@ -1,5 +1,7 @@
 """Turns a sharded checkpoint of hf_zero into Hugging Face weights: `python consolidate.py --help`.
 
+Under the name zero_to_fp32.py it answers to DeepSpeed's way of calling: `python zero_to_fp32.py CHECKPOINT_DIR OUT`.
+
 Stand-alone, numpy and the standard library only: a copy of this very file lies in every checkpoint folder and has to
 work there years later, without hf_zero and without torch. That is why it is one file and repeats the arithmetic of
 hf_zero/layout.py (a test proves them equal). hf_zero's readers import from here how manifests and files are read.
@@ -60,7 +62,8 @@ BINARY = getattr(os, "O_BINARY", 0)  # without it Windows changes ends of lines
 
 # What a Hugging Face folder holds beside the weights: configuration, tokenizer, chat templates, code of its own.
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "*.py")
-NOT_MODEL_FILES = ("*.index.json", "trainer_state.json", "*_results.json", "consolidate.py")
+NOT_MODEL_FILES = ("*.index.json", "trainer_state.json", "*_results.json", "consolidate.py", "zero_to_fp32.py")
+DEEPSPEEDS_NAME = "zero_to_fp32.py"
 ONE_FILE = (".safetensors", ".bin")
 TEMPLATES = "additional_chat_templates"
 
@@ -78,6 +81,7 @@ class Options:
     shard_bytes: int = 5 * 10**9
     only_trainable: bool = False  # leaves frozen parameters out; buffers stay
     verify: bool = True  # compare the checksums
+    bins: bool = False  # a folder gets pytorch_model.bin, and nothing but weights
 
 
 DEFAULTS = Options()
@@ -786,7 +790,8 @@ def write_file(
 def write_folder(
     folder: Path, tensors: Sequence[Tensor], shard_bytes: int, write: Callable[[Path, Sequence[Tensor]], None]
 ) -> list[str]:
-    """Write model.safetensors, or numbered files of at most `shard_bytes` (or one tensor) each and their index."""
+    """Make `folder`: model.safetensors, or numbered files of `shard_bytes` (or one tensor) each and their index."""
+    folder.mkdir()
     by_name = {tensor.name: tensor for tensor in tensors}
     files = split_by_size({tensor.name: tensor.nbytes for tensor in tensors}, shard_bytes, "model{}.safetensors")
     for file, names in files.items():
@@ -831,6 +836,26 @@ def write_bin(
         save_bin(weights, out, tied)
     finally:
         weights.unlink(missing_ok=True)
+
+
+def write_bins(
+    folder: Path,
+    tensors: Sequence[Tensor],
+    tied: Mapping[str, str],
+    shard_bytes: int,
+    write: Callable[[Path, Sequence[Tensor]], None],
+) -> list[str]:
+    """As `write_folder`, pytorch_model.bin: every name is in the files, those of tied parameters too."""
+    folder.mkdir()
+    by_name = {tensor.name: tensor for tensor in tensors}
+    files = split_by_size({tensor.name: tensor.nbytes for tensor in tensors}, shard_bytes, "pytorch_model{}.bin")
+    listed = {}
+    for file, names in files.items():
+        aliases = {alias: name for alias, name in tied.items() if name in names}
+        write_bin(folder / file, [by_name[name] for name in names], aliases, write)
+        listed[file] = [*names, *aliases]
+    write_index(folder / "pytorch_model.bin.index.json", listed, {"total_size": sum(t.nbytes for t in tensors)})
+    return list(files)
 
 
 def save_bin(weights: Path, out: Path, tied: Mapping[str, str]) -> None:
@@ -914,8 +939,7 @@ def consolidate(
     out = folder / "consolidated" if out is None else Path(out)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ConsolidateError(f"{out} exists already: choose another place, or delete it first")
-    if out.suffix == ".bin" and importlib.util.find_spec("torch") is None:
-        raise ConsolidateError(f"{out} needs torch, which is not installed: choose a name that ends in .safetensors")
+    check_torch(out, options)
     manifest = read_manifest(folder)
     config = read_config(folder) if out.suffix not in ONE_FILE else None
     tensors = plan_tensors(manifest, options)
@@ -944,8 +968,9 @@ def consolidate(
             write(temporary, tensors)
         elif out.suffix == ".bin":
             write_bin(temporary, tensors, tied, write)
+        elif options.bins:
+            written = write_bins(temporary, tensors, tied, options.shard_bytes, write)
         else:
-            temporary.mkdir()
             written = write_folder(temporary, tensors, options.shard_bytes, write)
             copy_model_files(folder, temporary, config, {tensor.written for tensor in tensors})
     return {
@@ -956,6 +981,37 @@ def consolidate(
         "bytes": sum(tensor.nbytes for tensor in tensors),
         "dtypes": sorted({TORCH_NAMES[tensor.written] for tensor in tensors}),
     }
+
+
+def check_torch(out: Path, options: Options) -> None:
+    if not options.bins and out.suffix != ".bin":
+        return
+    with suppress(ValueError):  # it is hidden
+        if importlib.util.find_spec("torch") is not None:
+            return
+    remedy = "add --safe_serialization" if options.bins else "choose a name that ends in .safetensors"
+    raise ConsolidateError(f"{out} needs torch, which is not installed: {remedy}")
+
+
+def consolidate_into(
+    folder: Path, out: Path, options: Options, progress: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
+    """As `consolidate`; but to a folder that holds other files the new ones are added, and none is replaced."""
+    if out.suffix in ONE_FILE or not out.is_dir() or not any(out.iterdir()):
+        return consolidate(folder, out, options, progress)
+    patterns = ("pytorch_model*.bin*",) if options.bins else ("model.safetensors*", "model-*-of-*.safetensors")
+    there = sorted(path.name for pattern in patterns for path in out.glob(pattern))
+    if there:
+        raise ConsolidateError(f"{out / there[0]} exists already: choose another place, or delete it first")
+    beside = out / f".weights-{os.urandom(3).hex()}"
+    try:
+        summary = consolidate(folder, beside, options, progress)
+        for path in beside.iterdir():
+            if not (out / path.name).exists():
+                os.rename(path, out / path.name)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return summary | {"out": str(out)}
 
 
 # -------------------------------------------------------------------- command line
@@ -987,6 +1043,22 @@ def options_of(args: argparse.Namespace) -> Options:
     return Options(args.dtype, args.shard_size or DEFAULTS.shard_bytes, args.only_trainable, not args.no_verify)
 
 
+def add_deepspeeds_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT_DIR", type=Path, help="folder with the file `latest`, or with a checkpoint")
+    add("out", metavar="OUTPUT_DIR", type=Path, help="folder for the weights, or file in .bin or .safetensors")
+    add("--max_shard_size", metavar="SIZE", type=parse_bytes, default="5GB", help="most in a file [5GB]")
+    add("--safe_serialization", action="store_true", help="model.safetensors instead of pytorch_model.bin")
+    add("-t", "--tag", metavar="T", help="the checkpoint is CHECKPOINT_DIR/T [what `latest` names]")
+    add("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
+    add("-d", "--debug", action="store_true", help="show where an error is raised")
+
+
+def deepspeeds_options(args: argparse.Namespace) -> Options:
+    bins = not args.safe_serialization and args.out.suffix not in ONE_FILE
+    return Options("fp32", args.max_shard_size, args.exclude_frozen_parameters, bins=bins)
+
+
 def progress_bar(title: str) -> Callable[[int, int], None]:
     """Draws on stderr if that is a terminal, once the work has taken two seconds. Leaves an empty line behind."""
     started = drawn = time.monotonic()
@@ -1010,16 +1082,21 @@ def meant(folder: Path, tag: str | None) -> Path:
 
 
 def main() -> int:
+    as_deepspeed = Path(sys.argv[0]).name == DEEPSPEEDS_NAME
     parser = argparse.ArgumentParser(description="Write a sharded checkpoint of hf_zero as Hugging Face weights.")
-    add_arguments(parser)
+    (add_deepspeeds_arguments if as_deepspeed else add_arguments)(parser)
+    args = argparse.Namespace()
     try:
         args = parser.parse_intermixed_args()
-        summary = consolidate(
-            meant(args.checkpoint, args.tag), args.out, options_of(args), progress_bar("consolidating")
+        options, write = (
+            (deepspeeds_options(args), consolidate_into) if as_deepspeed else (options_of(args), consolidate)
         )
+        summary = write(meant(args.checkpoint, args.tag), args.out, options, progress_bar("consolidating"))
     except argparse.ArgumentError as error:
         parser.error(str(error))
     except (ConsolidateError, OSError) as error:
+        if getattr(args, "debug", False):
+            raise
         sys.stderr.write(f"{CLEAR_LINE if sys.stderr.isatty() else ''}error: {error}\n")
         return 1
     sys.stdout.write(f"{summary['tensors']} tensors, {summary['bytes'] / 1e9:.2f} GB, in {summary['out']}\n")

@@ -10,7 +10,8 @@ import logging
 from pathlib import Path, PurePath
 
 from hf_zero.checkpoint.atomic_files import written_atomically
-from hf_zero.checkpoint.manifest import newest_complete_checkpoint, offer, zero_folder
+from hf_zero.checkpoint.consolidate import DEEPSPEEDS_NAME
+from hf_zero.checkpoint.manifest import newest_complete_checkpoint, offer, write_scripts, zero_folder
 from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -37,9 +38,11 @@ def tagged(folder: str | Path | None, tag: str | int | None, default: str) -> tu
     return Path(folder), name
 
 
-def chosen(folder: str | Path | None, tag: str | int | None = None) -> Path:
+def chosen(folder: str | Path | None, tag: str | int | None = None, latest: str = LATEST_NAME) -> Path:
     """Where the checkpoint is that is meant by `folder` and `tag`: without a tag the one that `latest` names, if any.
 
+    Args:
+        latest: The name of that file; other tools have others.
     Raises:
         CheckpointError: No folder is named, or `latest` names no folder.
     """
@@ -48,7 +51,7 @@ def chosen(folder: str | Path | None, tag: str | int | None = None) -> Path:
     folder = Path(folder)
     if tag is not None and tag != "":
         return folder / str(tag)
-    file = folder / LATEST_NAME
+    file = folder / latest
     if not file.is_file():
         return folder
     try:
@@ -71,10 +74,11 @@ def holds_nothing(folder: Path) -> bool:
 
 
 def set_latest(folder: Path, tag: str) -> None:
-    """Note in `folder` that `tag` was saved last.
+    """Note in `folder` that `tag` was saved last, and write zero_to_fp32.py there, where DeepSpeed has it.
 
     Raises:
         CheckpointError: The operating system refused.
     """
+    write_scripts(folder, DEEPSPEEDS_NAME)
     with written_atomically(folder / LATEST_NAME) as out:
         out.write(tag.encode())

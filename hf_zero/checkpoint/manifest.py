@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.resources
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint import consolidate
+from hf_zero.checkpoint.atomic_files import written_atomically
 from hf_zero.checkpoint.consolidate import ConsolidateError, check_sizes, content_crc32, decode_manifest, file_marks
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import UnitLayout
@@ -138,6 +140,17 @@ def marks_of(info: SaveInfo, buffers: Iterable[TensorInfo]) -> dict[str, str]:
 
 def zero_folder(folder: str | Path) -> Path:
     return Path(folder) / ZERO_FOLDER
+
+
+def write_scripts(folder: Path, *names: str) -> None:
+    """Write copies of consolidate.py, which does under another name what DeepSpeed's script of that name does."""
+    script = importlib.resources.files("hf_zero.checkpoint").joinpath(SCRIPT_NAME).read_bytes()
+    for name in names:
+        with written_atomically(folder / name) as file:
+            file.write(script if name == SCRIPT_NAME else b"#!/usr/bin/env python3\n" + script)
+        if name != SCRIPT_NAME:
+            with contextlib.suppress(OSError):  # some file systems have no such mark
+                (folder / name).chmod(0o755)
 
 
 def manifest_path(folder: str | Path) -> Path:

@@ -16,7 +16,6 @@ checkpoint or the new one (or none, if there was none).
 
 from __future__ import annotations
 
-import importlib.resources
 import logging
 import secrets
 import time
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.atomic_files import written_atomically
-from hf_zero.checkpoint.consolidate import CODES, ITEM_BYTES, check_manifest, encode_rank_header
+from hf_zero.checkpoint.consolidate import CODES, DEEPSPEEDS_NAME, ITEM_BYTES, check_manifest, encode_rank_header
 from hf_zero.checkpoint.manifest import (
     BUFFER_KIND,
     SCRIPT_NAME,
@@ -44,6 +43,7 @@ from hf_zero.checkpoint.manifest import (
     marks_of,
     package_version,
     read_manifest,
+    write_scripts,
     zero_folder,
 )
 from hf_zero.checkpoint.rank_file import DataWriter
@@ -237,8 +237,7 @@ def write_manifest(folder: str | Path, manifest: Manifest) -> None:
 
 def commit(folder: str | Path, manifest: Manifest) -> None:
     """Publish what the ranks wrote, then delete the files of the checkpoint that it replaces. Rank 0 only."""
-    with written_atomically(Path(folder) / SCRIPT_NAME) as file:
-        file.write(importlib.resources.files("hf_zero.checkpoint").joinpath(SCRIPT_NAME).read_bytes())
+    write_scripts(Path(folder), SCRIPT_NAME, DEEPSPEEDS_NAME)
     _wait_for_files(folder, manifest)
     write_manifest(folder, manifest)
     _delete_rank_files(folder, keep={file.name for file in manifest.files})

@@ -1,22 +1,30 @@
-"""`hf-zero convert`: checkpoints of other tools, to and from those of hf_zero. The work is that of conversion/."""
+"""`hf-zero convert`: checkpoints and configurations of other tools as those of hf_zero. Done by conversion/."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.cli.text import plural
 
+if TYPE_CHECKING:
+    from conversion.deepspeed import Summary
+
 NAME = "convert"
-SUMMARY = "turn a checkpoint of another tool into one of hf_zero, or back"
+SUMMARY = "turn a checkpoint or configuration of another tool into one of hf_zero, or a checkpoint back"
 EXAMPLES = """
 hf-zero convert from-deepspeed outputs/checkpoint-500 converted
 hf-zero convert from-deepspeed deepspeed_checkpoints converted --tag global_step500
+hf-zero convert from-universal deepspeed_checkpoints converted
+hf-zero convert to-universal checkpoints/global_step100 for-deepspeed
 hf-zero convert from-dcp fsdp-checkpoint checkpoints/converted
 hf-zero convert to-dcp checkpoints/global_step100 for-fsdp
+hf-zero convert from-hf my-model checkpoints/start
+hf-zero convert config accelerate.yaml zero.json
 """
 
 
@@ -26,6 +34,9 @@ class Conversion:
     summary: str
     run: Callable[[argparse.Namespace], None]
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # beside SRC and DST: of add_argument
+    source: str = "the checkpoint's folder"
+    target: str = "the folder to write; it must be new"
+    num_targets: str | None = None  # nargs of DST
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         sub = kinds.add_parser(
             one.name, help=one.summary, description=f"{one.summary[0].upper()}{one.summary[1:]}.", allow_abbrev=False
         )
-        sub.add_argument("source", metavar="SRC", type=Path, help="the checkpoint's folder")
-        sub.add_argument("target", metavar="DST", type=Path, help="the folder to write; it must be new")
+        sub.add_argument("source", metavar="SRC", type=Path, help=one.source)
+        sub.add_argument("target", metavar="DST", type=Path, help=one.target, nargs=one.num_targets)
         for name, option in one.options.items():
             sub.add_argument(name, **option)
         sub.set_defaults(convert=one.run)
@@ -48,12 +59,46 @@ def run(args: argparse.Namespace) -> None:
 def _from_deepspeed(args: argparse.Namespace) -> None:
     from conversion.deepspeed import convert
 
-    done = convert(args.source, args.target, args.tag)
+    _report(convert(args.source, args.target, args.tag), args.target)
+
+
+def _from_universal(args: argparse.Namespace) -> None:
+    from conversion.universal import from_universal
+
+    _report(from_universal(args.source, args.target, args.tag), args.target)
+
+
+def _to_universal(args: argparse.Namespace) -> None:
+    from conversion.universal import to_universal
+
+    written = to_universal(args.source, args.target)
+    for remark in written.remarks:
+        print(remark)
+    print(f'{args.source} -> {written.folder} (load it with "checkpoint": {{"load_universal": true}})')
+
+
+def _from_hf(args: argparse.Namespace) -> None:
+    from conversion.huggingface import from_hf
+
+    count = from_hf(args.source, args.target, buffers=args.buffers)
+    print(f"{args.source}: {plural(count, 'parameter')} -> {args.target} (load it with load_module_only=True)")
+
+
+def _config(args: argparse.Namespace) -> None:
+    from conversion.configuration import convert_config, write_config
+
+    converted = convert_config(args.source)
+    files = [] if args.target is None else write_config(converted, args.target)
+    print("\n".join(converted.lines))
+    print(f"{args.source} -> {', '.join(map(str, files)) or json.dumps(converted.values, indent=2)}")
+
+
+def _report(done: Summary, target: Path) -> None:
     for key in done.left_out:
         print(f"left out: {key} of client_state, which JSON cannot hold")
     print(
         f"{done.folder}: step {done.global_step}, stage {done.stage}, {plural(done.world_size, 'rank')}, "
-        f"{plural(done.num_params, 'parameter')} of {plural(done.numel, 'element')} -> {args.target}"
+        f"{plural(done.num_params, 'parameter')} of {plural(done.numel, 'element')} -> {target}"
     )
 
 
@@ -72,11 +117,12 @@ def _to_dcp(args: argparse.Namespace) -> None:
 
 
 _TAG = {"help": "which checkpoint in SRC (default: the one that the file `latest` names)"}
+_TAG_UNIVERSAL = {"help": "which checkpoint in SRC (default: the one that the file `latest_universal` names)"}
 _BUFFERS = {
     "nargs": "+",
     "default": (),
     "metavar": "NAME",
-    "help": "floats in SRC that are buffers: DCP does not tell them from frozen parameters",
+    "help": "floats in SRC that are buffers, which it does not tell from parameters",
 }
 CONVERSIONS = (
     Conversion(
@@ -86,10 +132,36 @@ CONVERSIONS = (
         {"--tag": _TAG},
     ),
     Conversion(
+        "from-universal",
+        "write a universal checkpoint of DeepSpeed as one of hf_zero",
+        _from_universal,
+        {"--tag": _TAG_UNIVERSAL},
+    ),
+    Conversion(
+        "to-universal",
+        "write a checkpoint of hf_zero as a universal checkpoint of DeepSpeed, which loads it at stages 1 to 3",
+        _to_universal,
+    ),
+    Conversion(
         "from-dcp",
         "write a folder of torch.distributed.checkpoint, as of FSDP2, as a checkpoint of hf_zero",
         _from_dcp,
         {"--buffers": _BUFFERS},
     ),
     Conversion("to-dcp", "write a checkpoint of hf_zero as a folder of torch.distributed.checkpoint", _to_dcp),
+    Conversion(
+        "from-hf",
+        "write the weights of a Hugging Face folder as a checkpoint of hf_zero (back: hf-zero consolidate)",
+        _from_hf,
+        {"--buffers": _BUFFERS},
+        source="the folder, or one file in .safetensors",
+    ),
+    Conversion(
+        "config",
+        "write a configuration of DeepSpeed (JSON) or accelerate (yaml) as one of hf_zero, and list what became of it",
+        _config,
+        source="the file",
+        target="the JSON to write, with a launch file in .yaml beside it if SRC is accelerate's [print it]",
+        num_targets="?",
+    ),
 )

@@ -72,7 +72,7 @@ def without_tags(folder: str) -> None:
 def test_without_a_tag_every_save_has_a_folder_of_its_own(tmp_path: Path) -> None:
     run_ranks(without_tags, 2, str(tmp_path))
     tags = ["7", "global_step1", "global_step2"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*tags, "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*tags, "latest", "zero_to_fp32.py"]
 
 
 def nothing_there(folder: str) -> None:

@@ -248,9 +248,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run_alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_alone(folder: Path, *arguments: str, script: str = "consolidate.py") -> subprocess.CompletedProcess[str]:
     """Run the copy that lies in the folder, where only numpy can be imported."""
-    command = [sys.executable, "-c", WITHOUT_PACKAGES, str(folder / "consolidate.py"), *arguments]
+    command = [sys.executable, "-c", WITHOUT_PACKAGES, str(folder / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder.parent)
 
 

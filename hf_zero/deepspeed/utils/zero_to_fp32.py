@@ -17,10 +17,8 @@ from hf_zero.checkpoint.consolidate import (
     ONE_FILE,
     ConsolidateError,
     Options,
-    consolidate,
+    consolidate_into,
     parse_bytes,
-    split_by_size,
-    write_index,
 )
 from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.lazy_state_dict import load_fp32_state_dict
@@ -76,20 +74,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"max_shard_size={error}") from error
     try:
-        if safe_serialization or out.suffix in ONE_FILE:
-            consolidate(folder, out, Options("fp32", most, exclude_frozen_parameters))
-            return
-        out.mkdir(parents=True, exist_ok=True)
-        with load_fp32_state_dict(folder, exclude_frozen_parameters=exclude_frozen_parameters) as state:
-            _write_bins(state, out, most)
+        bins = not safe_serialization and out.suffix not in ONE_FILE
+        consolidate_into(folder, out, Options("fp32", most, exclude_frozen_parameters, bins=bins))
     except (ConsolidateError, OSError) as error:
         raise CheckpointError(str(error)) from error
-
-
-def _write_bins(state: Mapping[str, torch.Tensor], out: Path, most: int) -> None:
-    """pytorch_model.bin, or numbered files and their index. Holds one file's tensors at a time."""
-    sizes = {name: tensor.nbytes for name, tensor in state.items()}
-    files = split_by_size(sizes, most, "pytorch_model{}.bin")
-    for file, names in files.items():
-        torch.save({name: state[name] for name in names}, out / file)
-    write_index(out / "pytorch_model.bin.index.json", files, {"total_size": sum(sizes.values())})

@@ -1,0 +1,136 @@
+"""A run of hf_zero goes on under DeepSpeed through the universal format, and back: the losses of both.
+
+    DS_ACCELERATOR=cpu python scripts/check_universal.py      (needs the extra [peers]; 5 minutes on 2 cores)
+
+hf_zero trains on 2 ranks and saves; `hf-zero convert to-universal`; DeepSpeed goes on, saves, and its own
+ds_to_universal converts that; `hf-zero convert from-universal`; hf_zero goes on. Every loss is compared with those of
+a run of hf_zero that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import hf_zero  # noqa: E402
+from conversion.universal import from_universal, to_universal  # noqa: E402
+from hf_zero.launcher.node import free_port  # noqa: E402
+from tests.conversion.tiny_model import ROWS, batch, groups, tiny_model  # noqa: E402
+
+RANKS, FIRST, SECOND, LAST = 2, 3, 8, 13
+TOLERANCE = 1e-5
+
+
+def configuration(stage: int, own_adam: bool, universal: bool = False) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS // RANKS,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.5,
+        "steps_per_print": 10**9,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-2, "warmup_num_steps": 6}},
+    }
+    if universal:
+        config |= {"checkpoint": {"load_universal": True}, "zero_allow_untested_optimizer": True}
+    if own_adam:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+    return config
+
+
+def train(engine: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = engine(batch(step, dist.get_rank(), dist.get_world_size()))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().float().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+    return losses
+
+
+def work(rank: int, port: int, job: dict[str, Any]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    model = tiny_model(seed=0)
+    own, deepspeed = job["own_adam"], job["tool"] == "deepspeed"
+    source: dict[str, Any] = {"model_parameters": groups(model)}
+    if not own:
+        source = {"optimizer": torch.optim.AdamW(groups(model), lr=1e-2)}
+    if deepspeed:
+        import deepspeed as tool
+
+        tool.init_distributed(dist_backend="gloo", verbose=False)
+    else:
+        tool = hf_zero
+    engine = tool.initialize(model=model, config=configuration(job["stage"], own, deepspeed), **source)[0]
+    if "load" in job:
+        assert engine.load_checkpoint(job["load"])[0] is not None
+        if deepspeed and job["stage"] == 3:  # as `hf-zero convert to-universal` says
+            for state in engine.optimizer.optimizer.state.values():
+                state["step"] = state["step"].clone()
+    losses = train(engine, job["first"], job["middle"])
+    engine.save_checkpoint(job["save"], client_state={"epoch": 3})
+    losses += train(engine, job["middle"], job["last"])
+    if rank == 0:
+        Path(job["save"], "losses.json").write_text(json.dumps(losses))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(**job: Any) -> list[float]:
+    mp.spawn(work, (free_port(), job), nprocs=RANKS)
+    losses: list[float] = json.loads(Path(job["save"], "losses.json").read_text())
+    return losses
+
+
+def deepspeeds_converter(saved: Path, target: Path, step: int) -> None:
+    tag = f"global_step{step}"
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", str(saved / tag), "--output_folder", str(target / tag)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def there_and_back(stage: int, other_stage: int, own_adam: bool, folder: Path) -> float:
+    """The greatest difference of a loss; see the module."""
+    common = {"own_adam": own_adam}
+    wanted = run(tool="hf_zero", stage=stage, first=0, middle=FIRST, last=LAST, save=str(folder / "a"), **common)
+    to_universal(folder / "a", folder / "b")
+    part = {"tool": "deepspeed", "stage": other_stage, "first": FIRST, "middle": SECOND, "last": SECOND}
+    there = run(load=str(folder / "b"), save=str(folder / "c"), **part, **common)
+    deepspeeds_converter(folder / "c", folder / "d", SECOND)
+    from_universal(folder / "d", folder / "e")
+    part = {"tool": "hf_zero", "stage": stage, "first": SECOND, "middle": LAST, "last": LAST}
+    back = run(load=str(folder / "e"), save=str(folder / "f"), **part, **common)
+    assert max(wanted) - min(wanted) > 1e-2, "vacuous: nothing was trained"
+    return max(abs(one - other) for one, other in zip(there + back, wanted[FIRST:], strict=True))
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    worst = 0.0
+    cases = [(2, 1, False), (2, 2, False), (2, 3, True), (3, 1, True), (3, 2, False), (3, 3, False)]
+    for stage, other_stage, own_adam in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            found = there_and_back(stage, other_stage, own_adam, Path(folder))
+        kind = "its own AdamW" if own_adam else "torch's AdamW"
+        print(f"hf_zero stage {stage} -> DeepSpeed stage {other_stage} ({kind}) -> hf_zero: {found:.1e}", flush=True)
+        worst = max(worst, found)
+    return int(worst > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
