@@ -274,7 +274,7 @@ def load_optimizer_and_scheduler(self: Any, orig: Original, engine: ZeroEngine, 
         if self.args.process_index == 0:
             logger.warning("%s holds weights only: optimizer state and schedule start anew", checkpoint)
         return
-    engine.read_checkpoint(checkpoint)
+    engine.read_checkpoint(checkpoint, Parts(is_scheduled=True))
     read_scheduler(self, engine.comm, checkpoint)
 
 
