@@ -22,6 +22,7 @@ from transformers.trainer_pt_utils import remove_dummy_checkpoint
 
 from hf_zero.access.copy_weights import copy_weights
 from hf_zero.checkpoint.collective import Parts
+from hf_zero.checkpoint.file_list import remove_list, write_list
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError
 from hf_zero.estimate.account import log_account
@@ -43,6 +44,7 @@ from hf_zero.hf.trainer.resume import (
     rng_state_file,
     write_scheduler,
 )
+from hf_zero.native.checksum import crc32_of_bytes
 from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.deepspeed import choose_scheduler
 
@@ -196,9 +198,15 @@ def save_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, *
     """What is saved has every update, delayed ones too; what one rank cannot write is an error of all."""
     engine.finish_updates()
     self._zero_saves_on_all_ranks = True
+    trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
+    folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
     try:
-        folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        write_on_all(engine.comm, folder, lambda: remove_list(folder) if self.args.should_save else None)
         write_on_all(engine.comm, folder, lambda: orig(*args, **kwargs))
+        # Every rank has written its files.
+        write_on_all(
+            engine.comm, folder, lambda: write_list(folder, crc32_of_bytes) if self.args.should_save else None
+        )
     finally:
         del self._zero_saves_on_all_ranks
 
