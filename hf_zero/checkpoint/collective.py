@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.checkpoint import differences
 from hf_zero.checkpoint.agreement import check_same, on_rank_0, together
 from hf_zero.checkpoint.background import BackgroundSaves, Job
 from hf_zero.checkpoint.frozen_digests import FrozenShards, check_frozen, full_digests
@@ -88,6 +89,8 @@ class Parts:
     optimizer: bool = True
     scheduler: bool = True
     counters: bool = True
+    strict: bool = True  # model and checkpoint must have the same parameters and buffers
+    is_scheduled: bool = False  # a scheduler that is not the engine's sets the rates after the load
 
 
 ALL_PARTS = Parts()
@@ -301,18 +304,39 @@ def load(session: Session, folder: Path, parts: Parts) -> Manifest:
         session.optimizer.check_active("loading a checkpoint")
     with _open_together(session, folder, parts) as reader, torch.no_grad():
         check_frozen(comm, reader, _frozen_shards(session))
+        said = _differences(session, reader, parts)
         with _half_loaded(session.optimizer, folder, parts):
             together(comm, "weights", lambda: _load_weights(session, reader))
             gather_resident(session.flats)  # communicates, so no rank may have failed before
             if parts.optimizer and session.optimizer is not None:
-                together(comm, "optimizer state", lambda: _load_optimizer(session, reader))
+                said += together(comm, "optimizer state", lambda: _load_optimizer(session, reader, parts))[comm.rank]
                 together(comm, "state beside the optimizer's", lambda: _load_attached(session, reader))
-                session.optimizer.guard.load_state_dict(reader.manifest.extra.get("step_guard", {}))
+                said += _load_guard(session.optimizer, reader.manifest)
         manifest = reader.manifest
     state = state_for(session.lr_scheduler, manifest.extra) if parts.scheduler else None
     if state is not None:
         session.lr_scheduler.load_state_dict(state)
+    for line in said if comm.rank == 0 else ():
+        logger.warning("%s: %s", folder, line)
     return manifest
+
+
+def _differences(session: Session, reader: CheckpointReader, parts: Parts) -> list[str]:
+    flats = session.flats
+    said = differences.of_names(reader, flats) + differences.of_weights(reader, flats)
+    if parts.optimizer and session.optimizer is not None:
+        said += differences.of_optimizer_state(reader, flats)
+    return said
+
+
+def _load_guard(optimizer: ShardedOptimizer, manifest: Manifest) -> list[str]:
+    """Where the loss scale goes on; says so where it starts anew."""
+    saved = manifest.extra.get("step_guard", {})
+    optimizer.guard.load_state_dict(saved)
+    scaler = optimizer.guard.scaler
+    if not scaler.dynamic or not saved or "cur_iter" in saved:
+        return []
+    return [f"it was saved without dynamic loss scaling: the loss scale starts at {scaler.cur_scale:g}"]
 
 
 @contextlib.contextmanager
@@ -335,11 +359,16 @@ def _open_together(session: Session, folder: Path, parts: Parts) -> CheckpointRe
     """Open the checkpoint and find out whether it can be loaded, before anything is changed."""
     comm = session.comm
     readers: list[CheckpointReader] = []
+    params = {clean_name(path) for path, _ in session.model.named_parameters()}
 
     def work() -> None:
         reader = open_checkpoint(folder)
         readers.append(reader)
-        reader.check_against([flat.layout for flat in session.flats])
+        buffers = {name: tuple(value.shape) for name, value in _in_no_unit(session)}
+        if FROZEN_DIGESTS in reader.manifest.extra:  # then frozen parameters are not in the files, integers too
+            stored = {info.name for info in reader.manifest.buffers}
+            buffers = {name: shape for name, shape in buffers.items() if name in stored or name not in params}
+        reader.check_against([flat.layout for flat in session.flats], buffers, strict=parts.strict)
         if parts.optimizer and session.optimizer is not None:
             check_optimizer_fits(session.optimizer, reader.manifest)
         if parts.scheduler:
@@ -357,7 +386,7 @@ def _load_weights(session: Session, reader: CheckpointReader) -> None:
     absent = reader.manifest.extra.get(FROZEN_DIGESTS, {})  # found to be the same
     for flat in session.flats:
         for slice_ in flat.layout.slices(flat.rank):
-            if slice_.name in absent:
+            if slice_.name in absent or not reader.holds(slice_.name):
                 continue
             flat.best.write_slice(slice_, reader.read_weights(slice_.name, slice_, flat.best.dtype))
         flat.refresh()
@@ -367,11 +396,12 @@ def _load_weights(session: Session, reader: CheckpointReader) -> None:
             value.copy_(reader.read_buffer(name).view(value.shape))
 
 
-def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
-    """Hyperparameters first: where a state belongs depends on them."""
+def _load_optimizer(session: Session, reader: CheckpointReader, parts: Parts) -> list[str]:
+    """Hyperparameters first: where a state belongs depends on them. Returns what is to be said."""
     optimizer = session.optimizer
     assert optimizer is not None
-    load_groups(optimizer.param_groups, reader.manifest.param_groups)
+    is_scheduled = parts.is_scheduled or session.lr_scheduler is not None
+    changed = load_groups(optimizer.param_groups, reader.manifest.param_groups, is_scheduled=is_scheduled)
     group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
     optimizer.state.clear()
     for owned in optimizer.owned:
@@ -384,6 +414,9 @@ def _load_optimizer(session: Session, reader: CheckpointReader) -> None:
         for tensor, state in zip(tensors, read_states(reader, name, pieces, tensors, group), strict=True):
             if state:
                 optimizer.state[tensor] = state
+    if not changed:
+        return []
+    return [f"hyperparameters are those of the checkpoint: {'; '.join(changed)}. Set others after the load."]
 
 
 def load_attached(session: Session, folder: Path, kind: str) -> None:
@@ -406,7 +439,11 @@ def _load_attached(session: Session, reader: CheckpointReader, *, only: str | No
             continue
         for flat, shard in shards.items():
             for slice_ in flat.layout.slices(flat.rank):
-                if kind in reader.kinds(slice_.name):
+                if not reader.holds(slice_.name):
+                    new.add(kind)
+                    chunks = flat.best.chunks(slice_.shard_offset, slice_.numel)
+                    values = torch.cat([chunk.to("cpu", shard.dtype, copy=True) for chunk in chunks])
+                elif kind in reader.kinds(slice_.name):
                     values = reader.read(slice_.name, kind, slice_)
                 else:
                     new.add(kind)

@@ -62,8 +62,11 @@ BINARY = getattr(os, "O_BINARY", 0)  # without it Windows changes ends of lines
 
 # What a Hugging Face folder holds beside the weights: configuration, tokenizer, chat templates, code of its own.
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "*.py")
-NOT_MODEL_FILES = ("*.index.json", "trainer_state.json", "*_results.json", "consolidate.py", "zero_to_fp32.py")
 DEEPSPEEDS_NAME = "zero_to_fp32.py"
+NOT_MODEL_FILES = (
+    *("*.index.json", "trainer_state.json", "checksums.json", "*_results.json", "consolidate.py"),
+    DEEPSPEEDS_NAME,
+)
 ONE_FILE = (".safetensors", ".bin")
 TEMPLATES = "additional_chat_templates"
 

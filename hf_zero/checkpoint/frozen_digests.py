@@ -83,8 +83,9 @@ def check_frozen(comm: Comm, reader: CheckpointReader, shards: FrozenShards) -> 
     mine = full_digests(comm, shards)
     other = [name for name in stored if mine.get(name) != stored[name]]
     if other:
+        what = "have other values or another type" if any(name in mine for name in other) else "are not frozen"
         raise CheckpointError(
             f"{reader.folder} was saved without the {len(stored)} frozen parameters of its model, and in this run "
-            f"{len(other)} of them have other values or another type: {', '.join(other[:3])}.\nLoad the same base "
+            f"{len(other)} of them {what}: {', '.join(other[:3])}.\nLoad the same base "
             "model in the same type before resuming, with the same parameters frozen."
         )

@@ -15,7 +15,7 @@ import torch
 from hf_zero.checkpoint.consolidate import CODES, WEIGHT_KINDS
 from hf_zero.checkpoint.manifest import STATE_MARK, Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
-from hf_zero.checkpoint.scheduler_state import like
+from hf_zero.checkpoint.scheduler_state import like, plain
 from hf_zero.checkpoint.writer import Chunked, Scalar, dtype_name
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Slice
@@ -82,6 +82,8 @@ def read_states(
     states: list[dict[str, Any]] = [{} for _ in tensors]
     sizes = [tensor.numel() for tensor in tensors]
     device = tensors[0].device
+    if not reader.holds(name):
+        return states
     for kind in reader.kinds(name):
         if kind not in WEIGHT_KINDS and not kind.startswith(ATTACHED):
             chunks = torch.split(reader.read(name, kind, pieces), sizes)
@@ -175,9 +177,15 @@ def package_of(optimizer: ShardedOptimizer) -> str | None:
     return package if known else None
 
 
-def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Take over the saved hyperparameters; how an update is computed stays this run's own choice.
+def load_groups(
+    groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]], *, is_scheduled: bool
+) -> list[str]:
+    """Take over the saved hyperparameters, as torch does; how an update is computed stays this run's own choice.
 
+    Args:
+        is_scheduled: A scheduler sets the rates next, so those of the two runs need not be equal.
+    Returns:
+        What was set otherwise in this run, a text each; rates that schedulers set are compared as they began.
     Raises:
         CheckpointError: A value is of another kind than the optimizer's.
     """
@@ -188,8 +196,20 @@ def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, A
         for key, value in values.items()
         if key in group and value is not None and key not in _OWN_CHOICE
     ]
+    changed = []
     for group, key, value in taken:
+        if group[key] != value and not _is_set_by_scheduler(group, key, is_scheduled):
+            number = f" of group {groups.index(group)}" if len(groups) > 1 else ""
+            changed.append(f"{key}{number} is {plain(value)}, not {plain(group[key])}")
         if isinstance(group[key], torch.Tensor):  # a captured graph reads it where it is
             group[key].fill_(value)
         else:
             group[key] = value
+    return changed
+
+
+def _is_set_by_scheduler(group: Mapping[str, Any], key: str, is_scheduled: bool) -> bool:
+    """Of torch's schedulers, all keep the first rate as `initial_lr`, and those that move momenta `max_momentum`."""
+    if key == "lr":
+        return is_scheduled or "initial_lr" in group
+    return key in ("betas", "momentum") and "max_momentum" in group

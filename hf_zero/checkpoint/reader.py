@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.consolidate import WEIGHT_KINDS, RankFiles, RankTensor
-from hf_zero.checkpoint.manifest import BUFFER_KIND, Manifest, TensorInfo, offering, read_manifest
+from hf_zero.checkpoint.manifest import BUFFER_KIND, STATE_MARK, Manifest, TensorInfo, offering, read_manifest
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Slice, Slot, UnitLayout
 from hf_zero.native.checksum import crc32_of_bytes
@@ -75,6 +75,15 @@ class CheckpointReader:
     def _buffers(self) -> dict[str, TensorInfo]:
         return {info.name: info for info in self.manifest.buffers}
 
+    def holds(self, name: str) -> bool:
+        """Whether the checkpoint has the parameter, by this name or one that is tied to it."""
+        return self._canonical(name) in self._units
+
+    def names_beside(self, names: Iterable[str]) -> list[str]:
+        """The parameters of the checkpoint that are none of `names`."""
+        wanted = {self._canonical(name) for name in names}
+        return [name for name in self._units if name not in wanted]
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._slot(name).shape
 
@@ -86,31 +95,51 @@ class CheckpointReader:
         """The kind that holds the parameter itself: the master where there is one. None if it is not stored."""
         return next((kind for kind in WEIGHT_KINDS if kind in self.kinds(name)), None)
 
+    def weight_dtype(self, name: str) -> torch.dtype | None:
+        """The element type that the parameter itself is stored in; None if it is not stored."""
+        kind = self.weight_kind(name)
+        return None if kind is None else getattr(torch, self.kinds(name)[kind])
+
     def scalars(self, name: str) -> Mapping[str, Any]:
         """Optimizer scalars of a parameter, such as "step"."""
         return self.manifest.scalars.get(self._slot(name).name, {})
 
     # ---------------------------------------------------------------- checks
-    def check_against(self, layouts: Iterable[UnitLayout]) -> None:
-        """Every parameter of these layouts is stored with the same shape, and nothing else is stored.
+    def check_against(
+        self, layouts: Iterable[UnitLayout], buffers: Mapping[str, Sequence[int]] | None = None, *, strict: bool = True
+    ) -> None:
+        """Every parameter of these layouts is stored with the same shape, and nothing else is stored; buffers alike.
 
+        Args:
+            buffers: Name -> shape of the model's own; None: they are not compared.
+            strict: With False, only what both have must fit.
         Raises:
-            CheckpointError: Lists every parameter that is missing, of another shape, or unknown.
+            CheckpointError: Lists everything that is missing, of another shape, or unknown.
         """
-        problems = []
-        wanted: set[str] = set()
-        for slot in (slot for layout in layouts for slot in layout.slots):
-            name = self._canonical(slot.name)
-            wanted.add(name)
-            if name not in self._units:
-                problems.append(f"{slot.name}: not in the checkpoint")
-            elif self.shape(name) != slot.shape:
-                problems.append(f"{slot.name}: shape {slot.shape} in the model, {self.shape(name)} in the checkpoint")
-        problems += [f"{name}: not in the model" for name in self._units if name not in wanted]
-        if problems:
-            raise CheckpointError(
-                f"{self.folder} does not fit the model ({len(problems)} differences):\n  " + "\n  ".join(problems)
-            )
+        shapes = {slot.name: slot.shape for layout in layouts for slot in layout.slots}
+        missing = [name for name in shapes if not self.holds(name)]
+        unknown = self.names_beside(shapes)
+        other = [(name, shape, self.shape(name)) for name, shape in shapes.items() if self.holds(name)]
+        if buffers is not None:
+            stored = {name: info.shape for name, info in self._buffers.items() if STATE_MARK not in name}
+            missing += [name for name in buffers if name not in stored]
+            unknown += [name for name in stored if name not in buffers]
+            other += [(name, tuple(shape), stored[name]) for name, shape in buffers.items() if name in stored]
+        problems = [f"{name}: not in the checkpoint" for name in missing if strict]
+        problems += [
+            f"{name}: shape {mine} in the model, {its} in the checkpoint" for name, mine, its in other if mine != its
+        ]
+        problems += [f"{name}: not in the model" for name in unknown if strict]
+        if not problems:
+            return
+        remedy = (
+            "\nstrict=False (load_module_strict=False) loads what both have."
+            if strict and (missing or unknown)
+            else ""
+        )
+        raise CheckpointError(
+            f"{self.folder} does not fit the model ({len(problems)} differences):\n  " + "\n  ".join(problems) + remedy
+        )
 
     def verify(self, rank: int = 0, world_size: int = 1) -> None:
         """Check all bytes of this rank's share of the files (all of them at world size 1).

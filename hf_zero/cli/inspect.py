@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.consolidate import RankFiles, progress_bar
+from hf_zero.checkpoint.file_list import Listed, changed_files, read_list
 from hf_zero.checkpoint.latest import chosen
-from hf_zero.checkpoint.manifest import Manifest, offering, read_manifest
+from hf_zero.checkpoint.manifest import Manifest, manifest_path, offering, read_manifest
 from hf_zero.checkpoint.published_weights import damaged_files
 from hf_zero.cli.text import format_bytes, plural, print_table
 from hf_zero.errors import CheckpointError
@@ -39,15 +40,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     folder = chosen(args.checkpoint)
+    if not manifest_path(folder).exists() and (listed := read_list(folder)) is not None:
+        return _run_on_weights(folder, listed, args)
     manifest = read_manifest(folder)
     with offering(folder), closing(RankFiles(folder, manifest.to_json())) as files:
         if args.verify:
             _verify(files, manifest)
         else:
             files.header(0)
-    if args.verify and (problems := damaged_files(folder)):
-        raise CheckpointError("; ".join(problems))
+    listed = read_list(folder)
+    if args.verify:
+        _verify_beside(folder, listed)
     summary = summarize(folder, manifest, verified=args.verify)
+    summary["files_beside"] = None if listed is None else len(listed)
     if args.json:
         print(json.dumps(summary))
     else:
@@ -90,6 +95,31 @@ def summarize(folder: Path, manifest: Manifest, *, verified: bool) -> dict[str, 
     }
 
 
+def _run_on_weights(folder: Path, listed: dict[str, Listed], args: argparse.Namespace) -> None:
+    """A folder of save_only_model: a list of files, and no sharded state."""
+    if args.verify:
+        _verify_beside(folder, listed)
+    summary = {"checkpoint": str(folder), "files_beside": len(listed), "verified": args.verify}
+    if args.json:
+        print(json.dumps(summary))
+        return
+    print_table(
+        [
+            ("checkpoint", f"{folder}, weights only: it has no optimizer state"),
+            ("files", _beside(len(listed))),
+            *(("", f"{name}  {format_bytes(one.size)}") for name, one in listed.items()),
+            ("checksums", "all right" if args.verify else "not compared (--verify does)"),
+        ]
+    )
+
+
+def _verify_beside(folder: Path, listed: dict[str, Listed] | None) -> None:
+    """Raise CheckpointError that names every file beside `zero/` that is damaged, or is not as it was written."""
+    problems = changed_files(folder, listed or {}) | damaged_files(folder)
+    if problems:
+        raise CheckpointError("; ".join(f"{folder / name} {text}" for name, text in problems.items()))
+
+
 def _verify(files: RankFiles, manifest: Manifest) -> None:
     draw = progress_bar("checking")
     total = sum(file.size for file in manifest.files)
@@ -122,6 +152,11 @@ def _print(summary: dict[str, Any]) -> None:
             ("units", f"{len(summary['units'])}, {plural(padding, 'element')} of padding"),
             ("files", f"{len(summary['files'])}, {format_bytes(summary['bytes'])}"),
             *(("", f"{file['name']}  {format_bytes(file['size'])}") for file in summary["files"]),
+            ("files beside", _beside(summary["files_beside"])),
             ("checksums", "all right" if summary["verified"] else "not compared (--verify does)"),
         ]
     )
+
+
+def _beside(count: int | None) -> str:
+    return "without a list of checksums" if count is None else f"{count}, in checksums.json"

@@ -48,7 +48,7 @@ class DeepSpeedEngine(ZeroEngine):
         custom_load_fn: Any = None,
         **parts: bool,
     ) -> tuple[str | None, Any]:
-        """See ZeroEngine.load_checkpoint. Parameters must fit with `load_module_strict=False` too.
+        """See ZeroEngine.load_checkpoint, also for what `load_module_strict=False`, its `strict`, does.
 
         Raises ConfigError for a `custom_load_fn`.
         """
@@ -56,7 +56,7 @@ class DeepSpeedEngine(ZeroEngine):
             raise ConfigError(
                 "load_checkpoint(custom_load_fn=...): use hf_zero.load_fp32_state_dict and set_full_param"
             )
-        return super().load_checkpoint(load_dir, tag, **parts)
+        return super().load_checkpoint(load_dir, tag, **{"strict": load_module_strict, **parts})
 
     def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Compile the model's forward in place, as `model.compile` does, with all arguments together."""

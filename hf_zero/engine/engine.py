@@ -403,12 +403,14 @@ class ZeroEngine(ModuleWrapper):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        strict: bool = True,
     ) -> tuple[str | None, Any]:
         """Restore weights, optimizer state, scheduler and counters; returns (the checkpoint's folder, client_state).
 
         All ranks must call, with the same arguments. Without a tag it is the one saved last in `load_dir`, and where
         nothing was saved yet (None, {}) with a warning. `load_module_only` leaves all but weights and buffers as they
-        are.
+        are. Without `strict`, parameters and buffers that the checkpoint lacks stay as they are, with a new optimizer
+        state, and those that the model lacks are left out; rank 0 names them in a warning.
 
         Raises CheckpointError on every rank where the checkpoint is not there, is damaged or does not fit, or where
         ranks would load different ones.
@@ -417,6 +419,7 @@ class ZeroEngine(ModuleWrapper):
             optimizer=load_optimizer_states and not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only,
             counters=not load_module_only,
+            strict=strict,
         )
         return self.checkpoints.load(load_dir, tag, parts)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import resource
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +17,9 @@ import pytest
 import hf_zero
 from hf_zero.checkpoint.consolidate import ConsolidateError, consolidate
 from hf_zero.cli.main import main
+from hf_zero.errors import CheckpointError
+from hf_zero.hf.trainer.resume import agree_on_checkpoint, checkpoint_to_resume
+from tests.harness.damage import files_of, unseen_cuts, unseen_flips, verified
 from tests.harness.ranks import run_ranks
 from tests.hf import runs
 
@@ -134,6 +141,66 @@ def test_a_damaged_file_is_named_by_all(
         assert str(newest / name) in failure.message and "damaged" in failure.message, failure.message
     if not name.startswith("rng"):  # known before training: the newest whole one is taken
         assert run_ranks(resume, 2, str(folder), True, init_group=False) == [3, 3]
+
+
+def load_says(folder: Path) -> str:
+    """What a resume says of the files in `folder` before training: an error, or warnings."""
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logger = logging.getLogger("hf_zero.hf.trainer.resume")
+    logger.addHandler(handler)
+    try:
+        args = SimpleNamespace(output_dir=str(folder.parent), process_index=0)
+        agree_on_checkpoint(args, str(folder))
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        logger.removeHandler(handler)
+    return said.getvalue()
+
+
+def test_damage_to_any_file_is_named(saved: Path, tmp_path: Path) -> None:
+    """Bits by `inspect --verify`, cuts by the resume itself. scripts/flip_bits.py does the same at length."""
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(saved / "checkpoint-2", folder)
+    names = {path.relative_to(folder).as_posix() for path in files_of(folder)}
+    assert {"checksums.json", "trainer_state.json", "rng_state_1.pth", "consolidate.py", "zero/manifest.json"} <= names
+    assert verified(folder) == "" and load_says(folder) == ""
+    assert unseen_flips(folder, 24, seed=1) == []
+    assert unseen_cuts(folder, 1, lambda: load_says(folder)) == []
+
+
+def test_files_may_be_edited_added_and_deleted(saved: Path, tmp_path: Path) -> None:
+    """It is said, and nothing is refused; without a list everything is as before."""
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(saved / "checkpoint-2", folder)
+    state = folder / "trainer_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"note": "mine"}))
+    (folder / "notes.json").write_text("{ not JSON, nor mine to read")
+    (folder / "generation_config.json").unlink()
+    said = load_says(folder)
+    assert "trainer_state.json has" in said and "generation_config.json is missing" in said and "notes" not in said
+    assert checkpoint_to_resume(tmp_path, True) == str(folder)
+    assert "trainer_state.json has" in verified(folder)
+    (folder / "checksums.json").unlink()
+    assert load_says(folder) == ""
+    (folder / "checksums.json").write_text('{"files":{"../../x":[1,1]},"crc32":0}')
+    assert "checksums.json is damaged" in load_says(folder)
+
+
+def save_and_die(folder: str) -> None:
+    """The second save into a folder breaks off: the list of the first would name files that are new."""
+    trainer = make(1, folder)
+    trainer.save_model = lambda *args, **kwargs: (_ for _ in ()).throw(OSError("gone"))
+    trainer.train()
+
+
+def test_a_save_that_breaks_off_leaves_no_list(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(saved, folder)
+    assert (folder / "checkpoint-1" / "checksums.json").is_file()
+    run_ranks(save_and_die, 1, str(folder), init_group=False, expect_error=True)
+    assert not (folder / "checkpoint-1" / "checksums.json").exists()
 
 
 def test_a_damaged_config_is_one_line(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from hf_zero.checkpoint.collective import Parts
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.local_files import write_on_all
@@ -72,7 +73,7 @@ class AcceleratorState(Accelerator):
             input_dir = state_to_load(self.project_configuration, input_dir)
         # Engines first: with the optimizer they load the rates of its groups, which are the schedulers' to set.
         for index, engine in enumerate(engines):
-            engine.read_checkpoint(_engine_folder(str(input_dir), index))
+            engine.read_checkpoint(_engine_folder(str(input_dir), index), Parts(is_scheduled=True))
         with self._without_engines(keep=lambda engine: False):
             super().load_state(input_dir, load_kwargs, **kwargs)
 

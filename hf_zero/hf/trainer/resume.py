@@ -6,6 +6,7 @@ was committed with all its files, unless only the model was saved.
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import shutil
@@ -18,6 +19,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_pt_utils import reissue_pt_warnings
 from transformers.trainer_utils import sort_checkpoints
 
+from hf_zero.checkpoint.file_list import SMALL_BYTES, changed_files, read_list
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, check_files, manifest_path, offer, read_manifest, zero_folder
 from hf_zero.checkpoint.published_weights import damaged_files
 from hf_zero.distributed.comm import Comm
@@ -48,7 +50,22 @@ def why_torn(folder: str | Path) -> str | None:
             return str(error).partition(" The newest complete checkpoint")[0]
     if not (Path(folder) / TRAINER_STATE_NAME).is_file():
         return f"{folder} is not complete: {TRAINER_STATE_NAME}, which is written last, is missing."
-    return next(iter(damaged_files(folder, (TRAINER_STATE_NAME, SCHEDULER_NAME))), None)
+    try:
+        listed = read_list(folder) or {}
+    except CheckpointError as error:
+        return str(error)
+    cut = damaged_files(folder, (TRAINER_STATE_NAME, SCHEDULER_NAME)) | damaged_files(
+        folder, map(glob.escape, listed), quick=True
+    )
+    return next((f"{os.path.join(folder, name)} {text}" for name, text in cut.items()), None)
+
+
+def warn_of_changes(folder: str | Path) -> None:
+    """Name the files that are not as they were when the checkpoint was written; on one rank."""
+    changed = changed_files(folder, read_list(folder) or {}, largest=SMALL_BYTES)
+    if changed:
+        texts = "; ".join(f"{name} {text}" for name, text in changed.items())
+        logger.warning("resuming from %s all the same: %s", folder, texts)
 
 
 def agree_on_checkpoint(args: Any, asked: str | bool) -> str:
@@ -68,6 +85,8 @@ def agree_on_checkpoint(args: Any, asked: str | bool) -> str:
     folders = [folder for folder, _ in everyone]
     if len(set(folders)) > 1:
         raise CheckpointError(f"ranks would resume from different checkpoints: {folders} (in rank order).")
+    if args.process_index == 0:
+        warn_of_changes(chosen)
     return chosen
 
 

@@ -23,6 +23,7 @@ from transformers.trainer_pt_utils import remove_dummy_checkpoint
 
 from hf_zero.access.copy_weights import copy_weights
 from hf_zero.checkpoint.collective import Parts
+from hf_zero.checkpoint.file_list import remove_list, write_list
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError
 from hf_zero.estimate.account import log_account
@@ -45,6 +46,7 @@ from hf_zero.hf.trainer.resume import (
     rng_state_file,
     write_scheduler,
 )
+from hf_zero.native.checksum import crc32_of_bytes
 from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.deepspeed import choose_scheduler
 
@@ -198,10 +200,18 @@ def save_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, *
     """What is saved has every update, delayed ones too; what one rank cannot write is an error of all."""
     engine.finish_updates()
     self._zero_saves_on_all_ranks = True
+    trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
+    folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
     try:
-        folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
-        with _rotation_when_published(self, engine, trial=args[1] if len(args) > 1 else kwargs.get("trial")):
+        writes = self.args.should_save
+        write_on_all(engine.comm, folder, lambda: remove_list(folder) if writes else None)
+        with _rotation_when_published(self, engine, trial):
             write_on_all(engine.comm, folder, lambda: orig(*args, **kwargs))
+        # Every rank has written its files, but for those that follow in the background.
+        if not engine.config.checkpoint.asynchronous:
+            write_on_all(engine.comm, folder, lambda: write_list(folder, crc32_of_bytes) if writes else None)
+        elif writes:
+            engine.checkpoints.when_published(lambda: write_list(folder, crc32_of_bytes))
     finally:
         del self._zero_saves_on_all_ranks
 
@@ -308,7 +318,7 @@ def load_optimizer_and_scheduler(self: Any, orig: Original, engine: ZeroEngine, 
         if self.args.process_index == 0:
             logger.warning("%s holds weights only: optimizer state and schedule start anew", checkpoint)
         return
-    engine.read_checkpoint(checkpoint)
+    engine.read_checkpoint(checkpoint, Parts(is_scheduled=True))
     read_scheduler(self, engine.comm, checkpoint)
 
 
