@@ -41,6 +41,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "stage2-fp16": {"stage": 2, "fp16": True},
     "stage2-four-ranks": {"stage": 2, "world_size": 4},
     "stage3-four-ranks": {"stage": 3, "world_size": 4},
+    "stage2-aligned": {"stage": 2, "zero": {"parameter_alignment": True, "round_robin_gradients": True}},
     "stage2-scheduler": {"stage": 2, "scheduler": True},
     "stage3-own-adam": {"stage": 3, "own_adam": True},
 }
