@@ -6,17 +6,20 @@ Stand-alone, numpy and the standard library only: a copy of this very file lies 
 work there years later, without hf_zero and without torch. That is why it is one file and repeats the arithmetic of
 hf_zero/layout.py (a test proves them equal). hf_zero's readers import from here how manifests and files are read.
 
-Tensors are streamed in chunks of a few MB from the files to the output, so memory does not depend on the model. OUT
-appears by one rename when it is complete, or not at all.
+Several threads stream tensors in chunks of a few MB from the files to the output, so memory does not depend on the
+model. OUT appears by one rename when it is complete, or not at all.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import errno
 import hashlib
 import importlib.util
 import json
 import math
+import mmap
 import os
 import re
 import shutil
@@ -25,6 +28,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -48,6 +52,7 @@ ITEM_BYTES = {code: int((re.findall(r"\d+", code) or ["8"])[0]) // 8 for code in
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 CHUNK_BYTES = 4 << 20
 READ_BYTES = 1 << 20
+THREADS = 4  # each has a chunk in memory, and a part of the output to write
 CLEAR_LINE = "\r\x1b[K"  # of a terminal that shows a progress bar
 ALIGN = 8  # elements; as in hf_zero/layout.py
 MOST_NUMEL = 1 << 56  # of a tensor, and most bytes of a file: what is beyond is damage, and products of it overflow
@@ -56,7 +61,7 @@ MANIFEST_KEYS = set(
 )
 MANIFEST_KEYS |= set("tied kinds scalars param_groups client_state extra layouts".split())
 UNIT_KEYS = {"name", "dtype", "trainable", "world_size", "bucket_numel", "padded_numel", "slots"}
-MAX_OPEN_FILES = 256  # a process may open 1024 by default, and there may be more ranks than that
+MAX_OPEN_FILES = 128  # of a thread: a process may open 1024 by default, and there may be more ranks than that
 MAX_HEADER_BYTES = 1 << 30  # more than any real header, less than what a damaged length could make us allocate
 BINARY = getattr(os, "O_BINARY", 0)  # without it Windows changes ends of lines
 
@@ -389,7 +394,7 @@ def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 class RankFiles:
-    """The rank files of one checkpoint, of which at most MAX_OPEN_FILES are open at once.
+    """The rank files of one checkpoint, of which at most MAX_OPEN_FILES are open at once. For one thread: see `twin`.
 
     Args:
         kinds: What will be read ("master", "exp_avg", ...), None for all; what else files hold is not looked at.
@@ -415,7 +420,12 @@ class RankFiles:
         self._files = [SafetensorsFile(folder / "zero" / file["name"]) for file in manifest["files"]]
         self._open: set[int] = set()  # ranks
         self._headers: dict[int, dict[str, Stored]] = {}  # by rank
+        self._decoding = threading.Lock()  # one of the twins decodes a header, for all of them
         check_sizes(folder, {file["name"]: file["size"] for file in manifest["files"]})
+
+    @property
+    def count(self) -> int:
+        return len(self._files)
 
     @property
     def has_blocks(self) -> bool:
@@ -429,6 +439,15 @@ class RankFiles:
     @cached_property
     def _contents(self) -> list[dict[str, tuple[str, int]]]:
         return rank_contents(self._manifest)
+
+    def twin(self) -> RankFiles:
+        """For another thread: with its own open files, and the headers of both."""
+        with self._decoding:
+            assert self._marks and self._contents  # are decided once
+            twin = copy.copy(self)
+        twin._files = [SafetensorsFile(file.path) for file in self._files]
+        twin._open = set()
+        return twin
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
@@ -478,41 +497,25 @@ class RankFiles:
         """A tensor of a rank's file, to be read in parts; `finish` it behind the last."""
         return RankTensor(self, rank, key, self.header(rank)[key], self._verify and self.has_blocks)
 
-    def chunks(self, tensor: Tensor) -> Iterator[Raw]:
-        """The stored bytes of a tensor in order; a chunk is valid until the next one is asked for."""
-        item = ITEM_BYTES[tensor.stored]
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, tensor.numel * item)))
-        filled = 0
-        parts: dict[int, RankTensor] = {}
-        for rank, start, numel in tensor.segments:
-            offset, left = start * item, numel * item
-            while left:
-                if rank not in parts:
-                    parts[rank] = self.tensor(rank, tensor.key)
-                view = buffer[filled : filled + left]
-                parts[rank].read(view, offset)
-                offset, left, filled = offset + len(view), left - len(view), filled + len(view)
-                if filled == len(buffer):
-                    yield np.frombuffer(buffer, np.uint8)
-                    filled = 0
-        if filled:
-            yield np.frombuffer(buffer[:filled], np.uint8)
-
     def header(self, rank: int) -> dict[str, Stored]:
         """The tensors in a rank's file, which have been compared with the manifest."""
-        if rank not in self._headers:
-            with self._opened(rank) as file:
-                crc32 = self._manifest["files"][rank]["crc32"] if self.has_blocks else None
-                header = file.header(self._marks, crc32)
-                held = {key: (tensor.dtype, tensor.nbytes) for key, tensor in header.items()}
-                wanted = self._contents[rank]
-                other = [key for key in sorted(held.keys() | wanted.keys()) if held.get(key) != wanted.get(key)]
-                if self._kinds is not None:
-                    other = [key for key in other if key.rpartition("::")[2] in self._kinds]
-                differences = f"{', '.join(other[:3])} ({len(other)} differences)"
-                expect(not other, f"it does not hold what the manifest lists: {differences}")
-            self._headers[rank] = header
-        return self._headers[rank]
+        with self._decoding:
+            if rank not in self._headers:
+                self._headers[rank] = self._decoded(rank)
+            return self._headers[rank]
+
+    def _decoded(self, rank: int) -> dict[str, Stored]:
+        with self._opened(rank) as file:
+            crc32 = self._manifest["files"][rank]["crc32"] if self.has_blocks else None
+            header = file.header(self._marks, crc32)
+            held = {key: (tensor.dtype, tensor.nbytes) for key, tensor in header.items()}
+            wanted = self._contents[rank]
+            other = [key for key in sorted(held.keys() | wanted.keys()) if held.get(key) != wanted.get(key)]
+            if self._kinds is not None:
+                other = [key for key in other if key.rpartition("::")[2] in self._kinds]
+            differences = f"{', '.join(other[:3])} ({len(other)} differences)"
+            expect(not other, f"it does not hold what the manifest lists: {differences}")
+        return header
 
     def damage(self, rank: int, key: str, block: int) -> ConsolidateError:
         path = self._files[rank].path
@@ -604,6 +607,44 @@ class RankTensor:
                 if self._crc != self._stored.checksums[block]:
                     raise self._files.damage(self._rank, self._key, block)
                 self._crc = 0
+
+
+class TensorBytes:
+    """The stored bytes of a whole tensor, from one of its elements on: from all files that hold parts of it.
+
+    What `read` filled is known to be right after `finish`.
+    """
+
+    def __init__(self, files: RankFiles, tensor: Tensor, first: int) -> None:
+        self._files = files
+        self._key = tensor.key
+        self._segments = self._from(tensor, first)
+        self._parts: dict[int, RankTensor] = {}  # by rank
+        self._at = (0, 0, 0)  # rank, byte from the start of its part, bytes left there
+
+    @staticmethod
+    def _from(tensor: Tensor, first: int) -> Iterator[tuple[int, int, int]]:
+        item = ITEM_BYTES[tensor.stored]
+        for rank, start, numel in tensor.segments:
+            skipped = min(first, numel)
+            first -= skipped
+            if skipped < numel:
+                yield rank, (start + skipped) * item, (numel - skipped) * item
+
+    def read(self, view: memoryview) -> None:
+        """Fill `view` with the next bytes."""
+        while view:
+            rank, offset, left = self._at if self._at[2] else next(self._segments)
+            if rank not in self._parts:
+                self._parts[rank] = self._files.tensor(rank, self._key)
+            now = view[:left]
+            self._parts[rank].read(now, offset)
+            self._at = (rank, offset + len(now), left - len(now))
+            view = view[len(now) :]
+
+    def finish(self) -> None:
+        for part in self._parts.values():
+            part.finish()
 
 
 class SafetensorsFile:
@@ -770,24 +811,160 @@ def convert(raw: Raw, source: str, target: str) -> Raw:
 
 
 # -------------------------------------------------------------------- the output
+class Content:
+    """The bytes of a safetensors file, from one of them on: its header, then tensors in the type to be written.
+
+    What `read` filled is known to be right after `finish`.
+    """
+
+    def __init__(self, header: bytes, tensors: Sequence[Tensor], files: RankFiles, first: int) -> None:
+        self._header = header
+        self._files = files
+        self._at = first
+        self._tensors = iter(tensors)
+        self._end = len(header)  # of what is being read
+        self._tensor: Tensor | None = None
+        self._bytes: TensorBytes | None = None
+        self._enter()
+
+    def read(self, view: memoryview) -> int:
+        """Fill `view` with the next bytes; returns how many bytes of rank files they are of."""
+        found = 0
+        while view:
+            now = view[: self._end - self._at]
+            if self._tensor is None:
+                now[:] = self._header[self._at : self._at + len(now)]
+            else:
+                found += self._read_tensor(now, self._tensor)
+            self._at += len(now)
+            view = view[len(now) :]
+            if view:
+                self._enter()
+        return found
+
+    def finish(self) -> None:
+        if self._bytes is not None:
+            self._bytes.finish()
+
+    def _enter(self) -> None:
+        """Go on to the tensor of the next byte."""
+        while self._at >= self._end:
+            self._tensor = next(self._tensors)
+            self._end += self._tensor.nbytes
+        if self._tensor is not None:
+            left = (self._end - self._at) // ITEM_BYTES[self._tensor.written]
+            self.finish()
+            self._bytes = TensorBytes(self._files, self._tensor, self._tensor.numel - left)
+
+    def _read_tensor(self, view: memoryview, tensor: Tensor) -> int:
+        assert self._bytes is not None
+        if tensor.stored == tensor.written:
+            self._bytes.read(view)
+            return len(view)
+        numel = len(view) // ITEM_BYTES[tensor.written]
+        step = READ_BYTES // ITEM_BYTES[tensor.stored]
+        for start in range(0, numel, step):  # a conversion takes several times its bytes of memory
+            raw = np.empty(min(step, numel - start) * ITEM_BYTES[tensor.stored], np.uint8)
+            self._bytes.read(raw.data)
+            try:
+                done = convert(raw, tensor.stored, tensor.written)
+            except OverflowError as error:
+                raise ConsolidateError(f"cannot convert {tensor.name}: {error}; choose another dtype") from None
+            place = start * ITEM_BYTES[tensor.written]
+            view[place : place + len(done)] = done.data
+        return numel * ITEM_BYTES[tensor.stored]
+
+
+class Output:
+    """A new file of a size that is known before, which threads write at once: past the page cache where that works.
+
+    A write through the page cache copies every byte, and fsync then waits for the disk; direct ones run side by side.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._size = size
+        self._direct = -1
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
+        with suppress(OSError):  # EINVAL where the file system has none
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT) if hasattr(os, "O_DIRECT") else -1
+        if self._direct >= 0:
+            try:
+                os.posix_fallocate(self._descriptor, 0, size)  # else each write finds space for itself, and waits
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    self.close()
+                    raise
+
+    def write(self, buffer: memoryview, count: int, offset: int) -> None:
+        """Write the first bytes of `buffer`, which begins and ends with a page."""
+        done = 0
+        whole = count + -count % mmap.PAGESIZE if offset + count == self._size else count  # direct ones are of pages
+        if self._direct >= 0 and whole % mmap.PAGESIZE == 0:
+            with suppress(OSError):  # whatever it is: the other way finds it again, or can do it
+                done = os.pwrite(self._direct, buffer[:whole], offset)
+        while done < count:
+            done += write_at(self._descriptor, buffer[done:count], offset + done)
+
+    def finish(self) -> None:
+        os.truncate(self._descriptor, self._size)  # the last page was written whole
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        for descriptor in (self._direct, self._descriptor):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def write_at(descriptor: int, view: memoryview, offset: int) -> int:
+    """Write `view`, or its beginning, at `offset`; returns how many bytes. Any thread may call."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, view, offset)
+    with place:  # as in `read_at`
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.write(descriptor, view)
+
+
 def write_file(
     path: Path, tensors: Sequence[Tensor], files: RankFiles, tied: Mapping[str, str], advance: Advance
 ) -> None:
-    """Write one safetensors file; the names of tied parameters go into its metadata, as safetensors.torch does."""
+    """Write one safetensors file; the names of tied parameters go into its metadata, as safetensors.torch does.
+
+    Threads take one long part of the file after the other. Where parts meet inside a block of a rank file, both read
+    the block to compare its checksum: so a part is many times as long as the blocks of all ranks.
+    """
     by_name = {tensor.name: tensor for tensor in tensors}
     entries = {tensor.name: (tensor.written, tensor.shape) for tensor in tensors}
     ordered, header = encode_header(entries, {**tied, "format": "pt"})
-    with path.open("xb") as file:
-        file.write(header)
-        for tensor in (by_name[name] for name in ordered):
-            for raw in files.chunks(tensor):
-                try:
-                    file.write(convert(raw, tensor.stored, tensor.written).data)
-                except OverflowError as error:
-                    raise ConsolidateError(f"cannot convert {tensor.name}: {error}; choose another dtype") from None
-                advance(len(raw))
-        file.flush()
-        os.fsync(file.fileno())
+    size = len(header) + sum(tensor.nbytes for tensor in tensors)
+    shared = -(-size // (THREADS * CHUNK_BYTES))
+    part = CHUNK_BYTES * min(shared, max(16, 2 * files.count))
+    stop = threading.Event()
+
+    def write_part(first: int) -> None:
+        buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES + -CHUNK_BYTES % mmap.PAGESIZE))
+        try:
+            with closing(files.twin()) as own:
+                content = Content(header, [by_name[name] for name in ordered], own, first)
+                for offset in range(first, min(first + part, size), CHUNK_BYTES):
+                    if stop.is_set():
+                        return
+                    count = min(CHUNK_BYTES, size - offset)
+                    read = content.read(buffer[:count])
+                    output.write(buffer, count, offset)
+                    advance(read)
+                content.finish()
+        except BaseException:
+            stop.set()  # the others need not go on
+            raise
+
+    with closing(Output(path, size)) as output:
+        with ThreadPoolExecutor(THREADS) as pool:
+            try:
+                for _ in pool.map(write_part, range(0, size, part)):
+                    pass
+            finally:
+                stop.set()
+        output.finish()
 
 
 def write_folder(
@@ -925,6 +1102,21 @@ def published(out: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
+def counter(progress: Callable[[int, int], None] | None, total: int) -> Advance:
+    """Adds up what all threads have done."""
+    done = 0
+    lock = threading.Lock()
+
+    def advance(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            if progress is not None:
+                progress(done, total)
+
+    return advance
+
+
 def consolidate(
     folder: str | Path,
     out: str | Path | None = None,
@@ -951,14 +1143,7 @@ def consolidate(
     total = sum(tensor.numel * ITEM_BYTES[tensor.stored] for tensor in tensors)
     verified_before = options.verify and manifest["format_version"] == 1
     total += verified_before * sum(file["size"] for file in manifest["files"])
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
-
+    advance = counter(progress, total)
     written = [out.name]
     with (
         closing(RankFiles(folder, manifest, WRITTEN_KINDS, verify=options.verify)) as files,
