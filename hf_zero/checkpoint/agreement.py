@@ -6,6 +6,7 @@ relative path in processes that stand in different folders, an option that one r
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any, TypeVar, cast
 from hf_zero.checkpoint.latest import chosen, holds_nothing, tagged
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError, ZeroError
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -39,6 +42,8 @@ def together(comm: Comm, what: str, work: Callable[[], _T]) -> list[_T]:
         try:
             return work()
         except Exception as error:
+            if comm.world_size > 1 and not comm.is_connected:
+                raise  # it says why the connections ended, and nobody could be told
             causes.append(error)
             known = isinstance(error, ZeroError | OSError)
             raise CheckpointError(str(error) if known else f"{type(error).__name__}: {error}") from error
@@ -56,24 +61,48 @@ def on_rank_0(comm: Comm, what: str, work: Callable[[], _T]) -> _T:
 
 
 def agree_on_target(
-    comm: Comm, save_dir: str | Path | None, tag: str | int | None, default: str, options: dict[str, Any]
+    comm: Comm,
+    save_dir: str | Path | None,
+    tag: str | int | None,
+    default: str,
+    options: dict[str, Any],
+    tag_validation: str = "Fail",
 ) -> Target:
-    """Where to save; `default` is the tag that counts if none is given. `options`: what must be the same beside it."""
+    """Where to save; `default` is the tag that counts if none is given. `options`: what must be the same beside it.
 
-    def work() -> tuple[str, str, str]:
+    `tag_validation`: of tags that differ, unless it is "Fail", that of rank 0 counts, with "Warn" after a warning.
+    """
+
+    def work() -> tuple[str, str, str, str]:
         root, name = tagged(save_dir, tag, default)
-        return str(root), name, _described(root / name, options)
+        return str(root), name, _described(root / name, options), _described(root, options)
 
     answers = together(comm, "save_checkpoint", work)
-    _refuse_differences("save_checkpoint", [text for _, _, text in answers], "nothing was written")
-    root, name, _ = answers[comm.rank]
+    tags = [name for _, name, _, _ in answers]
+    if len(set(tags)) > 1 and tag_validation != "Fail":
+        _refuse_differences("save_checkpoint", [text for _, _, _, text in answers], "nothing was written")
+        if tag_validation == "Warn" and comm.rank == 0:
+            logger.warning("save_checkpoint: the tag differs by rank: %s. That of rank 0 counts: %r", tags, tags[0])
+        return Target(Path(answers[comm.rank][0]), tags[0])
+    _refuse_differences("save_checkpoint", [text for _, _, text, _ in answers], "nothing was written")
+    root, name, _, _ = answers[comm.rank]
     return Target(Path(root), name)
 
 
 def agree_on_source(
-    comm: Comm, load_dir: str | Path | None, tag: str | int | None, options: dict[str, Any]
+    comm: Comm,
+    load_dir: str | Path | None,
+    tag: str | int | None,
+    options: dict[str, Any],
+    *,
+    node_local: bool = False,
 ) -> Path | None:
-    """What to load on this rank; None if nothing was saved yet. Paths may differ by host, what is in them may not."""
+    """What to load on this rank; None if nothing was saved yet. Paths may differ by host, what is in them may not.
+
+    `node_local`: a rank whose folder is empty takes what the others take from theirs.
+    """
+    if node_local:
+        return _source_on_nodes(comm, load_dir, tag, options)
 
     def work() -> tuple[str, bool, str]:
         folder = chosen(load_dir, tag)
@@ -84,6 +113,24 @@ def agree_on_source(
     _refuse_differences("load_checkpoint", [text for _, _, text in answers], "nothing was loaded")
     folder, empty, _ = answers[comm.rank]
     return None if empty else Path(folder)
+
+
+def _source_on_nodes(
+    comm: Comm, load_dir: str | Path | None, tag: str | int | None, options: dict[str, Any]
+) -> Path | None:
+    def work() -> tuple[str | None, str]:
+        folder, root = chosen(load_dir, tag), Path(str(load_dir))
+        if folder == root and holds_nothing(folder):
+            return None, _described(None, options)
+        return str(folder.relative_to(root) if folder.is_relative_to(root) else folder), _described(None, options)
+
+    answers = together(comm, "load_checkpoint", work)
+    names = {name for name, _ in answers if name is not None}
+    common = next(iter(names), None)
+    if len(names) > 1:
+        answers = [(name, f"{load_dir}, {name or 'nothing there'}, {text}") for name, text in answers]
+    _refuse_differences("load_checkpoint", [text for _, text in answers], "nothing was loaded")
+    return None if common is None else Path(str(load_dir)) / common
 
 
 def check_same(comm: Comm, what: str, mine: str, remedy: str) -> None:

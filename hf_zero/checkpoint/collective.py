@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,19 @@ from torch import nn
 from hf_zero.checkpoint import differences
 from hf_zero.checkpoint.agreement import check_same, on_rank_0, together
 from hf_zero.checkpoint.background import BackgroundSaves, Job
+from hf_zero.checkpoint.committers import commit_everywhere, find_committers, is_committer
+from hf_zero.checkpoint.file_exchange import FileExchange, open_on_nodes
 from hf_zero.checkpoint.frozen_digests import FrozenShards, check_frozen, full_digests
-from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, STATE_MARK, FileRecord, Manifest, SaveInfo, TensorInfo
+from hf_zero.checkpoint.manifest import (
+    FROZEN_DIGESTS,
+    HOSTS,
+    STATE_MARK,
+    FileRecord,
+    Manifest,
+    SaveInfo,
+    TensorInfo,
+    zero_folder,
+)
 from hf_zero.checkpoint.optimizer_state import (
     ATTACHED,
     GROUP_OF,
@@ -39,6 +51,7 @@ from hf_zero.checkpoint.writer import (
     commit,
     discard,
     prepare_folder,
+    wait_for_folder,
     write_rank_file,
 )
 from hf_zero.distributed.comm import Comm
@@ -68,6 +81,7 @@ class Session:
     lr_scheduler: Any
     stage: int
     global_step: int
+    node_local: bool = False  # each node saves into a folder of its own, and loads what is missing from the others
     exclude_frozen: bool = False  # frozen weights are not saved, but their digests: [Note: Digests of frozen weights]
     # While saving: optimizer state that is not where its parameter is.
     file_state: FileState = field(default_factory=FileState)
@@ -102,6 +116,7 @@ class _Saved:
 
     def __init__(self, session: Session, folder: Path, info: SaveInfo, save_id: str) -> None:
         self._session = session
+        self._folder = folder
         self._file = partial(write_rank_file, folder, session.comm.rank, save_id=save_id, info=info)
         self._states: list[SliceState] = []
         self._buffers: dict[str, torch.Tensor] = {}
@@ -119,6 +134,7 @@ class _Saved:
         self._states, self._buffers = background.copy(self._states, self._buffers)
 
     def write(self) -> FileRecord:
+        wait_for_folder(self._folder)
         return self._file(self._states, self._buffers)
 
 
@@ -133,7 +149,8 @@ def save(
 ) -> None:
     """Write a checkpoint into `folder`, with `exclude_frozen` without the weights of frozen parameters.
 
-    All ranks must call. See [Note: Commit order] in writer.py. `published` is called on rank 0 when it is there.
+    All ranks must call. See [Note: Commit order] in writer.py. `published` is called on rank 0 when it is there;
+    with `node_local`, on the first rank of each file system.
 
     With `background` this returns when everything is copied, and the rest follows: [Note: A save in the background].
     Not where some of it is on a disk: then it is written now, since a copy would need the memory that the disk saves.
@@ -143,46 +160,54 @@ def save(
     """
     comm = session.comm
     session = replace(session, exclude_frozen=exclude_frozen)
-    info, save_id = _agree(session, folder, client_state)
+    if session.optimizer is not None:
+        session.optimizer.check_active("a checkpoint")
+        session = replace(session, file_state=session.optimizer.strategy.file_state(session.optimizer.owned))
+    info, save_id, committers = _agree(session, folder, client_state)
+    commits = is_committer(comm, committers)
     saved = _Saved(session, folder, info, save_id)
     if all(together(comm, "what is saved", saved.collect)) and background is not None:
-        with _discarding(session, folder):
+        with _discarding(folder, commits):
             together(comm, "copy of what is saved", lambda: saved.copy(background))
         background.start(Job(folder, info, saved.write if saved.is_mine else None, published))
         return
-    with _discarding(session, folder):
+    with _discarding(folder, commits):
         records = together(comm, "checkpoint files", lambda: saved.write() if saved.is_mine else None)
     written = [record for record in records if record is not None]
-    on_rank_0(comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)))
-    on_rank_0(comm, "checkpoint tag", published)
+    if session.node_local:
+        commit_everywhere(comm, folder, lambda: build_manifest(info, written), committers)
+    else:
+        on_rank_0(comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)))
+    together(comm, "checkpoint tag", lambda: published() if commits else None)
 
 
-def _agree(session: Session, folder: Path, client_state: Any) -> tuple[SaveInfo, str]:
-    """Everything up to the first byte that a rank writes."""
+def _agree(session: Session, folder: Path, client_state: Any) -> tuple[SaveInfo, str, list[int]]:
+    """Everything up to the first byte that a rank writes. The list says, by rank, who commits in what it sees."""
     comm, optimizer = session.comm, session.optimizer
-    if optimizer is not None:
-        optimizer.check_active("a checkpoint")
-        session = replace(session, file_state=optimizer.strategy.file_state(optimizer.owned))
     shared: dict[str, Any] = {}
     if session.exclude_frozen:
         shared[FROZEN_DIGESTS] = full_digests(comm, _frozen_shards(session))
     if optimizer is not None and len(optimizer.param_groups) > 1:
         by_rank = together(comm, "parameter groups", lambda: group_numbers(optimizer))
         shared[GROUP_OF] = {name: number for mine in by_rank for name, number in mine.items()}
+    if session.node_local:
+        shared[HOSTS] = comm.all_gather_object(socket.gethostname(), "hosts")[: session.num_writers]
     info = _info(session, client_state, shared)
     together(comm, "checkpoint contents", lambda: check_info(info))
-    save_id = on_rank_0(comm, "checkpoint folder", lambda: prepare_folder(folder))
-
-    return info, save_id
+    committers = find_committers(comm, zero_folder(folder)) if session.node_local else [0] * comm.world_size
+    commits = is_committer(comm, committers)
+    save_ids = together(comm, "checkpoint folder", lambda: prepare_folder(folder) if commits else "")
+    save_id = next(filter(None, save_ids), "")  # the same on all nodes: the manifest has one name for a file
+    return info, save_id, committers
 
 
 @contextlib.contextmanager
-def _discarding(session: Session, folder: Path) -> Iterator[None]:
+def _discarding(folder: Path, commits: bool) -> Iterator[None]:
     """Delete what was written if the ranks fail inside."""
     try:
         yield
     except CheckpointError:
-        if session.comm.rank == 0:
+        if commits:
             discard(folder)
         raise
 
@@ -302,15 +327,18 @@ def load(session: Session, folder: Path, parts: Parts) -> Manifest:
     comm = session.comm
     if session.optimizer is not None and not session.optimizer.suspended.startswith(_BROKEN_OFF):
         session.optimizer.check_active("loading a checkpoint")
-    with _open_together(session, folder, parts) as reader, torch.no_grad():
+    reader, exchange = _open_together(session, folder, parts)
+    with reader, torch.no_grad():
         check_frozen(comm, reader, _frozen_shards(session))
         said = _differences(session, reader, parts)
         with _half_loaded(session.optimizer, folder, parts):
-            together(comm, "weights", lambda: _load_weights(session, reader))
+            together(comm, "weights", lambda: exchange.run(lambda: _load_weights(session, reader)))
             gather_resident(session.flats)  # communicates, so no rank may have failed before
             if parts.optimizer and session.optimizer is not None:
-                said += together(comm, "optimizer state", lambda: _load_optimizer(session, reader, parts))[comm.rank]
-                together(comm, "state beside the optimizer's", lambda: _load_attached(session, reader))
+                load_states = partial(_load_optimizer, session, reader, parts)
+                said += together(comm, "optimizer state", lambda: exchange.run(load_states))[comm.rank]
+                work = partial(_load_attached, session, reader)
+                together(comm, "state beside the optimizer's", lambda: exchange.run(work))
                 said += _load_guard(session.optimizer, reader.manifest)
         manifest = reader.manifest
     state = state_for(session.lr_scheduler, manifest.extra) if parts.scheduler else None
@@ -355,15 +383,20 @@ def _half_loaded(optimizer: ShardedOptimizer | None, folder: Path, parts: Parts)
         optimizer.suspended = ""
 
 
-def _open_together(session: Session, folder: Path, parts: Parts) -> CheckpointReader:
+def _open_together(session: Session, folder: Path, parts: Parts) -> tuple[CheckpointReader, FileExchange]:
     """Open the checkpoint and find out whether it can be loaded, before anything is changed."""
     comm = session.comm
-    readers: list[CheckpointReader] = []
+    opened: list[tuple[CheckpointReader, FileExchange, Iterable[int]]] = []
     params = {clean_name(path) for path, _ in session.model.named_parameters()}
+    if session.node_local:
+        opened.append(open_on_nodes(comm, folder))
 
     def work() -> None:
-        reader = open_checkpoint(folder)
-        readers.append(reader)
+        if not opened:
+            reader = open_checkpoint(folder)
+            share = range(comm.rank, len(reader.manifest.files), comm.world_size)
+            opened.append((reader, FileExchange(comm, (), ()), share))
+        reader, _, mine = opened[0]
         buffers = {name: tuple(value.shape) for name, value in _in_no_unit(session)}
         if FROZEN_DIGESTS in reader.manifest.extra:  # then frozen parameters are not in the files, integers too
             stored = {info.name for info in reader.manifest.buffers}
@@ -373,12 +406,12 @@ def _open_together(session: Session, folder: Path, parts: Parts) -> CheckpointRe
             check_optimizer_fits(session.optimizer, reader.manifest)
         if parts.scheduler:
             state_for(session.lr_scheduler, reader.manifest.extra)
-        reader.verify_before_reading(comm.rank, comm.world_size)
+        reader.verify_before_reading(mine)
 
     together(comm, "checkpoint", work)
-    reader = readers[0]
+    reader, exchange, _ = opened[0]
     check_same(comm, "load_checkpoint", f"{folder}, {reader.manifest.identity}", "nothing was loaded")
-    return reader
+    return reader, exchange
 
 
 def _load_weights(session: Session, reader: CheckpointReader) -> None:
@@ -424,11 +457,13 @@ def load_attached(session: Session, folder: Path, kind: str) -> None:
 
     Raises CheckpointError on every rank: as `load`, and where the folder does not hold this kind.
     """
-    with _open_together(session, folder, Parts(optimizer=False, scheduler=False)) as reader:
+    reader, exchange = _open_together(session, folder, Parts(optimizer=False, scheduler=False))
+    with reader:
         stored = {name for kinds in reader.manifest.kinds.values() for name in kinds}
         if ATTACHED + kind not in stored:
             raise CheckpointError(f"{folder} holds no {kind!r}: it was saved without, or under another name")
-        together(session.comm, kind, lambda: _load_attached(session, reader, only=kind))
+        work = partial(_load_attached, session, reader, only=kind)
+        together(session.comm, kind, lambda: exchange.run(work))
 
 
 def _load_attached(session: Session, reader: CheckpointReader, *, only: str | None = None) -> None:

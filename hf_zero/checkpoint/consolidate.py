@@ -378,19 +378,35 @@ def rank_contents(manifest: Mapping[str, Any]) -> list[dict[str, tuple[str, int]
     return contents
 
 
-def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raise ConsolidateError, with all that are wrong, unless the rank files have these sizes, by name."""
+def check_sizes(folder: Path, sizes: Mapping[str, int], hosts: Sequence[str] = ()) -> None:
+    """Raise ConsolidateError, with all that are wrong, unless the rank files have these sizes, by name.
+
+    `hosts`: by rank, where each file was written, if the nodes have folders of their own.
+    """
     wrong = []
-    for name, size in sizes.items():
+    away: dict[str, list[str]] = {}  # host -> names
+    for rank, (name, size) in enumerate(sizes.items()):
         path = folder / "zero" / name
         try:
             found = path.stat().st_size
         except OSError as error:
+            if rank < len(hosts):
+                away.setdefault(hosts[rank], []).append(name)
             wrong.append(f"{path} is missing ({error.strerror})")
         else:
             wrong += [f"{path} is damaged: it has {found} bytes, not {size}"] if found != size else []
     if wrong:
-        raise ConsolidateError(f"{folder} is not complete: {'; '.join(wrong)}")
+        text = f"{folder} is not complete: {'; '.join(wrong)}"
+        if away:
+            places = "; ".join(f"{', '.join(names)} on {host}" for host, names in away.items())
+            text += f". Its nodes saved into folders of their own: copy {places} from there into {folder / 'zero'}"
+        raise ConsolidateError(text)
+
+
+def hosts_of(manifest: Mapping[str, Any]) -> Sequence[str]:
+    """By rank, the host that has its file, where the nodes have folders of their own; else empty."""
+    hosts = manifest["extra"].get("hosts")
+    return hosts if isinstance(hosts, list) and all(isinstance(host, str) for host in hosts) else ()
 
 
 class RankFiles:
@@ -400,6 +416,7 @@ class RankFiles:
         kinds: What will be read ("master", "exp_avg", ...), None for all; what else files hold is not looked at.
         verify: Reads of tensors compare checksums. Those of version 1 are compared by `verify` alone.
         crc32: As zlib's, or faster.
+        elsewhere: By rank, files that are not in the folder, and how to read them.
     Raises:
         ConsolidateError: A file is missing, damaged, or not what the manifest lists, here or at a later read.
     """
@@ -412,16 +429,23 @@ class RankFiles:
         *,
         verify: bool = True,
         crc32: Callable[[memoryview, int], int] = zlib.crc32,
+        elsewhere: Mapping[int, SafetensorsFile] | None = None,
     ) -> None:
+        elsewhere = elsewhere or {}
         self._manifest = manifest
         self._kinds = kinds
         self._verify = verify
         self.crc32 = crc32
-        self._files = [SafetensorsFile(folder / "zero" / file["name"]) for file in manifest["files"]]
+        self._files = [
+            elsewhere.get(rank) or SafetensorsFile(folder / "zero" / file["name"])
+            for rank, file in enumerate(manifest["files"])
+        ]
         self._open: set[int] = set()  # ranks
         self._headers: dict[int, dict[str, Stored]] = {}  # by rank
         self._decoding = threading.Lock()  # one of the twins decodes a header, for all of them
-        check_sizes(folder, {file["name"]: file["size"] for file in manifest["files"]})
+        here = [file for rank, file in enumerate(manifest["files"]) if rank not in elsewhere]
+        # Where some are elsewhere, it is known already that the others are here.
+        check_sizes(folder, {file["name"]: file["size"] for file in here}, () if elsewhere else hosts_of(manifest))
 
     @property
     def count(self) -> int:
@@ -666,6 +690,10 @@ class SafetensorsFile:
             expect(count > 0, f"it ends too early, at byte {offset}: it was truncated")
             view, offset = view[count:], offset + count
 
+    def size(self) -> int:
+        """In bytes, of a file that has been read from."""
+        return os.fstat(self._descriptor).st_size
+
     def header(self, marks: Mapping[str, str] | None = None, crc32: int | None = None) -> dict[str, Stored]:
         """The tensors in the file by name; `marks` must not be other ones in its metadata.
 
@@ -673,7 +701,7 @@ class SafetensorsFile:
         """
         length = bytearray(8)
         self.read(memoryview(length), 0)
-        size, begin = os.fstat(self._descriptor).st_size, 8 + int.from_bytes(length, "little")
+        size, begin = self.size(), 8 + int.from_bytes(length, "little")
         fits = 8 < begin <= min(size, MAX_HEADER_BYTES)
         expect(fits, f"it is no safetensors file, or its header was truncated ({size} bytes)")
         text = bytearray(begin - 8)

@@ -30,6 +30,8 @@ BUFFER_KIND = "buffer"
 # In names of buffers that are no buffers of the model, but optimizer state: PARAMETER::state::KIND.
 STATE_MARK = "::state::"
 
+# In `extra`, where nodes save into folders of their own: by rank, the host that has its file (consolidate.hosts_of).
+HOSTS = "hosts"
 # In `extra`: name -> digest of the frozen parameters that were not saved.
 FROZEN_DIGESTS = "frozen_digests"
 
@@ -207,7 +209,8 @@ def check_files(folder: str | Path, manifest: Manifest) -> None:
         CheckpointError: Files are missing or truncated; all are listed, and the newest complete checkpoint is offered.
     """
     with offering(folder):
-        check_sizes(Path(folder), {file.name: file.size for file in manifest.files})
+        sizes = {file.name: file.size for file in manifest.files}
+        check_sizes(Path(folder), sizes, consolidate.hosts_of({"extra": manifest.extra}))
 
 
 def newest_complete_checkpoint(parent: str | Path, exclude: str | Path | None = None) -> Path | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.consolidate import WEIGHT_KINDS, RankFiles, RankTensor
+from hf_zero.checkpoint.consolidate import WEIGHT_KINDS, RankFiles, RankTensor, SafetensorsFile
 from hf_zero.checkpoint.manifest import BUFFER_KIND, STATE_MARK, Manifest, TensorInfo, offering, read_manifest
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Slice, Slot, UnitLayout
@@ -46,14 +46,16 @@ class _Copy:
 class CheckpointReader:
     """An open checkpoint folder. Files are opened at the first read of them; use as a context manager, or close().
 
-    Tied parameters are found under each of their names. See `open_checkpoint`.
+    Tied parameters are found under each of their names. See `open_checkpoint`; `elsewhere`: see RankFiles.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, elsewhere: Mapping[int, SafetensorsFile] | None = None
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
         with offering(folder):
-            self._files = RankFiles(folder, manifest.to_json(), crc32=crc32_of_bytes)
+            self._files = RankFiles(folder, manifest.to_json(), crc32=crc32_of_bytes, elsewhere=elsewhere)
         # (parameter, rank) -> where its slice starts in that rank's shard
         self._slice_starts: dict[tuple[str, int], int] = {}
 
@@ -151,16 +153,17 @@ class CheckpointReader:
         with offering(self.folder):
             self._files.verify(range(rank, len(self.manifest.files), world_size))
 
-    def verify_before_reading(self, rank: int = 0, world_size: int = 1) -> None:
-        """Check what reads do not: the headers of this rank's share of the files.
+    def verify_before_reading(self, ranks: Iterable[int] | None = None) -> None:
+        """Check what reads do not: the headers of the files of these ranks, or of all.
 
         Files of version 1 are checked whole: a read cannot tell whether its bytes are right there. Raises as `verify`.
         """
-        if not self._files.has_blocks:
-            return self.verify(rank, world_size)
+        ranks = range(len(self.manifest.files)) if ranks is None else ranks
         with offering(self.folder):
-            for one in range(rank, len(self.manifest.files), world_size):
-                self._files.header(one)
+            if not self._files.has_blocks:
+                return self._files.verify(ranks)
+            for rank in ranks:
+                self._files.header(rank)
 
     # ---------------------------------------------------------------- reading
     def read(self, name: str, kind: str, pieces: Slice | Sequence[Piece]) -> torch.Tensor:

@@ -21,14 +21,22 @@ import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.atomic_files import written_atomically
-from hf_zero.checkpoint.consolidate import CODES, DEEPSPEEDS_NAME, ITEM_BYTES, check_manifest, encode_rank_header
+from hf_zero.checkpoint.atomic_files import sync_folder, written_atomically
+from hf_zero.checkpoint.consolidate import (
+    CODES,
+    DEEPSPEEDS_NAME,
+    ITEM_BYTES,
+    check_manifest,
+    check_sizes,
+    encode_rank_header,
+)
 from hf_zero.checkpoint.manifest import (
     BUFFER_KIND,
     SCRIPT_NAME,
@@ -37,10 +45,10 @@ from hf_zero.checkpoint.manifest import (
     Manifest,
     SaveInfo,
     TensorInfo,
-    check_files,
     encode_manifest,
     manifest_path,
     marks_of,
+    offering,
     package_version,
     read_manifest,
     write_scripts,
@@ -53,6 +61,10 @@ from hf_zero.layout import FORMAT_VERSION, Slice
 logger = logging.getLogger(__name__)
 
 _VISIBLE_WITHIN_S = 10.0
+_SHARE = (
+    "Save to a file system that all nodes share, or let every node keep its own files: "
+    '{"checkpoint": {"use_node_local_storage": true}}, under Trainer save_on_each_node=True.'
+)
 RANK_FILE_PATTERN = "rank-*.safetensors*"  # temporary names included
 
 
@@ -104,16 +116,32 @@ def prepare_folder(folder: str | Path) -> str:
     Rank 0 only, before any rank writes. The id is empty for a new folder; it sets the file names apart from those of
     the checkpoint that the folder holds already.
     """
-    target = zero_folder(folder)
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot make the folder {target}: {error.strerror or error}") from error
+    make_folder(zero_folder(folder))
     discard(folder)
     return secrets.token_hex(4) if manifest_path(folder).exists() else ""
 
 
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make the folder {folder}: {error.strerror or error}") from error
+
+
 # -------------------------------------------------------------------- phase 2: every rank
+def wait_for_folder(folder: str | Path) -> None:
+    """Rank 0 has made it: this rank sees it, if need be after a while, because network file systems have caches.
+
+    Raises:
+        CheckpointError: It does not: the file system is another one.
+    """
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    while not zero_folder(folder).is_dir():
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"rank 0 has made {zero_folder(folder)}, and this rank does not see it.\n{_SHARE}")
+        time.sleep(0.1)
+
+
 def write_rank_file(
     folder: str | Path,
     rank: int,
@@ -238,22 +266,49 @@ def write_manifest(folder: str | Path, manifest: Manifest) -> None:
 def commit(folder: str | Path, manifest: Manifest) -> None:
     """Publish what the ranks wrote, then delete the files of the checkpoint that it replaces. Rank 0 only."""
     write_scripts(Path(folder), SCRIPT_NAME, DEEPSPEEDS_NAME)
-    _wait_for_files(folder, manifest)
+    _wait_for_files(folder, manifest.files)
     write_manifest(folder, manifest)
+    delete_replaced(folder, manifest)
+
+
+def prepare_commit(folder: str | Path, manifest: Manifest, ranks: Sequence[int]) -> None:
+    """All of `commit` that may fail, where the files of these ranks alone are in the folder; then comes `publish`."""
+    write_scripts(Path(folder), SCRIPT_NAME, DEEPSPEEDS_NAME)
+    _wait_for_files(folder, [manifest.files[rank] for rank in ranks])
+    with written_atomically(_ready_path(folder)) as file:
+        file.write(encode_manifest(manifest))
+
+
+def publish(folder: str | Path) -> None:
+    """Publish what `prepare_commit` has written, by one rename."""
+    try:
+        _ready_path(folder).replace(manifest_path(folder))
+    except OSError as error:
+        raise CheckpointError(f"cannot write {manifest_path(folder)}: {error.strerror or error}") from error
+    sync_folder(zero_folder(folder))
+
+
+def delete_replaced(folder: str | Path, manifest: Manifest) -> None:
+    """Delete the rank files that `manifest`, which is published, does not name."""
     _delete_rank_files(folder, keep={file.name for file in manifest.files})
 
 
-def _wait_for_files(folder: str | Path, manifest: Manifest) -> None:
+def _ready_path(folder: str | Path) -> Path:
+    return manifest_path(folder).with_suffix(".ready")
+
+
+def _wait_for_files(folder: str | Path, files: Sequence[FileInfo]) -> None:
     """What the other ranks wrote is there for this one, if need be after a while: network file systems have caches."""
     deadline = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
         try:
-            return check_files(folder, manifest)
+            with offering(folder):
+                return check_sizes(Path(folder), {file.name: file.size for file in files})
         except CheckpointError as error:
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"the files of all ranks were written, but rank 0 does not see them all: {error}\n"
-                    "Save to a file system that all nodes share."
+                    f"the files of all ranks were written, but the rank that commits does not see them all: {error}\n"
+                    f"{_SHARE}"
                 ) from error
             time.sleep(0.1)
 
@@ -271,6 +326,8 @@ def discard(folder: str | Path) -> None:
             logger.warning("nothing is deleted in %s: %s", zero_folder(folder), error)
             return
     _delete_rank_files(folder, keep)
+    with suppress(OSError):
+        _ready_path(folder).unlink()
 
 
 def _delete_rank_files(folder: str | Path, keep: set[str]) -> None:

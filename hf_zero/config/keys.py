@@ -222,11 +222,7 @@ CHECKPOINT = Block(
     always=True,
     keys={
         **rows_of(CheckpointSection),
-        "tag_validation": no_effect(choice("Warn", "Ignore", "Warn", "Fail"), "all ranks write one manifest"),
         "load_universal": no_effect(flag(False), f"{_ANY_RANKS} and any stage"),
-        "use_node_local_storage": refused(
-            flag(False), "Save to a folder that all nodes share (save_on_each_node=False)."
-        ),
         "parallel_write": Block(always=True, keys={"pipeline_stage": refused(flag(False), _DROP)}),
         "checkpoint_serialization": no_effect(flag(True), "files are safetensors"),
         "writer": refused_block(_DROP_BLOCK),

@@ -94,6 +94,8 @@ class CheckpointSection:
     """checkpoint. `async` is hf_zero's own."""
 
     asynchronous: bool = key(flag(False), "async")
+    tag_validation: str = key(choice("Warn", "Ignore", "Warn", "Fail"))
+    use_node_local_storage: bool = key(flag(False))
 
 
 @dataclass(frozen=True)

@@ -271,6 +271,19 @@ class Comm:
         group.expect_equal([digest for digest, _ in out])
         return [given for _, given in out]
 
+    def exchange_bytes(self, parts: Sequence[torch.Tensor], sizes: Sequence[int], what: str) -> list[torch.Tensor]:
+        """Send `parts[r]` to rank r and return what every rank sends, `sizes[r]` bytes of rank r. All ranks must call.
+
+        Bytes are 1-D uint8 on the host, and go over gloo on every backend. Nothing goes from a rank to itself.
+        """
+        group = self._processes
+        if group is None:
+            return list(parts)
+        group.add_to_log("bytes", what)
+        places = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        self._exchange(places, parts, what).wait()
+        return places
+
     def barrier(self, what: str) -> None:
         self.all_gather_object(None, what)
 

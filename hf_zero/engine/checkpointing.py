@@ -45,6 +45,7 @@ class Checkpointing:
         self._built = built
         self._comm = built.comm
         self._schedule = schedule
+        self._settings = settings
         self._check_model = check_model
         self._background = BackgroundSaves(built.comm) if settings.asynchronous else None
 
@@ -59,6 +60,7 @@ class Checkpointing:
             schedule.lr_scheduler,
             self._built.settings.stage,
             schedule.global_steps,
+            node_local=self._settings.use_node_local_storage,
         )
 
     def save(
@@ -74,7 +76,7 @@ class Checkpointing:
         self._comm.require_all_ranks("save_checkpoint")
         options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
         default = f"global_step{self._schedule.global_steps}"
-        target = agree_on_target(self._comm, save_dir, tag, default, options)
+        target = agree_on_target(self._comm, save_dir, tag, default, options, self._settings.tag_validation)
         published = partial(set_latest, target.root, target.tag) if save_latest else _nothing
         self._write(target.folder, client_state, exclude_frozen, published)
 
@@ -128,7 +130,8 @@ class Checkpointing:
         """Restore `parts`; returns (the checkpoint's folder, client_state), (None, {}) where nothing was saved yet."""
         self._comm.require_all_ranks("load_checkpoint")
         self.finish()  # it may be the one that is asked for
-        folder = agree_on_source(self._comm, load_dir, tag, vars(parts))
+        node_local = self._settings.use_node_local_storage
+        folder = agree_on_source(self._comm, load_dir, tag, vars(parts), node_local=node_local)
         if folder is None:
             if self._comm.rank == 0:
                 logger.warning("load_checkpoint: %s holds no checkpoint, nothing is loaded", load_dir)

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _OTHER_ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_NODE_LOCAL = "checkpoint.use_node_local_storage"
 _WEIGHTS_FLAG = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
@@ -113,6 +114,9 @@ def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
     if config.stage == 3 and args.save_only_model and config.get(_WEIGHTS_FLAG) is False:
         text = f"save_only_model is set, but {_WEIGHTS_FLAG.rpartition('.')[2]} is false: nothing would be saved."
         problems.append(Problem("TrainingArguments.save_only_model", text, "Remove one of them."))
+    if config.get(_NODE_LOCAL) is True and not args.save_on_each_node:
+        text = f"{_NODE_LOCAL} is true, but save_on_each_node is not: a node would lack the files beside zero/."
+        problems.append(Problem("TrainingArguments.save_on_each_node", text, "Set both, or neither."))
     for flag in ("bf16_full_eval", "fp16_full_eval"):
         block = flag[:4]
         if getattr(args, flag) and config.get(f"{block}.enabled") in (None, False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def test_an_empty_folder_is_a_warning_and_a_torn_one_an_error(tmp_path: Path) ->
 
 # -------------------------------------------------------------------- ranks that do not agree
 def disagreeing(stage: int, folder: str) -> None:
-    engine = start(stage, seed=0)
+    engine = start(stage, seed=0, tag_validation="Fail")
     for tag in ("a", "b"):
         steps(engine, 0, 1)
         engine.save_checkpoint(folder, tag)
@@ -126,6 +127,27 @@ def disagreeing(stage: int, folder: str) -> None:
     refused(lambda: engine.load_checkpoint("."), "rank 0: ., step 1, .*\n.*rank 1: ., step 2, ")
     assert listing(folder) == before
     assert engine.load_checkpoint("..", "a")[0] == "../a"
+
+
+def other_tags(folder: str) -> None:
+    """As DeepSpeed has it, but for what is written: one checkpoint, of rank 0's tag."""
+    said: list[str] = []
+    logging.getLogger("hf_zero.checkpoint.agreement").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    for validation, warnings in (("Warn", 1), ("Ignore", 0)):
+        engine = start(1, seed=0, tag_validation=validation)
+        mine = f"{validation}-{engine.rank}"
+        said.clear()
+        engine.save_checkpoint(folder, mine)
+        assert len(said) == (warnings if engine.rank == 0 else 0), said
+        assert not warnings or engine.rank or f"['Warn-0', 'Warn-1']. That of rank 0 counts: '{mine}'" in said[0]
+        assert engine.load_checkpoint(folder)[0] == f"{folder}/{validation}-0"
+        refused(lambda engine=engine: engine.save_checkpoint(f"{folder}/{engine.rank}", "a"), "do not agree")
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["Ignore-0", "Warn-0", "latest", "zero_to_fp32.py"]
+
+
+def test_of_tags_that_differ_one_counts_where_the_configuration_allows_it(tmp_path: Path) -> None:
+    run_ranks(other_tags, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

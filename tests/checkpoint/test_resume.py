@@ -71,7 +71,14 @@ def offload(medium: str) -> dict[str, Any]:
 
 
 def start(
-    stage: int, seed: int, *, bf16: bool = False, medium: str = "none", bucket: int = 150, in_background: bool = False
+    stage: int,
+    seed: int,
+    *,
+    bf16: bool = False,
+    medium: str = "none",
+    bucket: int = 150,
+    in_background: bool = False,
+    **checkpoint: Any,
 ) -> Any:
     torch.manual_seed(seed)
     model = Net()
@@ -84,7 +91,7 @@ def start(
         | offload(medium),
         "bf16": {"enabled": bf16},
         "gradient_clipping": 0.5,
-        "checkpoint": {"async": in_background},
+        "checkpoint": {"async": in_background} | checkpoint,
     }
     return hf_zero.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
 

@@ -195,9 +195,12 @@ def test_other_sharding_in_the_arguments() -> None:
         assert ZeroConfig.load({}).resolve(SimpleNamespace(fsdp=unset, deepspeed=unset)).stage == 0
 
 
-def test_saving_on_each_node_is_refused_with_its_argument_named() -> None:
-    text = message({}, SimpleNamespace(save_on_each_node=True))
-    assert "checkpoint.use_node_local_storage = true" in text and "save_on_each_node=False" in text
+def test_saving_on_each_node_turns_the_key_on() -> None:
+    for asked in (True, False):
+        resolved = ZeroConfig.load({}).resolve(SimpleNamespace(save_on_each_node=asked))
+        assert resolved.checkpoint.use_node_local_storage is asked
+    text = message({"checkpoint": {"async": True}}, SimpleNamespace(save_on_each_node=True))
+    assert "checkpoint.use_node_local_storage is true as well" in text
 
 
 def test_a_refused_block_is_not_told_its_faults() -> None:

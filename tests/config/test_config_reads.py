@@ -118,7 +118,7 @@ def _reads_for_training(frame: Any) -> bool:
 
 
 def train_and_look(folder: str) -> set[str]:
-    """What a script does with its configuration: training with a loader, a model file, a text, numbers asked for."""
+    """What a script does with its configuration: training with a loader, a model file, a checkpoint, a text."""
     reads = Reads()
     samples = [{"input_ids": torch.arange(4) + 3, "labels": torch.arange(4) + 3} for _ in range(4)]
     for config in configurations(folder):
@@ -134,6 +134,7 @@ def train_and_look(folder: str) -> set[str]:
                 engine.step()
         assert engine.train_batch_size() == 2
         engine.save_16bit_model(folder)
+        engine.save_checkpoint(folder)
         model.eval().generate(torch.tensor([[3, 4]]), max_new_tokens=2, pad_token_id=0)
         engine.teardown()
     return reads.found
@@ -152,7 +153,7 @@ def test_what_is_obeyed_is_read_outside_the_configuration(tmp_path: Path) -> Non
     assert len(obeyed) > 60
     silent = {path for path in obeyed if path not in found and field_of(path) not in found}
     assert not silent, f"nothing looks at {sorted(silent)}"
-    sections = (ZeroSection, OffloadParam, OffloadOptimizer, Aio)
+    sections = (ZeroSection, OffloadParam, OffloadOptimizer, Aio, CheckpointSection)
     kept = {f"{section.__name__}.{one.name}" for section in sections for one in dataclasses.fields(section)}
     # The stage is read from the configuration itself; the estimate replaces it in the section.
     assert kept - found == {"ZeroSection.stage"}, "fields that nobody reads"

@@ -103,11 +103,11 @@ def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, qu
         reason = why_torn(folder) if folder.is_dir() else f"there is no folder {folder}."
         if reason is not None:
             raise CheckpointError(f"Can't find a valid checkpoint at {folder}: {reason}{offer(folder)}")
-        return _usable(folder)
-    for path in _numbered(Path(output_dir), "checkpoint-"):
+        return usable(folder)
+    for path in numbered(Path(output_dir), "checkpoint-"):
         reason = why_torn(path)
         if reason is None:
-            return _usable(path)
+            return usable(path)
         if not quiet:
             logger.warning("passing over %s: %s", path.name, reason)
     raise CheckpointError(
@@ -130,7 +130,7 @@ def delete_older(run: Path, limit: int, keep: set[Path], leave_out: Path) -> Non
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _usable(folder: Path) -> str:
+def usable(folder: Path) -> str:
     """`folder`. Raises CheckpointError if another tool wrote it, or it has no weights to begin from."""
     if has_sharded_state(folder):
         return str(folder)
@@ -151,7 +151,7 @@ def _usable(folder: Path) -> str:
     raise CheckpointError(f"Can't find a valid checkpoint at {folder}: {problem}")
 
 
-def _numbered(folder: Path, prefix: str) -> list[Path]:
+def numbered(folder: Path, prefix: str) -> list[Path]:
     """`prefix`N folders, the largest N first."""
     found = [path for path in folder.glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
     found.sort(key=lambda path: int(path.name.removeprefix(prefix)), reverse=True)
@@ -202,7 +202,7 @@ def state_to_load(project: Any, input_dir: str | None) -> str:
     """
     if input_dir is None and project.automatic_checkpoint_naming:
         root = Path(project.project_dir) / "checkpoints"
-        newest = next(filter(has_sharded_state, _numbered(root, "checkpoint_")), None)
+        newest = next(filter(has_sharded_state, numbered(root, "checkpoint_")), None)
         if newest is not None:
             return str(newest)
         raise CheckpointError(f"{root} holds no complete checkpoint.")

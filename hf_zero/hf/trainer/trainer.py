@@ -36,6 +36,7 @@ from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_b
 from hf_zero.hf.models.restore import restore_weights
 from hf_zero.hf.models.saving import full_weights
 from hf_zero.hf.patching import ACTIVATION, PatchPoint
+from hf_zero.hf.trainer.node_folders import agree_on_nodes, one_writer_each, rotated_last, weights_where_asked
 from hf_zero.hf.trainer.out_of_memory import run_attempt
 from hf_zero.hf.trainer.resume import (
     agree_on_checkpoint,
@@ -160,7 +161,8 @@ def train(
 ) -> Any:
     """Resume from the newest complete checkpoint where the stock Trainer takes the newest of all."""
     if resume_from_checkpoint:
-        resume_from_checkpoint = agree_on_checkpoint(self.args, resume_from_checkpoint)
+        agree = agree_on_nodes if self.args.save_on_each_node else agree_on_checkpoint
+        resume_from_checkpoint = agree(self.args, resume_from_checkpoint)
     _mix_references_by_shards(self)
     _warn_of_unused_block(self, plugin)
     result = orig(resume_from_checkpoint, *args, **kwargs)
@@ -203,15 +205,16 @@ def save_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, *
     trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
     folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
     try:
-        writes = self.args.should_save
-        write_on_all(engine.comm, folder, lambda: remove_list(folder) if writes else None)
-        with _rotation_when_published(self, engine, trial):
-            write_on_all(engine.comm, folder, lambda: orig(*args, **kwargs))
-        # Every rank has written its files, but for those that follow in the background.
-        if not engine.config.checkpoint.asynchronous:
-            write_on_all(engine.comm, folder, lambda: write_list(folder, crc32_of_bytes) if writes else None)
-        elif writes:
-            engine.checkpoints.when_published(lambda: write_list(folder, crc32_of_bytes))
+        with rotated_last(self, engine.comm, trial):
+            writes = self.args.should_save
+            write_on_all(engine.comm, folder, lambda: remove_list(folder) if writes else None)
+            with _rotation_when_published(self, engine, trial):
+                write_on_all(engine.comm, folder, lambda: orig(*args, **kwargs))
+            # Every rank has written its files, but for those that follow in the background.
+            if not engine.config.checkpoint.asynchronous:
+                write_on_all(engine.comm, folder, lambda: write_list(folder, crc32_of_bytes) if writes else None)
+            elif writes:
+                engine.checkpoints.when_published(lambda: write_list(folder, crc32_of_bytes))
     finally:
         del self._zero_saves_on_all_ranks
 
@@ -244,7 +247,8 @@ def _rotation_when_published(trainer: Any, engine: ZeroEngine, trial: Any) -> It
 def finalize_training(self: Any, orig: Original, engine: ZeroEngine, *args: Any, **kwargs: Any) -> Any:
     """A save in the background is over before the best model is looked for, and before train returns."""
     engine.finish_saves()
-    return orig(*args, **kwargs)
+    with one_writer_each(self.args, engine.comm):  # Trainer may delete the last checkpoint here, beside the best one
+        return orig(*args, **kwargs)
 
 
 @_in_place_of("_save", "output_dir", "state_dict", needs=_engine)
@@ -262,12 +266,18 @@ def save(
     if engine.is_sharded:
         engine.require_all_ranks("trainer.save_model")
     folder = output_dir if output_dir is not None else self.args.output_dir
+    outside = engine.is_sharded and not getattr(self, "_zero_saves_on_all_ranks", False)
+    with one_writer_each(self.args, engine.comm) if outside else nullcontext():
+        _save_full(self, orig, engine, folder)
+
+
+def _save_full(self: Any, orig: Original, engine: ZeroEngine, folder: str) -> None:
     # Adapters are no gathered 16-bit weights: they are small, and nothing else would hold them.
     writes = writes_weights(engine) or is_peft_model(self.model)
     weights = full_weights(self.model, engine, keep=self.args.should_save) if writes else {}
 
     def write() -> None:
-        with unsharded_prompt_encoders(self.model):
+        with unsharded_prompt_encoders(self.model), weights_where_asked(self):
             orig(folder, state_dict=weights)
         if not writes:
             remove_dummy_checkpoint(self.args.should_save, folder, ["model.safetensors"])

@@ -1,0 +1,78 @@
+"""Which ranks see the same file system, where the nodes save into folders of their own.
+
+One rank of each file system commits what the ranks there have written: two would race, and none would leave nothing.
+Names of hosts say nothing of that, so the ranks look for what the others have written. All ranks must call.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hf_zero.checkpoint.agreement import on_rank_0, together
+from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.writer import delete_replaced, discard, make_folder, prepare_commit, publish
+from hf_zero.distributed.comm import Comm
+from hf_zero.errors import CheckpointError
+
+
+def find_committers(comm: Comm, folder: Path) -> list[int]:
+    """By rank, the first one that sees the same `folder`, which is made where there is none.
+
+    Raises:
+        CheckpointError: On every rank: one could not write there, or what they see is not the same both ways.
+    """
+    # Nobody has looked for these names before, so no cache of a network file system holds that there is no such file.
+    mark = on_rank_0(comm, "checkpoint folder", lambda: secrets.token_hex(4))
+
+    def token(rank: int) -> Path:
+        return folder / f"rank-{rank:05d}.{mark}.safetensors.token"  # `discard` knows it by this name
+
+    def write() -> None:
+        make_folder(folder)
+        try:
+            token(comm.rank).touch()
+        except OSError as error:
+            raise CheckpointError(f"cannot write into {folder}: {error.strerror or error}") from error
+
+    def look() -> int:
+        return next(rank for rank in range(comm.world_size) if token(rank).exists())
+
+    try:
+        together(comm, "checkpoint folder", write)
+        committers = together(comm, "checkpoint folder", look)  # and all have looked, before a token is deleted
+    finally:
+        with suppress(OSError):
+            token(comm.rank).unlink()
+    strange = [rank for rank, first in enumerate(committers) if committers[first] != first]
+    if strange:
+        raise CheckpointError(
+            f"ranks {strange} see what others have written into {folder}, and those do not see the same: a folder "
+            "must be on one file system for all ranks that see it."
+        )
+    return committers
+
+
+def is_committer(comm: Comm, committers: Sequence[int]) -> bool:
+    return committers[comm.rank] == comm.rank
+
+
+def commit_everywhere(comm: Comm, folder: Path, build: Callable[[], Manifest], committers: Sequence[int]) -> None:
+    """Publish the manifest that rank 0 builds, in the folder of each file system.
+
+    Everything that may fail for want of space comes before the first rename, and old files go after the last: where
+    the processes die in between, every folder has all files of the manifest that it holds.
+    """
+    commits = is_committer(comm, committers)
+    whole = on_rank_0(comm, "checkpoint manifest", build)
+    here = [rank for rank in range(whole.world_size) if committers[rank] == comm.rank]
+    try:
+        together(comm, "checkpoint manifest", lambda: prepare_commit(folder, whole, here) if commits else None)
+    except CheckpointError:
+        if commits:
+            discard(folder)
+        raise
+    together(comm, "checkpoint manifest", lambda: publish(folder) if commits else None)
+    together(comm, "replaced files", lambda: delete_replaced(folder, whole) if commits else None)

@@ -1,0 +1,216 @@
+"""Trainer with `save_on_each_node`: who writes the small files and rotates, and a resume from their folders.
+
+transformers lets the first process of each node write and delete. Where nodes share a file system after all, these
+would race; so here it is one rank of each file system, which is found by looking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import rotate_checkpoints
+
+from hf_zero.checkpoint.agreement import together
+from hf_zero.checkpoint.committers import find_committers, is_committer
+from hf_zero.checkpoint.consolidate import check_sizes
+from hf_zero.checkpoint.manifest import manifest_path, offering, read_manifest, zero_folder
+from hf_zero.checkpoint.published_weights import damaged_files
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.processes import all_ranks_give
+from hf_zero.errors import CheckpointError
+from hf_zero.hf.trainer.resume import numbered, usable
+
+logger = logging.getLogger(__name__)
+
+# TrainingArguments, by id, between whose ranks the writers are agreed: a callback may save inside.
+_inside: set[int] = set()
+
+
+# -------------------------------------------------------------------- saving
+@contextlib.contextmanager
+def one_writer_each(args: Any, comm: Comm) -> Iterator[None]:
+    """Inside, `args.should_save` holds on one rank of each file system. All ranks must enter.
+
+    Raises:
+        CheckpointError: On every rank: one that has a file system to itself is not the first process of its node.
+    """
+    if id(args) in _inside or not args.save_on_each_node:
+        yield
+        return
+    folder = Path(args.output_dir)
+    committers = find_committers(comm, folder)
+
+    def check() -> None:
+        if is_committer(comm, committers) and args.local_process_index != 0:
+            raise CheckpointError(
+                f"save_on_each_node: no rank before this one sees the same {folder}, but LOCAL_RANK is "
+                f"{args.local_process_index}, and the first process of each node writes. Put the folder on a file "
+                "system that all ranks of a node see."
+            )
+
+    together(comm, "save_on_each_node", check)
+    args.save_on_each_node = is_committer(comm, committers)  # should_save is false on other ranks than 0 without it
+    _inside.add(id(args))
+    try:
+        yield
+    finally:
+        _inside.discard(id(args))
+        args.save_on_each_node = True
+
+
+@contextlib.contextmanager
+def rotated_last(trainer: Any, comm: Comm, trial: Any) -> Iterator[None]:
+    """Around a save that all ranks leave together: as `one_writer_each`, and old checkpoints go when it is over.
+
+    A node that deleted its part of the old one while another still writes the new one could leave none.
+    """
+    args = trainer.args
+    if not args.save_on_each_node:
+        yield
+        return
+    with one_writer_each(args, comm):
+        limit, args.save_total_limit = args.save_total_limit, None
+        try:
+            yield
+        finally:
+            args.save_total_limit = limit
+        if args.should_save:
+            best = trainer.state.best_model_checkpoint
+            rotate_checkpoints(trainer._get_output_dir(trial=trial), limit, best, use_mtime=True)
+        comm.barrier("rotation")
+
+
+@contextlib.contextmanager
+def weights_where_asked(trainer: Any) -> Iterator[None]:
+    """Inside `one_writer_each`, `save_pretrained` writes on every rank that it is told to be a main process.
+
+    transformers writes weights on rank 0 alone, whatever it is told: other nodes would have a checkpoint without.
+    """
+    model = trainer.model
+    if id(trainer.args) not in _inside or not hasattr(model, "should_save_on_this_rank"):
+        yield
+        return
+    model.should_save_on_this_rank = bool
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank
+
+
+# -------------------------------------------------------------------- resuming
+@dataclass(frozen=True)
+class _View:
+    """What one rank sees of a checkpoint folder."""
+
+    problem: str | None
+    identity: str | None = None  # of the sharded state; None where only weights were saved
+    missing: frozenset[str] = frozenset()  # rank files
+
+
+def agree_on_nodes(args: Any, asked: str | bool) -> str:
+    """As `agree_on_checkpoint`, where each node has a part. What a node lacks of the small files is brought there.
+
+    A checkpoint is complete if no node has a damaged part, all have parts of one save, and together they have all
+    files. All ranks must call; raises CheckpointError on every rank.
+    """
+    paths = numbered(Path(args.output_dir), "checkpoint-") if asked is True else [Path(str(asked))]
+    everyone: list[dict[str, _View | None]] = all_ranks_give({str(path): _view(path) for path in paths})
+    names = list(dict.fromkeys(name for views in everyone for name in views))
+    if asked is not True and len(names) > 1:
+        raise CheckpointError(f"ranks would resume from different checkpoints: {names}.")
+    names.sort(key=lambda name: int(name.rpartition("-")[2]) if asked is True else 0, reverse=True)
+    for name in names:
+        reason = _why_not(name, [views.get(name) for views in everyone])
+        if reason is None:
+            _bring_small_files(args, Path(name))
+            return name
+        if asked is not True:
+            raise CheckpointError(f"Can't find a valid checkpoint at {name}: {reason}")
+        if args.process_index == 0:
+            logger.warning("passing over %s: %s", name, reason)
+    raise CheckpointError(
+        f"Can't find a valid checkpoint at {args.output_dir}: resume_from_checkpoint=True, but the nodes of this run "
+        "together hold no complete checkpoint-N folder.\nLeave resume_from_checkpoint out to start from the beginning."
+    )
+
+
+def _view(folder: Path) -> _View | None:
+    """None if there is nothing of the checkpoint here."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return None
+    try:
+        identity, missing = None, frozenset[str]()
+        if zero_folder(folder).is_dir():
+            manifest = read_manifest(folder)
+            sizes = {file.name: file.size for file in manifest.files}
+            missing = frozenset(name for name in sizes if not (zero_folder(folder) / name).exists())
+            with offering(folder):
+                check_sizes(folder, {name: size for name, size in sizes.items() if name not in missing})
+            identity = manifest.identity
+        if not (folder / TRAINER_STATE_NAME).is_file():
+            return _View(f"{folder} is not complete: {TRAINER_STATE_NAME}, which is written last, is missing.")
+        usable(folder)
+    except CheckpointError as error:
+        return _View(str(error).partition(" The newest complete checkpoint")[0])
+    return _View(next(iter(damaged_files(folder, (TRAINER_STATE_NAME, SCHEDULER_NAME))), None), identity, missing)
+
+
+def _why_not(name: str, views: Sequence[_View | None]) -> str | None:
+    """Why the ranks with these views cannot resume from that folder, or None. The same on every rank."""
+    seen = [(rank, view) for rank, view in enumerate(views) if view is not None]
+    if not seen:
+        return f"no node of this run has anything of {name}."
+    problems = [f"rank {rank}: {view.problem}" for rank, view in seen if view.problem is not None]
+    if problems:
+        return "\n".join(problems)
+    if len({view.identity for _, view in seen}) > 1:
+        return "the nodes hold different saves: " + "; ".join(f"rank {rank}: {view.identity}" for rank, view in seen)
+    if missing := frozenset.intersection(*(view.missing for _, view in seen)):
+        return (
+            f"no node of this run has {', '.join(sorted(missing))}. Start the run with the nodes that have them, or "
+            f"copy them into {zero_folder(name)} of any node of this run."
+        )
+    without = [rank for rank, view in enumerate(views) if view is None]
+    if without and seen[0][1].identity is None:
+        return f"ranks {without} have no such folder, and it holds weights only: copy it to their nodes."
+    return None
+
+
+def _bring_small_files(args: Any, folder: Path) -> None:
+    """What a resume reads on every rank, and each rank's own random state, to the nodes that lack them."""
+    rng = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+    names = [TRAINER_STATE_NAME, SCHEDULER_NAME, str(manifest_path(folder).relative_to(folder)), rng]
+    lacking = [name for name in names if not (folder / name).is_file()]
+    wanted = sorted({name for one in all_ranks_give(lacking) for name in one})
+    if not wanted:
+        return
+    owned: list[list[str]] = all_ranks_give([name for name in wanted if (folder / name).is_file()])
+    first = {name: rank for rank, mine in reversed(list(enumerate(owned))) for name in mine}
+    given: dict[str, bytes] = {}
+    problem = ""
+    try:
+        mine = {name: (folder / name).read_bytes() for name, rank in first.items() if rank == args.process_index}
+    except OSError as error:
+        mine, problem = {}, f"cannot read {error.filename}: {error.strerror}"
+    for files in all_ranks_give(mine):
+        given.update(files)
+    try:
+        for name in (name for name in lacking if name in given):
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Several ranks of a node write the same.
+            temporary = target.with_name(f"{target.name}.{args.process_index}.partial")
+            temporary.write_bytes(given[name])
+            os.replace(temporary, target)
+    except OSError as error:
+        problem = f"cannot write {error.filename}: {error.strerror}"
+    problems = [f"rank {rank}: {text}" for rank, text in enumerate(all_ranks_give(problem)) if text]
+    if problems:
+        raise CheckpointError("\n".join(problems))
