@@ -159,7 +159,7 @@ def nodes_and_keys(root: str) -> None:
     found = names(Path(root, "shared"))
     scripts = ["a/consolidate.py", "a/zero_to_fp32.py", "zero_to_fp32.py"]
     assert set(found) == {"a/zero/manifest.json", "latest", *(f for f in found if "rank-" in f), *scripts}
-    assert len(found) == 5 and not list(Path(root).rglob("*.token"))
+    assert len(found) == 7 and not list(Path(root).rglob("*.token"))
     engine.load_checkpoint(f"{root}/shared")
     on_node(root, rank)
     engine.comm.barrier("looked")
