@@ -115,6 +115,7 @@ def from_damage(engine: Any, damaged: Path, folder: Path) -> None:
     os.chdir(folder.parent)
     path = next((damaged / "a" / "zero").glob("rank-00003*"))
     content = path.read_bytes()
+    engine.comm.barrier("read")
     for data in (content[:-1] + bytes([content[-1] ^ 1]), content):
         if engine.rank == 0:
             path.write_bytes(data)
