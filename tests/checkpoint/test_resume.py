@@ -21,7 +21,7 @@ from hf_zero.layout import ALIGN, UnitLayout
 from tests.harness.checkpoints import with_unaligned_parts
 from tests.harness.ranks import run_ranks
 
-STEPS_BEFORE, STEPS_AFTER, ROWS = 4, 4, 6
+STEPS_BEFORE, STEPS_AFTER, ROWS = 4, 5, 12  # rows: for 1 to 4 ranks
 
 
 class Block(nn.Module):
