@@ -14,8 +14,8 @@ just before. "cp" copies the consolidated file and syncs the copy. CPU seconds a
 the highest anonymous memory of a process over that before (RssAnon, sampled).
 
 Checked: after each load the next losses are those after the save, to the bit; consolidated weights are those of the
-model, to the bit. Exit status 1 if not, or if a limit is missed: save 1.3 x dd and ahead of peers, consolidation 2 x cp
-(1.3 x without checksums) within 250 MB.
+model, to the bit. Exit status 1 if not, or if a limit is missed: save 1.3 x dd and ahead of peers, consolidation 2 x
+cp (1.3 x without checksums) within 250 MB.
 """
 
 from __future__ import annotations
