@@ -9,17 +9,20 @@
 
 Threads talk through the key-value store, so no collective of the training meets one of a save, and a checkpoint is
 published without another step. At most one is in flight: the next save, a load and a teardown wait for it first. The
-thread keeps the process alive until it is through, after an exception in the training too.
+thread keeps the process alive until it is through, after an exception in the training too, and so does SIGTERM.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -54,8 +57,9 @@ class Job:
 class BackgroundSaves:
     """The saves of one engine. A Rider: see Comm.add_rider. All ranks must call each method but `when_published`."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._memory = SnapshotMemory()
+    def __init__(self, comm: Comm, *, pin: bool) -> None:
+        self._memory = SnapshotMemory(comm.device, pin=pin)
+        self._sigterm = _TerminationWaits()
         self._comm = comm
         self._running: _Save | None = None
         self._all_through = False
@@ -73,6 +77,7 @@ class BackgroundSaves:
             raise AssertionError(f"{job.folder}: another save is in flight")
         self._all_through = False
         self._running = _Save(job, self._comm.letters(), self._comm.rank, self._comm.world_size)
+        self._sigterm.wait_for(self._running)
         self._running.start()
 
     def note(self) -> float:
@@ -92,6 +97,7 @@ class BackgroundSaves:
         self._all_through = False
         if running is not None:
             running.join()
+            self._sigterm.restore()
             if running.problem:
                 raise CheckpointError(running.problem)
 
@@ -106,6 +112,39 @@ class BackgroundSaves:
         """After `finish`: nothing is saved any more."""
         self._comm.remove_rider(self)
         self._memory.free()
+
+
+class _TerminationWaits:
+    """Lets SIGTERM end this process after the save in flight, as it would have: by the signal.
+
+    Only where it would end the process at once: who has a handler decides alone. The others' threads go on while this
+    rank waits, so the save ends on all ranks, whichever of them get the signal. [Note: A save in the background]
+    """
+
+    def __init__(self) -> None:
+        self._handler: Callable[[int, FrameType | None], None] | None = None
+
+    def wait_for(self, save: threading.Thread) -> None:
+        """From now on, until `restore`. Python allows it in the main thread only."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            return
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            if save.ident is not None:  # else it was not started
+                save.join()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+        self._handler = handler
+        signal.signal(signal.SIGTERM, handler)
+
+    def restore(self) -> None:
+        """The signal ends the process at once again, unless somebody has set another handler meanwhile."""
+        handler, self._handler = self._handler, None
+        if handler is not None and signal.getsignal(signal.SIGTERM) == handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _Save(threading.Thread):
@@ -189,8 +228,10 @@ class _Save(threading.Thread):
 
     def _wait_for_readers(self, letters: Letters) -> None:
         """The store may live in rank 0: it must not end before the others have read the outcome."""
+        heard, wrote = ([f"{subject}/{rank}" for rank in self._ranks] for subject in ("heard", "wrote"))
         try:
-            letters.receive([f"heard/{rank}" for rank in self._ranks if rank])
+            letters.receive(heard[1:])
+            letters.delete([*heard[1:], *wrote, _OUTCOME])
         except LostRankError as error:
             logger.warning("%s was saved; then %s", self._job.folder, error)
 

@@ -8,15 +8,19 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hf_zero.checkpoint.writer import Chunked, SliceState
-from hf_zero.native.host_memory import transfer_memory
+from hf_zero.native.pinning import HostMemory
 
 Buffers = Mapping[str, torch.Tensor]
 
 
 class SnapshotMemory:
-    """Memory of one copy at a time. It stays between saves: fresh memory costs a page fault for each page."""
+    """Memory of one copy at a time, pinned where a device copies to it.
 
-    def __init__(self) -> None:
+    It stays between saves: fresh memory costs a page fault for each page.
+    """
+
+    def __init__(self, device: torch.device, *, pin: bool) -> None:
+        self._host = HostMemory(device, pin=pin)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used = 0
 
@@ -29,14 +33,15 @@ class SnapshotMemory:
         tensors = [*buffers.values(), *(tensor for state in states for tensor in state.tensors.values())]
         needed = sum(_rounded(_nbytes(tensor)) for tensor in tensors)
         if needed > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # never two of them
-            self._memory = transfer_memory(needed, fork=False)
+            self.free()  # never two of them
+            self._memory = self._host.allocate(needed, fork=False)
         self._used = 0
         copied = {name: self._copy(tensor.detach().reshape(-1)).view(tensor.shape) for name, tensor in buffers.items()}
         return [self._copied(state) for state in states], copied
 
     def free(self) -> None:
         """Give the memory back; what was copied is lost."""
+        self._host.free(self._memory)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _copied(self, state: SliceState) -> SliceState:

@@ -6,6 +6,7 @@ import collections
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -131,6 +132,11 @@ class Letters:
             pause = min(2 * pause, 0.05)
         contents: list[bytes] = self._ask(lambda: self._store.multi_get(keys))
         return contents
+
+    def delete(self, subjects: Sequence[str]) -> None:
+        """After all who receive them have: a store keeps what it has, and every save sends more."""
+        for subject in subjects:
+            self._ask(partial(self._store.delete_key, self._key(subject)))
 
     def _key(self, subject: str) -> str:
         return f"hf_zero/{self._name}/{subject}"

@@ -15,7 +15,7 @@ from hf_zero.checkpoint.agreement import agree_on_source, agree_on_target
 from hf_zero.checkpoint.background import BackgroundSaves
 from hf_zero.checkpoint.collective import Parts, Session
 from hf_zero.checkpoint.latest import set_latest
-from hf_zero.config.resolved import CheckpointSection
+from hf_zero.config.resolved import ResolvedConfig
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.runtime.build import BuiltUnits
 
@@ -38,16 +38,17 @@ class Checkpointing:
         model: nn.Module,
         built: BuiltUnits,
         schedule: StepSchedule,
-        settings: CheckpointSection,
+        config: ResolvedConfig,
         check_model: Callable[[], None],
     ) -> None:
         self._model = model
         self._built = built
         self._comm = built.comm
         self._schedule = schedule
-        self._settings = settings
+        self._settings = config.checkpoint
         self._check_model = check_model
-        self._background = BackgroundSaves(built.comm) if settings.asynchronous else None
+        pin = config.zero.offload_optimizer.pin_memory
+        self._background = BackgroundSaves(built.comm, pin=pin) if config.checkpoint.asynchronous else None
 
     def session(self) -> Session:
         """What of the engine goes into a checkpoint now."""

@@ -24,7 +24,7 @@ from hf_zero.engine.deepcopy import deepcopy_of
 from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.engine.reports import Reports
 from hf_zero.engine.step_schedule import StepSchedule
-from hf_zero.errors import ConfigError, StateError
+from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -95,7 +95,7 @@ class ZeroEngine(ModuleWrapper):
         )
         self.params, self.reducer = self.schedule.params, self.schedule.reducer
         self.weights = FullWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
-        self.checkpoints = Checkpointing(model, built, self.schedule, config.checkpoint, self._check_model)
+        self.checkpoints = Checkpointing(model, built, self.schedule, config, self._check_model)
         self._uninstalls: list[Callable[[], None]] = []
         self._before_teardown: list[Callable[[ZeroEngine], None]] = []
         self.installs: list[Install] = []
@@ -447,20 +447,26 @@ class ZeroEngine(ModuleWrapper):
     def teardown(self) -> None:
         """Give the plain model back: unsharded parameters, no hooks; group and threads end. All ranks must call.
 
-        Raises StateError where other ranks do not come.
+        Raises StateError where other ranks do not come; CheckpointError, at the end, if a save has failed.
         """
         if self.comm.is_connected:  # after an error there is nobody to wait for
             # As long as for a collective: another rank may still be writing what it has learned.
             self.comm.require_all_ranks("engine.teardown", self.comm.timeout_s)
         for call in self._before_teardown:
             call(self)
-        self.uninstall()
+        failed: CheckpointError | None = None
+        try:
+            self.uninstall()
+        except CheckpointError as error:  # of all ranks: they go on to the end together
+            failed = error
         for unit in self.units:
             self.params.unshard(unit)
             for flat in unit.flats:
                 flat.detach()
         self.placements.close()
         end_unless_shared(self.comm)
+        if failed is not None:
+            raise failed
 
     def uninstall(self) -> None:
         """Leave nothing of the engine on its model but the units, for another engine. All ranks must call."""

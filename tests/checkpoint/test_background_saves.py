@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -22,8 +24,8 @@ from tests.harness.ranks import RankFailure, run_ranks, try_ranks
 from tests.harness.save_faults import POINTS, at, kill, slow_down
 from tests.hf.runs import arguments, build, examples, zero_config
 
-RUNS = [(0, "none"), (2, "none"), (3, "none"), (3, "cpu"), (3, "nvme and parameters")]
-SAVES = 4  # of each; scripts/checkpoint_faults.py makes 50
+RUNS = [(0, "none"), (3, "none"), (2, "cpu"), (3, "nvme and parameters")]
+SAVES = 3  # of each; scripts/checkpoint_faults.py makes 50
 
 
 def saves_in_a_row(root: str) -> dict[str, Any]:
@@ -132,7 +134,13 @@ def failing_saves(folder: str) -> dict[str, Any]:
     found["removed"] = str(caught.value)
     found["old"] = engine.load_checkpoint(folder)[1]
     engine.save_checkpoint(folder, "full")
-    engine.teardown()
+    engine.finish_saves()
+    at("a rank file begins", lambda: shutil.rmtree(f"{folder}/ending", ignore_errors=True))
+    engine.save_checkpoint(folder, "ending")
+    with pytest.raises(CheckpointError, match="ending was not saved"):
+        engine.teardown()
+    weights = [parameter.numel() for parameter in engine.module.parameters()]
+    found["given back"] = 0 not in weights and not engine.comm.is_connected
     return found
 
 
@@ -144,14 +152,15 @@ def test_what_fails_is_said_on_all_ranks_in_the_same_step(tmp_path: Path) -> Non
     assert f"{tmp_path}/removed was not saved" in first["removed"]
     assert "No such file or directory" in first["removed"]
     assert first["old"] == "old"
+    assert first["given back"]  # a failure at the end leaves nothing of the engine behind
     with open_checkpoint(tmp_path / "full") as reader:  # the one that was saved at last
         reader.verify()
     assert [*zero_folder(tmp_path / "removed").glob("*")] == []
     assert (tmp_path / "latest").read_text() == "full"
 
 
-def save_and_be_killed(folder: str, point: str, victims: list[int]) -> None:
-    engine = start(2, 0, in_background=True)
+def save_and_be_killed(folder: str, point: str, victims: list[int], in_background: bool = True) -> None:
+    engine = start(2, 0, in_background=in_background)
     steps(engine, 0, 1)
     engine.save_checkpoint(folder, "one")
     engine.finish_saves()
@@ -212,6 +221,45 @@ def test_a_save_under_way_is_finished_at_the_end_of_the_script(tmp_path: Path) -
         reader.verify()
         assert reader.manifest.global_step == 2
     assert (tmp_path / "latest").read_text() == "last"
+
+
+def many_saves_beside_none(folder: str, count: int) -> list[dict[str, Any]]:
+    """For scripts/checkpoint_faults.py: losses, and the peak of memory in KiB after each step."""
+    found = []
+    for in_background in (False, True):
+        engine = start(3, 0, in_background=in_background)
+        losses, memory = [], []
+        for step in range(count):
+            losses += steps(engine, step, step + 1)
+            if in_background:
+                engine.save_checkpoint(folder, "again" if step % 2 else "other")
+            memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        engine.teardown()
+        found.append({"losses": losses, "memory": memory})
+    return found
+
+
+def get_sigterm(folder: str) -> None:
+    """Rank 1 gets the signal, while rank 0 waits for it in a step."""
+    engine = start(3, 0, in_background=True)
+    steps(engine, 0, 1)
+    engine.save_checkpoint(folder, "first")
+    engine.finish_saves()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    slow_down("a rank file begins", 0.5)
+    engine.save_checkpoint(folder, "last")
+    if engine.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    steps(engine, 1, 3)
+
+
+def test_sigterm_ends_a_rank_after_its_save(tmp_path: Path) -> None:
+    ended = try_ranks((get_sigterm, (str(tmp_path),), {}), 2, timeout=40)
+    assert not ended.hang
+    assert ended.outcomes[1].kind == "Died"  # of the signal, without an exception
+    assert (tmp_path / "latest").read_text() == "last"
+    with open_checkpoint(tmp_path / "last") as reader:
+        reader.verify()
 
 
 def test_every_point_of_a_save_is_there() -> None:

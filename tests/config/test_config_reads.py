@@ -37,9 +37,9 @@ BLOCKS = {
 # Keys whose value is in a field of another name. What is asked for in 16 bits is one decision, made of many keys.
 FIELDS = {
     "zero_optimization.stage": "ResolvedConfig.stage",
+    "checkpoint.async": "CheckpointSection.asynchronous",
     "zero_force_ds_cpu_optimizer": "ResolvedConfig.force_native_adam",
     "data_types.grad_accum_dtype": "ResolvedConfig.grad_accum_dtype",
-    "checkpoint.async": "CheckpointSection.asynchronous",
     "fp16.enabled": "ResolvedConfig.dtype",
     "bf16.enabled": "ResolvedConfig.dtype",
     "amp.enabled": "ResolvedConfig.dtype",

@@ -243,6 +243,13 @@ def _rotation_when_published(trainer: Any, engine: ZeroEngine, trial: Any) -> It
         engine.checkpoints.when_published(rotate)
 
 
+@_in_place_of("_push_from_checkpoint", "checkpoint_folder", needs=_engine)
+def push_from_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, **kwargs: Any) -> Any:
+    """What goes to the Hub is published before. All ranks come here; the first one uploads."""
+    engine.finish_saves()
+    return orig(*args, **kwargs)
+
+
 @_in_place_of("_finalize_training", "trial", "num_train_samples", "start_time", needs=_engine)
 def finalize_training(self: Any, orig: Original, engine: ZeroEngine, *args: Any, **kwargs: Any) -> Any:
     """A save in the background is over before the best model is looked for, and before train returns."""
