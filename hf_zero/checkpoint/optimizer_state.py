@@ -191,15 +191,15 @@ def load_groups(
     """
     remedy = "Use the same optimizer over the same parameter groups, or load with load_optimizer_states=False"
     taken = [
-        (group, key, like(group[key], value, f"parameter group {number}: {key}", remedy))
+        (number, group, key, like(group[key], value, f"parameter group {number}: {key}", remedy))
         for number, (group, values) in enumerate(zip(groups, saved, strict=False))
         for key, value in values.items()
         if key in group and value is not None and key not in _OWN_CHOICE
     ]
     changed = []
-    for group, key, value in taken:
+    for place, group, key, value in taken:
         if group[key] != value and not _is_set_by_scheduler(group, key, is_scheduled):
-            number = f" of group {groups.index(group)}" if len(groups) > 1 else ""
+            number = f" of group {place}" if len(groups) > 1 else ""
             changed.append(f"{key}{number} is {plain(value)}, not {plain(group[key])}")
         if isinstance(group[key], torch.Tensor):  # a captured graph reads it where it is
             group[key].fill_(value)

@@ -121,16 +121,15 @@ class ParamGrads:
         for acc in self._accumulators:
             whole = acc.unsharded_mean()
             stand_ins = self._stand_ins_of(acc)
-            is_cast = whole is not None and acc.dtype != acc.flat.dtype
             for index, param in enumerate(acc.flat.params):
                 if whole is not None and param.requires_grad:
                     grad = whole[index]
-                    if is_cast:
-                        param.grad_dtype = grad.dtype
                 elif acc.seen[index]:
                     grad = stand_ins[index]
                 else:
                     continue
+                if grad.dtype != param.dtype:  # or somebody has cast the live model, which the next forward refuses
+                    param.grad_dtype = grad.dtype
                 param.grad = grad
                 self._shown.append(_Shown(acc, index, param, grad, grad._version))
         self.place.is_used = bool(self._shown)
