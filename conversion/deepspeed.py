@@ -57,6 +57,7 @@ OWN_KEYS = frozenset(
 )
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
+_DEEPSPEEDS_OWN = {"latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py"}
 Kind = TypeVar("Kind")
 Shape = tuple[int, ...]
 
@@ -143,9 +144,17 @@ def convert(source: str | Path, target: str | Path, tag: str | None = None) -> S
         client_state=client,
         extra=run_extra(files, group_of),
     )
-    write_checkpoint(Path(target), [one for one in params if is_sharded(one)], buffers, run)
+    sharded = [one for one in params if is_sharded(one)]
+    write_checkpoint(Path(target), sharded, buffers, run, beside=trainer_files(files.folder.parent))
     numel = sum(math.prod(one.shape) for one in params)
     return Summary(files.folder, files.stage, files.world_size, run.global_step, len(params), numel, left_out)
+
+
+def trainer_files(folder: Path) -> list[Path]:
+    """What transformers' Trainer has put beside DeepSpeed's files, without which it does not resume; [] without it."""
+    if not (folder / "trainer_state.json").is_file():
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.name not in _DEEPSPEEDS_OWN)
 
 
 # -------------------------------------------------------------------- files

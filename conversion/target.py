@@ -56,10 +56,17 @@ class ConvertedRun:
 
 
 def write_checkpoint(
-    target: Path, params: Sequence[ConvertedParam], buffers: Mapping[str, torch.Tensor], run: ConvertedRun
+    target: Path,
+    params: Sequence[ConvertedParam],
+    buffers: Mapping[str, torch.Tensor],
+    run: ConvertedRun,
+    *,
+    beside: Sequence[Path] = (),
 ) -> None:
     """Write the folder `target`, which appears complete or not at all.
 
+    Args:
+        beside: Files that are copied into it as they are.
     Raises:
         CheckpointError: `target` exists, or the operating system refused.
     """
@@ -78,6 +85,8 @@ def write_checkpoint(
         save_id = prepare_folder(folder)
         record = write_rank_file(folder, 0, states, buffers, save_id=save_id, info=info)
         commit(folder, build_manifest(info, [record]))
+        for path in beside:
+            shutil.copyfile(path, folder / path.name)
 
 
 @contextmanager

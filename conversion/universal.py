@@ -50,6 +50,7 @@ from conversion.deepspeed import (
     shapes_of,
     shared_names,
     tied_names,
+    trainer_files,
 )
 from conversion.pickles import load_anything, load_pickle
 from conversion.target import ConvertedParam, ConvertedRun, new_folder, write_checkpoint
@@ -322,7 +323,8 @@ def from_universal(src: str | Path, dst: str | Path, tag: str | None = None) -> 
         client_state=client,
         extra=run_extra(files, group_of) | {"processes": processes},
     )
-    write_checkpoint(Path(dst), [one for one in params if is_sharded(one)], buffers, run)
+    sharded = [one for one in params if is_sharded(one)]
+    write_checkpoint(Path(dst), sharded, buffers, run, beside=trainer_files(files.folder.parent))
     numel = sum(math.prod(one.shape) for one in params)
     return Summary(files.folder, files.stage, processes, run.global_step, len(params), numel, left_out)
 

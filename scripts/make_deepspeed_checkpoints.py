@@ -5,6 +5,8 @@
 Each folder is a run of 2 or 4 gloo ranks: `latest` and the tag as DeepSpeed writes them, expected.safetensors (full
 fp32 weights and optimizer states, as DeepSpeed's own access functions give them) and losses.json (the losses of the
 next steps). Those with "universal" hold the same save also as DeepSpeed's ds_to_universal converts it.
+
+tests/conversion/trainer_data is a checkpoint of transformers' Trainer with DeepSpeed, made with `trainer` as the run.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hf_zero.launcher.node import free_port  # noqa: E402
+from tests.conversion import trainer_run  # noqa: E402
 from tests.conversion.tiny_model import ROWS, STEPS_AFTER, STEPS_BEFORE, batch, groups, tiny_model  # noqa: E402
 
 # Folder -> what its run differs in.
@@ -45,6 +48,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "stage2-scheduler": {"stage": 2, "scheduler": True},
     "stage3-own-adam": {"stage": 3, "own_adam": True},
 }
+
+
+TRAINER = "trainer"
 
 
 def world_size(run: dict[str, Any]) -> int:
@@ -102,12 +108,16 @@ def held(engine: Any) -> dict[str, torch.Tensor]:
     return {key: value.detach().float().clone().contiguous() for key, value in found.items()}
 
 
+def join(rank: int, ranks: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+
+
 def work(rank: int, name: str, port: int, out: Path) -> None:
     import deepspeed
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size(RUNS[name])))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+    join(rank, world_size(RUNS[name]), port)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     run, model = RUNS[name], tiny_model(seed=0)
     if run.get("own_adam"):
@@ -128,6 +138,21 @@ def work(rank: int, name: str, port: int, out: Path) -> None:
     dist.destroy_process_group()
 
 
+def work_under_trainer(rank: int, port: int, out: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    join(rank, 2, port)
+    deepspeed = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
+    losses = trainer_run.train(TrainingArguments, Trainer, str(out / "run"), None, deepspeed=deepspeed)
+    if rank == 0:
+        saved = out / "run" / f"checkpoint-{trainer_run.SAVED_AT}"
+        for path in [*saved.glob("*.py"), saved / "training_args.bin"]:
+            path.unlink()
+        (out / "losses.json").write_text(json.dumps(losses) + "\n")
+        saved.rename(out / saved.name)
+        shutil.rmtree(out / "run")
+
+
 def convert(folder: Path) -> None:
     tag = folder / (folder / "latest").read_text()
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
@@ -138,9 +163,12 @@ def convert(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "conversion" / "data")
-    parser.add_argument("runs", nargs="*", default=list(RUNS), help=f"of {', '.join(RUNS)}")
+    known = [*RUNS, TRAINER]
+    parser.add_argument("runs", nargs="*", default=known, help=f"of {', '.join(known)}")
     args = parser.parse_args()
-    for name in args.runs:
+    if TRAINER in args.runs:
+        mp.spawn(work_under_trainer, (free_port(), args.out.with_name("trainer_data")), nprocs=2)
+    for name in (name for name in args.runs if name != TRAINER):
         shutil.rmtree(args.out / name, ignore_errors=True)
         mp.spawn(work, (name, free_port(), args.out), nprocs=world_size(RUNS[name]))
         if RUNS[name].get("universal"):

@@ -23,6 +23,7 @@ from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece
+from tests.conversion import trainer_run
 from tests.conversion.tiny_model import STEPS_AFTER, STEPS_BEFORE, batch, groups, tiny_model
 from tests.harness.ranks import run_ranks
 
@@ -110,6 +111,26 @@ def test_every_weight_and_state_is_what_deepspeed_holds(name: str, tmp_path: Pat
         assert torch.equal(frozen, model.frozen.detach().to(dtype).float())
         assert reader.manifest.tied == {"head.weight": "embed.weight"}
         assert [group["weight_decay"] for group in reader.manifest.param_groups] == [0.1, 0.0]
+
+
+def resume_trainer(folder: str) -> list[list[float]]:
+    """The losses of all steps, at stages 2 and 3."""
+    found = []
+    for stage in (2, 3):
+        zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10}}
+        classes = hf_zero.TrainingArguments, hf_zero.Trainer
+        found.append(trainer_run.train(*classes, f"{folder}/out", folder, zero=zero))
+    return found
+
+
+def test_a_run_of_trainer_goes_on(tmp_path: Path) -> None:
+    """With the random states, the data and the rates of the run: the losses are those that DeepSpeed had."""
+    source = DATA.with_name("trainer_data")
+    convert(source / "checkpoint-3" / FILES, tmp_path / "checkpoint-3")
+    wanted = json.loads((source / "losses.json").read_text())
+    for found in run_ranks(resume_trainer, 2, str(tmp_path / "checkpoint-3"), init_group=False, timeout=120)[0]:
+        assert found == pytest.approx(wanted, abs=1e-5, rel=0)
+    assert wanted[-1] < wanted[trainer_run.SAVED_AT] - 0.1, "vacuous: nothing was trained"
 
 
 # -------------------------------------------------------------------- bad input

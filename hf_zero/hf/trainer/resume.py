@@ -141,8 +141,8 @@ def usable(folder: Path) -> str:
         )
     elif any(folder.glob("global_step*/*_states.pt")):
         problem = (
-            "it was written without hf_zero.\nIt holds DeepSpeed's files. Start from its weights: "
-            "from_pretrained(...) and a new output folder."
+            "it was written without hf_zero.\nIt holds DeepSpeed's files. Convert it, and resume from the result: "
+            f"hf-zero convert from-deepspeed {folder} {folder}-converted"
         )
     elif not any(folder.glob("*.safetensors")):
         problem = "it holds neither zero/, the sharded state, nor weights."
