@@ -39,7 +39,7 @@ _OWN_CHOICE = frozenset(["fused", "foreach", "capturable", "differentiable"])
 def collect(
     states: Sequence[Mapping[str, Any]], owned: OwnedSlice, odd: Container[tuple[str, str]]
 ) -> tuple[dict[str, torch.Tensor | Chunked], dict[str, Scalar]]:
-    """The optimizer state of one slice: its tensors joined, its scalars once.
+    """The optimizer state of one slice: each kind as one, scalars once.
 
     Args:
         states: For each tensor that the optimizer holds of the slice.
@@ -52,8 +52,7 @@ def collect(
         if (owned.slice.name, key) in odd:
             continue
         if isinstance(first, torch.Tensor) and first.shape == owned.masters[0].shape and first.dim():
-            flat = [value.reshape(-1) for value in values]
-            tensors[key] = flat[0] if len(flat) == 1 else torch.cat(flat)
+            tensors[key] = _joined([value.reshape(-1) for value in values])
         elif isinstance(first, torch.Tensor) and first.numel() == 1:
             is_usual = first.dim() == 0 and first.dtype == torch.float32
             scalars[key if is_usual else f"{key}@{dtype_name(first.dtype)}{list(first.shape)}"] = first.item()
@@ -65,6 +64,11 @@ def collect(
                 "cannot shard for another world size; use an optimizer whose state is elementwise"
             )
     return tensors, scalars
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | Chunked:
+    """Parts of one slice, one behind the other, without a copy: it would be as large as the optimizer's state."""
+    return parts[0] if len(parts) == 1 else Chunked(sum(map(len, parts)), parts[0].dtype, lambda: iter(parts))
 
 
 def read_states(
@@ -88,7 +92,7 @@ def read_states(
         if kind not in WEIGHT_KINDS and not kind.startswith(ATTACHED):
             chunks = torch.split(reader.read(name, kind, pieces), sizes)
             for state, tensor, chunk in zip(states, tensors, chunks, strict=True):
-                state[kind] = chunk.to(device, tensor.dtype, copy=True).view(tensor.shape)
+                state[kind] = chunk.to(device, tensor.dtype).view(tensor.shape)  # what was read is nobody else's
     for saved_as, value in reader.scalars(name).items():
         key, scalar = restored(saved_as, value)
         # As torch's Optimizer.load_state_dict has it: kernels read `step` where the parameter is, Python on the CPU.
