@@ -7,15 +7,18 @@
 All train the same model in fp32 with AdamW; a save holds weights and both moments. Per round every variant saves and
 loads once in processes of its own, which work on one after the other. "dd" writes the bytes of hf_zero's checkpoint
 with as many processes, through the page cache and past it, each with an fsync; the faster one is the base. Every save
-but DeepSpeed's and DCP's ends with its bytes on the disk, so theirs are followed by `sync`, which counts.
+but DeepSpeed's and DCP's ends with its bytes on the disk, so theirs are followed by an fsync, which counts.
 
 Cold: all files of the checkpoint were evicted from the page cache (fsync, POSIX_FADV_DONTNEED). Warm: they were read
 just before. "cp" copies the consolidated file and syncs the copy. CPU seconds are those of all processes; "anon" is
 the highest anonymous memory of a process over that before (RssAnon, sampled).
 
+Stall: what a save in the background (`checkpoint.async`) keeps the training for, the first of a process and a later
+one. "memory copy" copies as many bytes within memory that was used before.
+
 Checked: after each load the next losses are those after the save, to the bit; consolidated weights are those of the
-model, to the bit. Exit status 1 if not, or if a limit is missed: save 1.3 x dd and ahead of peers, consolidation 2 x
-cp (1.3 x without checksums) within 250 MB.
+model, to the bit. Exit status 1 if not, or if a limit is missed: save 1.3 x dd and ahead of peers, stall 1.2 x memory
+copy, consolidation 2 x cp (1.3 x without checksums) within 250 MB.
 """
 
 from __future__ import annotations
@@ -42,9 +45,16 @@ from torch import nn
 REPOSITORY = Path(__file__).resolve().parent.parent
 WIDTH = 2048
 ANON_LIMIT = 250e6
-LIMITS = {("save", "ours"): 1.3, ("consolidate", "ours"): 2.0, ("consolidate", "ours, no checksums"): 1.3}
+LIMITS = {
+    ("save", "ours"): 1.3,
+    ("stall", "ours"): 1.2,
+    ("consolidate", "ours"): 2.0,
+    ("consolidate", "ours, no checksums"): 1.3,
+}
 PEERS = ("deepspeed", "dcp")
 SAMPLE_S = 0.005
+COPY_BYTES = 256 << 20  # of a copy in memory: far more than caches hold
+SETTLE_S = 1.0  # what is under way in the background is over
 
 Figures = dict[str, float]  # seconds, cpu, anon
 
@@ -127,6 +137,9 @@ def build(millions: float) -> nn.Module:
 class Ours:
     """hf_zero at stage 2, and the base of the others: `step` trains, `optimizer` has the groups."""
 
+    in_background = False
+    syncs = True  # a save's bytes are on the disk when it is over
+
     def __init__(self, model: nn.Module) -> None:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
         self.start(model)
@@ -134,7 +147,11 @@ class Ours:
     def start(self, model: nn.Module) -> None:
         import hf_zero
 
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 2},
+            "checkpoint": {"async": self.in_background},
+        }
         self.engine: Any = hf_zero.initialize(model=model, optimizer=self.optimizer, config=config)[0]
 
     def step(self, number: int) -> float:
@@ -157,8 +174,55 @@ class Ours:
     def load(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder), tag="t")
 
+    def figures(self, folder: Path) -> tuple[dict[str, Figures], bool]:
+        """Of a save, a load from the disk and one from the page cache; whether the next losses stayed the same."""
+        with measured() as save:
+            self.save(folder)
+            if not self.syncs:
+                sync(folder)
+        found = {"save": save}
+        losses = [next_losses(self)]
+        for how in ("cold", "warm"):
+            if dist.get_rank() == 0:
+                cache(folder, keep=how == "warm")
+            with measured() as found[f"load {how}"]:
+                self.load(folder)
+            losses.append(next_losses(self))
+        return found, losses[0] == losses[1] == losses[2]
+
+
+class InBackground(Ours):
+    """With `checkpoint.async`: what a save keeps the training for."""
+
+    in_background = True
+
+    def figures(self, folder: Path) -> tuple[dict[str, Figures], bool]:
+        """Of the first save and of a later one, and of a copy of as many bytes in memory that was used before."""
+        mine = self.engine.optimizer
+        tensors = [*(param for group in mine.param_groups for param in group["params"])]
+        tensors += [value for state in mine.state.values() for value in state.values() if value.numel() > 1]
+        times = max(1, sum(one.nbytes for one in tensors) // COPY_BYTES)
+        source = torch.zeros(sum(one.nbytes for one in tensors) // times, dtype=torch.uint8)
+        target = source.clone()
+        self.step(1)
+        self.step(2)  # the memory of the first copy is taken beside these
+        found: dict[str, Figures] = {}
+        for which in ("first", "later"):
+            time.sleep(SETTLE_S)
+            with measured() as found[f"stall {which}"]:
+                self.save(folder)
+            self.engine.finish_saves()
+            with measured() as found[f"stall {which}, memory copy"]:
+                for _ in range(times):
+                    target.copy_(source)
+        before = next_losses(self)
+        self.load(folder)
+        return found, next_losses(self) == before
+
 
 class DeepSpeed(Ours):
+    syncs = False
+
     def start(self, model: nn.Module) -> None:
         import deepspeed  # type: ignore[import-not-found, unused-ignore]
 
@@ -172,6 +236,8 @@ class DeepSpeed(Ours):
 
 
 class Dcp(Ours):
+    syncs = False
+
     def start(self, model: nn.Module) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -212,11 +278,11 @@ class Dcp(Ours):
         )
 
 
-VARIANTS: dict[str, type[Ours]] = {"ours": Ours, "deepspeed": DeepSpeed, "dcp": Dcp}
+VARIANTS: dict[str, type[Ours]] = {"ours": Ours, "async": InBackground, "deepspeed": DeepSpeed, "dcp": Dcp}
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    """One round of a variant: save, load cold, load warm."""
+    """One round of a variant."""
     torch.set_num_threads(1)
     if args.rank_of == "deepspeed":
         import deepspeed
@@ -226,21 +292,9 @@ def run_rank(args: argparse.Namespace) -> None:
         dist.init_process_group("gloo")
     variant = VARIANTS[args.rank_of](build(args.params))
     variant.step(0)  # makes the moments; the weights stay those of `build`: the learning rate is 0
-    folder = args.folder / args.rank_of
-    with measured() as save:
-        variant.save(folder)
-        if args.rank_of in PEERS:
-            sync(folder)
-    found = {"save": save}
-    losses = [next_losses(variant)]
-    for how in ("cold", "warm"):
-        if dist.get_rank() == 0:
-            cache(folder, keep=how == "warm")
-        with measured() as found[f"load {how}"]:
-            variant.load(folder)
-        losses.append(next_losses(variant))
+    figures, right = variant.figures(args.folder / args.rank_of)
     if dist.get_rank() == 0:
-        args.out.write_text(json.dumps({"figures": found, "right": losses[0] == losses[1] == losses[2]}))
+        args.out.write_text(json.dumps({"figures": figures, "right": right}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -269,7 +323,8 @@ def job(args: argparse.Namespace, name: str, world: int) -> dict[str, Any]:
     paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
     call = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), __file__]
-    call += [str(args.folder), "--params", str(args.params), "--rank-of", name, "--out", str(out)]
+    millions = min(args.params, args.params_async) if name == "async" else args.params
+    call += [str(args.folder), "--params", str(millions), "--rank-of", name, "--out", str(out)]
     done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=args.timeout)
     if done.returncode:
         sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
@@ -358,7 +413,7 @@ class Table:
         return statistics.median(mine["seconds"] / other["seconds"] for mine, other in both)
 
     def text(self) -> str:
-        lines = [f"{'':18} {'':20} {'seconds':>8} {'x base':>7} {'CPU s':>7} {'anon MB':>8}"]
+        lines = [f"{'':18} {'':20} {'seconds':>8} {'x base':>7} {'CPU s':>7} {'anon MB':>8}"]  # base: see base_of
         for (what, name), rounds in self.rows.items():
             base = base_of(what)
             ratio = f"{self.ratio(what, name, base):.2f}" if (what, base) in self.rows else ""
@@ -382,16 +437,17 @@ class Table:
 
 
 def base_of(what: str) -> str:
-    return {"save": "dd", "load": "ours", "consolidate": "cp"}[what.split()[0]]
+    return {"save": "dd", "stall": "memory copy", "load": "ours", "consolidate": "cp"}[what.split()[0]]
 
 
 def measure(args: argparse.Namespace, world: int, names: Sequence[str]) -> tuple[Table, list[str]]:
     table, wrong = Table(), []
     for number in range(args.rounds):
-        for name in names:
+        for name in [*names, "async"]:
             result = job(args, name, world)
             for what, figures in result["figures"].items():
-                table.add(what, name, figures)
+                what, _, base = what.partition(", ")
+                table.add(what, base or ("ours" if name == "async" else name), figures)
             wrong += [] if result["right"] else [f"{name}: other losses after a load"]
         nbytes = sum(path.stat().st_size for path in (args.folder / "ours/t/zero").glob("*.safetensors"))
         ways = {"dd, page cache": dd(args.folder, world, nbytes, ""), "dd, direct": {}}
@@ -419,6 +475,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("folder", type=Path, help="on the disk to be measured; what the script makes there it deletes")
     add("--params", type=float, default=500.0, help="millions")
+    add("--params-async", type=float, default=200.0, help="at most as many millions where the copy needs memory too")
     add("--worlds", type=lambda text: [int(one) for one in text.split(",")], default=[2, 4])
     add("--rounds", type=int, default=3)
     add("--peers-python", default=sys.executable, help="of the environment that has DeepSpeed")
@@ -440,9 +497,7 @@ def main() -> None:
     try:
         for world in args.worlds:
             table, wrong = measure(args, world, names)
-            print(
-                f"\n{world} ranks, {args.params:g} M parameters, medians of {args.rounds} rounds; base: dd, ours, cp"
-            )
+            print(f"\n{world} ranks, {args.params:g} M parameters, medians of {args.rounds} rounds")
             print(table.text())
             problems += [f"{world} ranks: {problem}" for problem in [*wrong, *table.missed()]]
     finally:

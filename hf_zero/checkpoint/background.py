@@ -65,6 +65,10 @@ class BackgroundSaves:
         self._all_through = False
         comm.add_rider(self)
 
+    def prepare(self, nbytes: int) -> None:
+        """Take memory for the first `copy` beside the training. Not of all ranks."""
+        self._memory.prepare(nbytes)
+
     def copy(
         self, states: Sequence[SliceState], buffers: Mapping[str, torch.Tensor]
     ) -> tuple[list[SliceState], dict[str, torch.Tensor]]:

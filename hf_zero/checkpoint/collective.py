@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from hf_zero.checkpoint.optimizer_state import (
 )
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.scheduler_state import plain, scheduler_content, state_for
+from hf_zero.checkpoint.snapshot import nbytes_of_copy
 from hf_zero.checkpoint.writer import (
     Chunked,
     Scalar,
@@ -126,8 +127,7 @@ class _Saved:
         """Find what is to be written; return whether none of it is on a disk."""
         if self.is_mine:
             self._states, self._buffers = [*_slice_states(self._session)], _model_buffers(self._session)
-        tensors = (tensor for state in self._states for tensor in state.tensors.values())
-        return not any(tensor.is_on_disk for tensor in tensors if isinstance(tensor, Chunked))
+        return not _is_on_disk(self._states)
 
     def copy(self, background: BackgroundSaves) -> None:
         """Write a copy, which the training does not change."""
@@ -136,6 +136,26 @@ class _Saved:
     def write(self) -> FileRecord:
         wait_for_folder(self._folder)
         return self._file(self._states, self._buffers)
+
+
+def _is_on_disk(states: Sequence[SliceState]) -> bool:
+    """Whether some of it is."""
+    tensors = (tensor for state in states for tensor in state.tensors.values())
+    return any(tensor.is_on_disk for tensor in tensors if isinstance(tensor, Chunked))
+
+
+def snapshot_bytes(session: Session) -> int:
+    """Bytes of the copy that a save in the background would make now of what this rank writes. No communication.
+
+    0 where it would make none, and where only the save itself finds out what there is to write.
+    """
+    if session.comm.rank >= session.num_writers:
+        return 0
+    try:
+        states = [*_slice_states(session)]
+    except CheckpointError:  # state that is no part of its parameter: `file_state`, which communicates, has it
+        return 0
+    return 0 if _is_on_disk(states) else nbytes_of_copy(states, _model_buffers(session))
 
 
 def save(

@@ -3,35 +3,64 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from hf_zero.checkpoint.writer import Chunked, SliceState
+from hf_zero.native.host_memory import PAGE
 from hf_zero.native.pinning import HostMemory
 
 Buffers = Mapping[str, torch.Tensor]
 
 
+def nbytes_of_copy(states: Sequence[SliceState], buffers: Buffers) -> int:
+    """Bytes that SnapshotMemory needs for a copy."""
+    tensors = [*buffers.values(), *(tensor for state in states for tensor in state.tensors.values())]
+    return sum(_rounded(_nbytes(tensor)) for tensor in tensors)
+
+
 class SnapshotMemory:
     """Memory of one copy at a time, pinned where a device copies to it.
 
-    It stays between saves: fresh memory costs a page fault for each page.
+    It stays between saves: fresh memory costs a page fault for each page, ten times what the copy takes.
     """
 
     def __init__(self, device: torch.device, *, pin: bool) -> None:
         self._host = HostMemory(device, pin=pin)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used = 0
+        self._preparing: threading.Thread | None = None
 
     @property
     def nbytes(self) -> int:
+        self._wait()
         return self._memory.numel()
+
+    def prepare(self, nbytes: int) -> None:
+        """Take memory for the first copy in the background, so that it does not wait for it."""
+        self._wait()
+        if nbytes > self._memory.numel():
+            self._preparing = threading.Thread(target=self._prepare, args=(nbytes,), name="hf_zero-snapshot-memory")
+            self._preparing.start()
+
+    def _prepare(self, nbytes: int) -> None:
+        try:
+            self._memory = self._host.allocate(nbytes, fork=False)
+        except (OSError, RuntimeError, MemoryError):
+            return  # the copy asks again, and can say so
+        self._memory[::PAGE].fill_(0)
+
+    def _wait(self) -> None:
+        preparing, self._preparing = self._preparing, None
+        if preparing is not None:
+            preparing.join()
 
     def copy(self, states: Sequence[SliceState], buffers: Buffers) -> tuple[list[SliceState], dict[str, torch.Tensor]]:
         """The same in memory of this object, until the next call. Values are there when it returns."""
-        tensors = [*buffers.values(), *(tensor for state in states for tensor in state.tensors.values())]
-        needed = sum(_rounded(_nbytes(tensor)) for tensor in tensors)
+        self._wait()
+        needed = nbytes_of_copy(states, buffers)
         if needed > self._memory.numel():
             self.free()  # never two of them
             self._memory = self._host.allocate(needed, fork=False)
@@ -41,6 +70,7 @@ class SnapshotMemory:
 
     def free(self) -> None:
         """Give the memory back; what was copied is lost."""
+        self._wait()
         self._host.free(self._memory)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 

@@ -49,6 +49,7 @@ class Checkpointing:
         self._check_model = check_model
         pin = config.zero.offload_optimizer.pin_memory
         self._background = BackgroundSaves(built.comm, pin=pin) if config.checkpoint.asynchronous else None
+        self._is_prepared = False
 
     def session(self) -> Session:
         """What of the engine goes into a checkpoint now."""
@@ -108,8 +109,12 @@ class Checkpointing:
 
     def after_step(self) -> None:
         """An update was made: raise what has failed in the background."""
-        if self._background is not None:
-            self._background.after_step()
+        if self._background is None:
+            return
+        self._background.after_step()
+        if not self._is_prepared:  # now there are optimizer states, and it is known how many
+            self._is_prepared = True
+            self._background.prepare(collective.snapshot_bytes(self.session()))
 
     def when_published(self, call: Callable[[], None]) -> None:
         """Call `call` when what was saved last is published, from any thread: now if it is. Not of all ranks."""

@@ -39,6 +39,7 @@ def saves_in_a_row(root: str) -> dict[str, Any]:
         losses, memory = [], []
         for step in range(SAVES):
             losses += steps(engine, step, step + 1)
+            memory.append(engine.checkpoints._background._memory.nbytes)  # taken beside the first step
             engine.save_checkpoint(folder, client_state=step)
             memory.append(engine.checkpoints._background._memory.nbytes)
         losses += steps(engine, SAVES, SAVES + 3)
