@@ -3,7 +3,8 @@
 [Note: A save in the background]
     1  main threads     agree on the folder, copy what they save into host memory (snapshot.py), and go on
     2  a thread each    writes this rank's file, and tells rank 0's thread what it wrote, or why it could not
-    3  rank 0's thread  commits the manifest and sets `latest`, or deletes the files; it tells the others which
+    3  rank 0's thread  commits the manifest and sets `latest`, or deletes the files; it tells the others which. Where
+                        the nodes have folders of their own, a rank of each commits, step by step with all others
     4  main threads     learn with the vote of a step that all threads are through; then all raise what failed, in the
                         same step
 
@@ -26,9 +27,9 @@ from types import FrameType
 
 import torch
 
-from hf_zero.checkpoint.manifest import FileRecord, SaveInfo
+from hf_zero.checkpoint.manifest import FileRecord, Manifest, SaveInfo
 from hf_zero.checkpoint.snapshot import SnapshotMemory
-from hf_zero.checkpoint.writer import SliceState, build_manifest, commit, discard
+from hf_zero.checkpoint.writer import SliceState, build_manifest, delete_replaced, discard, prepare_commit, publish
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.store_protocol import Letters, LostRankError
 from hf_zero.errors import CheckpointError
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 _UNDER_WAY, _THROUGH = 0.0, 1.0
 _OUTCOME = "outcome"
+# Of a commit, each over on all that commit before the next: what may fail for want of space comes before the first
+# rename, and old files go after the last.
+_PREPARE, _PUBLISH, _FOLLOW_UP = "prepare", "publish", "follow up"
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,15 @@ class Job:
 
     Args:
         write: Writes this rank's file; None where other ranks hold everything.
-        published: Called on rank 0 once the manifest is there.
+        published: Called on those that commit, once the manifest is there.
+        committers: By rank, who commits what it has written; rank 0 is one of them.
     """
 
     folder: Path
     info: SaveInfo
     write: Callable[[], FileRecord] | None
     published: Callable[[], None]
+    committers: Sequence[int]
 
 
 class BackgroundSaves:
@@ -160,6 +166,8 @@ class _Save(threading.Thread):
         self._letters = letters
         self._rank = rank
         self._ranks = range(world_size)
+        self._others = sorted(set(job.committers) - {0})  # beside rank 0, who commit
+        self._may_be_published = False
         self._lock = threading.Lock()
         self._calls: list[Callable[[], None]] = []
         self.problem = ""  # why it failed
@@ -170,8 +178,7 @@ class _Save(threading.Thread):
             self.problem = self._save()
         except LostRankError as error:
             self.problem = f"{self._job.folder} was not saved: {error} while it was written"
-            if self._rank == 0:
-                discard(self._job.folder)
+            self._discard()
         except Exception as error:
             self.problem = f"{self._job.folder} was not saved: {_text(error)}"
         with self._lock:
@@ -198,15 +205,17 @@ class _Save(threading.Thread):
         """Why the save failed, the same on all ranks, or nothing."""
         record, problem = self._write()
         if self._letters is None:
-            return self._publish([record], problem)
+            return self._commit([record], problem)
         self._letters.send(f"wrote/{self._rank}", pickle.dumps((record, problem)))
         if self._rank != 0:
+            if self._rank in self._others:
+                self._follow(self._letters)
             outcome = self._letters.receive([_OUTCOME])[0].decode()
             self._letters.send(f"heard/{self._rank}", b"1")
             return outcome
         answers = map(pickle.loads, self._letters.receive([f"wrote/{rank}" for rank in self._ranks]))
         records, problems = zip(*answers, strict=True)
-        outcome = self._publish(records, "\n".join(filter(None, problems)))
+        outcome = self._commit(records, "\n".join(filter(None, problems)))
         self._letters.send(_OUTCOME, outcome.encode())
         self._wait_for_readers(self._letters)
         return outcome
@@ -217,25 +226,64 @@ class _Save(threading.Thread):
         except Exception as error:
             return None, f"rank {self._rank}: {_text(error)}"
 
-    def _publish(self, records: Sequence[FileRecord | None], problem: str) -> str:
-        """Rank 0's part."""
+    def _commit(self, records: Sequence[FileRecord | None], problem: str) -> str:
+        """Rank 0's part; it leads those of the others that commit."""
+        whole: Manifest | None = None
         if not problem:
             try:
-                written = [record for record in records if record is not None]
-                commit(self._job.folder, build_manifest(self._job.info, written))
-                self._job.published()
-                return ""
+                whole = build_manifest(self._job.info, [record for record in records if record is not None])
             except Exception as error:  # the others wait to hear of it, whatever it is
                 problem = f"rank 0: {_text(error)}"
-        discard(self._job.folder)
-        return f"{self._job.folder} was not saved in the background: {problem}"
+        for phase in (_PREPARE, _PUBLISH, _FOLLOW_UP):
+            if self._letters is not None and self._others:
+                self._letters.send(phase, pickle.dumps((whole, problem)))
+            if problem or whole is None:
+                self._discard()
+                return f"{self._job.folder} was not saved in the background: {problem}"
+            problems = [self._do(phase, whole)]
+            if self._letters is not None and self._others:
+                problems += [one.decode() for one in self._letters.receive([f"{phase}/{r}" for r in self._others])]
+            problem = "\n".join(filter(None, problems))
+        return f"{self._job.folder} was saved; then {problem}" if problem else ""
+
+    def _follow(self, letters: Letters) -> None:
+        """The part of another rank that commits."""
+        for phase in (_PREPARE, _PUBLISH, _FOLLOW_UP):
+            whole, problem = pickle.loads(letters.receive([phase])[0])
+            if problem:
+                self._discard()
+                return
+            letters.send(f"{phase}/{self._rank}", self._do(phase, whole).encode())
+
+    def _do(self, phase: str, whole: Manifest) -> str:
+        """One phase of a commit into this rank's file system; why it failed, or nothing."""
+        folder, here = self._job.folder, self._job.committers
+        try:
+            if phase == _PREPARE:
+                prepare_commit(folder, whole, [rank for rank in range(whole.world_size) if here[rank] == self._rank])
+            elif phase == _PUBLISH:
+                self._may_be_published = True
+                publish(folder)
+            else:
+                delete_replaced(folder, whole)
+                self._job.published()
+        except Exception as error:  # who leads waits to hear of it, whatever it is
+            return f"rank {self._rank}: {_text(error)}"
+        return ""
+
+    def _discard(self) -> None:
+        """Delete what was written, where this rank commits. A manifest somewhere may name it once one is published."""
+        if self._rank in self._job.committers and not self._may_be_published:
+            discard(self._job.folder)
 
     def _wait_for_readers(self, letters: Letters) -> None:
         """The store may live in rank 0: it must not end before the others have read the outcome."""
         heard, wrote = ([f"{subject}/{rank}" for rank in self._ranks] for subject in ("heard", "wrote"))
+        phases = (_PREPARE, _PUBLISH, _FOLLOW_UP) if self._others else ()
+        led = [f"{phase}/{rank}" for phase in phases for rank in self._others]
         try:
             letters.receive(heard[1:])
-            letters.delete([*heard[1:], *wrote, _OUTCOME])
+            letters.delete([*heard[1:], *wrote, *phases, *led, _OUTCOME])
         except LostRankError as error:
             logger.warning("%s was saved; then %s", self._job.folder, error)
 

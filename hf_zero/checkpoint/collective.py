@@ -189,7 +189,7 @@ def save(
     if all(together(comm, "what is saved", saved.collect)) and background is not None:
         with _discarding(folder, commits):
             together(comm, "copy of what is saved", lambda: saved.copy(background))
-        background.start(Job(folder, info, saved.write if saved.is_mine else None, published))
+        background.start(Job(folder, info, saved.write if saved.is_mine else None, published, committers))
         return
     with _discarding(folder, commits):
         records = together(comm, "checkpoint files", lambda: saved.write() if saved.is_mine else None)

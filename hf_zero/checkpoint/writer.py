@@ -257,22 +257,15 @@ def build_manifest(info: SaveInfo, records: Sequence[FileRecord]) -> Manifest:
     return manifest
 
 
-def write_manifest(folder: str | Path, manifest: Manifest) -> None:
-    """Write the manifest by one rename: from here on the folder holds this checkpoint."""
-    with written_atomically(manifest_path(folder)) as file:
-        file.write(encode_manifest(manifest))
-
-
 def commit(folder: str | Path, manifest: Manifest) -> None:
     """Publish what the ranks wrote, then delete the files of the checkpoint that it replaces. Rank 0 only."""
-    write_scripts(Path(folder), SCRIPT_NAME, DEEPSPEEDS_NAME)
-    _wait_for_files(folder, manifest.files)
-    write_manifest(folder, manifest)
+    prepare_commit(folder, manifest, range(len(manifest.files)))
+    publish(folder)
     delete_replaced(folder, manifest)
 
 
 def prepare_commit(folder: str | Path, manifest: Manifest, ranks: Sequence[int]) -> None:
-    """All of `commit` that may fail, where the files of these ranks alone are in the folder; then comes `publish`."""
+    """All that may fail, where the files of these ranks are in the folder; then comes `publish`."""
     write_scripts(Path(folder), SCRIPT_NAME, DEEPSPEEDS_NAME)
     _wait_for_files(folder, [manifest.files[rank] for rank in ranks])
     with written_atomically(_ready_path(folder)) as file:

@@ -64,7 +64,7 @@ def _switch(path: str, value: Any) -> tuple[str, Any]:
 def cross_problems(values: Mapping[str, Any], args: Any, problems: Problems) -> None:
     """Add the problems that show only when several keys, or the training arguments, are seen together."""
     get = partial(look_up, values)
-    for conflicts in (_of_types, _of_offload, _of_native_update, _of_optimizer, _of_reduction, _of_checkpoints):
+    for conflicts in (_of_types, _of_offload, _of_native_update, _of_optimizer, _of_reduction):
         for key, wrong, remedy in conflicts(get):
             problems.add(key, get(key), wrong, remedy)
     optimizer = get("optimizer")
@@ -228,16 +228,6 @@ def _of_reduction(get: Get) -> Iterator[Conflict]:
             "gradient_allreduce_op",
             "stage 3 has the mean only, as in DeepSpeed",
             'Set it to "mean" and multiply the loss by the number of ranks, or use stage 0, 1 or 2.',
-        )
-
-
-def _of_checkpoints(get: Get) -> Iterator[Conflict]:
-    local = "checkpoint.use_node_local_storage"
-    if get("checkpoint.async") is True and get(local) is True:
-        yield Conflict(
-            "checkpoint.async",
-            f"{local} is true as well (save_on_each_node): one rank publishes a save in the background, for all nodes",
-            "Set one of them only.",
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from hf_zero import load_fp32_state_dict
 from hf_zero.checkpoint.manifest import manifest_path, read_manifest, zero_folder
 from hf_zero.checkpoint.reader import open_checkpoint
-from hf_zero.checkpoint.writer import build_manifest, discard, prepare_folder, write_manifest, write_rank_file
+from hf_zero.checkpoint.writer import build_manifest, commit, discard, prepare_folder, write_rank_file
 from hf_zero.errors import CheckpointError
 from hf_zero.native.aio import AioFile, AioQueue
 from tests.checkpoint.test_resume import start, steps
@@ -162,13 +162,17 @@ def test_full_disk_is_named_and_loses_nothing(tmp_path: Path, monkeypatch: pytes
     assert "File too large" in message.read_text()
     assert sorted(zero_folder(tmp_path).iterdir()) == before
 
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write = os.write
+
+    def full(descriptor: int, data: Any) -> int:
+        if bytes(data[:1]) == b"{":  # the manifest
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
 
     manifest = read_manifest(tmp_path)
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(CheckpointError, match=f"cannot write {manifest_path(tmp_path)}: No space left on device"):
-        write_manifest(tmp_path, manifest)
+    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path}/zero/manifest.ready: No space left"):
+        commit(tmp_path, manifest)
     monkeypatch.undo()
     assert sorted(zero_folder(tmp_path).iterdir()) == before
     assert_holds(tmp_path, old)

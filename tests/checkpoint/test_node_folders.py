@@ -18,7 +18,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero import CheckpointError
-from hf_zero.checkpoint import committers, file_exchange, writer
+from hf_zero.checkpoint import background, committers, file_exchange, writer
 from hf_zero.checkpoint.consolidate import ConsolidateError, consolidate
 from hf_zero.checkpoint.manifest import read_manifest
 from hf_zero.errors import ZeroError
@@ -222,6 +222,53 @@ def broken(*args: Any) -> None:
 
 def test_a_save_that_reached_one_node_only(tmp_path: Path) -> None:
     run_ranks(interrupted, 2, str(tmp_path))
+
+
+# -------------------------------------------------------------------- in the background
+def in_the_background(root: str) -> dict[str, Any]:
+    """4 ranks on two nodes: losses without saves and beside them, what a full disk of node 1 makes of a save."""
+    rank = int(os.environ["RANK"])
+    on_node(root, rank // 2)
+    plain = start(3, seed=0)
+    wanted = steps(plain, 0, 6)
+    plain.teardown()
+    engine = start(3, seed=0, **{"async": True})
+    losses = []
+    for step in range(4):
+        losses += steps(engine, step, step + 1)
+        engine.save_checkpoint(LOCAL, "over" if step % 2 else "and over")
+    engine.finish_saves()
+    whole = names(Path("out"))
+    prepare = background.prepare_commit
+    if rank == 2:
+        background.prepare_commit = broken
+    engine.save_checkpoint(LOCAL, "over")
+    with pytest.raises(CheckpointError) as said:
+        steps(engine, 4, 200)
+    failed_at = engine.global_steps
+    background.prepare_commit = prepare
+    left = names(Path("out"))
+    assert engine.load_checkpoint(LOCAL)[0] == f"{LOCAL}/over"
+    losses += steps(engine, 4, 6)
+    engine.teardown()
+    return {
+        "right": losses == wanted,
+        "said": str(said.value),
+        "at": failed_at,
+        "clean": left == whole,
+        "files": whole,
+    }
+
+
+def test_nodes_save_in_the_background(tmp_path: Path) -> None:
+    found = run_ranks(in_the_background, 4, str(tmp_path), timeout=120)
+    for rank, one in enumerate(found):
+        assert one["right"] and one["clean"], (rank, one)
+        assert one["said"] == f"{LOCAL}/over was not saved in the background: rank 2: no space"
+        assert one["at"] == found[0]["at"], "ranks raise in different steps"
+        own = [name for name in one["files"] if name.startswith("over/zero/rank")]
+        assert [int(name.partition("rank-")[2][:5]) for name in own] == [2 * (rank // 2), 2 * (rank // 2) + 1]
+        assert {"over/zero/manifest.json", "and over/zero/manifest.json", "latest"} <= set(one["files"])
 
 
 def dying(root: str) -> None:

@@ -27,7 +27,8 @@ POINTS: dict[str, tuple[Any, str]] = {
     "a file gets its name": (atomic_files.os, "replace"),
     "rank 0 is told": (Letters, "send"),
     "the manifest is made": (background, "build_manifest"),
-    "the manifest is written": (writer, "write_manifest"),
+    "the manifest is written": (writer, "encode_manifest"),
+    "the folder is synced": (writer, "sync_folder"),
     "old files are deleted": (writer, "_delete_rank_files"),
     "latest is set": (checkpointing, "set_latest"),
 }

@@ -14,7 +14,7 @@ import transformers
 import hf_zero
 from hf_zero import CheckpointError
 from hf_zero.errors import ConfigError
-from hf_zero.hf.trainer import node_folders
+from hf_zero.hf.trainer import trainer as hf_trainer
 from tests.harness.ranks import run_ranks
 from tests.hf.runs import arguments, build, examples, zero_config
 
@@ -33,7 +33,7 @@ class SavesEnd(transformers.TrainerCallback):
         control.should_save = control.should_save and state.global_step <= SAVES
 
 
-def trainer_on(root: str, folder: str, nodes: list[int], stage: int) -> Any:
+def trainer_on(root: str, folder: str, nodes: list[int], stage: int, in_background: bool = False) -> Any:
     rank = int(os.environ["RANK"])
     home = Path(root, f"node{nodes[rank]}")
     home.mkdir(exist_ok=True)
@@ -41,7 +41,8 @@ def trainer_on(root: str, folder: str, nodes: list[int], stage: int) -> Any:
     os.environ.update(LOCAL_RANK=str(nodes[:rank].count(nodes[rank])), LOCAL_WORLD_SIZE=str(nodes.count(nodes[rank])))
     given = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "save_on_each_node": True}
     given |= {"max_steps": LAST, "per_device_train_batch_size": 4 // len(nodes), "lr_scheduler_type": "constant"}
-    args = hf_zero.TrainingArguments(**arguments(folder, **given), zero=zero_config(stage))
+    config = zero_config(stage) | {"checkpoint": {"async": in_background}}
+    args = hf_zero.TrainingArguments(**arguments(folder, **given), zero=config)
     return hf_zero.Trainer(model=build(), args=args, train_dataset=examples(40, 1), callbacks=[SavesEnd()])
 
 
@@ -49,12 +50,12 @@ def losses_of(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def save(root: str, folder: str, stage: int) -> tuple[list[float], int]:
+def save(root: str, folder: str, stage: int, in_background: bool = False) -> tuple[list[float], int]:
     """4 ranks, 2 a node: losses, and how often this rank rotated."""
-    trainer = trainer_on(root, folder, [0, 0, 1, 1], stage)
+    trainer = trainer_on(root, folder, [0, 0, 1, 1], stage, in_background)
     rotations = []
-    plain = node_folders.rotate_checkpoints
-    node_folders.rotate_checkpoints = lambda *args, **kwargs: (rotations.append(1), plain(*args, **kwargs))
+    plain = hf_trainer.delete_older
+    hf_trainer.delete_older = lambda *args, **kwargs: (rotations.append(1), plain(*args, **kwargs))
     trainer.train()
     return losses_of(trainer), len(rotations)
 
@@ -79,9 +80,10 @@ def files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def test_trainers_of_two_nodes_go_on_from_their_folders(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+def test_trainers_of_two_nodes_go_on_from_their_folders(in_background: bool, tmp_path: Path) -> None:
     root, stage = str(tmp_path), 3
-    outcomes = run_ranks(save, 4, root, LOCAL, stage)
+    outcomes = run_ranks(save, 4, root, LOCAL, stage, in_background)
     assert [count for _, count in outcomes] == [SAVES, 0, SAVES, 0], "each node rotates its own"
     losses = outcomes[0][0]
     for node in (0, 1):
@@ -92,8 +94,9 @@ def test_trainers_of_two_nodes_go_on_from_their_folders(tmp_path: Path) -> None:
         own = {f"zero/rank-{rank:05d}.safetensors" for rank in ranks} | {f"rng_state_{rank}.pth" for rank in ranks}
         assert here >= {*SMALL, *own}, here
         assert {name for name in here if "rank-" in name or "rng" in name} == own, here
-    run_ranks(refused, 2, root, stage)  # without a node
-    for number, nodes in enumerate(([0, 1], [0, 2, 1, 1])):
+    if not in_background:
+        run_ranks(refused, 2, root, stage)  # without a node
+    for number, nodes in enumerate([[0, 1]] if in_background else [[0, 1], [0, 2, 1, 1]]):
         copy = tmp_path / f"resumed{number}"
         shutil.copytree(tmp_path, copy, ignore=shutil.ignore_patterns("resumed*"))
         found_losses = run_ranks(resume, len(nodes), str(copy), stage, nodes)[0]

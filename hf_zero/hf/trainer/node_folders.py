@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import rotate_checkpoints
 
 from hf_zero.checkpoint.agreement import together
 from hf_zero.checkpoint.committers import find_committers, is_committer
@@ -63,28 +62,6 @@ def one_writer_each(args: Any, comm: Comm) -> Iterator[None]:
     finally:
         _inside.discard(id(args))
         args.save_on_each_node = True
-
-
-@contextlib.contextmanager
-def rotated_last(trainer: Any, comm: Comm, trial: Any) -> Iterator[None]:
-    """Around a save that all ranks leave together: as `one_writer_each`, and old checkpoints go when it is over.
-
-    A node that deleted its part of the old one while another still writes the new one could leave none.
-    """
-    args = trainer.args
-    if not args.save_on_each_node:
-        yield
-        return
-    with one_writer_each(args, comm):
-        limit, args.save_total_limit = args.save_total_limit, None
-        try:
-            yield
-        finally:
-            args.save_total_limit = limit
-        if args.should_save:
-            best = trainer.state.best_model_checkpoint
-            rotate_checkpoints(trainer._get_output_dir(trial=trial), limit, best, use_mtime=True)
-        comm.barrier("rotation")
 
 
 @contextlib.contextmanager

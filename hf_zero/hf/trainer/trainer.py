@@ -36,7 +36,7 @@ from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_b
 from hf_zero.hf.models.restore import restore_weights
 from hf_zero.hf.models.saving import full_weights
 from hf_zero.hf.patching import ACTIVATION, PatchPoint
-from hf_zero.hf.trainer.node_folders import agree_on_nodes, one_writer_each, rotated_last, weights_where_asked
+from hf_zero.hf.trainer.node_folders import agree_on_nodes, one_writer_each, weights_where_asked
 from hf_zero.hf.trainer.out_of_memory import run_attempt
 from hf_zero.hf.trainer.resume import (
     agree_on_checkpoint,
@@ -205,7 +205,7 @@ def save_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, *
     trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
     folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
     try:
-        with rotated_last(self, engine.comm, trial):
+        with one_writer_each(self.args, engine.comm):
             writes = self.args.should_save
             write_on_all(engine.comm, folder, lambda: remove_list(folder) if writes else None)
             with _rotation_when_published(self, engine, trial):
@@ -221,10 +221,10 @@ def save_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, *
 
 @contextlib.contextmanager
 def _rotation_when_published(trainer: Any, engine: ZeroEngine, trial: Any) -> Iterator[None]:
-    """With `checkpoint.async`, older checkpoints go when the one that is saved inside is published: until then it may
-    fail, and they are what a resume takes."""
-    args, limit = trainer.args, trainer.args.save_total_limit
-    if limit is None or not engine.config.checkpoint.asynchronous:
+    """With `checkpoint.async` or folders of several nodes, older checkpoints go when the one that is saved inside is
+    published everywhere: until then it may fail, and they are what a resume takes."""
+    args, limit, checkpoint = trainer.args, trainer.args.save_total_limit, engine.config.checkpoint
+    if limit is None or not (checkpoint.asynchronous or checkpoint.use_node_local_storage):
         yield
         return
     args.save_total_limit = None
@@ -241,6 +241,8 @@ def _rotation_when_published(trainer: Any, engine: ZeroEngine, trial: Any) -> It
             delete_older(run, limit, keep={saved, Path(best or saved)}, leave_out=being_written)
 
         engine.checkpoints.when_published(rotate)
+    if checkpoint.use_node_local_storage:
+        engine.comm.barrier("rotation")
 
 
 @_in_place_of("_push_from_checkpoint", "checkpoint_folder", needs=_engine)
