@@ -441,12 +441,22 @@ def _load_weights(session: Session, reader: CheckpointReader) -> None:
         for slice_ in flat.layout.slices(flat.rank):
             if slice_.name in absent or not reader.holds(slice_.name):
                 continue
-            flat.best.write_slice(slice_, reader.read_weights(slice_.name, slice_, flat.best.dtype))
+            _load_slice(flat.best, slice_, reader)
         flat.refresh()
     stored = {info.name for info in reader.manifest.buffers}
     for name, value in _in_no_unit(session):
         if name in stored:
             value.copy_(reader.read_buffer(name).view(value.shape))
+
+
+def _load_slice(shard: Shard, slice_: Slice, reader: CheckpointReader) -> None:
+    """Read weights into the memory of the shard, where it has some of their type on the host."""
+    name, kind, memory = slice_.name, reader.weight_kind(slice_.name), shard.in_memory
+    if memory is not None and kind is not None and reader.fits([memory.memory], name, kind):
+        memory.wait_for_readers()
+        reader.read_into(memory.slice_tensors(slice_), name, kind, slice_)
+    else:
+        shard.write_slice(slice_, reader.read_weights(name, slice_, shard.dtype))
 
 
 def _load_optimizer(session: Session, reader: CheckpointReader, parts: Parts) -> list[str]:
@@ -456,6 +466,7 @@ def _load_optimizer(session: Session, reader: CheckpointReader, parts: Parts) ->
     is_scheduled = parts.is_scheduled or session.lr_scheduler is not None
     changed = load_groups(optimizer.param_groups, reader.manifest.param_groups, is_scheduled=is_scheduled)
     group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
+    earlier = dict(optimizer.state)
     optimizer.state.clear()
     for owned in optimizer.owned:
         if owned.native:
@@ -464,7 +475,8 @@ def _load_optimizer(session: Session, reader: CheckpointReader, parts: Parts) ->
             )
     for name, pieces, tensors in optimizer.strategy.places(optimizer.owned):
         group = group_of.get(id(tensors[0]), {}) if tensors else {}
-        for tensor, state in zip(tensors, read_states(reader, name, pieces, tensors, group), strict=True):
+        before = [earlier.pop(tensor, {}) for tensor in tensors]
+        for tensor, state in zip(tensors, read_states(reader, name, pieces, tensors, group, before), strict=True):
             if state:
                 optimizer.state[tensor] = state
     if not changed:

@@ -77,11 +77,13 @@ def read_states(
     pieces: Slice | Sequence[Piece],
     tensors: Sequence[torch.Tensor],
     group: Mapping[str, Any],
+    earlier: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
     """The saved optimizer state of a parameter, for each of `tensors`, which together hold its `pieces`.
 
     Args:
         group: The run's own hyperparameters of these tensors.
+        earlier: The states so far, whose memory is used again: as much that is fresh costs more than the read.
     """
     states: list[dict[str, Any]] = [{} for _ in tensors]
     sizes = [tensor.numel() for tensor in tensors]
@@ -90,9 +92,13 @@ def read_states(
         return states
     for kind in reader.kinds(name):
         if kind not in WEIGHT_KINDS and not kind.startswith(ATTACHED):
-            chunks = torch.split(reader.read(name, kind, pieces), sizes)
+            chunks: Sequence[torch.Tensor] = [state[kind] for state in earlier if torch.is_tensor(state.get(kind))]
+            if [one.numel() for one in chunks] == sizes and reader.fits(chunks, name, kind):
+                reader.read_into(chunks, name, kind, pieces)
+            else:
+                chunks = torch.split(reader.read(name, kind, pieces), sizes)
             for state, tensor, chunk in zip(states, tensors, chunks, strict=True):
-                state[kind] = chunk.to(device, tensor.dtype).view(tensor.shape)  # what was read is nobody else's
+                state[kind] = chunk.to(device, tensor.dtype).view(tensor.shape)
     for saved_as, value in reader.scalars(name).items():
         key, scalar = restored(saved_as, value)
         # As torch's Optimizer.load_state_dict has it: kernels read `step` where the parameter is, Python on the CPU.

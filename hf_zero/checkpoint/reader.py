@@ -8,7 +8,7 @@ collectives: each rank opens the folder for itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -176,16 +176,35 @@ class CheckpointReader:
             CheckpointError: The parameter or the kind is not stored, or a file is damaged: also what was read was
                 changed since it was written (in files of version 1 `verify` finds that, a read does not).
         """
-        slot = self._slot(name)
-        ranges = pieces.pieces if isinstance(pieces, Slice) else pieces
+        numel = sum(piece.numel for piece in _ranges(pieces))
+        result = torch.empty(numel, dtype=self.dtype(name, kind))
+        self.read_into([result], name, kind, pieces)
+        return result
+
+    def read_into(
+        self, targets: Sequence[torch.Tensor], name: str, kind: str, pieces: Slice | Sequence[Piece]
+    ) -> None:
+        """As `read`, into memory that is there: `targets`, contiguous CPU tensors of the stored element type, hold as
+        many elements together. After an error a part of them is overwritten."""
+        key, ranges = f"{self._slot(name).name}::{kind}", _ranges(pieces)
+        numel = sum(piece.numel for piece in ranges)
+        if not self.fits(targets, name, kind) or sum(one.numel() for one in targets) != numel:
+            raise AssertionError(f"{name} {kind}: these tensors are not what is read")
+        if any(one.numel() for one in targets):
+            self._read_into([one.view(-1) for one in targets], key, self._copies(self._slot(name).name, ranges))
+
+    def fits(self, targets: Sequence[torch.Tensor], name: str, kind: str) -> bool:
+        """Whether `read_into` can read into such memory."""
+        dtype = self.dtype(name, kind)
+        return all(one.dtype == dtype and one.device.type == "cpu" and one.is_contiguous() for one in targets)
+
+    def dtype(self, name: str, kind: str) -> torch.dtype:
+        """The element type that a kind of a parameter is stored in. Raises CheckpointError if it is not."""
         stored = self.kinds(name)
         if kind not in stored:
             raise CheckpointError(f"{self.folder} holds no {kind!r} of {name}, only {sorted(stored)}")
         dtype: torch.dtype = getattr(torch, stored[kind])
-        result = torch.empty(sum(piece.numel for piece in ranges), dtype=dtype)
-        if result.numel():
-            self._read_into(result, f"{slot.name}::{kind}", self._copies(slot.name, ranges))
-        return result
+        return dtype
 
     def read_weights(self, name: str, pieces: Slice | Sequence[Piece], dtype: torch.dtype) -> torch.Tensor:
         """1-D CPU tensor of these elements of the parameter itself, converted to `dtype`; see `weight_kind`."""
@@ -209,7 +228,7 @@ class CheckpointReader:
         result = torch.empty(math.prod(info.shape), dtype=getattr(torch, info.dtype))
         if result.numel():
             copy = _Copy(rank=0, source=0, target=0, numel=result.numel())
-            self._read_into(result, f"{name}::{BUFFER_KIND}", [copy])
+            self._read_into([result], f"{name}::{BUFFER_KIND}", [copy])
         return result.view(info.shape)
 
     def _copies(self, name: str, ranges: Sequence[Piece]) -> list[_Copy]:
@@ -234,17 +253,17 @@ class CheckpointReader:
             self._slice_starts.update({(slice_.name, rank): slice_.shard_offset for slice_ in unit.slices(rank)})
         return self._slice_starts[name, rank]
 
-    def _read_into(self, result: torch.Tensor, key: str, copies: Sequence[_Copy]) -> None:
-        """Fill `result`, and compare the checksums of what was read for it."""
-        view: memoryview = result.view(torch.uint8).numpy().data
-        item = result.itemsize
+    def _read_into(self, targets: Sequence[torch.Tensor], key: str, copies: Sequence[_Copy]) -> None:
+        """Fill `targets`, one behind the other, and compare the checksums of what was read for them."""
         parts: dict[int, RankTensor] = {}
         with offering(self.folder):
             for copy in copies:
                 if copy.rank not in parts:
                     parts[copy.rank] = self._files.tensor(copy.rank, key)
-                target = view[copy.target * item : (copy.target + copy.numel) * item]
-                parts[copy.rank].read(target, copy.source * item)
+                source = copy.source * targets[0].itemsize
+                for view in _views(targets, copy.target, copy.numel):
+                    parts[copy.rank].read(view, source)
+                    source += len(view)
             for part in parts.values():
                 part.finish()
 
@@ -257,3 +276,16 @@ class CheckpointReader:
         if name not in self._units:
             raise CheckpointError(f"{self.folder} holds no parameter {name!r}")
         return self._units[name].slot(name)
+
+
+def _ranges(pieces: Slice | Sequence[Piece]) -> Sequence[Piece]:
+    return pieces.pieces if isinstance(pieces, Slice) else pieces
+
+
+def _views(targets: Sequence[torch.Tensor], start: int, numel: int) -> Iterator[memoryview]:
+    """The bytes of these elements of `targets`, 1-D each, counted through all of them."""
+    for target in targets:
+        low, high = max(start, 0), min(start + numel, target.numel())
+        if low < high:
+            yield target.detach()[low:high].view(torch.uint8).numpy().data
+        start -= target.numel()
