@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -273,6 +273,15 @@ class ZeroEngine(ModuleWrapper):
         self._check_model()
         self.finish_updates()
         return self.weights.state_dict(keep, trainable_only=trainable_only)
+
+    def weights_for_ranks(self, wanted: Sequence[Set[str]]) -> dict[str, torch.Tensor]:
+        """Unsharded weights on the CPU that are named in `wanted[rank]`; {} on ranks behind its end.
+
+        All ranks must call, with the same names. Buffers are those of rank 0. Peak extra memory: one unit.
+        """
+        self._check_model()
+        self.finish_updates()
+        return self.weights.for_ranks(wanted)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Take weights from a mapping of full tensors, given on every rank. Masters start from these values."""

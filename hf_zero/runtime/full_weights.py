@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import nn
@@ -184,6 +184,47 @@ class FullWeights:
             elif not trainable_only:  # buffers, and parameters that are in no unit: integers, packed ones
                 ordered[name] = tensor.detach().to("cpu", copy=True)
         return ordered
+
+    def without_data(self) -> dict[str, torch.Tensor]:
+        """What `state_dict` gives, as tensors that have shape and type only. No communication."""
+        return {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in own_tensors(self._model)
+        }
+
+    def for_ranks(self, wanted: Sequence[Set[str]]) -> dict[str, torch.Tensor]:
+        """See ZeroEngine.weights_for_ranks."""
+        aliases = tied_names(self._model)
+        canonical = [{aliases.get(name, name) for name in names} for names in wanted]
+        mine = canonical[self._comm.rank] if self._comm.rank < len(canonical) else set()
+        anyones = set().union(*canonical)
+        whole: dict[str, torch.Tensor] = {}
+        in_units: set[str] = set()
+        for unit in self._units:
+            names = {slot.name for flat in unit.flats for slot in flat.layout.slots}
+            in_units |= names
+            if not names & anyones:
+                continue
+            with self.gathered([unit]):
+                for flat in unit.flats:
+                    for slot, param in zip(flat.layout.slots, flat.params, strict=True):
+                        if slot.name in mine:
+                            whole[slot.name] = param.detach().to("cpu", copy=True)
+        outside = anyones - in_units
+        for name, tensor in own_tensors(self._model):  # buffers, and parameters that are in no unit
+            if name in outside:
+                values = self._from_rank_0(name, tensor)
+                if name in mine:
+                    whole[name] = values
+        own = wanted[self._comm.rank] if self._comm.rank < len(wanted) else set()
+        return {name: whole[aliases.get(name, name)] for name in own}
+
+    def _from_rank_0(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The values that rank 0 has, on the CPU: ranks may have different buffers, and rank 0's are saved."""
+        values = tensor.detach().to(self._comm.device, copy=True).contiguous()
+        if values.numel():
+            self._comm.broadcast(values.reshape(-1).view(torch.uint8), name, src=0)
+        return values.cpu()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
         """See ZeroEngine.load_full_state_dict."""

@@ -18,6 +18,7 @@ from hf_zero.hf.models.peft import (
     names_of_saved_modules,
     unsharded_prompt_encoders,
 )
+from hf_zero.hf.models.shard_files import save_shard_files
 from hf_zero.hf.patching import by_name, replace_method
 
 
@@ -74,7 +75,10 @@ class _Saving:
         self._gathered: dict[str, torch.Tensor] | None = None  # for the save inside of a push
 
     def save_pretrained(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """All ranks must call, but where the caller brings a `state_dict`."""
+        """All ranks must call, but where the caller brings a `state_dict`: its files are written by who calls.
+
+        Several files are written by all ranks where they can; else rank 0 gathers and writes. [Note: Which save]
+        """
         given = by_name(inspect.signature(original).bind(*args, **kwargs))
         if self._gathered is not None:
             return self._write(original, *args, **{**kwargs, "state_dict": self._gathered})
@@ -84,6 +88,8 @@ class _Saving:
         engine = self._engine
         engine.require_all_ranks("save_pretrained")
         writes = bool(given.get("is_main_process", engine.rank == 0))
+        if save_shard_files(self._model, engine, original, given, writes):
+            return None
         embeddings = given.get("save_embedding_layers", "auto")
         weights = full_weights(self._model, engine, keep=writes, embeddings=embeddings)
 

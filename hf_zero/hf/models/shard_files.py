@@ -1,0 +1,177 @@
+"""Weight files of a sharded model that all ranks write: every rank gathers and writes some of the files, in turns.
+
+transformers decides everything: names, tied weights, conversions, how the weights split into files, the index. It runs
+over tensors without data ("meta"), once on every rank without writing, which gives the plan, and at the end on rank 0,
+where its call that writes a file becomes a rename of the file that a rank has written. So nothing of
+`save_pretrained` is copied here.
+
+[Note: Which save] All ranks take this way, or all take the other one (rank 0 gathers and writes everything), by
+answers that each rank gives and all hear. The other way is for what this one cannot do:
+- ranks that do not see the folder of rank 0, and saves where not rank 0 alone writes (`save_on_each_node`):
+  rank 0 has to rename what others write;
+- one file: there is nothing to share out;
+- PEFT, quantized, offloaded and tensor-parallel models, and models with a `save_pretrained` of their own: they do not
+  save what the state dict holds;
+- wrapped modules and shared buffers: transformers would look for them in vain, or take them for tied;
+- conversions that compute (split or stack weights): without data there is no result, a file's tensors may be spread;
+- `push_to_hub=True`: the upload looks for what has changed in the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel, modeling_utils
+
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.hf.local_files import write_on_all, writing
+from hf_zero.hf.models.peft import is_peft_model
+from hf_zero.hf.patching import replaced
+from hf_zero.runtime.full_weights import own_tensors
+
+_METADATA = {"format": "pt"}  # what transformers writes into files of models that are not quantized
+_Plan = dict[str, dict[str, str]]  # file -> name of a tensor there -> name in the model
+
+
+def save_shard_files(
+    model: Any, engine: ZeroEngine, original: Callable[..., Any], call: Mapping[str, Any], writes: bool
+) -> bool:
+    """Save from all ranks, if that is possible ([Note: Which save]). All ranks must call.
+
+    Args:
+        call: All arguments of `original`, the model's save_pretrained, by name.
+        writes: This rank is the main process of the save.
+    Returns:
+        Whether the weights are saved; the same on every rank. If not, nothing was written.
+    Raises:
+        CheckpointError: On every rank, if any rank could not write. The folder keeps the index that it had.
+    """
+    comm, folder = engine.comm, Path(call["save_directory"])
+    if not engine.is_sharded or comm.world_size == 1:
+        return False
+    answers = comm.all_gather_object(_fits(model, engine, original, call, writes), "how weights are saved")
+    if not all(answers) or not _all_see(engine, folder):
+        return False
+    plan = write_on_all(comm, folder, lambda: _plan(engine, original, call))
+    if not all(comm.all_gather_object(len(plan) > 1, "how weights are saved")):
+        return False
+    written: dict[str, Path] = {name: folder / f".{name}.partial" for name in plan}
+    try:
+        _write_files(engine, plan, written)
+        write_on_all(comm, folder, lambda: _publish(engine, original, call, written) if comm.rank == 0 else None)
+    finally:
+        for index, partial in enumerate(written.values()):
+            if index % comm.world_size == comm.rank:
+                with contextlib.suppress(OSError):
+                    partial.unlink(missing_ok=True)
+    return True
+
+
+def _fits(model: Any, engine: ZeroEngine, original: Any, call: Mapping[str, Any], writes: bool) -> bool:
+    """What this rank alone knows of whether all ranks can write."""
+    placed = set(getattr(model, "hf_device_map", {}).values())
+    return (
+        writes == (engine.rank == 0)
+        and getattr(original, "__func__", None) is PreTrainedModel.save_pretrained
+        and not is_peft_model(model)
+        and not getattr(model, "_hf_peft_config_loaded", False)
+        and getattr(model, "hf_quantizer", None) is None
+        and getattr(model, "_tp_size", None) is None
+        and getattr(model.config, "distributed_config", None) is None
+        and not placed & {"cpu", "disk"}
+        and not call.get("push_to_hub")
+        and not call.get("distributed_checkpoint")
+        and not os.path.isfile(call["save_directory"])
+        and _finds_its_tensors(model)
+    )
+
+
+def _finds_its_tensors(model: Any) -> bool:
+    """Whether transformers, which looks into the model where a tensor has no data, finds what belongs together there.
+
+    Wrapped modules (`_orig_mod`) have other names than they are saved under. A buffer with two names is saved twice.
+    """
+    own = dict(own_tensors(model))
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    buffers = [id(tensor) for tensor in own.values() if not isinstance(tensor, nn.Parameter)]
+    return own.keys() <= known and len(set(buffers)) == len(buffers)
+
+
+def _all_see(engine: ZeroEngine, folder: Path) -> bool:
+    """Whether every rank sees the folder of rank 0, which is made where there is none."""
+    comm = engine.comm
+    mark = folder / f".{comm.all_gather_object(secrets.token_hex(8), 'a file name')[0]}.seen"
+
+    def touch() -> None:
+        if comm.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+
+    write_on_all(comm, folder, touch)
+    try:
+        return all(comm.all_gather_object(mark.exists(), "who sees the folder"))
+    finally:
+        if comm.rank == 0:
+            with contextlib.suppress(OSError):
+                mark.unlink()
+
+
+def _plan(engine: ZeroEngine, original: Callable[..., Any], call: Mapping[str, Any]) -> _Plan:
+    """What transformers would write; empty where it would compute values that are not here."""
+    placeholders = engine.weights.without_data()
+    names = {id(tensor): name for name, tensor in placeholders.items()}
+    plan: _Plan = {}
+    split_up = modeling_utils.split_torch_state_dict_into_shards
+
+    def split(state_dict: dict[str, torch.Tensor], **how: Any) -> Any:
+        result = split_up(state_dict, **how)
+        # A conversion that changed a tensor made a new one, or raised the version of the old one.
+        if all(id(tensor) in names and tensor._version == 0 for tensor in state_dict.values()):
+            for file, inside in result.filename_to_tensors.items():
+                plan[file] = {name: names[id(state_dict[name])] for name in inside}
+        return result
+
+    with replaced(modeling_utils, "split_torch_state_dict_into_shards", split):
+        original(**{**call, "is_main_process": False, "state_dict": dict(placeholders)})
+    return plan
+
+
+def _write_files(engine: ZeroEngine, plan: _Plan, written: Mapping[str, Path]) -> None:
+    """In rounds of one file for each rank, so that no rank holds more than one file's tensors. All ranks must call."""
+    comm, files = engine.comm, list(plan)
+    for start in range(0, len(files), comm.world_size):
+        batch = files[start : start + comm.world_size]
+        tensors = engine.weights_for_ranks([set(plan[file].values()) for file in batch])
+
+        def write(batch: list[str] = batch, tensors: dict[str, torch.Tensor] = tensors) -> None:
+            if comm.rank < len(batch):
+                file = batch[comm.rank]
+                inside = {name: tensors[own].contiguous() for name, own in plan[file].items()}
+                with writing(written[file].with_name(file)):
+                    save_file(inside, written[file], metadata=_METADATA)
+
+        write_on_all(comm, files[start], write)
+        del tensors, write  # before the next round gathers
+
+
+def _publish(
+    engine: ZeroEngine, original: Callable[..., Any], call: Mapping[str, Any], written: Mapping[str, Path]
+) -> None:
+    """transformers saves on rank 0: configurations, the files, which are there already, and then the index."""
+
+    def rename(tensors: dict[str, torch.Tensor], filename: str, metadata: dict[str, str]) -> None:
+        if metadata != _METADATA:
+            raise AssertionError(f"{filename} was written with the metadata {_METADATA}, not {metadata}")
+        os.replace(written[Path(filename).name], filename)
+
+    with replaced(modeling_utils, "safe_save_file", rename):
+        original(**{**call, "is_main_process": True, "state_dict": engine.weights.without_data()})
