@@ -1,6 +1,6 @@
 """Kills ranks at every named point of a save, and looks at what is left; then 50 saves in the background.
 
-    python scripts/checkpoint_faults.py              # all points, rank 0, rank 1 and both, in the background and not
+    python scripts/checkpoint_faults.py              # all points, rank 0, rank 1 and both, in every way of saving
     python scripts/checkpoint_faults.py --saves 0    # the kills alone
 
 After each kill the newest published checkpoint must load and the next save into the same folder must leave nothing of
@@ -20,10 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hf_zero.checkpoint.manifest import zero_folder
 from hf_zero.checkpoint.reader import open_checkpoint
 from tests.checkpoint import test_background_saves as saves
-from tests.harness.ranks import RankFailure, close, try_ranks
+from tests.checkpoint import test_node_folders as nodes
+from tests.harness.ranks import Ended, RankFailure, close, try_ranks
 from tests.harness.save_faults import POINTS
 
 VICTIMS = ([0], [1], [0, 1])
+IN_BACKGROUND, IN_CALL, ON_NODES = "in the background", "in the call", "on two nodes"
 
 
 def main() -> int:
@@ -31,11 +33,10 @@ def main() -> int:
     parser.add_argument("--saves", type=int, default=50)
     options = parser.parse_args()
     wrong = 0
-    for in_background, point, victims in itertools.product((True, False), POINTS, VICTIMS):
+    for where, point, victims in itertools.product((IN_BACKGROUND, IN_CALL, ON_NODES), POINTS, VICTIMS):
         with tempfile.TemporaryDirectory() as root:
-            said = killed(root, point, victims, in_background)
+            said = killed_on_nodes(root, point, victims) if where == ON_NODES else killed(root, point, victims, where)
         wrong += "WRONG" in said
-        where = "in the background" if in_background else "in the call"
         print(f"{where:17}  {point:26} ranks {victims!s:8} {said}", flush=True)
     if options.saves:
         with tempfile.TemporaryDirectory() as root:
@@ -46,10 +47,29 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def killed(root: str, point: str, victims: list[int], in_background: bool) -> str:
+def died(ended: Ended) -> int:
+    return sum(isinstance(one, RankFailure) and one.kind == "Died" for one in ended.outcomes)
+
+
+def killed_on_nodes(root: str, point: str, victims: list[int]) -> str:
+    """As `killed`, in the background, with a node for each rank."""
+    ended = try_ranks((nodes.save_and_be_killed, (root, point, victims), {}), 2, timeout=60)
+    if ended.hang:
+        return f"WRONG: hung\n{ended.hang}"
+    after = try_ranks((nodes.newest_that_loads, (root,), {}), 2, timeout=60).outcomes
+    if any(isinstance(one, RankFailure) for one in after):
+        return f"WRONG: {after}"
+    found = {(path, step) for path, step, _ in after}
+    if not found < {(f"{nodes.LOCAL}/one", 1), (f"{nodes.LOCAL}/two", 2)}:
+        return f"WRONG: {found}"
+    left = [name for _, _, names in after for name in names]
+    return f"{died(ended)} died; {Path(found.pop()[0]).name} loads" if len(left) == 4 else f"WRONG: left are {left}"
+
+
+def killed(root: str, point: str, victims: list[int], where: str) -> str:
     """What became of one kill."""
+    in_background = where == IN_BACKGROUND
     ended = try_ranks((saves.save_and_be_killed, (root, point, victims, in_background), {}), 2, timeout=60)
-    dead = sum(isinstance(one, RankFailure) and one.kind == "Died" for one in ended.outcomes)
     if ended.hang:
         return f"WRONG: hung\n{ended.hang}"
     after = try_ranks((saves.newest_that_loads, (root,), {}), 1, timeout=60).outcomes[0]
@@ -60,7 +80,7 @@ def killed(root: str, point: str, victims: list[int], in_background: bool) -> st
         left = len([*zero_folder(Path(root, "two")).iterdir()]) - len(reader.manifest.files) - 1
     if left:
         return f"WRONG: {left} files left behind"
-    return f"{dead} died; {Path(after[0]).name} loads"
+    return f"{died(ended)} died; {Path(after[0]).name} loads"
 
 
 def many(root: str, count: int) -> str:

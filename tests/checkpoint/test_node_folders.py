@@ -23,7 +23,8 @@ from hf_zero.checkpoint.consolidate import ConsolidateError, consolidate
 from hf_zero.checkpoint.manifest import read_manifest
 from hf_zero.errors import ZeroError
 from tests.checkpoint.test_resume import Net, offload
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import RankFailure, run_ranks, try_ranks
+from tests.harness.save_faults import at, kill
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/cwd")
 
@@ -269,6 +270,41 @@ def test_nodes_save_in_the_background(tmp_path: Path) -> None:
         own = [name for name in one["files"] if name.startswith("over/zero/rank")]
         assert [int(name.partition("rank-")[2][:5]) for name in own] == [2 * (rank // 2), 2 * (rank // 2) + 1]
         assert {"over/zero/manifest.json", "and over/zero/manifest.json", "latest"} <= set(one["files"])
+
+
+def save_and_be_killed(root: str, point: str, victims: list[int]) -> None:
+    """A node a rank."""
+    on_node(root, int(os.environ["RANK"]))
+    engine = start(2, seed=0, **{"async": True})
+    steps(engine, 0, 1)
+    engine.save_checkpoint(LOCAL, "one")
+    engine.finish_saves()
+    steps(engine, 1, 2)
+    if engine.rank in victims:
+        at(point, kill)
+    engine.save_checkpoint(LOCAL, "two")
+    steps(engine, 2, 4)
+    engine.finish_saves()
+
+
+def newest_that_loads(root: str) -> tuple[str | None, int, list[str]]:
+    """What is loaded, its step, and what is in the folder of "two" when that was saved again."""
+    home = on_node(root, int(os.environ["RANK"]))
+    engine = start(3, seed=7)
+    path, _ = engine.load_checkpoint(LOCAL)
+    engine.save_checkpoint(LOCAL, "two")
+    return path, engine.global_steps, names(home / "two" / "zero")
+
+
+# All points: scripts/checkpoint_faults.py.
+@pytest.mark.parametrize("point, victims", [("a rank file begins", [1]), ("the folder is synced", [0])])
+def test_a_kill_leaves_what_all_nodes_have(point: str, victims: list[int], tmp_path: Path) -> None:
+    ended = try_ranks((save_and_be_killed, (str(tmp_path), point, victims), {}), 2, timeout=60)
+    assert not ended.hang
+    assert all(isinstance(ended.outcomes[victim], RankFailure) for victim in victims)
+    for rank, (path, step, left) in enumerate(run_ranks(newest_that_loads, 2, str(tmp_path))):
+        assert (path, step) in ((f"{LOCAL}/one", 1), (f"{LOCAL}/two", 2))
+        assert len(left) == 2 and left[0] == "manifest.json" and left[1].startswith(f"rank-0000{rank}."), left
 
 
 def dying(root: str) -> None:

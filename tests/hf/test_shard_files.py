@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 import hf_zero
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError
 from tests.harness.ranks import run_ranks
-from tests.hf.runs import build, zero_config
+from tests.hf.runs import arguments, build, examples, zero_config
 
 LIMIT = 30_000  # bytes in a file
 
@@ -108,6 +108,33 @@ def test_files_are_those_of_one_process(world: int, tmp_path: Path) -> None:
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "untied").state_dict()
     own = models["untied"].state_dict()
     assert all(torch.equal(tensor, own[name]) for name, tensor in loaded.items()) and len(own) == len(loaded) + 1
+
+
+def save_by_trainer(folder: str) -> tuple[dict[str, torch.Tensor], list[int], list[int]]:
+    """What was trained, and what was held to save it."""
+    with pytest.MonkeyPatch.context() as patched:
+        plain = PreTrainedModel.save_pretrained.__defaults__ or ()
+        smaller = tuple(LIMIT if value == "50GB" else value for value in plain)
+        assert smaller != plain, "vacuous: another limit"
+        patched.setattr(PreTrainedModel.save_pretrained, "__defaults__", smaller)
+        args = hf_zero.TrainingArguments(**arguments(folder, max_steps=1), zero=zero_config(3))
+        trainer = hf_zero.Trainer(model=llama(True), args=args, train_dataset=examples(8, 1))
+        trainer.train()
+        engine = trainer.zero
+        wanted = engine.full_state_dict(keep=True)
+        pieces, whole = counted(engine, "weights_for_ranks"), counted(engine, "full_state_dict")
+        trainer.save_model(f"{folder}/saved")
+    return wanted, pieces, whole
+
+
+def test_trainer_writes_from_all_ranks(tmp_path: Path) -> None:
+    for wanted, pieces, whole in run_ranks(save_by_trainer, 2, str(tmp_path), init_group=False):
+        assert whole == [] and pieces and max(pieces) <= LIMIT
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.items())
+    found = files(tmp_path / "saved")
+    assert {"training_args.bin", "config.json", "model.safetensors.index.json"} <= found.keys()
+    assert sum(name.endswith(".safetensors") for name in found) >= 4 and not any("partial" in name for name in found)
 
 
 def save_with_a_small_limit(folder: str) -> list[str]:

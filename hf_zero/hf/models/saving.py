@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from hf_zero.hf.models.peft import (
     names_of_saved_modules,
     unsharded_prompt_encoders,
 )
-from hf_zero.hf.models.shard_files import save_shard_files
+from hf_zero.hf.models.shard_files import WrittenFiles, publish, shard_files
 from hf_zero.hf.patching import by_name, replace_method
 
 
@@ -56,6 +57,20 @@ def apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.utils.dlpack.from_dlpack(tensor.detach()) for name, tensor in state.items()}
 
 
+@contextlib.contextmanager
+def weights_to_save(model: Any, engine: ZeroEngine, folder: str, *, writes: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """What to give `model.save_pretrained(folder, state_dict=...)` where `writes` is true. All ranks must enter.
+
+    Several files have been written by all ranks then, where they can; else these are full weights.
+    """
+    original = getattr(type(model), "save_pretrained", None)
+    if original is None or "save_pretrained" not in model.__dict__:  # not ours
+        yield full_weights(model, engine, keep=writes)
+        return
+    with shard_files(model, engine, original.__get__(model), {"save_directory": folder}, writes) as written:
+        yield full_weights(model, engine, keep=writes) if written is None else written
+
+
 def install_save_pretrained(model: nn.Module, engine: ZeroEngine) -> None:
     """Let `save_pretrained` and `push_to_hub`, called on all ranks, write full weights on one; until the teardown."""
     if getattr(model, "save_pretrained", None) is None or "save_pretrained" in model.__dict__:
@@ -82,21 +97,26 @@ class _Saving:
         given = by_name(inspect.signature(original).bind(*args, **kwargs))
         if self._gathered is not None:
             return self._write(original, *args, **{**kwargs, "state_dict": self._gathered})
+        if isinstance(given.get("state_dict"), WrittenFiles):
+            return publish(original, given, given["state_dict"])
         if given.get("state_dict") is not None:
             with names_of_saved_modules(self._model):
                 return original(*args, **kwargs)
         engine = self._engine
         engine.require_all_ranks("save_pretrained")
         writes = bool(given.get("is_main_process", engine.rank == 0))
-        if save_shard_files(self._model, engine, original, given, writes):
-            return None
-        embeddings = given.get("save_embedding_layers", "auto")
-        weights = full_weights(self._model, engine, keep=writes, embeddings=embeddings)
+        with shard_files(self._model, engine, original, given, writes) as written:
+            embeddings = given.get("save_embedding_layers", "auto")
+            weights = written or full_weights(self._model, engine, keep=writes, embeddings=embeddings)
 
-        def write() -> Any:
-            return self._write(original, *args, **{**kwargs, "state_dict": weights}) if writes else None
+            def write() -> Any:
+                if not writes:
+                    return None
+                if written is not None:
+                    return publish(original, given, written)
+                return self._write(original, *args, **{**kwargs, "state_dict": weights})
 
-        return write_on_all(engine.comm, given.get("save_directory"), write)
+            return write_on_all(engine.comm, given.get("save_directory"), write)
 
     def push_to_hub(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """All ranks must call. The first one pushes, and returns what the model's own method does; others None.

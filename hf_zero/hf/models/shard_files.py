@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,38 +41,70 @@ _METADATA = {"format": "pt"}  # what transformers writes into files of models th
 _Plan = dict[str, dict[str, str]]  # file -> name of a tensor there -> name in the model
 
 
-def save_shard_files(
+class WrittenFiles(dict[str, torch.Tensor]):
+    """A state dict without data, for `save_pretrained` on rank 0: `files`, by name, hold the data already."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor], files: Mapping[str, Path]) -> None:
+        super().__init__(state)
+        self.files = files
+
+
+@contextlib.contextmanager
+def shard_files(
     model: Any, engine: ZeroEngine, original: Callable[..., Any], call: Mapping[str, Any], writes: bool
-) -> bool:
-    """Save from all ranks, if that is possible ([Note: Which save]). All ranks must call.
+) -> Iterator[WrittenFiles | None]:
+    """Write weight files from all ranks, if that is possible ([Note: Which save]). All ranks must enter.
+
+    Inside, rank 0 publishes them: `publish`. What was not published is deleted at the end.
 
     Args:
-        call: All arguments of `original`, the model's save_pretrained, by name.
+        call: The arguments of `original`, the model's save_pretrained, by name.
         writes: This rank is the main process of the save.
-    Returns:
-        Whether the weights are saved; the same on every rank. If not, nothing was written.
+    Yields:
+        None, on every rank, if it is not possible; then nothing was written.
     Raises:
         CheckpointError: On every rank, if any rank could not write. The folder keeps the index that it had.
     """
     comm, folder = engine.comm, Path(call["save_directory"])
-    if not engine.is_sharded or comm.world_size == 1:
-        return False
-    answers = comm.all_gather_object(_fits(model, engine, original, call, writes), "how weights are saved")
-    if not all(answers) or not _all_see(engine, folder):
-        return False
-    plan = write_on_all(comm, folder, lambda: _plan(engine, original, call))
-    if not all(comm.all_gather_object(len(plan) > 1, "how weights are saved")):
-        return False
+    plan = _plan_of_all(model, engine, original, call, writes)
+    if plan is None:
+        yield None
+        return
     written: dict[str, Path] = {name: folder / f".{name}.partial" for name in plan}
     try:
         _write_files(engine, plan, written)
-        write_on_all(comm, folder, lambda: _publish(engine, original, call, written) if comm.rank == 0 else None)
+        yield WrittenFiles(engine.weights.without_data(), written)
     finally:
         for index, partial in enumerate(written.values()):
             if index % comm.world_size == comm.rank:
                 with contextlib.suppress(OSError):
                     partial.unlink(missing_ok=True)
-    return True
+
+
+def publish(original: Callable[..., Any], call: Mapping[str, Any], written: WrittenFiles) -> Any:
+    """transformers saves on rank 0: configurations, the files, which are there already, and then the index."""
+
+    def rename(tensors: dict[str, torch.Tensor], filename: str, metadata: dict[str, str]) -> None:
+        if metadata != _METADATA:
+            raise AssertionError(f"{filename} was written with the metadata {_METADATA}, not {metadata}")
+        os.replace(written.files[Path(filename).name], filename)
+
+    with replaced(modeling_utils, "safe_save_file", rename):
+        return original(**{**call, "is_main_process": True, "state_dict": dict(written)})
+
+
+def _plan_of_all(
+    model: Any, engine: ZeroEngine, original: Callable[..., Any], call: Mapping[str, Any], writes: bool
+) -> _Plan | None:
+    """What all ranks are to write; None, on all of them, where not all can."""
+    comm, folder = engine.comm, Path(call["save_directory"])
+    if not engine.is_sharded or comm.world_size == 1:
+        return None
+    answers = comm.all_gather_object(_fits(model, engine, original, call, writes), "how weights are saved")
+    if not all(answers) or not _all_see(engine, folder):
+        return None
+    plan = write_on_all(comm, folder, lambda: _plan(engine, original, call))
+    return plan if all(comm.all_gather_object(len(plan) > 1, "how weights are saved")) else None
 
 
 def _fits(model: Any, engine: ZeroEngine, original: Any, call: Mapping[str, Any], writes: bool) -> bool:
@@ -161,17 +193,3 @@ def _write_files(engine: ZeroEngine, plan: _Plan, written: Mapping[str, Path]) -
 
         write_on_all(comm, files[start], write)
         del tensors, write  # before the next round gathers
-
-
-def _publish(
-    engine: ZeroEngine, original: Callable[..., Any], call: Mapping[str, Any], written: Mapping[str, Path]
-) -> None:
-    """transformers saves on rank 0: configurations, the files, which are there already, and then the index."""
-
-    def rename(tensors: dict[str, torch.Tensor], filename: str, metadata: dict[str, str]) -> None:
-        if metadata != _METADATA:
-            raise AssertionError(f"{filename} was written with the metadata {_METADATA}, not {metadata}")
-        os.replace(written[Path(filename).name], filename)
-
-    with replaced(modeling_utils, "safe_save_file", rename):
-        original(**{**call, "is_main_process": True, "state_dict": engine.weights.without_data()})

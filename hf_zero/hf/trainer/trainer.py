@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from hf_zero.hf.local_files import read_on_all, write_on_all, writing
 from hf_zero.hf.models.generation import calls_in_a_row
 from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_base, unsharded_prompt_encoders
 from hf_zero.hf.models.restore import restore_weights
-from hf_zero.hf.models.saving import full_weights
+from hf_zero.hf.models.saving import weights_to_save
 from hf_zero.hf.patching import ACTIVATION, PatchPoint
 from hf_zero.hf.trainer.node_folders import agree_on_nodes, one_writer_each, weights_where_asked
 from hf_zero.hf.trainer.out_of_memory import run_attempt
@@ -283,19 +283,22 @@ def save(
 def _save_full(self: Any, orig: Original, engine: ZeroEngine, folder: str) -> None:
     # Adapters are no gathered 16-bit weights: they are small, and nothing else would hold them.
     writes = writes_weights(engine) or is_peft_model(self.model)
-    weights = full_weights(self.model, engine, keep=self.args.should_save) if writes else {}
+    saved: AbstractContextManager[dict[str, Any]] = nullcontext({})
+    if writes:
+        saved = weights_to_save(self.model, engine, folder, writes=self.args.should_save)
+    with saved as weights:
 
-    def write() -> None:
-        with unsharded_prompt_encoders(self.model), weights_where_asked(self):
-            orig(folder, state_dict=weights)
-        if not writes:
-            remove_dummy_checkpoint(self.args.should_save, folder, ["model.safetensors"])
+        def write() -> None:
+            with unsharded_prompt_encoders(self.model), weights_where_asked(self):
+                orig(folder, state_dict=weights)
+            if not writes:
+                remove_dummy_checkpoint(self.args.should_save, folder, ["model.safetensors"])
 
-    # Unsharded parameters may be saved by one rank alone, in a script of its own.
-    if engine.is_sharded or getattr(self, "_zero_saves_on_all_ranks", False):
-        write_on_all(engine.comm, folder, write)
-    else:
-        write()
+        # Unsharded parameters may be saved by one rank alone, in a script of its own.
+        if engine.is_sharded or getattr(self, "_zero_saves_on_all_ranks", False):
+            write_on_all(engine.comm, folder, write)
+        else:
+            write()
 
 
 @_in_place_of("_save_optimizer_and_scheduler", "output_dir", needs=_engine)
