@@ -1,11 +1,19 @@
 """The configuration: DeepSpeed's JSON schema, read strictly and resolved against arguments, model and world size."""
 
 from hf_zero.config.problems import Problem
-from hf_zero.config.resolved import CheckpointSection, OffloadOptimizer, OffloadParam, ResolvedConfig, ZeroSection
+from hf_zero.config.resolved import (
+    CheckpointSection,
+    MonitorSection,
+    OffloadOptimizer,
+    OffloadParam,
+    ResolvedConfig,
+    ZeroSection,
+)
 from hf_zero.config.zero_config import ZeroConfig
 
 __all__ = [
     "CheckpointSection",
+    "MonitorSection",
     "OffloadOptimizer",
     "OffloadParam",
     "Problem",

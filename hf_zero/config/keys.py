@@ -43,7 +43,7 @@ _CHECKPOINTING = "Use gradient_checkpointing, without this block."
 _COMPILE = "Remove it; torch.compile works on the layers of the model."
 _DROP = "Remove it, or set it to its default."
 _DROP_BLOCK = "Remove the block."
-_LOGGING = "Remove it; under Trainer, report_to does the logging."
+_LOGGING = "Remove it, or use tensorboard or csv_monitor; under Trainer, report_to does the logging."
 _OUT = "Remove the block: hf_zero shards training and leaves this to other tools."
 _OWN_FILES = "Remove the block: checkpoints are written by the ranks."
 
@@ -251,7 +251,7 @@ REFUSED_BLOCKS: dict[str, Entry] = {
     "comms_logger": refused_block(
         "Use torch.profiler: collectives stand in it under their unit's name.", enabled=flag()
     ),
-    **dict.fromkeys("tensorboard csv_monitor wandb comet".split(), refused_block(_LOGGING, enabled=flag())),
+    **dict.fromkeys(("wandb", "comet"), refused_block(_LOGGING, enabled=flag())),
     "autotuning": refused_block(_DROP_BLOCK, enabled=flag()),
     "elasticity": refused_block(
         "Remove the block: a checkpoint resumes at any number of ranks, and torchrun restarts.", enabled=flag()

@@ -99,6 +99,15 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True)
+class MonitorSection:
+    """tensorboard and csv_monitor: files in `output_path`/`job_name`."""
+
+    enabled: bool = key(flag(False))
+    output_path: str = key(text(""))
+    job_name: str = key(text("DeepSpeedJobName"))
+
+
+@dataclass(frozen=True)
 class ZeroSection:
     """zero_optimization. Sizes are in elements."""
 
@@ -152,6 +161,8 @@ class ResolvedConfig(Mapping[str, Any]):
     zero: ZeroSection = field(default_factory=ZeroSection, metadata={"name": "zero_optimization"})
     aio: Aio = field(default_factory=Aio)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    tensorboard: MonitorSection = field(default_factory=MonitorSection)
+    csv_monitor: MonitorSection = field(default_factory=MonitorSection)
     # Made of several keys.
     stage: int
     world_size: int

@@ -185,8 +185,8 @@ def real(
     return Key(kind="float", default=default, low=low, above=above, high=high, below=below, auto=auto)
 
 
-def text() -> Key:
-    return Key(kind="text")
+def text(default: str | None = None) -> Key:
+    return Key(kind="text", default=default)
 
 
 def choice(default: str | None, *choices: str, auto: bool = False) -> Key:

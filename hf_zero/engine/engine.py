@@ -22,6 +22,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.deepcopy import deepcopy_of
 from hf_zero.engine.module_wrapper import ModuleWrapper
+from hf_zero.engine.monitors import Monitored, open_monitors
 from hf_zero.engine.reports import Reports
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import CheckpointError, ConfigError, StateError
@@ -81,7 +82,10 @@ class ZeroEngine(ModuleWrapper):
         self.trains = train
         if built is None:
             comm = Comm.join(device, group=group, timeout_s=config.desync_timeout)
+            monitors = open_monitors(config, comm, train=train)  # before the model is sharded
             built = build_units(model, BuildSettings.of(config, train=train), comm)
+        else:
+            monitors = open_monitors(config, built.comm, train=train)
         self.comm = built.comm
         share_the_rest(model, built.units, self.comm)
         self.placements, self.units, self.pool = built.placements, built.units, built.pool
@@ -101,7 +105,10 @@ class ZeroEngine(ModuleWrapper):
         self.installs: list[Install] = []
         self.reports = Reports()
         if train and self.rank == 0:
-            self.reports = Reports.of(self.schedule, config, self.device, lambda: self.config.train_batch_size)
+            samples = lambda: self.config.train_batch_size  # noqa: E731
+            watchers = [Monitored(self.schedule, config, monitors, samples)] if monitors else []
+            self.reports = Reports.of(self.schedule, config, self.device, samples, watchers)
+            self.on_uninstall(self.reports.close)
         self._attachment = self._attach()
         if self.rank == 0:
             announce_engine(config, self.device, self.world_size, self.units, self.reducer, trains=train)
@@ -189,6 +196,7 @@ class ZeroEngine(ModuleWrapper):
         Returns:
             The loss divided by the accumulation steps: the sum over an accumulation window is the window's mean.
         """
+        self.reports.loss(loss)
         with self.loss_scale.scaled(loss) as scaled:
             scaled.backward(**kwargs)
         return loss / self.accumulation_steps

@@ -47,6 +47,12 @@ class Watcher:
 
     def on(self, event: Event) -> None: ...
 
+    def loss(self, loss: torch.Tensor) -> None:
+        """That of a micro-batch, as the script gave it to the engine."""
+
+    def close(self) -> None:
+        """The engine leaves its model."""
+
     def micro_ends(self, boundary: bool) -> None:
         """A micro-batch is over; with `boundary` the parameters were updated, or the update was skipped."""
 
@@ -190,7 +196,12 @@ class Reports:
 
     @classmethod
     def of(
-        cls, schedule: StepSchedule, config: ResolvedConfig, device: torch.device, batch_size: Callable[[], int]
+        cls,
+        schedule: StepSchedule,
+        config: ResolvedConfig,
+        device: torch.device,
+        batch_size: Callable[[], int],
+        more: Sequence[Watcher] = (),
     ) -> Reports:
         """What `config` asks for. Call on the rank that logs; shows the configuration for `dump_state`."""
         if config.dump_state:
@@ -205,7 +216,17 @@ class Reports:
             watchers.append(WallClockLines(clock))
         if config.memory_breakdown:
             watchers.append(MemoryLines())
-        return cls(watchers)
+        return cls([*watchers, *more])
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """The script has given the engine the loss of a micro-batch."""
+        for watcher in self._watchers:
+            watcher.loss(loss)
+
+    def close(self) -> None:
+        """The engine leaves its model."""
+        for watcher in self._watchers:
+            watcher.close()
 
     def around(self, callbacks: Callbacks) -> Callbacks:
         """`callbacks` that call the watchers too; themselves where there are none."""

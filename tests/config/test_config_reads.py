@@ -13,7 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_zero
 from hf_zero.config import ResolvedConfig
 from hf_zero.config.precision import LossScaling, Precision
-from hf_zero.config.resolved import Aio, CheckpointSection, OffloadOptimizer, OffloadParam, ZeroSection
+from hf_zero.config.resolved import (
+    Aio,
+    CheckpointSection,
+    MonitorSection,
+    OffloadOptimizer,
+    OffloadParam,
+    ZeroSection,
+)
 from hf_zero.config.supported import OBEYED, keys
 from tests.harness.ranks import run_ranks
 
@@ -24,6 +31,7 @@ SECTIONS = (
     OffloadOptimizer,
     Aio,
     CheckpointSection,
+    MonitorSection,
     Precision,
     LossScaling,
 )
@@ -33,6 +41,8 @@ BLOCKS = {
     "zero_optimization.offload_optimizer": "OffloadOptimizer",
     "aio": "Aio",
     "checkpoint": "CheckpointSection",
+    "tensorboard": "MonitorSection",
+    "csv_monitor": "MonitorSection",
 }
 # Keys whose value is in a field of another name. What is asked for in 16 bits is one decision, made of many keys.
 FIELDS = {
@@ -62,7 +72,12 @@ def configurations(folder: str) -> list[dict[str, Any]]:
     cpu = {"device": "cpu", "delayed_update": True}
     scales = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 2}
     return [
-        {"fp16": scales, "zero_optimization": {"stage": 1}, "steps_per_print": 2},
+        {
+            "fp16": scales,
+            "zero_optimization": {"stage": 1},
+            "steps_per_print": 2,
+            "csv_monitor": {"enabled": True, "output_path": folder},
+        },
         {"zero_optimization": {"stage": 2, "offload_optimizer": cpu}},
         {
             "bf16": {"enabled": True},

@@ -1,0 +1,91 @@
+"""tensorboard and csv_monitor: what a run writes, and what is refused before it begins."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.errors import ConfigError
+from tests.harness.ranks import run_ranks
+
+STEPS, ACCUMULATION = 3, 2
+
+
+def start(folder: str, *, rate: Any = 0.5, **keys: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    config = {
+        "zero_optimization": {"stage": 2},
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
+        "tensorboard": {"enabled": True, "output_path": folder, "job_name": "board"},
+    }
+    return hf_zero.initialize(model=model, optimizer=optimizer, config=config | keys)[0]
+
+
+def train(folder: str) -> tuple[list[float], list[float]]:
+    """The mean loss of each step on this rank, and the rates."""
+    engine = start(folder)
+    losses, rates = [], []
+    for step in range(STEPS):
+        window = []
+        for micro in range(ACCUMULATION):
+            data = torch.full((2, 4), 0.1 * (1 + step + micro + 10 * engine.rank))
+            loss = engine(data).square().mean()
+            engine.backward(loss)
+            window.append(loss.item())
+            rates.append(engine.optimizer.param_groups[0]["lr"])
+            engine.step()
+        engine.optimizer.param_groups[0]["lr"] *= 0.5
+        losses.append(sum(window) / ACCUMULATION)
+    engine.teardown()
+    half = start(folder, fp16={"enabled": True, "initial_scale_power": 5}, csv_monitor={"enabled": False})
+    for _ in range(ACCUMULATION):
+        half.backward(half(torch.ones(2, 4, dtype=torch.float16)).square().mean())
+        half.step()
+    half.teardown()
+    return losses, rates[::ACCUMULATION]
+
+
+def refuse(folder: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        start(folder, csv_monitor={"enabled": True, "output_path": f"{folder}/file"})
+    return str(raised.value)
+
+
+def test_numbers_of_a_run_are_in_the_files(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    losses, rates = run_ranks(train, 2, str(tmp_path))[0]
+    assert losses[0] != losses[1] and rates == [0.5, 0.25, 0.125], "vacuous: nothing changes"
+    samples = [2 * ACCUMULATION * 2 * (step + 1) for step in range(STEPS)]
+    wanted = {"train_loss": losses, "lr": rates}
+    found = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert found == ["Train_Samples_lr.csv", "Train_Samples_train_loss.csv"], "one rank writes"
+    for name, values in wanted.items():
+        with (tmp_path / "run" / f"Train_Samples_{name}.csv").open(newline="") as file:
+            head, *rows = csv.reader(file)
+        assert head == ["step", name]
+        assert [(int(at), float(value)) for at, value in rows] == list(zip(samples, values, strict=True))
+    events: Any = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    for name, values in wanted.items():
+        board = [(one.step, one.value) for one in events.Scalars(f"Train/Samples/{name}")]
+        assert board[:STEPS] == [(at, pytest.approx(value)) for at, value in zip(samples, values, strict=True)]
+    assert [one.value for one in events.Scalars("Train/Samples/loss_scale")] == [2.0**5]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    texts = run_ranks(refuse, 2, str(tmp_path))
+    assert texts[0] == texts[1]
+    folder = f"{tmp_path}/file/DeepSpeedJobName"
+    assert texts[0] == f"csv_monitor: cannot write into {folder}: Not a directory. Set csv_monitor.output_path."
