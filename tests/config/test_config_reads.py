@@ -13,7 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_zero
 from hf_zero.config import ResolvedConfig
 from hf_zero.config.precision import LossScaling, Precision
-from hf_zero.config.resolved import Aio, CheckpointSection, OffloadOptimizer, OffloadParam, ZeroSection
+from hf_zero.config.resolved import (
+    ActivationCheckpointing,
+    Aio,
+    CheckpointSection,
+    OffloadOptimizer,
+    OffloadParam,
+    ZeroSection,
+)
 from hf_zero.config.supported import OBEYED, keys
 from tests.harness.ranks import run_ranks
 
@@ -24,6 +31,7 @@ SECTIONS = (
     OffloadOptimizer,
     Aio,
     CheckpointSection,
+    ActivationCheckpointing,
     Precision,
     LossScaling,
 )
@@ -33,6 +41,7 @@ BLOCKS = {
     "zero_optimization.offload_optimizer": "OffloadOptimizer",
     "aio": "Aio",
     "checkpoint": "CheckpointSection",
+    "activation_checkpointing": "ActivationCheckpointing",
 }
 # Keys whose value is in a field of another name. What is asked for in 16 bits is one decision, made of many keys.
 FIELDS = {
@@ -60,10 +69,12 @@ FIELDS = {
 def configurations(folder: str) -> list[dict[str, Any]]:
     disk = {"device": "nvme", "nvme_path": folder}
     cpu = {"device": "cpu", "delayed_update": True}
+    arena = {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 2}
+    arena |= {"synchronize_checkpoint_boundary": True}
     scales = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 2}
     return [
         {"fp16": scales, "zero_optimization": {"stage": 1}, "steps_per_print": 2},
-        {"zero_optimization": {"stage": 2, "offload_optimizer": cpu}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": cpu}, "activation_checkpointing": arena},
         {
             "bf16": {"enabled": True},
             "zero_optimization": {
@@ -125,6 +136,8 @@ def train_and_look(folder: str) -> set[str]:
         torch.manual_seed(0)
         sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
         model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32, num_key_value_heads=1))
+        if "activation_checkpointing" in config:
+            model.gradient_checkpointing_enable()
         adam = {"type": "AdamW", "params": {"lr": 1e-3}}
         config = {"train_micro_batch_size_per_gpu": 1, "optimizer": adam, **config}
         engine, _, loader, _ = hf_zero.initialize(model=model, config=config, training_data=samples)
