@@ -67,7 +67,7 @@ __all__ = sorted([*_EXPORTS, "__version__"])
 use_engine_class(lambda: importlib.import_module("hf_zero.deepspeed.engine").DeepSpeedEngine)
 
 # Modules that are there as attributes, as with DeepSpeed: hf_zero.zero.Init, hf_zero.comm.get_rank().
-_MODULES = frozenset(["comm", "ops", "zero"])
+_MODULES = frozenset(["checkpointing", "comm", "ops", "zero"])
 names.install()
 
 

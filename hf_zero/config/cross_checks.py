@@ -15,6 +15,8 @@ from hf_zero.config.schema import Alias, Block, Key, look_up, walk
 STAGE = f"{ZERO}.stage"
 OFFLOAD_PARAM, OFFLOAD_OPTIMIZER = f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer"
 FORCE = "zero_force_ds_cpu_optimizer"
+ACTIVATIONS = "activation_checkpointing"
+CONTIGUOUS, NUMBER_CHECKPOINTS = f"{ACTIVATIONS}.contiguous_memory_optimization", f"{ACTIVATIONS}.number_checkpoints"
 MOMENTS = "optimizer.params.fp32_optimizer_states"
 _OFFLOAD = f"{OFFLOAD_OPTIMIZER}.device"
 _DELAYED = f"{OFFLOAD_OPTIMIZER}.delayed_update"
@@ -64,7 +66,7 @@ def _switch(path: str, value: Any) -> tuple[str, Any]:
 def cross_problems(values: Mapping[str, Any], args: Any, problems: Problems) -> None:
     """Add the problems that show only when several keys, or the training arguments, are seen together."""
     get = partial(look_up, values)
-    for conflicts in (_of_types, _of_offload, _of_native_update, _of_optimizer, _of_reduction):
+    for conflicts in _CONFLICTS:
         for key, wrong, remedy in conflicts(get):
             problems.add(key, get(key), wrong, remedy)
     optimizer = get("optimizer")
@@ -231,6 +233,36 @@ def _of_reduction(get: Get) -> Iterator[Conflict]:
         )
 
 
+def _of_activations(get: Get) -> Iterator[Conflict]:
+    """As DeepSpeed demands it."""
+    if get(CONTIGUOUS) is not True:
+        return
+    if get(f"{ACTIVATIONS}.partition_activations") is not True:
+        yield Conflict(
+            CONTIGUOUS,
+            "it goes with partition_activations only, as with DeepSpeed",
+            'Write "partition_activations": true beside it (without a group that shares inputs, they stay whole), or '
+            "remove it.",
+        )
+    if get(NUMBER_CHECKPOINTS) is None:
+        yield Conflict(
+            CONTIGUOUS,
+            "it needs number_checkpoints, for which memory is kept",
+            'Write "number_checkpoints": N beside it: how many checkpointed regions (layers) a forward has, or remove '
+            "it.",
+        )
+
+
+_CONFLICTS = (
+    _of_types,
+    _of_offload,
+    _of_native_update,
+    _of_optimizer,
+    _of_reduction,
+    _of_activations,
+)
+
+
 def notices(given: Mapping[str, Any]) -> list[str]:
     """One line for each key the user gave that does nothing here, and for weights that will not be written."""
     get = partial(look_up, given)
@@ -259,4 +291,8 @@ def notices(given: Mapping[str, Any]) -> list[str]:
     on_disk = [device for device in (_OFFLOAD, f"{ZERO}.offload_param.device") if get(device) == "nvme"]
     if get("checkpoint.async") and on_disk:
         lines.append(f'checkpoint.async = true has no effect: with {on_disk[0]} = "nvme" what is saved is on the disk')
+    if get(NUMBER_CHECKPOINTS) is not None and get(CONTIGUOUS) is not True:
+        lines.append(
+            f"{NUMBER_CHECKPOINTS} = {get(NUMBER_CHECKPOINTS)} has no effect: contiguous_memory_optimization is off"
+        )
     return lines

@@ -39,7 +39,6 @@ ZERO = "zero_optimization"
 _FP32_MASTERS = "Remove it: masters are kept in fp32."
 _ZEROPP = "Remove it: parameters and gradients are exchanged in their own precision."
 _ALL_RANKS = "Remove it: shards span all ranks."
-_CHECKPOINTING = "Use gradient_checkpointing, without this block."
 _COMPILE = "Remove it; torch.compile works on the layers of the model."
 _DROP = "Remove it, or set it to its default."
 _DROP_BLOCK = "Remove the block."
@@ -51,7 +50,6 @@ _BY_LAYOUT = "the flat parameters give this by their layout"
 _WHOLE_LAYERS = "units are whole layers"
 _NO_COPY = "a gather needs no copy, so there is nothing to save"
 _ANY_RANKS = "every checkpoint loads at any number of ranks"
-_OWN_CHECKPOINTING = "gradient_checkpointing of the model is used"
 _APEX = "amp levels are run by torch, with the bounds of its own gradient scaler"
 
 
@@ -229,18 +227,6 @@ CHECKPOINT = Block(
     },
 )
 
-ACTIVATION_CHECKPOINTING = Block(
-    always=True,
-    keys={
-        "partition_activations": refused(flag(False), _CHECKPOINTING),
-        "cpu_checkpointing": refused(flag(False), _CHECKPOINTING),
-        "contiguous_memory_optimization": refused(flag(False), "Use gradient_checkpointing, without it."),
-        "number_checkpoints": no_effect(count(low=1), _OWN_CHECKPOINTING),
-        "synchronize_checkpoint_boundary": no_effect(flag(False), _OWN_CHECKPOINTING),
-        "profile": no_effect(flag(False), _OWN_CHECKPOINTING),
-    },
-)
-
 _SWITCH = Block(free=True, keys={"enabled": flag()})
 _TECHNIQUES = "weight_quantization activation_quantization sparse_pruning row_pruning head_pruning channel_pruning"
 _TP_SIZE = Block(free=True, keys={"tp_size": count(1)})
@@ -308,7 +294,6 @@ ROOT = Block(
         "vocabulary_size": no_effect(count(low=1), "the model knows it"),
         "use_data_before_expert_parallelism": no_effect(flag(False), "there is no expert parallelism"),
         "checkpoint": CHECKPOINT,
-        "activation_checkpointing": ACTIVATION_CHECKPOINTING,
         "timers": Block(
             keys={
                 "throughput": Block(

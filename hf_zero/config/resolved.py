@@ -7,6 +7,7 @@ A field made by `key` declares a key of the file: its type, range and default; a
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -108,6 +109,26 @@ class MonitorSection:
 
 
 @dataclass(frozen=True)
+class ActivationCheckpointing:
+    """activation_checkpointing: what becomes of the inputs that checkpointed regions save for their recomputation.
+
+    Which regions are checkpointed is the model's (gradient_checkpointing_enable) or the script's matter.
+    """
+
+    partition_activations: bool = key(flag(False))
+    cpu_checkpointing: bool = key(flag(False))
+    contiguous_memory_optimization: bool = key(flag(False))
+    number_checkpoints: int | None = key(count(low=1))  # regions whose inputs are saved at a time
+    synchronize_checkpoint_boundary: bool = key(flag(False))
+    profile: bool = key(flag(False))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is asked for."""
+        return self != dataclasses.replace(ActivationCheckpointing(), number_checkpoints=self.number_checkpoints)
+
+
+@dataclass(frozen=True)
 class ZeroSection:
     """zero_optimization. Sizes are in elements."""
 
@@ -163,6 +184,7 @@ class ResolvedConfig(Mapping[str, Any]):
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     tensorboard: MonitorSection = field(default_factory=MonitorSection)
     csv_monitor: MonitorSection = field(default_factory=MonitorSection)
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     # Made of several keys.
     stage: int
     world_size: int

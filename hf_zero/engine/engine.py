@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from hf_zero.activations import active
 from hf_zero.checkpoint.collective import ALL_PARTS, Parts
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
@@ -132,6 +133,8 @@ class ZeroEngine(ModuleWrapper):
         attributes = {_KEY: self, "no_sync": lambda: self.schedule.no_sync()}
         attachment = ModelAttachment(fitted, self.reports.around(callbacks), attributes)
         self.on_uninstall(self.reports.watch_forward(self.module))
+        if self.trains and self.config.activation_checkpointing.is_on:
+            self.on_uninstall(active.use(self.config.activation_checkpointing, self.device, self.rank))
         for install in self.installs:
             install(self)
         return attachment

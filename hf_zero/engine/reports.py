@@ -16,11 +16,11 @@ from torch import nn
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.config.announce import start_text
-from hf_zero.engine.clocks import Clock, Stopwatch, clock_of
 from hf_zero.engine.memory_usage import device_memory, log_memory_usage
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.optim.hyperparameters import learning_rates, momenta
 from hf_zero.runtime.attach import Callbacks
+from hf_zero.runtime.clocks import Clock, Stopwatch, clock_of
 from hf_zero.runtime.hooks import in_backward
 from hf_zero.runtime.log_lines import log_line
 

@@ -55,7 +55,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _transforms() -> bool:
+def in_transform() -> bool:
     """Whether this code runs inside torch.vmap or a transform of torch.func."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -303,7 +303,7 @@ class ModelHooks:
             phase = Phase.BACKWARD if in_backward() else Phase.FORWARD
             with temporarily_clear_interpreter_stack():  # a gather is no part of torch.vmap or torch.func
                 params.before_use(unit, phase)
-            if torch.is_grad_enabled() and _transforms():
+            if torch.is_grad_enabled() and in_transform():
                 params.hold(unit)  # hooks here see tensors of the transform, not those of the backward
             elif torch.is_grad_enabled():
                 # Inside backward too: the inputs of a reentrant recomputation end its nested backward.
@@ -316,7 +316,7 @@ class ModelHooks:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             casts.leave()
             call = calls.end()
-            if torch.is_grad_enabled() and not _transforms():
+            if torch.is_grad_enabled() and not in_transform():
                 enter = functools.partial(enter_backward, call, in_backward())
                 for tensor in tensors_in(output):  # none after an exception
                     if tensor.requires_grad:
@@ -354,7 +354,7 @@ class ModelHooks:
                 return
             scope.clear()
             params.reshard_idle()
-            if torch.is_grad_enabled() and (_transforms() or any(one.requires_grad for one in tensors_in(output))):
+            if torch.is_grad_enabled() and (in_transform() or any(one.requires_grad for one in tensors_in(output))):
                 params.hold(unit)
                 reached = params.end_of_forward()
                 for tensor in tensors_in(output):

@@ -14,6 +14,7 @@ import hf_zero
 from hf_zero.config import ResolvedConfig
 from hf_zero.config.precision import LossScaling, Precision
 from hf_zero.config.resolved import (
+    ActivationCheckpointing,
     Aio,
     CheckpointSection,
     MonitorSection,
@@ -32,6 +33,7 @@ SECTIONS = (
     Aio,
     CheckpointSection,
     MonitorSection,
+    ActivationCheckpointing,
     Precision,
     LossScaling,
 )
@@ -43,6 +45,7 @@ BLOCKS = {
     "checkpoint": "CheckpointSection",
     "tensorboard": "MonitorSection",
     "csv_monitor": "MonitorSection",
+    "activation_checkpointing": "ActivationCheckpointing",
 }
 # Keys whose value is in a field of another name. What is asked for in 16 bits is one decision, made of many keys.
 FIELDS = {
@@ -70,6 +73,8 @@ FIELDS = {
 def configurations(folder: str) -> list[dict[str, Any]]:
     disk = {"device": "nvme", "nvme_path": folder}
     cpu = {"device": "cpu", "delayed_update": True}
+    arena = {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 2}
+    arena |= {"synchronize_checkpoint_boundary": True}
     scales = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 2}
     return [
         {
@@ -78,7 +83,7 @@ def configurations(folder: str) -> list[dict[str, Any]]:
             "steps_per_print": 2,
             "csv_monitor": {"enabled": True, "output_path": folder},
         },
-        {"zero_optimization": {"stage": 2, "offload_optimizer": cpu}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": cpu}, "activation_checkpointing": arena},
         {
             "bf16": {"enabled": True},
             "zero_optimization": {
@@ -140,6 +145,8 @@ def train_and_look(folder: str) -> set[str]:
         torch.manual_seed(0)
         sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
         model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32, num_key_value_heads=1))
+        if "activation_checkpointing" in config:
+            model.gradient_checkpointing_enable()
         adam = {"type": "AdamW", "params": {"lr": 1e-3}}
         config = {"train_micro_batch_size_per_gpu": 1, "optimizer": adam, **config}
         engine, _, loader, _ = hf_zero.initialize(model=model, config=config, training_data=samples)

@@ -1,0 +1,1 @@
+"""Checkpointed activations: where the inputs that a recomputation needs are kept between forward and backward."""

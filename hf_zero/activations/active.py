@@ -1,0 +1,172 @@
+"""The activation checkpointing of this process: which settings hold, and what they do at the border of a region.
+
+One at a time holds, as in DeepSpeed: that of the engine or of the call of `configure` that came last.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.activations import regions
+from hf_zero.activations.saved_inputs import SavedInputs, SavedRegion
+from hf_zero.config.resolved import ActivationCheckpointing
+from hf_zero.distributed.input_group import InputGroup
+from hf_zero.runtime.clocks import Clock, clock_of
+from hf_zero.runtime.log_lines import log_line
+
+_BLOCK = "activation_checkpointing"
+
+logger = logging.getLogger(__name__)
+
+
+class RegionTimes:
+    """profile: a line for the forward and the recomputation of every region, on rank 0. It waits for no device."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._unread: collections.deque[tuple[str, Any, Any]] = collections.deque()
+
+    @contextlib.contextmanager
+    def measure(self, what: str) -> Iterator[None]:
+        start = self._clock.mark()
+        try:
+            yield
+        finally:
+            self._unread.append((what, start, self._clock.mark()))
+            while self._unread and self._clock.is_past(self._unread[0][2]):
+                self._log()
+
+    def finish(self) -> None:
+        """Log what is left. Waits for the device."""
+        while self._unread:
+            self._log()
+
+    def _log(self) -> None:
+        what, start, end = self._unread.popleft()
+        log_line(f"{_BLOCK}: {what}: {self._clock.ms(start, end):.3f} ms")
+
+
+class Checkpointing:
+    """What one set of settings does at the borders of regions."""
+
+    def __init__(self, settings: ActivationCheckpointing, device: torch.device, rank: int, group: Any) -> None:
+        self.settings = settings
+        self._device = device
+        inputs = InputGroup(group) if group is not None and dist.get_world_size(group) > 1 else None
+        self.saved = SavedInputs(settings, device, rank, inputs)
+        self._times = RegionTimes(clock_of(device)) if settings.profile and rank == 0 else None
+        self._next = 0  # number of the next region in this forward
+        if rank == 0:
+            for line in _without_effect(settings, device, inputs):
+                logger.warning("%s", line)
+
+    def border(self) -> _Border:
+        """For a region that begins."""
+        if self.saved.places_anything and not self.saved.num_live:
+            self._next = 0
+        self._next += 1
+        return _Border(self, self._next - 1)
+
+    @contextlib.contextmanager
+    def at_work(self, what: str) -> Iterator[None]:
+        """Around a region's forward, or its recomputation."""
+        self._synchronize()
+        with self._times.measure(what) if self._times is not None else contextlib.nullcontext():
+            try:
+                yield
+            finally:
+                self._synchronize()
+
+    def recomputes(self) -> None:
+        """Backward has begun: the next region is the first one of a forward."""
+        self._next = 0
+
+    def finish(self) -> None:
+        self.saved.release_idle()
+        if self._times is not None:
+            self._times.finish()
+
+    def _synchronize(self) -> None:
+        if self.settings.synchronize_checkpoint_boundary and self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+class _Border:
+    """Of one region. See regions.Border."""
+
+    def __init__(self, checkpointing: Checkpointing, number: int) -> None:
+        self._checkpointing = checkpointing
+        self._number = number
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        with self._checkpointing.at_work(f"region {self._number}, forward"):
+            saved = self._checkpointing.saved
+            if not saved.places_anything:
+                yield
+                return
+            with _hooks(saved, saved.begin_region(self._number)):
+                yield
+
+    @contextlib.contextmanager
+    def recompute(self) -> Iterator[None]:
+        self._checkpointing.recomputes()
+        with self._checkpointing.at_work(f"region {self._number}, recomputation"):
+            yield
+
+
+def _hooks(saved: SavedInputs, region: SavedRegion) -> torch.autograd.graph.saved_tensors_hooks:
+    return torch.autograd.graph.saved_tensors_hooks(functools.partial(saved.pack, region=region), saved.unpack)
+
+
+def _without_effect(
+    settings: ActivationCheckpointing, device: torch.device, group: InputGroup | None
+) -> Iterator[str]:
+    if settings.partition_activations and group is None:
+        yield (
+            f"{_BLOCK}.partition_activations = true has no effect: no group of ranks is known to share the inputs of "
+            "checkpointed regions (hf_zero.checkpointing.configure(mpu) names one)"
+        )
+    if settings.cpu_checkpointing and device.type == "cpu":
+        yield f"{_BLOCK}.cpu_checkpointing = true has no effect: the device is the CPU, so inputs are in host memory"
+
+
+_stack: list[Checkpointing] = []  # the last one holds
+_group: Any = None  # that `configure` has named; engines that are made later keep it
+
+
+def current() -> Checkpointing | None:
+    """What holds now; None where regions are left to torch."""
+    return _stack[-1] if _stack else None
+
+
+def use(settings: ActivationCheckpointing, device: torch.device, rank: int) -> Callable[[], None]:
+    """Apply `settings` to every region of this process from now on, until the returned function is called.
+
+    Where several were asked for, the last ones hold.
+    """
+    mine = Checkpointing(settings, device, rank, _group)
+    _stack.append(mine)
+    unwatch = regions.watch(mine.border)
+
+    def end() -> None:
+        if mine in _stack:
+            _stack.remove(mine)
+            unwatch()
+            mine.finish()
+
+    return end
+
+
+def share_inputs(group: Any) -> None:
+    """From the next `use` on, the ranks of `group` share the inputs of their regions; None: none do."""
+    global _group
+    _group = group

@@ -1,0 +1,152 @@
+"""`hf_zero.checkpointing`: deepspeed.checkpointing's names. Everything else calls torch.utils.checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from hf_zero.activations import active
+from hf_zero.activations.regions import replaced
+from hf_zero.activations.rng_tracker import TRACKER, RNGStates, seed_model_parallel
+from hf_zero.config import ZeroConfig
+from hf_zero.config.resolved import ActivationCheckpointing
+from hf_zero.distributed.processes import default_device
+from hf_zero.errors import ConfigError
+
+_BLOCK = "activation_checkpointing"
+# Of the last `configure`: the group it was given, and what ends it.
+_mpu: Any = None
+_end: Callable[[], None] | None = None
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Set activation checkpointing for this process: of `checkpoint` here, of torch's own, of models that call it.
+
+    A model's engine does it for the block of its configuration; this is for scripts without one, to change single
+    keys, and to name a group. The last call counts, or the last engine with the block.
+
+    Args:
+        mpu_: Knows which ranks share the inputs of checkpointed regions: an object with get_model_parallel_group (or
+            get_tensor_model_parallel_group), or the process group itself; None where no ranks do.
+        deepspeed_config: A configuration with an activation_checkpointing block; None: what holds now.
+        partition_activations, ...: The keys of the block in DeepSpeed's order; None leaves a key as it is.
+    Raises:
+        ConfigError: Everything that is wrong with the keys, at once.
+    """
+    global _end, _mpu
+    given = {
+        "partition_activations": partition_activations,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    keys = {**_keys_now(deepspeed_config), **{name: value for name, value in given.items() if value is not None}}
+    checked = ZeroConfig.load({_BLOCK: keys}, defer=True)
+    if problems := checked.check():
+        raise ConfigError("hf_zero.checkpointing.configure: " + "\n".join(map(str, problems)))
+    active.share_inputs(_group_of(mpu_))
+    settings = ActivationCheckpointing(**checked.get(_BLOCK, {}))
+    if _end is not None:
+        _end()
+    _end = active.use(settings, default_device(), dist.get_rank() if dist.is_initialized() else 0)
+    _mpu = mpu_
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called, or an engine has an activation_checkpointing block."""
+    return active.current() is not None
+
+
+def reset() -> None:
+    """Give back memory of saved inputs that no backward is going to need, as after an evaluation."""
+    if (now := active.current()) is not None:
+        now.saved.release_idle()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, computed again in backward: all it keeps until then are its inputs. Reentrant.
+
+    Tensors in tuples, lists and dicts, and those given by keyword, are inputs too. All else is given as it is.
+    """
+    return _checkpoint(function, args, kwargs, use_reentrant=True)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """As `checkpoint`, for functions whose inputs need no gradient too (their parameters do)."""
+    return _checkpoint(function, args, {}, use_reentrant=False)
+
+
+def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, *, use_reentrant: bool) -> Any:
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+
+    def run(*leaves: Any) -> Any:
+        given, named = pytree.tree_unflatten(leaves, tree)
+        result = function(*given, **named)
+        return tuple(result) if isinstance(result, list) else result
+
+    with replaced():
+        return torch_checkpoint(run, *leaves, use_reentrant=use_reentrant)
+
+
+def get_cuda_rng_tracker() -> RNGStates:
+    """The named states of the random number generator of this process's device."""
+    return TRACKER
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the ranks of a tensor-parallel group: `seed` for what they compute alike, a state of its own for each.
+
+    The group is that of `configure`; without one this is its rank 0. Inside of `get_cuda_rng_tracker().fork()` random
+    numbers are the rank's own.
+    """
+    group = _group_of(_mpu)
+    seed_model_parallel(seed, 0 if group is None else dist.get_rank(group))
+
+
+def _keys_now(config: Any) -> dict[str, Any]:
+    """The block of `config`, or where there is none the keys that hold now."""
+    if config is not None:
+        return dict(ZeroConfig.load(config).get(_BLOCK, {}))
+    now = active.current()
+    return {} if now is None else {name: value for name, value in vars(now.settings).items() if value is not None}
+
+
+def _group_of(mpu: Any) -> dist.ProcessGroup | None:
+    """DeepSpeed asks for these names in this order."""
+    if mpu is None or isinstance(mpu, dist.ProcessGroup):
+        return mpu
+    for name in ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group"):
+        if hasattr(mpu, name):
+            group: dist.ProcessGroup | None = getattr(mpu, name)()
+            return group
+    raise ConfigError(
+        f"hf_zero.checkpointing.configure: {type(mpu).__name__} names no group: expected a process group, or an "
+        "object with get_model_parallel_group() or get_tensor_model_parallel_group()"
+    )
+
+
+__all__ = [
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "reset",
+]

@@ -1,0 +1,92 @@
+"""Ranks that run checkpointed regions on the same inputs: each keeps a part of an input, and all gather it again.
+
+The group is the script's (tensor parallelism, replicated batches), and its other collectives go over it too: in the
+order of the program, which is the same on all of its ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.errors import DivergenceError
+
+_PIECES = 64  # of an input that are added up: what moves inside of one piece is not seen
+
+
+class InputGroup:
+    """
+    Args:
+        group: Of torch.distributed, with this rank in it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank, self.size = dist.get_rank(group), len(self.ranks)
+        self._group = group
+        self._differs: torch.Tensor | None = None  # bool, 0-dim, of the inputs that were compared since the last look
+        self._compared: list[str] = []
+
+    def part_numel(self, numel: int) -> int:
+        """Elements of a part; the last one may have fewer that count."""
+        return -(-numel // self.size)
+
+    def part_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a 1-D tensor: a view, of fewer elements than `part_numel` at the end."""
+        start = self.rank * self.part_numel(flat.numel())
+        return flat[start : start + self.part_numel(flat.numel())]
+
+    def gather(self, part: torch.Tensor, what: str) -> torch.Tensor:
+        """The parts of all ranks, one behind the other. All ranks of the group must call.
+
+        Raises DivergenceError on every rank, before the first gather, if what was compared differs.
+        """
+        self._look(what)
+        return self._gather(part, what)
+
+    def compare(self, flat: torch.Tensor, what: str) -> None:
+        """Compare a 1-D tensor with those of the other ranks. All ranks of the group must call.
+
+        Nothing is raised here, where the host would have to wait for the device, but at the next `gather`.
+        """
+        digests = self._gather(_digest(flat), what).view(self.size, -1)
+        differs = (digests != digests[self.rank]).any()
+        self._differs = differs if self._differs is None else self._differs | differs
+        self._compared.append(what)
+
+    def _look(self, what: str) -> None:
+        differs, self._differs = self._differs, None
+        compared, self._compared = self._compared, []
+        if differs is None or not bool(differs.item()):
+            return
+        raise DivergenceError(
+            f"rank {dist.get_rank()}: activation_checkpointing.partition_activations: ranks {self.ranks} were named "
+            "as a group that shares the inputs of checkpointed regions, but the inputs differ (in one of: "
+            f"{', '.join(compared[:4])}{', ...' if len(compared) > 4 else ''}).\nGive these ranks the same batches "
+            "and the same random numbers, or name another group in hf_zero.checkpointing.configure(mpu), or none."
+        )
+
+    def _gather(self, part: torch.Tensor, what: str) -> torch.Tensor:
+        full = torch.empty(self.size * part.numel(), dtype=part.dtype, device=part.device)
+        try:
+            dist.all_gather_single(full, part, group=self._group)
+        except (RuntimeError, ValueError) as error:
+            raise DivergenceError(
+                f"rank {dist.get_rank()}: the gather of {what} over ranks {self.ranks} did not complete: "
+                f"{str(error).splitlines()[0]}\nAnother rank has stopped, or runs other checkpointed regions than "
+                "this one."
+            ) from error
+        return full
+
+
+def _digest(flat: torch.Tensor) -> torch.Tensor:
+    """int64 [_PIECES + 2]: sums over pieces of the bits, read as integers, the rest behind the pieces, the size.
+
+    A change anywhere changes a sum, unless changes inside of a piece cancel out.
+    """
+    bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
+    numel = bits.numel() // _PIECES * _PIECES
+    pieces = bits[:numel].view(_PIECES, numel // _PIECES).sum(1, dtype=torch.int64)
+    rest = bits[numel:].sum(dtype=torch.int64)
+    size = torch.full((), bits.numel(), dtype=torch.int64, device=flat.device)
+    return torch.cat([pieces, torch.stack([rest, size])])

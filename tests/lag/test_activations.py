@@ -1,0 +1,118 @@
+"""Saved inputs of checkpointed layers on the lag device: none of them is left there between forward and backward, the
+bits are those of the CPU without the block, and after the first step nothing is allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from hf_zero.activations import active
+from tests.harness.ranks import run_ranks
+from tests.lag import device, group
+from tests.lag.matrix_runs import LENGTH, batch, digest, llama, start, zero_of
+
+pytestmark = pytest.mark.skipif(device.reason_to_skip() is not None, reason=str(device.reason_to_skip()))
+
+STEPS = 3
+LAYERS, HIDDEN = 2, 16
+ON_HOST = {"cpu_checkpointing": True}
+DOCUMENTS = {
+    "partition_activations": True,
+    "cpu_checkpointing": True,
+    "contiguous_memory_optimization": True,
+    "number_checkpoints": 4,
+}
+ON_DEVICE = {**DOCUMENTS, "cpu_checkpointing": False, "number_checkpoints": LAYERS}
+# stage, medium of offload, reentrant, LoRA, the block, schedule
+RUNS = [
+    (0, "none", True, False, ON_HOST, "late"),
+    (1, "cpu", False, False, DOCUMENTS, "random:1"),
+    (2, "none", False, True, ON_HOST, "late"),
+    (3, "none", True, False, DOCUMENTS, "late"),
+    (3, "cpu", True, True, ON_HOST, "random:2"),
+    (3, "nvme", False, False, ON_HOST, "early"),
+    (3, "none", False, False, ON_DEVICE, "late"),
+]
+Run = tuple[int, str, bool, bool, dict[str, Any], str]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    device.build()
+
+
+def train(run: Run, block: dict[str, Any] | None, folder: str) -> dict[str, Any]:
+    """Two micro-batches a step, attention dropout; a text in between, and a forward whose graph is dropped."""
+    stage, medium, is_reentrant, lora, _, _ = run
+    model: Any = llama()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.2
+    if lora:
+        peft = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+        model = get_peft_model(model, peft)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    more = {} if block is None else {"activation_checkpointing": block}
+    engine = start(model, zero_of(stage, medium, folder), accumulation=2, clip=0.5, **more)
+    now, usages, losses, texts = active.current(), [], [], []
+    assert (now is None) == (block is None)
+    torch.manual_seed(1 + engine.rank)
+    for step in range(STEPS):
+        for micro in range(2):
+            ids = batch(step, micro, 2).to(engine.device)
+            engine(input_ids=ids, labels=ids)
+            loss = engine(input_ids=ids, labels=ids).loss
+            if now is not None and micro == 0:  # in the second one nobody waits for the copies
+                torch.accelerator.synchronize()
+                usages.append({**now.saved.usage(), "regions": now.saved.num_live})
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        if step == 0:
+            model.eval()
+            text = model.generate(input_ids=batch(5, 0, 2).to(engine.device), max_new_tokens=3, do_sample=False)
+            texts.append(text.tolist())
+            model.train()
+    outcome = {"losses": [loss.item() for loss in losses], "weights": digest(engine.full_state_dict(keep=True))}
+    if now is not None:
+        usages.append({**now.saved.usage(), "regions": now.saved.num_live})
+    engine.teardown()
+    assert active.current() is None
+    return {"outcome": {**outcome, "texts": texts}, "usages": usages}
+
+
+def on_cpu(folder: str) -> list[Any]:
+    return [train(run, None, f"{folder}/{number}")["outcome"] for number, run in enumerate(RUNS)]
+
+
+def on_lag(folder: str) -> list[Any]:
+    device.enable()
+    group.register()
+    results = []
+    for number, run in enumerate(RUNS):
+        device.set_schedule(run[5])
+        results.append(train(run, run[4], f"{folder}/{number}"))
+        torch.accelerator.synchronize()
+        assert device.take_reports() == [], run
+    return results
+
+
+def test_inputs_on_the_host_give_the_bits_of_the_cpu(tmp_path: Path) -> None:
+    expected = run_ranks(on_cpu, 2, str(tmp_path / "cpu"), init_group=False)
+    found = run_ranks(on_lag, 2, str(tmp_path / "lag"), init_group=False)
+    nbytes = 2 * LENGTH * HIDDEN * 4 * LAYERS
+    for rank in range(2):
+        for number, run in enumerate(RUNS):
+            result = found[rank][number]
+            assert result["outcome"] == expected[rank][number], (rank, run)
+            *between, last = result["usages"]
+            for usage in between:
+                held = usage["device"] if run[4] is ON_DEVICE else usage["host"]
+                assert held >= nbytes and usage["regions"] == LAYERS, (rank, run, usage)
+                assert run[4] is ON_DEVICE or usage["device"] == 0, (rank, run, usage)
+            assert last["device"] == last["host"] == last["regions"] == 0, (rank, run, last)
+            assert last["allocations"] == between[1]["allocations"] > 0, (rank, run, last)
