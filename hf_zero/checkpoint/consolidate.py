@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import errno
 import hashlib
 import importlib.util
@@ -52,6 +53,7 @@ ITEM_BYTES = {code: int((re.findall(r"\d+", code) or ["8"])[0]) // 8 for code in
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 CHUNK_BYTES = 4 << 20
 READ_BYTES = 1 << 20
+MAX_WINDOWS = 8  # of a thread, of READ_BYTES each
 THREADS = 4  # each has a chunk in memory, and a part of the output to write
 CLEAR_LINE = "\r\x1b[K"  # of a terminal that shows a progress bar
 ALIGN = 8  # elements; as in hf_zero/layout.py
@@ -61,7 +63,7 @@ MANIFEST_KEYS = set(
 )
 MANIFEST_KEYS |= set("tied kinds scalars param_groups client_state extra layouts".split())
 UNIT_KEYS = {"name", "dtype", "trainable", "world_size", "bucket_numel", "padded_numel", "slots"}
-MAX_OPEN_FILES = 128  # of a thread: a process may open 1024 by default, and there may be more ranks than that
+MAX_OPEN_FILES = 64  # of a thread, with 3 descriptors each: a process may have 1024 by default
 MAX_HEADER_BYTES = 1 << 30  # more than any real header, less than what a damaged length could make us allocate
 BINARY = getattr(os, "O_BINARY", 0)  # without it Windows changes ends of lines
 
@@ -440,7 +442,9 @@ class RankFiles:
             elsewhere.get(rank) or SafetensorsFile(folder / "zero" / file["name"])
             for rank, file in enumerate(manifest["files"])
         ]
+        self._elsewhere = elsewhere.keys()
         self._open: set[int] = set()  # ranks
+        self._windows: dict[int, Window] = {}  # by rank, of the files that were read last
         self._headers: dict[int, dict[str, Stored]] = {}  # by rank
         self._decoding = threading.Lock()  # one of the twins decodes a header, for all of them
         here = [file for rank, file in enumerate(manifest["files"]) if rank not in elsewhere]
@@ -470,11 +474,12 @@ class RankFiles:
             assert self._marks and self._contents  # are decided once
             twin = copy.copy(self)
         twin._files = [SafetensorsFile(file.path) for file in self._files]
-        twin._open = set()
+        twin._open, twin._windows, twin._elsewhere = set(), {}, {}.keys()
         return twin
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
+        self._windows.clear()
         for rank in self._open:
             self._files[rank].close()
         self._open.clear()
@@ -545,10 +550,20 @@ class RankFiles:
         path = self._files[rank].path
         return ConsolidateError(f"{path} is damaged: wrong checksum, block {block} of {key} has changed")
 
-    def read(self, rank: int, view: memoryview, offset: int) -> None:
-        """Fill `view` from a byte of a rank's file on. Nothing is compared."""
+    def read(self, rank: int, view: memoryview, offset: int, end: int = 0) -> None:
+        """Fill `view` from a byte of a rank's file on. Nothing is compared. More will be read, up to `end`."""
         with self._opened(rank) as file:
-            file.read(view, offset)
+            if rank in self._elsewhere:
+                file.read(view, offset)
+            else:
+                file.read_past_cache(view, offset, max(end, offset + len(view)), self._window_of(rank))
+
+    def _window_of(self, rank: int) -> Window:
+        if rank not in self._windows:
+            if len(self._windows) >= MAX_WINDOWS:
+                del self._windows[next(iter(self._windows))]
+            self._windows[rank] = Window()
+        return self._windows[rank]
 
     @contextmanager
     def _opened(self, rank: int) -> Iterator[SafetensorsFile]:
@@ -620,7 +635,8 @@ class RankTensor:
             self._read(scratch[: offset - self._at])
 
     def _read(self, view: memoryview) -> None:
-        self._files.read(self._rank, view, self._stored.start + self._at)
+        stored = self._stored
+        self._files.read(self._rank, view, stored.start + self._at, stored.start + stored.nbytes)
         if not self._verify:
             self._at += len(view)
         while self._verify and view:
@@ -671,6 +687,38 @@ class TensorBytes:
             part.finish()
 
 
+class Window:
+    """Bytes of one open file that were read past the page cache, ahead of those who want them. For one thread.
+
+    A read through the page cache copies every byte once more and pushes out what others have there; where memory is
+    short, or a virtual machine's, that takes longer than the disk.
+    """
+
+    def __init__(self) -> None:
+        self._memory = memoryview(mmap.mmap(-1, READ_BYTES))
+        self._start = self._end = 0
+
+    def copy(self, view: memoryview, offset: int) -> int:
+        """Fill the beginning of `view` from `offset` on; returns how many bytes are here."""
+        if not self._start <= offset < self._end:
+            return 0
+        count = min(len(view), self._end - offset)
+        view[:count] = self._memory[offset - self._start : offset - self._start + count]
+        return count
+
+    def fill(self, descriptor: int, offset: int, end: int) -> bool:
+        """Read from `offset` on, not beyond the page that `end` is in; returns whether there was anything."""
+        start = offset - offset % mmap.PAGESIZE
+        count = min(READ_BYTES, end - start + -(end - start) % mmap.PAGESIZE)
+        self._start = self._end = 0
+        try:
+            found = os.preadv(descriptor, [self._memory[:count]], start)
+        except OSError:  # whatever it is: the other way finds it again, or can do it
+            return False
+        self._start, self._end = start, start + found
+        return offset < self._end
+
+
 class SafetensorsFile:
     """Reads a safetensors file by offset: pages of a memory map would count as memory of the process.
 
@@ -680,15 +728,49 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = -1
+        self._direct = -1
+        self._map: mmap.mmap | None = None
 
     def read(self, view: memoryview, offset: int) -> None:
         """Fill `view` from `offset` on; the system may give less than asked for (at most 2 GiB at once)."""
-        if self._descriptor < 0:
-            self._descriptor = os.open(self.path, os.O_RDONLY | BINARY)
+        self._open()
         while view:
             count = read_at(self._descriptor, view, offset)
             expect(count > 0, f"it ends too early, at byte {offset}: it was truncated")
             view, offset = view[count:], offset + count
+
+    def read_past_cache(self, view: memoryview, offset: int, end: int, window: Window) -> None:
+        """As `read`, out of `window`, where what the page cache does not have is put, up to `end`."""
+        self._open()
+        while view and self._map is not None:
+            count = window.copy(view, offset)
+            if not count and self._is_cached(offset, min(end, offset + READ_BYTES)):
+                count = read_at(self._descriptor, view[:READ_BYTES], offset)
+            if not count and not window.fill(self._direct, offset, end):
+                break
+            view, offset = view[count:], offset + count
+        if view:
+            self.read(view, offset)
+
+    def _is_cached(self, start: int, end: int) -> bool:
+        """Whether the page cache has these bytes. Reading to find out (RWF_NOWAIT) would bring them there."""
+        assert self._map is not None
+        first = start - start % mmap.PAGESIZE
+        pages = -(-(end - first) // mmap.PAGESIZE)
+        here = (ctypes.c_ubyte * pages)()
+        unknown = self._system.mincore(ctypes.c_void_p(self._address + first), ctypes.c_size_t(end - first), here)
+        return not unknown and all(page & 1 for page in here)
+
+    def _open(self) -> None:
+        if self._descriptor < 0:
+            self._descriptor = os.open(self.path, os.O_RDONLY | BINARY)
+            if hasattr(os, "O_DIRECT"):
+                with suppress(OSError, ValueError):  # EINVAL where the file system has none; an empty file
+                    self._direct = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
+                    # Nothing is read through it, so it takes no memory.
+                    self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY)
+                    self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+                    self._system = ctypes.CDLL(None)
 
     def size(self) -> int:
         """In bytes, of a file that has been read from."""
@@ -717,9 +799,11 @@ class SafetensorsFile:
             raise ValueError(f"unreadable header ({error})") from error
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        for descriptor in (self._descriptor, self._direct):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptor = self._direct = -1
+        self._map = None
 
 
 def check_header(header: Any, begin: int, size: int, marks: Mapping[str, str]) -> dict[str, Stored]:

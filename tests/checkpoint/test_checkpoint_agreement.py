@@ -163,15 +163,18 @@ def load_with_a_fault(stage: int, folder: str, place: str) -> None:
     want = weights(engine)
     steps(engine, 2, 3)
     faulty = engine.rank == 1
-    read, method = SafetensorsFile.read, CheckpointReader.read_buffer
+    read, past_cache, method = SafetensorsFile.read, SafetensorsFile.read_past_cache, CheckpointReader.read_buffer
     count = 0
 
-    def failing_read(self: SafetensorsFile, view: memoryview, offset: int) -> None:
-        nonlocal count
-        count += 1
-        if faulty and (place == "first read" or count > 12):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
-        read(self, view, offset)
+    def failing(read: Callable[..., None]) -> Any:
+        def failing_read(self: SafetensorsFile, *args: Any) -> None:
+            nonlocal count
+            count += 1
+            if faulty and (place == "first read" or count > 12):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
+            read(self, *args)
+
+        return failing_read
 
     def buffer(self: CheckpointReader, name: str) -> torch.Tensor:
         if faulty:
@@ -181,11 +184,13 @@ def load_with_a_fault(stage: int, folder: str, place: str) -> None:
     if place == "buffer":
         CheckpointReader.read_buffer = buffer  # type: ignore[method-assign]
     else:
-        SafetensorsFile.read = failing_read  # type: ignore[method-assign]
+        SafetensorsFile.read = failing(read)  # type: ignore[method-assign]
+        SafetensorsFile.read_past_cache = failing(past_cache)  # type: ignore[method-assign]
     text = refused(lambda: engine.load_checkpoint(folder, "a"), r"rank 1: .*Input/output error")
     assert ("calls" if place == "buffer" else "rank-0000") in text, text
     assert ("load a complete checkpoint" in text) == (place != "first read"), "what is still unchanged"
     SafetensorsFile.read, CheckpointReader.read_buffer = read, method  # type: ignore[method-assign]
+    SafetensorsFile.read_past_cache = past_cache  # type: ignore[method-assign]
     engine.load_checkpoint(folder, "a")
     assert same(weights(engine), want)
 

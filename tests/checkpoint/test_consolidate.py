@@ -421,7 +421,7 @@ def test_memory_does_not_grow_with_the_model(quick_folder: Path) -> None:
     for setup, out, most in ((limit, "out", 48), ("import torch", "out.bin", 64)):
         result = run_limited(setup, quick_folder / "c", quick_folder / out)
         assert result["error"] is None
-        assert result["samples"] > 50
+        assert result["samples"] > 20
         assert result["mb"] < most
     assert_equal(read_folder(quick_folder / "out"), masters)
     assert_equal(torch.load(quick_folder / "out.bin", weights_only=True, mmap=True), masters)

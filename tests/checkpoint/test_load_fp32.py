@@ -124,7 +124,7 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
         return sum(os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(tmp_path)) for fd in os.listdir("/dev/fd"))
 
     with hf_zero.load_fp32_state_dict(tmp_path / "c") as state:
-        assert len(dict(state)) == len(state) and num_open() == 3
+        assert len(dict(state)) == len(state) and num_open() in (3, 9)  # for direct reads too, where they work
     assert num_open() == 0
     assert state["root.p0"].numel() and num_open() > 0, "closed files are opened again"
     del state

@@ -119,8 +119,8 @@ class counted_reads:
     def __enter__(self) -> list[int]:
         count, self._preadv = [0], os.preadv
 
-        def preadv(descriptor: int, views: list[memoryview], offset: int) -> int:
-            found = self._preadv(descriptor, views, offset)
+        def preadv(descriptor: int, views: list[memoryview], offset: int, flags: int = 0) -> int:
+            found = self._preadv(descriptor, views, offset, flags)
             count[0] += found
             return found
 
