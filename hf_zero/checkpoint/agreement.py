@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from hf_zero.checkpoint.latest import chosen, holds_nothing, tagged
+from hf_zero.checkpoint.manifest import read_manifest
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError, ZeroError
 
@@ -127,10 +128,27 @@ def _source_on_nodes(
     answers = together(comm, "load_checkpoint", work)
     names = {name for name, _ in answers if name is not None}
     common = next(iter(names), None)
-    if len(names) > 1:
+    if len(names) > 1 and tag in (None, ""):
+        common = _newest_of_nodes(comm, Path(str(load_dir)), answers[comm.rank][0])
+        if comm.rank == 0:
+            said = ", ".join(name or "nothing there" for name, _ in answers)
+            logger.warning("%s: `latest` differs by rank: %s. The newest is loaded: %s", load_dir, said, common)
+    elif len(names) > 1:
         answers = [(name, f"{load_dir}, {name or 'nothing there'}, {text}") for name, text in answers]
     _refuse_differences("load_checkpoint", [text for _, text in answers], "nothing was loaded")
     return None if common is None else Path(str(load_dir)) / common
+
+
+def _newest_of_nodes(comm: Comm, root: Path, mine: str | None) -> str:
+    """Of what `latest` names on each node, what was saved last.
+
+    Nodes set it one by one, when all of them have published the checkpoint: a run that ends in between leaves it so.
+    """
+
+    def work() -> tuple[float, str]:
+        return (0.0, "") if mine is None else (read_manifest(root / mine).saved_at, mine)
+
+    return max(together(comm, "load_checkpoint", work))[1]
 
 
 def check_same(comm: Comm, what: str, mine: str, remedy: str) -> None:

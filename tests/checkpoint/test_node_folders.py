@@ -297,7 +297,7 @@ def newest_that_loads(root: str) -> tuple[str | None, int, list[str]]:
 
 
 # All points: scripts/checkpoint_faults.py.
-@pytest.mark.parametrize("point, victims", [("a rank file begins", [1]), ("the folder is synced", [0])])
+@pytest.mark.parametrize("point, victims", [("the folder is synced", [0]), ("latest is set", [1])])
 def test_a_kill_leaves_what_all_nodes_have(point: str, victims: list[int], tmp_path: Path) -> None:
     ended = try_ranks((save_and_be_killed, (str(tmp_path), point, victims), {}), 2, timeout=60)
     assert not ended.hang
