@@ -115,16 +115,17 @@ ALL_PARTS = Parts()
 class _Saved:
     """What this rank writes of one save."""
 
-    def __init__(self, session: Session, folder: Path, info: SaveInfo, save_id: str) -> None:
+    def __init__(self, session: Session, folder: Path, info: SaveInfo) -> None:
         self._session = session
         self._folder = folder
-        self._file = partial(write_rank_file, folder, session.comm.rank, save_id=save_id, info=info)
+        self._info = info
         self._states: list[SliceState] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self.is_mine = session.comm.rank < session.num_writers  # else lower ranks hold everything
 
     def collect(self) -> bool:
-        """Find what is to be written; return whether none of it is on a disk."""
+        """Find what is to be written, and refuse what cannot be; return whether none of it is on a disk."""
+        check_info(self._info)
         if self.is_mine:
             self._states, self._buffers = [*_slice_states(self._session)], _model_buffers(self._session)
         return not _is_on_disk(self._states)
@@ -133,9 +134,10 @@ class _Saved:
         """Write a copy, which the training does not change."""
         self._states, self._buffers = background.copy(self._states, self._buffers)
 
-    def write(self) -> FileRecord:
+    def write(self, save_id: str) -> FileRecord:
         wait_for_folder(self._folder)
-        return self._file(self._states, self._buffers)
+        rank = self._session.comm.rank
+        return write_rank_file(self._folder, rank, self._states, self._buffers, save_id=save_id, info=self._info)
 
 
 def _is_on_disk(states: Sequence[SliceState]) -> bool:
@@ -183,16 +185,30 @@ def save(
     if session.optimizer is not None:
         session.optimizer.check_active("a checkpoint")
         session = replace(session, file_state=session.optimizer.strategy.file_state(session.optimizer.owned))
-    info, save_id, committers = _agree(session, folder, client_state)
+    info = _info(session, client_state, _shared(session))
+    saved = _Saved(session, folder, info)
+    in_memory = all(together(comm, "checkpoint contents", saved.collect))
+    committers = find_committers(comm, zero_folder(folder)) if session.node_local else [0] * comm.world_size
     commits = is_committer(comm, committers)
-    saved = _Saved(session, folder, info, save_id)
-    if all(together(comm, "what is saved", saved.collect)) and background is not None:
+
+    def prepare() -> str:
+        return prepare_folder(folder) if commits else ""
+
+    if in_memory and background is not None:
+
+        def prepare_and_copy() -> str:
+            save_id = prepare()
+            saved.copy(background)
+            return save_id
+
         with _discarding(folder, commits):
-            together(comm, "copy of what is saved", lambda: saved.copy(background))
-        background.start(Job(folder, info, saved.write if saved.is_mine else None, published, committers))
+            save_id = _common(together(comm, "copy of what is saved", prepare_and_copy))
+        write = partial(saved.write, save_id) if saved.is_mine else None
+        background.start(Job(folder, info, write, published, committers))
         return
+    save_id = _common(together(comm, "checkpoint folder", prepare))
     with _discarding(folder, commits):
-        records = together(comm, "checkpoint files", lambda: saved.write() if saved.is_mine else None)
+        records = together(comm, "checkpoint files", lambda: saved.write(save_id) if saved.is_mine else None)
     written = [record for record in records if record is not None]
     if session.node_local:
         commit_everywhere(comm, folder, lambda: build_manifest(info, written), committers)
@@ -201,8 +217,8 @@ def save(
     together(comm, "checkpoint tag", lambda: published() if commits else None)
 
 
-def _agree(session: Session, folder: Path, client_state: Any) -> tuple[SaveInfo, str, list[int]]:
-    """Everything up to the first byte that a rank writes. The list says, by rank, who commits in what it sees."""
+def _shared(session: Session) -> dict[str, Any]:
+    """Entries of the manifest that the ranks make together."""
     comm, optimizer = session.comm, session.optimizer
     shared: dict[str, Any] = {}
     if session.exclude_frozen:
@@ -212,13 +228,12 @@ def _agree(session: Session, folder: Path, client_state: Any) -> tuple[SaveInfo,
         shared[GROUP_OF] = {name: number for mine in by_rank for name, number in mine.items()}
     if session.node_local:
         shared[HOSTS] = comm.all_gather_object(socket.gethostname(), "hosts")[: session.num_writers]
-    info = _info(session, client_state, shared)
-    together(comm, "checkpoint contents", lambda: check_info(info))
-    committers = find_committers(comm, zero_folder(folder)) if session.node_local else [0] * comm.world_size
-    commits = is_committer(comm, committers)
-    save_ids = together(comm, "checkpoint folder", lambda: prepare_folder(folder) if commits else "")
-    save_id = next(filter(None, save_ids), "")  # the same on all nodes: the manifest has one name for a file
-    return info, save_id, committers
+    return shared
+
+
+def _common(save_ids: Sequence[str]) -> str:
+    """The same on all nodes: the manifest has one name for a file."""
+    return next(filter(None, save_ids), "")
 
 
 @contextlib.contextmanager
@@ -228,7 +243,8 @@ def _discarding(folder: Path, commits: bool) -> Iterator[None]:
         yield
     except CheckpointError:
         if commits:
-            discard(folder)
+            with contextlib.suppress(OSError):  # as what failed here has been
+                discard(folder)
         raise
 
 

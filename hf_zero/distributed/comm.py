@@ -310,6 +310,14 @@ class Comm:
 
         Goes through the key-value store, not through a collective, so a rank that is alone can say so.
         """
+        self.wait_for_all_ranks(name, timeout_s)
+        self.barrier(name)
+
+    def wait_for_all_ranks(self, name: str, timeout_s: float | None = None) -> None:
+        """As `require_all_ranks`, for a caller that next makes a collective of all ranks.
+
+        Rank 0 may host the store: it must not leave, and end the process, while another rank is still asking.
+        """
         if self._processes is None:
             return
         if self._processes.stopped:
@@ -319,8 +327,6 @@ class Comm:
             self._presence.wait(name, self.name, self.rank, self.world_size, timeout_s, ended)
         except LostRankError as error:
             raise self._processes.failure(name, error) from error
-        # Rank 0 may host the store: it must not leave, and end the process, while another rank is still asking.
-        self.barrier(name)
 
     @contextlib.contextmanager
     def stop_together(self) -> Iterator[None]:

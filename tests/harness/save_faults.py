@@ -16,7 +16,7 @@ from hf_zero.engine import checkpointing
 
 # Name -> what is called there: an object, and an attribute of it.
 POINTS: dict[str, tuple[Any, str]] = {
-    "the ranks agree": (collective, "_agree"),
+    "the ranks agree": (collective, "_shared"),
     "the folder is made": (collective, "prepare_folder"),
     "what is saved is found": (collective._Saved, "collect"),
     "the snapshot": (SnapshotMemory, "copy"),
