@@ -1,8 +1,10 @@
 """The configuration: DeepSpeed's JSON schema, read strictly and resolved against arguments, model and world size."""
 
+from hf_zero.config.cross_checks import COLLECTIVES
 from hf_zero.config.problems import Problem
 from hf_zero.config.resolved import (
     CheckpointSection,
+    CommsLoggerSection,
     MonitorSection,
     OffloadOptimizer,
     OffloadParam,
@@ -12,7 +14,9 @@ from hf_zero.config.resolved import (
 from hf_zero.config.zero_config import ZeroConfig
 
 __all__ = [
+    "COLLECTIVES",
     "CheckpointSection",
+    "CommsLoggerSection",
     "MonitorSection",
     "OffloadOptimizer",
     "OffloadParam",

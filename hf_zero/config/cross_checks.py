@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hf_zero.config.keys import ROOT, ZERO
 from hf_zero.config.optimizers import NOT_TAKEN, OTHER_OPTIMIZERS
-from hf_zero.config.problems import Problems, show
+from hf_zero.config.problems import Problems, either, show
 from hf_zero.config.schema import Alias, Block, Key, look_up, walk
 
 STAGE = f"{ZERO}.stage"
@@ -19,10 +19,13 @@ ACTIVATIONS = "activation_checkpointing"
 CONTIGUOUS, NUMBER_CHECKPOINTS = f"{ACTIVATIONS}.contiguous_memory_optimization", f"{ACTIVATIONS}.number_checkpoints"
 MOMENTS = "optimizer.params.fp32_optimizer_states"
 _OFFLOAD = f"{OFFLOAD_OPTIMIZER}.device"
+_PROF_OPS = "comms_logger.prof_ops"
 _DELAYED = f"{OFFLOAD_OPTIMIZER}.delayed_update"
 _PARAMS = "optimizer.params"
 # Types whose offloaded states are updated by native code.
 NATIVE = ("Adam", "AdamW")
+# Of an engine, by DeepSpeed's names.
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast")
 # What torch's Adam has and Adam without bias correction has not.
 _NOT_UNCORRECTED = ("torch_adam", "amsgrad", "maximize", "capturable", "differentiable")
 
@@ -253,7 +256,16 @@ def _of_activations(get: Get) -> Iterator[Conflict]:
         )
 
 
+def _of_comms_logger(get: Get) -> Iterator[Conflict]:
+    unknown = [name for name in get(_PROF_OPS) or () if name not in COLLECTIVES]
+    if unknown:
+        yield Conflict(
+            _PROF_OPS, f"no collective is called {either(unknown)}", f"There are: {', '.join(COLLECTIVES)}."
+        )
+
+
 _CONFLICTS = (
+    _of_comms_logger,
     _of_types,
     _of_offload,
     _of_native_update,

@@ -234,9 +234,6 @@ _TP_SIZE = Block(free=True, keys={"tp_size": count(1)})
 REFUSED_BLOCKS: dict[str, Entry] = {
     "msamp": refused_block('Use "bf16": {"enabled": true}.', enabled=flag()),
     "flops_profiler": refused_block("Use torch.profiler or torch.utils.flop_counter.", enabled=flag()),
-    "comms_logger": refused_block(
-        "Use torch.profiler: collectives stand in it under their unit's name.", enabled=flag()
-    ),
     **dict.fromkeys(("wandb", "comet"), refused_block(_LOGGING, enabled=flag())),
     "autotuning": refused_block(_DROP_BLOCK, enabled=flag()),
     "elasticity": refused_block(

@@ -109,6 +109,17 @@ class MonitorSection:
 
 
 @dataclass(frozen=True)
+class CommsLoggerSection:
+    """comms_logger: figures of the collectives, for log_summary."""
+
+    enabled: bool = key(flag(False))
+    verbose: bool = key(flag(False))  # a line for each
+    prof_all: bool = key(flag(True))
+    prof_ops: tuple[str, ...] = key(texts())  # where not all: which
+    debug: bool = key(flag(False))  # those of each tensor apart
+
+
+@dataclass(frozen=True)
 class ActivationCheckpointing:
     """activation_checkpointing: what becomes of the inputs that checkpointed regions save for their recomputation.
 
@@ -184,6 +195,7 @@ class ResolvedConfig(Mapping[str, Any]):
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     tensorboard: MonitorSection = field(default_factory=MonitorSection)
     csv_monitor: MonitorSection = field(default_factory=MonitorSection)
+    comms_logger: CommsLoggerSection = field(default_factory=CommsLoggerSection)
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     # Made of several keys.
     stage: int

@@ -12,6 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_zero.distributed.processes import init_distributed
+from hf_zero.engine.comms_summary import show_summary
+from hf_zero.engine.engine import live_engines
+from hf_zero.errors import StateError
 
 _OF_TORCH = frozenset(
     """ReduceOp ProcessGroup all_gather all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced
@@ -37,7 +40,26 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return list(dist.get_process_group_ranks(group))
 
 
-_OWN = {one.__name__ for one in (init_distributed, get_local_rank, get_world_group, get_all_ranks_from_group)}
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Print on rank 0 what the collectives of the engines with `comms_logger` have taken, and `return_dict` return it.
+
+    Args:
+        show_straggler: Beside it how long this rank has waited for slower ones. Then all ranks must call.
+    Raises:
+        StateError: No engine has `comms_logger` on.
+    """
+    engines = sorted(live_engines(), key=lambda one: one.comm.name)
+    logs = [(type(one.module).__name__, one.comms_log) for one in engines if one.comms_log is not None]
+    if not logs:
+        raise StateError('log_summary: no engine logs its collectives. Write "comms_logger": {"enabled": true}.')
+    by_name = {"" if len(logs) == 1 else f"{name} {place}: ": log for place, (name, log) in enumerate(logs)}
+    found = show_summary(by_name, dist.get_rank() if dist.is_initialized() else 0, show_straggler=show_straggler)
+    return found if return_dict else None
+
+
+_OWN = {
+    one.__name__ for one in (init_distributed, get_local_rank, get_world_group, get_all_ranks_from_group, log_summary)
+}
 # DeepSpeed's other names of a function.
 _SAME = {
     "allgather_fn": "all_gather_into_tensor",

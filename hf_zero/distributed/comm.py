@@ -16,6 +16,7 @@ import contextlib
 import functools
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -540,6 +541,10 @@ class DeviceWork(GroupWork):
         self._work = work
         link.note(self, work)
 
+    def hold_stream(self) -> None:
+        """The current stream goes on when the operation is over. It does not count as waited for."""
+        self._work.wait()
+
     def _until_over(self) -> None:
         self._work.wait()
 
@@ -562,6 +567,7 @@ class HostWork(GroupWork):
         self._link = link
         self._call: Callable[[], object] | None = functools.partial(call, link.group)
         self._error: BaseException | None = None
+        self.ended_at: float | None = None  # of time.perf_counter
         self._running = threading.Lock()
         self._running.acquire()
         link.jobs.put(self.perform)
@@ -574,6 +580,7 @@ class HostWork(GroupWork):
         except BaseException as error:
             self._error = error
         self._call = None  # the operations are not kept until the next job
+        self.ended_at = time.perf_counter()
         self._running.release()
 
     def _until_over(self) -> None:

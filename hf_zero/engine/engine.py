@@ -21,6 +21,7 @@ from hf_zero.checkpoint.collective import ALL_PARTS, Parts
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
+from hf_zero.engine.comms_summary import open_comms_log
 from hf_zero.engine.deepcopy import deepcopy_of
 from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.engine.monitors import Monitored, open_monitors
@@ -88,6 +89,7 @@ class ZeroEngine(ModuleWrapper):
         else:
             monitors = open_monitors(config, built.comm, train=train)
         self.comm = built.comm
+        self.comms_log = open_comms_log(config.comms_logger, self.comm)
         share_the_rest(model, built.units, self.comm)
         self.placements, self.units, self.pool = built.placements, built.units, built.pool
         self.loss_scale = built.loss_scale
@@ -498,6 +500,8 @@ class ZeroEngine(ModuleWrapper):
         if self.optimizer is not None:
             self.optimizer.close()
         _LIVE.discard(self)
+        if self.comms_log is not None:
+            self.comms_log.close()
         self.checkpoints.close()
 
     def _detach(self) -> None:

@@ -17,6 +17,7 @@ from hf_zero.config.resolved import (
     ActivationCheckpointing,
     Aio,
     CheckpointSection,
+    CommsLoggerSection,
     MonitorSection,
     OffloadOptimizer,
     OffloadParam,
@@ -32,6 +33,7 @@ SECTIONS = (
     OffloadOptimizer,
     Aio,
     CheckpointSection,
+    CommsLoggerSection,
     MonitorSection,
     ActivationCheckpointing,
     Precision,
@@ -45,6 +47,7 @@ BLOCKS = {
     "checkpoint": "CheckpointSection",
     "tensorboard": "MonitorSection",
     "csv_monitor": "MonitorSection",
+    "comms_logger": "CommsLoggerSection",
     "activation_checkpointing": "ActivationCheckpointing",
 }
 # Keys whose value is in a field of another name. What is asked for in 16 bits is one decision, made of many keys.
@@ -82,6 +85,7 @@ def configurations(folder: str) -> list[dict[str, Any]]:
             "zero_optimization": {"stage": 1},
             "steps_per_print": 2,
             "csv_monitor": {"enabled": True, "output_path": folder},
+            "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"]},
         },
         {"zero_optimization": {"stage": 2, "offload_optimizer": cpu}, "activation_checkpointing": arena},
         {
