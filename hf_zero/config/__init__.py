@@ -5,6 +5,7 @@ from hf_zero.config.problems import Problem
 from hf_zero.config.resolved import (
     CheckpointSection,
     CommsLoggerSection,
+    FlopsProfilerSection,
     MonitorSection,
     OffloadOptimizer,
     OffloadParam,
@@ -17,6 +18,7 @@ __all__ = [
     "COLLECTIVES",
     "CheckpointSection",
     "CommsLoggerSection",
+    "FlopsProfilerSection",
     "MonitorSection",
     "OffloadOptimizer",
     "OffloadParam",

@@ -15,7 +15,14 @@ from hf_zero.config.optimizers import (
     TORCH_OPTIMIZERS,
 )
 from hf_zero.config.precision import LossScaling
-from hf_zero.config.resolved import Aio, CheckpointSection, OffloadOptimizer, ResolvedConfig, ZeroSection
+from hf_zero.config.resolved import (
+    Aio,
+    CheckpointSection,
+    FlopsProfilerSection,
+    OffloadOptimizer,
+    ResolvedConfig,
+    ZeroSection,
+)
 from hf_zero.config.schema import (
     Alias,
     Block,
@@ -216,6 +223,14 @@ SCHEDULER = Block(
     keys={"type": Key(kind="choice", choices=SCHEDULERS), "params": Block(keys=SCHEDULER_PARAMS)},
 )
 
+FLOPS_PROFILER = Block(
+    always=True,
+    keys={
+        **rows_of(FlopsProfilerSection),
+        "recompute_fwd_factor": no_effect(real(0.0), "operations of the backward are counted, recomputation included"),
+    },
+)
+
 CHECKPOINT = Block(
     always=True,
     keys={
@@ -233,7 +248,6 @@ _TP_SIZE = Block(free=True, keys={"tp_size": count(1)})
 
 REFUSED_BLOCKS: dict[str, Entry] = {
     "msamp": refused_block('Use "bf16": {"enabled": true}.', enabled=flag()),
-    "flops_profiler": refused_block("Use torch.profiler or torch.utils.flop_counter.", enabled=flag()),
     **dict.fromkeys(("wandb", "comet"), refused_block(_LOGGING, enabled=flag())),
     "autotuning": refused_block(_DROP_BLOCK, enabled=flag()),
     "elasticity": refused_block(
@@ -291,6 +305,7 @@ ROOT = Block(
         "vocabulary_size": no_effect(count(low=1), "the model knows it"),
         "use_data_before_expert_parallelism": no_effect(flag(False), "there is no expert parallelism"),
         "checkpoint": CHECKPOINT,
+        "flops_profiler": FLOPS_PROFILER,
         "timers": Block(
             keys={
                 "throughput": Block(

@@ -109,6 +109,18 @@ class MonitorSection:
 
 
 @dataclass(frozen=True)
+class FlopsProfilerSection:
+    """flops_profiler: operations and times of a step, module by module."""
+
+    enabled: bool = key(flag(False))
+    profile_step: int = key(count(1))  # from 0
+    module_depth: int = key(count(-1, low=-1))  # of the summary; -1: all
+    top_modules: int = key(count(1, low=1))
+    detailed: bool = key(flag(True))
+    output_file: str | None = key(text())  # None: standard output
+
+
+@dataclass(frozen=True)
 class CommsLoggerSection:
     """comms_logger: figures of the collectives, for log_summary."""
 
@@ -195,6 +207,7 @@ class ResolvedConfig(Mapping[str, Any]):
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     tensorboard: MonitorSection = field(default_factory=MonitorSection)
     csv_monitor: MonitorSection = field(default_factory=MonitorSection)
+    flops_profiler: FlopsProfilerSection = field(default_factory=FlopsProfilerSection)
     comms_logger: CommsLoggerSection = field(default_factory=CommsLoggerSection)
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     # Made of several keys.

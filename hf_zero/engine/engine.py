@@ -23,9 +23,10 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.comms_summary import open_comms_log
 from hf_zero.engine.deepcopy import deepcopy_of
+from hf_zero.engine.flops_profiler import FlopsProfiler, check_output_file
 from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.engine.monitors import Monitored, open_monitors
-from hf_zero.engine.reports import Reports
+from hf_zero.engine.reports import Reports, Watcher
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.optim.loss_scaler import StepGuard
@@ -82,13 +83,12 @@ class ZeroEngine(ModuleWrapper):
         self.config = config
         self.managed = managed
         self.trains = train
+        self.comm = Comm.join(device, group=group, timeout_s=config.desync_timeout) if built is None else built.comm
+        # Before the model is sharded: what a run writes beside its checkpoints.
+        monitors = open_monitors(config, self.comm, train=train)
+        check_output_file(config, self.comm)
         if built is None:
-            comm = Comm.join(device, group=group, timeout_s=config.desync_timeout)
-            monitors = open_monitors(config, comm, train=train)  # before the model is sharded
-            built = build_units(model, BuildSettings.of(config, train=train), comm)
-        else:
-            monitors = open_monitors(config, built.comm, train=train)
-        self.comm = built.comm
+            built = build_units(model, BuildSettings.of(config, train=train), self.comm)
         self.comms_log = open_comms_log(config.comms_logger, self.comm)
         share_the_rest(model, built.units, self.comm)
         self.placements, self.units, self.pool = built.placements, built.units, built.pool
@@ -109,7 +109,11 @@ class ZeroEngine(ModuleWrapper):
         self.reports = Reports()
         if train and self.rank == 0:
             samples = lambda: self.config.train_batch_size  # noqa: E731
-            watchers = [Monitored(self.schedule, config, monitors, samples)] if monitors else []
+            watchers: list[Watcher] = []
+            if monitors:
+                watchers.append(Monitored(self.schedule, config, monitors, samples))
+            if config.flops_profiler.enabled:
+                watchers.append(FlopsProfiler(model, self.units, self.schedule, config, self.device))
             self.reports = Reports.of(self.schedule, config, self.device, samples, watchers)
             self.on_uninstall(self.reports.close)
         self._attachment = self._attach()
