@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.activations import regions
+from hf_zero.activations.budget import Budget, Choice, tensors_in
 from hf_zero.activations.saved_inputs import SavedInputs, SavedRegion
 from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.distributed.input_group import InputGroup
@@ -61,19 +64,51 @@ class Checkpointing:
         self.settings = settings
         self._device = device
         inputs = InputGroup(group) if group is not None and dist.get_world_size(group) > 1 else None
-        self.saved = SavedInputs(settings, device, rank, inputs)
+        self.budget = _budget_of(settings, device, rank)
+        self.saved = SavedInputs(_of_inputs(settings), device, rank, inputs)
         self._times = RegionTimes(clock_of(device)) if settings.profile and rank == 0 else None
         self._next = 0  # number of the next region in this forward
+        self._waiting: weakref.WeakSet[_Mark] = weakref.WeakSet()  # of the regions whose backward is to come
         if rank == 0:
             for line in _without_effect(settings, device, inputs):
                 logger.warning("%s", line)
 
-    def border(self) -> _Border:
-        """For a region that begins."""
-        if self.saved.places_anything and not self.saved.num_live:
+    def border(self, args: Any) -> _Border:
+        """For a region that begins with these arguments."""
+        if not self._in_forward():
             self._next = 0
-        self._next += 1
-        return _Border(self, self._next - 1)
+        number, self._next = self._next, self._next + 1
+        if self.budget is None:
+            return _Border(self, number, places_inputs=self.saved.places_anything)
+        choice = self.budget.choice(number, args)
+        self._note_backward(tensors_in(args))
+        return _Border(
+            self,
+            number,
+            places_inputs=choice is Choice.OFFLOAD,
+            keeps_graph=choice is Choice.KEEP,
+            measure=functools.partial(self.budget.measure, number),
+        )
+
+    def _in_forward(self) -> bool:
+        """Whether regions of a forward are waiting for their backward; where it cannot be known, it seems so."""
+        if self.budget is not None:
+            return bool(self._waiting)
+        return bool(self.saved.num_live) or not self.saved.places_anything
+
+    def _note_backward(self, inputs: list[torch.Tensor]) -> None:
+        """Learn from an input when backward has come to the region, which may never be recomputed."""
+        mark = _Mark()
+        self._waiting.add(mark)
+
+        def arrived(grad: torch.Tensor) -> None:
+            self._waiting.discard(mark)
+            self.recomputes()
+
+        for tensor in inputs:
+            if tensor.requires_grad:
+                tensor.register_hook(arrived)  # lives as long as the graph
+                return
 
     @contextlib.contextmanager
     def at_work(self, what: str) -> Iterator[None]:
@@ -99,32 +134,58 @@ class Checkpointing:
             torch.accelerator.synchronize(self._device)
 
 
+class _Mark:
+    """Of a region, while its graph is there."""
+
+
 class _Border:
     """Of one region. See regions.Border."""
 
-    def __init__(self, checkpointing: Checkpointing, number: int) -> None:
+    def __init__(
+        self,
+        checkpointing: Checkpointing,
+        number: int,
+        *,
+        places_inputs: bool,
+        keeps_graph: bool = False,
+        measure: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self._checkpointing = checkpointing
         self._number = number
+        self._places_inputs = places_inputs
+        self._measure = measure
+        self.keeps_graph = keeps_graph
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         with self._checkpointing.at_work(f"region {self._number}, forward"):
-            saved = self._checkpointing.saved
-            if not saved.places_anything:
+            if not self._places_inputs:
                 yield
                 return
+            saved = self._checkpointing.saved
             with _hooks(saved, saved.begin_region(self._number)):
                 yield
 
     @contextlib.contextmanager
-    def recompute(self) -> Iterator[None]:
+    def recompute(self, args: Any) -> Iterator[None]:
         self._checkpointing.recomputes()
-        with self._checkpointing.at_work(f"region {self._number}, recomputation"):
+        with self._checkpointing.at_work(f"region {self._number}, recomputation"), self._measure(args):
             yield
 
 
 def _hooks(saved: SavedInputs, region: SavedRegion) -> torch.autograd.graph.saved_tensors_hooks:
     return torch.autograd.graph.saved_tensors_hooks(functools.partial(saved.pack, region=region), saved.unpack)
+
+
+def _budget_of(settings: ActivationCheckpointing, device: torch.device, rank: int) -> Budget | None:
+    if settings.activation_memory is None:
+        return None
+    return Budget(settings.activation_memory, rank, can_offload=device.type != "cpu")
+
+
+def _of_inputs(settings: ActivationCheckpointing) -> ActivationCheckpointing:
+    """With a budget, inputs go to the host, where it says so."""
+    return settings if settings.activation_memory is None else dataclasses.replace(settings, cpu_checkpointing=True)
 
 
 def _without_effect(

@@ -29,11 +29,13 @@ _torch_non_reentrant: Any = getattr(torch_checkpoint, _NON_REENTRANT)
 class Border(Protocol):
     """What is done around one region."""
 
+    keeps_graph: bool  # the region is run as if it was not checkpointed
+
     def forward(self) -> contextlib.AbstractContextManager[None]:
         """Around the region's forward, and the saving of its inputs."""
 
-    def recompute(self) -> contextlib.AbstractContextManager[None]:
-        """Around its recomputation."""
+    def recompute(self, args: Any) -> contextlib.AbstractContextManager[None]:
+        """Around its recomputation with these arguments."""
 
 
 class _Regions(threading.local):
@@ -43,12 +45,14 @@ class _Regions(threading.local):
 
 
 _regions = _Regions()
-_borders: list[Callable[[], Border]] = []  # of those who watch regions; the last one counts
+_borders: list[Callable[[Any], Border]] = []  # of those who watch regions; the last one counts
 _replaced = 0
 
 
-def watch(border: Callable[[], Border]) -> Callable[[], None]:
+def watch(border: Callable[[Any], Border]) -> Callable[[], None]:
     """Put a border around every region that begins from now on, until the returned function is called.
+
+    `border` is given the region's arguments.
 
     Where several watch, the last one does.
     """
@@ -86,28 +90,33 @@ class _Reentrant(_torch_reentrant):  # type: ignore[misc]
 
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        border = _border()
+        border = _border(args)
         if border is None:
             return _torch_reentrant.apply(_recomputed(function, None, forwards=1), preserve_rng_state, *args)
         with border.forward(), _inside():
+            if border.keeps_graph:
+                return function(*args)
             return _torch_reentrant.apply(_recomputed(function, border, forwards=1), preserve_rng_state, *args)
 
 
 def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
     """In the place of torch's generator, which yields while its caller runs `function`."""
-    border = _border()
+    border = _border((args, kwargs))
     if border is None:
         yield from _torch_non_reentrant(_recomputed(function, None, forwards=0), *args, **kwargs)
         return
     with border.forward(), _inside():
+        if border.keeps_graph:
+            yield
+            return
         yield from _torch_non_reentrant(_recomputed(function, border, forwards=0), *args, **kwargs)
 
 
-def _border() -> Border | None:
-    """For a region that begins."""
+def _border(args: Any) -> Border | None:
+    """For a region that begins with these arguments."""
     if not _borders or _regions.inside or not torch.is_grad_enabled() or in_backward() or in_transform():
         return None
-    return _borders[-1]()
+    return _borders[-1](args)
 
 
 @contextlib.contextmanager
@@ -135,7 +144,8 @@ def _recomputed(function: Callable[..., Any], border: Border | None, *, forwards
         left -= 1
         if left >= 0:
             return function(*args, **kwargs)
-        with border.recompute() if border is not None else contextlib.nullcontext(), TRACKER.with_states(states):
+        at_border = border.recompute((args, kwargs)) if border is not None else contextlib.nullcontext()
+        with at_border, TRACKER.with_states(states):
             return function(*args, **kwargs)
 
     return run

@@ -17,6 +17,7 @@ OFFLOAD_PARAM, OFFLOAD_OPTIMIZER = f"{ZERO}.offload_param", f"{ZERO}.offload_opt
 FORCE = "zero_force_ds_cpu_optimizer"
 ACTIVATIONS = "activation_checkpointing"
 CONTIGUOUS, NUMBER_CHECKPOINTS = f"{ACTIVATIONS}.contiguous_memory_optimization", f"{ACTIVATIONS}.number_checkpoints"
+_BUDGET = f"{ACTIVATIONS}.activation_memory"
 MOMENTS = "optimizer.params.fp32_optimizer_states"
 _OFFLOAD = f"{OFFLOAD_OPTIMIZER}.device"
 _PROF_OPS = "comms_logger.prof_ops"
@@ -131,7 +132,7 @@ def _is_scale(value: Any) -> bool:
         return True
     try:
         return not isinstance(value, bool) and math.isfinite(float(value)) and float(value) > 0
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last one: an integer of 400 digits
         return False
 
 
@@ -237,7 +238,11 @@ def _of_reduction(get: Get) -> Iterator[Conflict]:
 
 
 def _of_activations(get: Get) -> Iterator[Conflict]:
-    """As DeepSpeed demands it."""
+    """As DeepSpeed demands it, and what a budget decides."""
+    if get(_BUDGET) is not None:
+        for name in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
+            if get(f"{ACTIVATIONS}.{name}") is True:
+                yield Conflict(_BUDGET, f"{name} is true as well, and a budget decides that itself", f"Remove {name}.")
     if get(CONTIGUOUS) is not True:
         return
     if get(f"{ACTIVATIONS}.partition_activations") is not True:

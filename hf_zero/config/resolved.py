@@ -29,6 +29,7 @@ from hf_zero.config.schema import (
     put,
     real,
     rows_of,
+    size,
     text,
     texts,
 )
@@ -144,6 +145,7 @@ class ActivationCheckpointing:
     number_checkpoints: int | None = key(count(low=1))  # regions whose inputs are saved at a time
     synchronize_checkpoint_boundary: bool = key(flag(False))
     profile: bool = key(flag(False))
+    activation_memory: int | None = key(size())  # bytes that checkpointed regions may take; hf_zero's own
 
     @property
     def is_on(self) -> bool:

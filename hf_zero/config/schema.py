@@ -19,6 +19,7 @@ from hf_zero.config.problems import either
 AUTO = "auto"
 
 _NUMBER = re.compile(r"\s*[+-]?(\d{1,400}(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")
+_SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT])(I?)B?\s*", re.IGNORECASE)
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32", "torch.float32", "float"), "float32"),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
@@ -34,8 +35,8 @@ class BadValue(ValueError):
 class Key:
     """One row: the type of the value, its range, its default, whether "auto" may stand there, and its effect.
 
-    `kind` is one of bool, int, interval (steps between two events; infinity is never, as 0), float, text, choice,
-    dtype, texts (a list), floats (a number or a list), any.
+    `kind` is one of bool, int, interval (steps between two events; infinity is never, as 0), size (bytes), float,
+    text, choice, dtype, texts (a list), floats (a number or a list), any.
     """
 
     kind: str
@@ -167,6 +168,11 @@ def flag(default: bool | None = False, *, auto: bool = False) -> Key:
 
 def count(default: float | None = None, *, low: float = 0, high: float | None = None, auto: bool = False) -> Key:
     return Key(kind="int", default=None if default is None else int(default), low=low, high=high, auto=auto)
+
+
+def size() -> Key:
+    """Bytes: a number, or a text with a unit."""
+    return Key(kind="size", low=1)
 
 
 def interval() -> Key:
@@ -301,6 +307,14 @@ def _check_int(key: Key, value: Any) -> Any:
     return int(given)
 
 
+def _check_size(key: Key, value: Any) -> Any:
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return _check_int(key, value)
+    unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper())
+    return _check_int(key, int(float(match[1]) * unit))
+
+
 def _check_interval(key: Key, value: Any) -> Any:
     endless = value.strip().lower() in ("inf", "infinity") if isinstance(value, str) else value == math.inf
     return 0 if endless else _check_int(key, value)
@@ -350,6 +364,7 @@ _CHECKS = {
     "bool": _check_bool,
     "int": _check_int,
     "interval": _check_interval,
+    "size": _check_size,
     "float": _check_float,
     "text": _check_text,
     "choice": _check_choice,
@@ -362,6 +377,7 @@ _NAMES = {
     "bool": "true or false",
     "int": "an integer",
     "interval": "an integer",
+    "size": 'a size such as "4GB", "512MiB" or a number of bytes',
     "float": "a number",
     "text": "a text",
     "dtype": '"fp32", "bf16" or "fp16"',

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero.activations import active
+from hf_zero.activations.budget import Choice, least, peak_of
 from tests.harness.ranks import run_ranks
 from tests.lag import device, group
 from tests.lag.matrix_runs import LENGTH, batch, digest, llama, start, zero_of
@@ -116,3 +118,63 @@ def test_inputs_on_the_host_give_the_bits_of_the_cpu(tmp_path: Path) -> None:
                 assert run[4] is ON_DEVICE or usage["device"] == 0, (rank, run, usage)
             assert last["device"] == last["host"] == last["regions"] == 0, (rank, run, last)
             assert last["allocations"] == between[1]["allocations"] > 0, (rank, run, last)
+
+
+# ---------------------------------------------------------------- a budget
+DEEP = 6
+
+
+def deep(memory: int | str | None) -> dict[str, Any]:
+    """Three steps of a model of DEEP layers: bytes that the forward of the last one leaves, and all losses."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": DEEP, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1)
+    model = LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    block = {} if memory is None else {"activation_checkpointing": {"activation_memory": memory}}
+    engine = start(model, zero_of(0, "none", ""), accumulation=1, clip=0.0, **block)
+    now = active.current()
+    torch.manual_seed(1)
+    losses, ids = [], torch.randint(64, (4, 64)).to(engine.device)
+    for _ in range(3):
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
+        loss = engine(input_ids=ids, labels=ids).loss
+        torch.accelerator.synchronize()
+        if now is not None:
+            now.saved.usage()  # lets go of what is copied
+        left = torch.accelerator.memory_allocated() - before
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    budget = None if now is None else now.budget
+    engine.teardown()
+    return {"left": left, "losses": losses, "budget": budget}
+
+
+def budgets() -> Any:
+    device.enable()
+    group.register()
+    plain, whole = deep(None), deep("1GB")
+    sizes = whole["budget"].sizes
+    most, recomputed = (peak_of(sizes, [choice] * DEEP) for choice in (Choice.KEEP, Choice.RECOMPUTE))
+    smallest = least(sizes, can_offload=True)
+    limits = [smallest, (smallest + recomputed) // 2, recomputed, (recomputed + most) // 2, most]
+    runs = [deep(limit) for limit in limits]
+    assert device.take_reports() == []
+    return plain, runs
+
+
+def test_a_budget_keeps_recomputes_and_copies_to_the_host() -> None:
+    ((plain, runs),) = run_ranks(budgets, 1, init_group=False)
+    seen: set[Choice] = set()
+    for run in runs:
+        budget = run["budget"]
+        assert run["losses"] == plain["losses"] and len(set(plain["losses"])) == 3
+        assert peak_of(budget.sizes, budget.choices) <= budget.limit
+        pairs = [*zip(budget.sizes, budget.choices, strict=True)]
+        planned = sum(size.held(choice) - size.held(Choice.RECOMPUTE) for size, choice in pairs)
+        assert run["left"] - plain["left"] == pytest.approx(planned, rel=0.03, abs=20_000), budget.choices
+        seen.update(budget.choices)
+    assert seen == set(Choice)
+    assert [run["left"] for run in runs] == sorted(run["left"] for run in runs)
