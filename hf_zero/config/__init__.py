@@ -4,11 +4,13 @@ from hf_zero.config.cross_checks import COLLECTIVES
 from hf_zero.config.problems import Problem
 from hf_zero.config.resolved import (
     CheckpointSection,
+    CometSection,
     CommsLoggerSection,
     MonitorSection,
     OffloadOptimizer,
     OffloadParam,
     ResolvedConfig,
+    WandbSection,
     ZeroSection,
 )
 from hf_zero.config.zero_config import ZeroConfig
@@ -16,12 +18,14 @@ from hf_zero.config.zero_config import ZeroConfig
 __all__ = [
     "COLLECTIVES",
     "CheckpointSection",
+    "CometSection",
     "CommsLoggerSection",
     "MonitorSection",
     "OffloadOptimizer",
     "OffloadParam",
     "Problem",
     "ResolvedConfig",
+    "WandbSection",
     "ZeroConfig",
     "ZeroSection",
 ]
