@@ -39,6 +39,7 @@ from hf_zero.checkpoint.scheduler_state import plain
 from hf_zero.checkpoint.writer import Chunked, Scalar, dtype_name
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Slice
+from hf_zero.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ def to_dcp(src: str | Path, dst: str | Path) -> None:
             del state["optim"]
         with new_folder(Path(dst)) as folder:
             writer = filesystem.FileSystemWriter(folder, thread_count=1)
-            save(state, storage_writer=writer, planner=_LazyPlanner(reader, sources), no_dist=True)
+            with progress(f"Writing {Path(dst).name}", reader.manifest.nbytes) as reader.on_read:
+                save(state, storage_writer=writer, planner=_LazyPlanner(reader, sources), no_dist=True)
 
 
 class _LazyPlanner(DefaultSavePlanner):

@@ -83,7 +83,8 @@ def write_checkpoint(
     states = [SliceState(slice_, by_name[slice_.name].tensors, by_name[slice_.name].scalars) for slice_ in slices]
     with new_folder(target) as folder:
         save_id = prepare_folder(folder)
-        record = write_rank_file(folder, 0, states, buffers, save_id=save_id, info=info)
+        bar = f"Writing {target.name}"
+        record = write_rank_file(folder, 0, states, buffers, save_id=save_id, info=info, bar=bar)
         commit(folder, build_manifest(info, [record]))
         for path in beside:
             shutil.copyfile(path, folder / path.name)

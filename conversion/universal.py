@@ -62,6 +62,7 @@ from hf_zero.checkpoint.scheduler_state import CLASS, STATE
 from hf_zero.checkpoint.writer import Chunked
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece
+from hf_zero.progress import progress
 
 LATEST = "latest_universal"
 _PARAM, _STEP, _WEIGHTS, _GLOBAL = "param", "step.pt", "fp32", "optimizer_state.pt"
@@ -94,8 +95,9 @@ def to_universal(src: str | Path, dst: str | Path) -> Written:
         with new_folder(Path(dst)) as folder:
             zero = folder / name / "zero"
             zero.mkdir(parents=True)
-            for param in (info.name for info in reader.manifest.params):
-                _write_param(reader, run, _param_folder(zero, param), param)
+            with progress(f"Writing {name}", reader.manifest.nbytes) as reader.on_read:
+                for param in (info.name for info in reader.manifest.params):
+                    _write_param(reader, run, _param_folder(zero, param), param)
             torch.save(run.optimizer_state(reader), zero / _GLOBAL)
             model = run.model_state(reader)
             for file in (_ONE_FILE, _OF_RANK.format(0)):

@@ -61,6 +61,7 @@ from hf_zero.layout import Slice
 from hf_zero.optim.param_groups import OwnedSlice
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.updates.elementwise import FileState
+from hf_zero.progress import progress
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import clean_name, tied_names
 from hf_zero.sharding.shard import Shard, ShardTensor
@@ -134,10 +135,10 @@ class _Saved:
         """Write a copy, which the training does not change."""
         self._states, self._buffers = background.copy(self._states, self._buffers)
 
-    def write(self, save_id: str) -> FileRecord:
+    def write(self, save_id: str, bar: str = "") -> FileRecord:
         wait_for_folder(self._folder)
-        rank = self._session.comm.rank
-        return write_rank_file(self._folder, rank, self._states, self._buffers, save_id=save_id, info=self._info)
+        rank, parts = self._session.comm.rank, (self._states, self._buffers)
+        return write_rank_file(self._folder, rank, *parts, save_id=save_id, info=self._info, bar=bar)
 
 
 def _is_on_disk(states: Sequence[SliceState]) -> bool:
@@ -208,7 +209,8 @@ def save(
         return
     save_id = _common(together(comm, "checkpoint folder", prepare))
     with _discarding(folder, commits):
-        records = together(comm, "checkpoint files", lambda: saved.write(save_id) if saved.is_mine else None)
+        bar = f"Saving {folder.name}" if comm.rank == 0 else ""
+        records = together(comm, "checkpoint files", lambda: saved.write(save_id, bar) if saved.is_mine else None)
     written = [record for record in records if record is not None]
     if session.node_local:
         commit_everywhere(comm, folder, lambda: build_manifest(info, written), committers)
@@ -364,7 +366,8 @@ def load(session: Session, folder: Path, parts: Parts) -> Manifest:
     if session.optimizer is not None and not session.optimizer.suspended.startswith(_BROKEN_OFF):
         session.optimizer.check_active("loading a checkpoint")
     reader, exchange = _open_together(session, folder, parts)
-    with reader, torch.no_grad():
+    total, shown = _bytes_to_load(session, reader, parts), comm.rank == 0
+    with reader, torch.no_grad(), progress(f"Loading {folder.name}", total, shown=shown) as reader.on_read:
         check_frozen(comm, reader, _frozen_shards(session))
         said = _differences(session, reader, parts)
         with _half_loaded(session.optimizer, folder, parts):
@@ -383,6 +386,16 @@ def load(session: Session, folder: Path, parts: Parts) -> Manifest:
     for line in said if comm.rank == 0 else ():
         logger.warning("%s: %s", folder, line)
     return manifest
+
+
+def _bytes_to_load(session: Session, reader: CheckpointReader, parts: Parts) -> int:
+    """Of this rank's shards, about: an optimizer that needs full parameters reads what it owns of them."""
+    total = 0
+    for slice_ in (slice_ for flat in session.flats for slice_ in flat.layout.slices(flat.rank)):
+        if reader.holds(slice_.name):
+            kinds = reader.kinds(slice_.name) if parts.optimizer else [reader.weight_kind(slice_.name)]
+            total += sum(slice_.numel * reader.dtype(slice_.name, kind).itemsize for kind in kinds if kind)
+    return total
 
 
 def _differences(session: Session, reader: CheckpointReader, parts: Parts) -> list[str]:

@@ -105,6 +105,11 @@ class Manifest(SaveInfo):
     files: tuple[FileInfo, ...]  # by rank
 
     @property
+    def nbytes(self) -> int:
+        """Of the ranks' files."""
+        return sum(file.size for file in self.files)
+
+    @property
     def identity(self) -> str:
         """One save differs by it from any other, in words for a message."""
         mark = zlib.crc32(repr([(file.name, file.size, file.crc32) for file in self.files]).encode())

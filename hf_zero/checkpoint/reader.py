@@ -21,6 +21,7 @@ from hf_zero.checkpoint.manifest import BUFFER_KIND, STATE_MARK, Manifest, Tenso
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Slice, Slot, UnitLayout
 from hf_zero.native.checksum import crc32_of_bytes
+from hf_zero.progress import Done, ignore
 
 
 def open_checkpoint(folder: str | Path) -> CheckpointReader:
@@ -54,6 +55,7 @@ class CheckpointReader:
     ) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.on_read: Done = ignore  # told the bytes of every read
         with offering(folder):
             self._files = RankFiles(folder, manifest.to_json(), crc32=crc32_of_bytes, elsewhere=elsewhere)
         # (parameter, rank) -> where its slice starts in that rank's shard
@@ -264,6 +266,7 @@ class CheckpointReader:
                 for view in _views(targets, copy.target, copy.numel):
                     parts[copy.rank].read(view, source)
                     source += len(view)
+                    self.on_read(len(view))
             for part in parts.values():
                 part.finish()
 

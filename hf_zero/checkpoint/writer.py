@@ -57,10 +57,12 @@ from hf_zero.checkpoint.manifest import (
 from hf_zero.checkpoint.rank_file import DataWriter
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import FORMAT_VERSION, Slice
+from hf_zero.progress import progress
 
 logger = logging.getLogger(__name__)
 
 _VISIBLE_WITHIN_S = 10.0
+_BAR_BYTES = 64 << 20  # written at once where a bar is told of it: a whole tensor may take minutes
 _SHARE = (
     "Save to a file system that all nodes share, or let every node keep its own files: "
     '{"checkpoint": {"use_node_local_storage": true}}, under Trainer save_on_each_node=True.'
@@ -150,6 +152,7 @@ def write_rank_file(
     *,
     save_id: str = "",
     info: SaveInfo | None = None,
+    bar: str = "",
 ) -> FileRecord:
     """Write this rank's shards; they are on the disk when this returns.
 
@@ -160,6 +163,7 @@ def write_rank_file(
         runs: Everything this rank owns. Tensors are 1-D [slice_.numel], in their own dtype.
         buffers: Persistent buffers, unsharded, under their state_dict names; given by rank 0 only.
         info: What the manifest will hold; the file is marked with it.
+        bar: The title of a progress bar; without one there is none.
     Raises:
         CheckpointError: The operating system refused; the message names the file, and nothing of it is left.
     """
@@ -176,7 +180,7 @@ def write_rank_file(
     marks = {} if info is None else marks_of(info, infos)
     if rank:
         marks.pop("buffers", None)
-    file = _write_tensors(path, sources, {"format": "pt", **marks})
+    file = _write_tensors(path, sources, {"format": "pt", **marks}, bar)
     return FileRecord(
         rank=rank,
         file=file,
@@ -213,16 +217,18 @@ def _chunked(tensor: torch.Tensor | Chunked) -> Chunked:
     return Chunked(tensor.numel(), tensor.dtype, lambda: iter([tensor]))
 
 
-def _write_tensors(path: Path, sources: Mapping[str, Chunked], metadata: Mapping[str, str]) -> FileInfo:
+def _write_tensors(path: Path, sources: Mapping[str, Chunked], metadata: Mapping[str, str], bar: str) -> FileInfo:
     """Write a file of these tensors. The header, which holds the checksums of all others, is written last."""
     entries = {key: (CODES[dtype_name(source.dtype)], [source.numel]) for key, source in sources.items()}
     ordered, header = encode_rank_header(entries, metadata, None)
     size = len(header) + sum(ITEM_BYTES[code] * numel for code, [numel] in entries.values())
-    with written_atomically(path) as file:
+    with written_atomically(path) as file, progress(bar, size - len(header), shown=bool(bar)) as done:
         with DataWriter(file, len(header), size) as data:
             for key in ordered:
                 for chunk in sources[key].chunks():
-                    data.write(chunk)
+                    for part in chunk.split(max(_BAR_BYTES // chunk.element_size(), 1)) if bar else [chunk]:
+                        data.write(part)
+                        done(part.numel() * part.element_size())
                 data.end_tensor()
         _, header = encode_rank_header(entries, metadata, data.checksums)
         file.write(header, 0)

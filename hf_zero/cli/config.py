@@ -102,7 +102,8 @@ def _resolve(args: argparse.Namespace) -> None:
     assert resolved is not None, "no problems"
     if args.json:
         values = {
-            path: {"value": value, "origin": resolved.origins[path]} for path, value in resolved.settings.items()
+            path: {"value": value, "origin": resolved.origins[path]}
+            for path, value in resolved.public_settings.items()
         }
         print(json.dumps({"source": config.source, "values": values, "notices": list(resolved.notices)}))
         return

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from hf_zero.checkpoint.consolidate import progress_bar
 from hf_zero.cli.meta_model import make_batch
 from hf_zero.cli.text import format_bytes, table
 from hf_zero.errors import ConfigError
 from hf_zero.estimate import Plan, Profile, measure, plan_model
 from hf_zero.estimate.choices import Advice, Choice, Hardware, advise, all_choices, as_json, plan_all, resolve
+from hf_zero.progress import progress
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,18 @@ class Task:
         config = self._any_config(batch_size)
         batch_size = config.train_micro_batch_size_per_gpu
         profile, without = self._profile(batch_size)
-        plans = plan_all(self.raw, self.model, self.hardware, profile)
+        with progress("Planning", len([*all_choices()]), unit="choices") as done:
+            plans = plan_all(self.raw, self.model, self.hardware, profile, done)
         known = self.hardware.cpu_memory if self.hardware.on_host else self.hardware.gpu_memory
         if known is None:
             return Answer(plans, None, batch_size, profile, without)
-        again: Callable[[Choice, int], Plan] | None = self._plan_with if profile is not None else None
-        advice = advise(plans, self.hardware, again, batch_size, format_bytes)
+        with progress("Trying micro-batches", None, unit="plans") as done:
+
+            def again(choice: Choice, size: int) -> Plan:
+                done(1)
+                return self._plan_with(choice, size)
+
+            advice = advise(plans, self.hardware, again if profile is not None else None, batch_size, format_bytes)
         return Answer(plans, advice, batch_size, profile, without)
 
     def _any_config(self, batch_size: int | None) -> Any:
@@ -66,8 +72,6 @@ class Task:
             return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
     def _plan_with(self, choice: Choice, batch_size: int) -> Plan:
-        draw = progress_bar("trying micro-batches")
-        draw(batch_size, 2 * batch_size)
         config = resolve(self.raw, choice, self.model, self.hardware, batch_size)
         profile, _ = self._profile(batch_size)
         return plan_model(self.model, config, on_host=self.hardware.on_host, profile=profile)

@@ -4,12 +4,14 @@ from hf_zero.config.cross_checks import COLLECTIVES
 from hf_zero.config.problems import Problem
 from hf_zero.config.resolved import (
     CheckpointSection,
+    CometSection,
     CommsLoggerSection,
     FlopsProfilerSection,
     MonitorSection,
     OffloadOptimizer,
     OffloadParam,
     ResolvedConfig,
+    WandbSection,
     ZeroSection,
 )
 from hf_zero.config.zero_config import ZeroConfig
@@ -17,6 +19,7 @@ from hf_zero.config.zero_config import ZeroConfig
 __all__ = [
     "COLLECTIVES",
     "CheckpointSection",
+    "CometSection",
     "CommsLoggerSection",
     "FlopsProfilerSection",
     "MonitorSection",
@@ -24,6 +27,7 @@ __all__ = [
     "OffloadParam",
     "Problem",
     "ResolvedConfig",
+    "WandbSection",
     "ZeroConfig",
     "ZeroSection",
 ]

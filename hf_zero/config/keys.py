@@ -49,7 +49,6 @@ _ALL_RANKS = "Remove it: shards span all ranks."
 _COMPILE = "Remove it; torch.compile works on the layers of the model."
 _DROP = "Remove it, or set it to its default."
 _DROP_BLOCK = "Remove the block."
-_LOGGING = "Remove it, or use tensorboard or csv_monitor; under Trainer, report_to does the logging."
 _OUT = "Remove the block: hf_zero shards training and leaves this to other tools."
 _OWN_FILES = "Remove the block: checkpoints are written by the ranks."
 
@@ -248,7 +247,6 @@ _TP_SIZE = Block(free=True, keys={"tp_size": count(1)})
 
 REFUSED_BLOCKS: dict[str, Entry] = {
     "msamp": refused_block('Use "bf16": {"enabled": true}.', enabled=flag()),
-    **dict.fromkeys(("wandb", "comet"), refused_block(_LOGGING, enabled=flag())),
     "autotuning": refused_block(_DROP_BLOCK, enabled=flag()),
     "elasticity": refused_block(
         "Remove the block: a checkpoint resumes at any number of ranks, and torchrun restarts.", enabled=flag()

@@ -122,6 +122,31 @@ class FlopsProfilerSection:
 
 
 @dataclass(frozen=True)
+class WandbSection:
+    """wandb: a run of Weights & Biases. What is None is the library's own, as its environment sets it."""
+
+    enabled: bool = key(flag(False))
+    group: str | None = key(text())
+    team: str | None = key(text())
+    project: str = key(text("deepspeed"))
+
+
+@dataclass(frozen=True)
+class CometSection:
+    """comet: an experiment of Comet. What is None is the library's own, as its configuration sets it."""
+
+    enabled: bool = key(flag(False))
+    samples_log_interval: int = key(count(100))  # a tag is written once in so many samples
+    project: str | None = key(text())
+    workspace: str | None = key(text())
+    api_key: str | None = key(text())
+    experiment_name: str | None = key(text())
+    experiment_key: str | None = key(text())
+    online: bool | None = key(flag(None))
+    mode: str | None = key(choice(None, "get", "create", "get_or_create"))
+
+
+@dataclass(frozen=True)
 class CommsLoggerSection:
     """comms_logger: figures of the collectives, for log_summary."""
 
@@ -210,6 +235,8 @@ class ResolvedConfig(Mapping[str, Any]):
     tensorboard: MonitorSection = field(default_factory=MonitorSection)
     csv_monitor: MonitorSection = field(default_factory=MonitorSection)
     flops_profiler: FlopsProfilerSection = field(default_factory=FlopsProfilerSection)
+    wandb: WandbSection = field(default_factory=WandbSection)
+    comet: CometSection = field(default_factory=CometSection)
     comms_logger: CommsLoggerSection = field(default_factory=CommsLoggerSection)
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     # Made of several keys.
@@ -250,12 +277,27 @@ class ResolvedConfig(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._given)
 
+    @property
+    def public_settings(self) -> dict[str, Any]:
+        """`settings` for logs and terminals: without what nobody else may read."""
+        return {path: _hidden(path, value) for path, value in self.settings.items()}
+
+    @property
+    def public_raw(self) -> dict[str, Any]:
+        """`raw`, likewise."""
+        return {
+            block: {name: _hidden(f"{block}.{name}", one) for name, one in value.items()}
+            if isinstance(value, dict)
+            else value
+            for block, value in self.raw.items()
+        }
+
     def describe(self) -> str:
         """One line for each resolved key: its path, value and origin."""
         width = max((len(path) for path in self.settings), default=0) + 2
         return "\n".join(
             f"{path} {'.' * (width - len(path))} {show(value)} [{self.origins[path]}]"
-            for path, value in self.settings.items()
+            for path, value in self.public_settings.items()
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -265,6 +307,14 @@ class ResolvedConfig(Mapping[str, Any]):
             if value is not None:
                 put(result, path, list(value) if isinstance(value, tuple) else copy.deepcopy(value))
         return result
+
+
+# Keys that are passwords, more or less.
+_SECRETS = frozenset(["comet.api_key"])
+
+
+def _hidden(path: str, value: Any) -> Any:
+    return "(not shown)" if path in _SECRETS and value is not None else value
 
 
 def _without_auto(given: Mapping[str, Any], settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

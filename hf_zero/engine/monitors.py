@@ -1,4 +1,5 @@
-"""Monitors: numbers of a run for TensorBoard and CSV files. Tags, files and what they count by are DeepSpeed's.
+"""Monitors: numbers of a run for TensorBoard, wandb, Comet and CSV files. Tags, files and what they count by are
+DeepSpeed's.
 
 Rank 0 writes. What cannot be written is an error on every rank before the first step.
 """
@@ -9,11 +10,11 @@ import csv
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 
-from hf_zero.config import MonitorSection, ResolvedConfig
+from hf_zero.config import CometSection, MonitorSection, ResolvedConfig, WandbSection
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.reports import Event, Watcher
 from hf_zero.engine.step_schedule import StepSchedule
@@ -33,10 +34,8 @@ class Monitor(Protocol):
 class CsvMonitor:
     """A file for each tag, "Train_Samples_lr.csv": a line of names, then samples and value. A later run appends."""
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        _check_writable(folder)
-        self._folder = folder
+    def __init__(self, section: MonitorSection) -> None:
+        self._folder = _writable_folder("csv_monitor", section)
         self._files: dict[str, TextIO] = {}
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
@@ -60,17 +59,12 @@ class CsvMonitor:
 class TensorBoardMonitor:
     """An event file, through torch.utils.tensorboard."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, section: MonitorSection) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(
-                "tensorboard.enabled is true, and the package tensorboard is not installed: pip install tensorboard, "
-                "or use csv_monitor"
-            ) from error
-        folder.mkdir(parents=True, exist_ok=True)
-        _check_writable(folder)
-        self._writer = SummaryWriter(log_dir=str(folder))
+            raise ConfigError(_missing("tensorboard", "tensorboard", error)) from error
+        self._writer = SummaryWriter(log_dir=str(_writable_folder("tensorboard", section)))
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
         for tag, value in values.items():
@@ -81,17 +75,107 @@ class TensorBoardMonitor:
         self._writer.close()
 
 
-_KINDS: dict[str, type[CsvMonitor] | type[TensorBoardMonitor]] = {
+class WandbMonitor:
+    """A run of Weights & Biases: the script's own where it has begun one, else one that ends with the engine."""
+
+    def __init__(self, section: WandbSection) -> None:
+        named = {"project": section.project, "group": section.group, "entity": section.team}
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(_missing("wandb", "wandb", error)) from error
+        self._is_ours = wandb.run is None
+        try:
+            # init would ask for the key on a terminal, while the other ranks wait.
+            if self._is_ours and wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+                raise ConfigError(_WANDB_LOGIN)
+            self._run = wandb.init(**named) if self._is_ours else wandb.run
+        except wandb.errors.Error as error:
+            raise ConfigError(f"wandb.enabled is true, and wandb.init failed: {error}\n{_WANDB_LOGIN}") from error
+
+    def write(self, values: Mapping[str, float], samples: int) -> None:
+        self._run.log(dict(values), step=samples)
+
+    def close(self) -> None:
+        if self._is_ours:
+            self._run.finish()
+
+
+_WANDB_LOGIN = (
+    "wandb.enabled is true, and wandb is not logged in on rank 0's machine: run `wandb login`, or set WANDB_API_KEY, "
+    "or WANDB_MODE=offline."
+)
+
+
+class CometMonitor:
+    """A Comet experiment. Each tag is written once in `samples_log_interval` samples, the first time at once."""
+
+    def __init__(self, section: CometSection) -> None:
+        named = {
+            "api_key": section.api_key,
+            "project": section.project,
+            "workspace": section.workspace,
+            "experiment_key": section.experiment_key,
+            "mode": section.mode,
+            "online": section.online,
+        }
+        self._interval, name = section.samples_log_interval, section.experiment_name
+        self._written: dict[str, int] = {}  # tag -> samples at its last write
+        try:
+            import comet_ml
+        except ImportError as error:
+            raise ConfigError(_missing("comet", "comet_ml", error)) from error
+        try:
+            self._experiment = comet_ml.start(**named)
+        except Exception as error:  # of many classes, ValueError for a missing key
+            raise ConfigError(
+                f"comet.enabled is true, and comet_ml.start failed: {error}\nRun `comet login`, or set COMET_API_KEY "
+                'or comet.api_key; "online": false writes to this machine.'
+            ) from error
+        if name is not None:
+            self._experiment.set_name(name)
+
+    def write(self, values: Mapping[str, float], samples: int) -> None:
+        for tag, value in values.items():
+            if tag not in self._written or samples - self._written[tag] >= self._interval:
+                self._written[tag] = samples
+                self._experiment.log_metric(tag, value, step=samples)
+
+    def close(self) -> None:
+        self._experiment.end()
+
+
+def _missing(block: str, package: str, error: ImportError) -> str:
+    return (
+        f"{block}.enabled is true, and the package {package} cannot be imported on rank 0's machine ({error}): "
+        f"pip install {package}, or use csv_monitor"
+    )
+
+
+_KINDS: dict[str, Callable[[Any], Monitor]] = {
     "csv_monitor": CsvMonitor,
     "tensorboard": TensorBoardMonitor,
+    "wandb": WandbMonitor,
+    "comet": CometMonitor,
 }
 
 
-def _check_writable(folder: Path) -> None:
-    """Before training: a disk that is read-only, a folder of somebody else's."""
-    probe = folder / ".hf_zero"
-    probe.touch()
-    probe.unlink()
+def _writable_folder(name: str, section: MonitorSection) -> Path:
+    """`output_path`/`job_name`. Before training: a disk may be read-only, a folder somebody else's.
+
+    Raises ConfigError.
+    """
+    folder = Path(section.output_path, section.job_name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".hf_zero"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{name}: cannot write into {folder}: {error.strerror or error}. Set {name}.output_path."
+        ) from error
+    return folder
 
 
 def open_monitors(config: ResolvedConfig, comm: Comm, *, train: bool) -> list[Monitor]:
@@ -99,21 +183,19 @@ def open_monitors(config: ResolvedConfig, comm: Comm, *, train: bool) -> list[Mo
 
     Raises ConfigError on every rank.
     """
-    wanted: dict[str, MonitorSection] = {name: getattr(config, name) for name in _KINDS}
-    wanted = {name: section for name, section in wanted.items() if section.enabled}
+    sections = {name: getattr(config, name) for name in _KINDS}
+    wanted = {name: section for name, section in sections.items() if section.enabled}
     if not wanted or not train:
         return []
     opened: list[Monitor] = []
     problems = []
     for name, section in wanted.items() if comm.rank == 0 else ():
-        folder = Path(section.output_path, section.job_name)
         try:
-            opened.append(_KINDS[name](folder))
-        except OSError as error:
-            problems.append(f"{name}: cannot write into {folder}: {error.strerror or error}. Set {name}.output_path.")
+            opened.append(_KINDS[name](section))
         except ConfigError as error:
             problems.append(str(error))
     if problem := "\n".join(comm.all_gather_object(problems, "monitors")[0]):
+        _close_all(opened)
         raise ConfigError(problem)
     return opened
 

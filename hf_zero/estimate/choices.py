@@ -15,6 +15,7 @@ from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.estimate.plan import Plan, plan_model
 from hf_zero.estimate.profile import Profile
+from hf_zero.progress import Done, ignore
 
 MEDIA = ("none", "cpu", "nvme")
 # What a process needs on a GPU beside its tensors: context, cuBLAS, and 0.3-0.5 GB for each of two NCCL communicators.
@@ -140,9 +141,9 @@ def resolve(
 
 
 def plan_all(
-    raw: Mapping[str, Any], model: nn.Module, hardware: Hardware, profile: Profile | None
+    raw: Mapping[str, Any], model: nn.Module, hardware: Hardware, profile: Profile | None, done: Done = ignore
 ) -> dict[Choice, Plan]:
-    """Plans of rank 0 for every choice that the configuration allows.
+    """Plans of rank 0 for every choice that the configuration allows. `done` is told of each choice.
 
     Raises ConfigError where it allows none.
     """
@@ -154,6 +155,7 @@ def plan_all(
             plans[choice] = plan_model(model, config, on_host=hardware.on_host, profile=profile)
         except ConfigError as error:
             refused = error
+        done(1)
     if not plans and refused is not None:
         raise refused
     return plans

@@ -17,6 +17,7 @@ from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import ConfigError, DivergenceError
 from hf_zero.layout import UnitLayout
+from hf_zero.progress import Done, ignore, progress
 from hf_zero.runtime.device_types import refuse_missing_types
 from hf_zero.runtime.grad_accumulator import GradAccumulator, GradSettings
 from hf_zero.runtime.loss_scale import LossScale
@@ -186,7 +187,15 @@ def build_units(
         comm.together("types of the device", look, catch=(ConfigError,), raise_as=ConfigError)
     _tell_lost_strides([spec for spec, _ in drafted], comm)
     _check_equal(comm, [flat_spec.layout for _, mine in drafted for flat_spec in mine])
-    return make_units(drafted, settings, comm, initialize, reuse=reuse)
+    total = sum(_shard_bytes(flat_spec) for _, mine in drafted for flat_spec in mine)
+    on_disk = "nvme" in (settings.offload.param.device, settings.offload.optimizer.device)
+    title = "Writing shards to disk" if on_disk else "Partitioning parameters"
+    with progress(title, total, shown=comm.rank == 0) as done:
+        return make_units(drafted, settings, comm, initialize, reuse=reuse, done=done)
+
+
+def _shard_bytes(flat_spec: FlatParamSpec) -> int:
+    return flat_spec.layout.shard_numel * flat_spec.dtype.itemsize
 
 
 def flat_param_specs(model: nn.Module, settings: BuildSettings, comm: Comm) -> Drafted:
@@ -219,8 +228,9 @@ def make_units(
     placements_class: type[Placements] = Placements,
     *,
     reuse: Reuse | None = None,
+    done: Done = ignore,
 ) -> BuiltUnits:
-    """The second half of `build_units`: memory, and the parameters in it."""
+    """The second half of `build_units`: memory, and the parameters in it. `done` is told bytes of shards."""
     placements = placements_class(settings.offload, comm, [flat_spec for _, mine in drafted for flat_spec in mine])
     units: list[ShardUnit] = []
     for spec, mine in drafted:
@@ -234,6 +244,7 @@ def make_units(
                 if flat is None:
                     flat = FlatParam(flat_spec, members, comm, placement, initialize)
             flats.append(flat)
+            done(_shard_bytes(flat_spec))
         unit = ShardUnit(spec.name, spec.kind, spec.module, flats)
         if unit.on_demand:
             unit.reshard()

@@ -260,7 +260,7 @@ def test_the_resolved_configuration_is_complete_and_frozen() -> None:
         "keep_fp32": "router",
         "desync_timeout": "90",
         ZERO: {"stage": 2, "zero_hpz_partition_size": 1},
-        "wandb": {"enabled": False, "project": "p"},
+        "autotuning": {"enabled": False, "metric": "p"},
     }
     resolved = ZeroConfig.load(given).resolve(world_size=2)
     assert (resolved.stage, resolved.zero.stage, resolved.world_size) == (2, 2, 2)
@@ -272,7 +272,7 @@ def test_the_resolved_configuration_is_complete_and_frozen() -> None:
     assert resolved.keep_fp32 == ("router",) and resolved.desync_timeout == 90.0
     assert resolved.optimizer is None and resolved.scheduler is None
     assert set(resolved.settings) == set(resolved.origins) and len(resolved.settings) > 100
-    assert resolved.settings["wandb.project"] == "p" and "comet.enabled" not in resolved.settings
+    assert resolved.settings["autotuning.metric"] == "p" and "msamp.enabled" not in resolved.settings
     assert not [
         value
         for value in resolved.settings.values()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,14 +18,17 @@ from hf_zero.config.resolved import (
     ActivationCheckpointing,
     Aio,
     CheckpointSection,
+    CometSection,
     CommsLoggerSection,
     FlopsProfilerSection,
     MonitorSection,
     OffloadOptimizer,
     OffloadParam,
+    WandbSection,
     ZeroSection,
 )
 from hf_zero.config.supported import OBEYED, keys
+from hf_zero.errors import ConfigError
 from tests.harness.ranks import run_ranks
 
 SECTIONS = (
@@ -34,9 +38,11 @@ SECTIONS = (
     OffloadOptimizer,
     Aio,
     CheckpointSection,
+    CometSection,
     CommsLoggerSection,
     FlopsProfilerSection,
     MonitorSection,
+    WandbSection,
     ActivationCheckpointing,
     Precision,
     LossScaling,
@@ -50,6 +56,8 @@ BLOCKS = {
     "tensorboard": "MonitorSection",
     "csv_monitor": "MonitorSection",
     "flops_profiler": "FlopsProfilerSection",
+    "wandb": "WandbSection",
+    "comet": "CometSection",
     "comms_logger": "CommsLoggerSection",
     "activation_checkpointing": "ActivationCheckpointing",
 }
@@ -167,6 +175,11 @@ def train_and_look(folder: str) -> set[str]:
         engine.save_checkpoint(folder)
         model.eval().generate(torch.tensor([[3, 4]]), max_new_tokens=2, pad_token_id=0)
         engine.teardown()
+    sys.modules["wandb"] = sys.modules["comet_ml"] = None  # type: ignore[assignment]  # so that nobody is logged in
+    with pytest.raises(ConfigError):
+        monitors = {"wandb": {"enabled": True}, "comet": {"enabled": True}}
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, **monitors}
+        hf_zero.initialize(model=torch.nn.Linear(2, 2), config=config)
     return reads.found
 
 

@@ -79,7 +79,7 @@ def test_every_key_of_deepspeed_is_known() -> None:
 def test_no_key_of_deepspeed_is_taken_for_a_misspelt_one() -> None:
     """In a refused block names pass unchecked, unless they are nearly the name of its switch."""
     unchecked = [path for path in DEEPSPEED if find(ROOT, path) is None]
-    assert len(unchecked) > 100
+    assert len(unchecked) > 80
     for path in unchecked:
         config: dict[str, Any] = {}
         put(config, path, 1)

@@ -1,8 +1,9 @@
-"""tensorboard and csv_monitor: what a run writes, and what is refused before it begins."""
+"""Monitors: what a run writes, and what is refused before it begins. wandb and comet need not be installed."""
 
 from __future__ import annotations
 
 import csv
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.config.announce import start_text
 from hf_zero.errors import ConfigError
 from tests.harness.ranks import run_ranks
 
@@ -55,6 +57,15 @@ def train(folder: str) -> tuple[list[float], list[float]]:
     return losses, rates[::ACCUMULATION]
 
 
+def refuse_missing() -> str:
+    for package in ("wandb", "comet_ml"):
+        sys.modules[package] = None  # type: ignore[assignment]  # as if it were not installed
+    switched_on = {"enabled": True}
+    with pytest.raises(ConfigError) as raised:
+        start("", csv_monitor={}, tensorboard={}, wandb=switched_on, comet={**switched_on, "api_key": "secret"})
+    return str(raised.value)
+
+
 def refuse(folder: str) -> str:
     with pytest.raises(ConfigError) as raised:
         start(folder, csv_monitor={"enabled": True, "output_path": f"{folder}/file"})
@@ -89,3 +100,19 @@ def test_a_folder_that_cannot_be_written_is_refused_on_all_ranks(tmp_path: Path)
     assert texts[0] == texts[1]
     folder = f"{tmp_path}/file/DeepSpeedJobName"
     assert texts[0] == f"csv_monitor: cannot write into {folder}: Not a directory. Set csv_monitor.output_path."
+
+
+def test_a_missing_package_is_named_with_its_command_on_all_ranks() -> None:
+    texts = run_ranks(refuse_missing, 2)
+    assert texts[0] == texts[1]
+    for block, package in (("wandb", "wandb"), ("comet", "comet_ml")):
+        assert f"{block}.enabled is true, and the package {package} cannot be imported on rank 0's machine" in texts[0]
+        assert f"pip install {package}, or use csv_monitor" in texts[0]
+
+
+def test_an_api_key_is_in_no_log() -> None:
+    given = {"train_micro_batch_size_per_gpu": 1, "comet": {"project": "p", "api_key": "secret"}}
+    resolved = hf_zero.ZeroConfig.load(given).resolve(world_size=1)
+    assert resolved.comet.api_key == "secret", "vacuous"
+    text = start_text(resolved)
+    assert "secret" not in text and text.count("(not shown)") == 2 and '"project": "p"' in text

@@ -22,7 +22,9 @@ from torch import nn
 from transformers import PreTrainedModel, core_model_loading
 from transformers.core_model_loading import build_glob_alternation
 from transformers.modeling_utils import load_state_dict
+from transformers.utils import logging as bars
 
+from hf_zero import progress
 from hf_zero.checkpoint.agreement import together
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
@@ -207,10 +209,12 @@ class ShardedLoad:
     def _placing(self) -> Iterator[None]:
         """Inside, what transformers' loader puts into the model is placed into the shards."""
         setter = functools.partial(self._set, getattr(core_model_loading, _SETTER))
+        # transformers' bar, which each rank would draw; True: never, None: on a terminal.
+        bar = functools.partial(bars.tqdm, delay=progress.DELAY_S, disable=None if self._comm.rank == 0 else True)
         asynchronous = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its threads would read all experts ahead
         try:
-            with replaced(core_model_loading, _SETTER, setter):
+            with replaced(core_model_loading, _SETTER, setter), replaced(core_model_loading, "tqdm", bar):
                 yield
         finally:
             if asynchronous is None:
@@ -235,11 +239,10 @@ class ShardedLoad:
 
     def read(self) -> LoadReport:
         """Read this rank's slices. Raises CheckpointError on every rank."""
-        show = self._comm.rank == 0 and sum(file.path.stat().st_size for file in self._files) > 1 << 28
 
         def work() -> float:
             with torch.no_grad():
-                return self._placer.read(show=show)
+                return self._placer.read(show=self._comm.rank == 0)
 
         seconds = together(self._comm, "reading of weights", work)
         stored = sum(tensor.nbytes for file in self._files for tensor in file.tensors.values())

@@ -14,6 +14,7 @@ from transformers.utils import logging as bars
 from hf_zero.hf.models.stored import LazyTensor, StoredTensor
 from hf_zero.layout import Piece
 from hf_zero.native.machine import usable_cores
+from hf_zero.progress import progress
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.param_index import ParamIndex, ParamPlace
 from hf_zero.sharding.shard import ShardTensor
@@ -55,15 +56,10 @@ class ShardPlacer:
         num_threads = max(1, min(_MAX_THREADS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         # In the order of the files, whatever the order of the parameters.
         jobs.sort(key=lambda job: (str(job[0].file.path), job[0].offset, job[1]))
-        with (
-            # None: drawn on a terminal only. transformers' own, so that its switch for progress bars counts.
-            bars.tqdm(
-                total=total, unit="B", unit_scale=True, desc="Reading shards", disable=None if show else True
-            ) as progress,
-            ThreadPoolExecutor(num_threads) as pool,
-        ):
+        shown = show and bars.is_progress_bar_enabled()  # transformers' switch counts here too
+        with progress("Reading shards", total, shown=shown) as done, ThreadPoolExecutor(num_threads) as pool:
             for nbytes in pool.map(lambda job: _read_piece(*job), jobs):
-                progress.update(nbytes)
+                done(nbytes)
         self._noted.clear()
         for flat, shard in self._shards.items():
             if shard is not flat.shard:

@@ -36,6 +36,7 @@ from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_b
 from hf_zero.hf.models.restore import restore_weights
 from hf_zero.hf.models.saving import weights_to_save
 from hf_zero.hf.patching import ACTIVATION, PatchPoint
+from hf_zero.hf.trainer.logged_values import LoggedValues
 from hf_zero.hf.trainer.node_folders import agree_on_nodes, one_writer_each, weights_where_asked
 from hf_zero.hf.trainer.out_of_memory import run_attempt
 from hf_zero.hf.trainer.resume import (
@@ -368,7 +369,17 @@ def prepare_for_training(self: Any, orig: Original, plugin: ZeroPlugin, *args: A
     prepared = orig(*args, **kwargs)
     if (engine := _engine(self)) is not None:
         self.deepspeed = engine  # Trainer's own attribute, None elsewhere
+        self._zero_values = LoggedValues(engine) if self.args.report_to else None
     return prepared
+
+
+@_in_place_of("log", "logs", "start_time", needs=_engine)
+def log(self: Any, orig: Original, engine: ZeroEngine, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    """With `report_to`, the values of a training step have ZeRO's own beside them."""
+    values: LoggedValues | None = getattr(self, "_zero_values", None)
+    if values is not None and "loss" in logs:
+        logs.update(values.take())  # in place: Trainer adds to the same dict, and callers look into it
+    orig(logs, *args, **kwargs)
 
 
 @_in_place_of("_get_learning_rate", needs=_engine)

@@ -27,6 +27,7 @@ from hf_zero.optim.offload.host_state import MOMENTS, HostState, Hyper, UpdateJo
 from hf_zero.optim.offload.param_writer import ParamWriter, make_writer, must_stage
 from hf_zero.optim.offload.update_worker import UpdateWorker
 from hf_zero.optim.param_groups import OwnedSlice
+from hf_zero.progress import progress
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.storage import HostStore
 
@@ -88,9 +89,13 @@ class HostAdam:
         for slice_, group in owned:
             self._groups[id(slice_)] = group
             by_accumulator.setdefault(slice_.acc, []).append(slice_)
-        for acc in order:
-            if acc in by_accumulator:
+        mine = [acc for acc in order if acc in by_accumulator]
+        total = sum(acc.flat.layout.shard_numel for acc in mine)
+        shown = any(acc.comm_rank == 0 for acc in mine)
+        with progress("Reserving optimizer states", total, unit="elements", shown=shown) as done:
+            for acc in mine:  # a disk may fill them with zeros
                 self.states[acc] = HostState(acc, by_accumulator[acc], self._settings.moments_dtype)
+                done(acc.flat.layout.shard_numel)
 
     def restart_at(self, step: int) -> None:
         """`step` updates have been made before, in another run."""
