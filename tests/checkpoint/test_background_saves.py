@@ -15,6 +15,7 @@ import pytest
 import transformers
 
 import hf_zero
+from hf_zero.checkpoint import writer
 from hf_zero.checkpoint.manifest import manifest_path, zero_folder
 from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.errors import CheckpointError
@@ -110,6 +111,7 @@ def test_a_slow_writer_stops_nobody(tmp_path: Path) -> None:
 
 def failing_saves(folder: str) -> dict[str, Any]:
     """Rank 1 cannot write the second checkpoint: its disk is full; then its folder is removed below the third."""
+    writer._VISIBLE_WITHIN_S = 0.5  # a removed folder is waited for, as one that a network file system shows late
     engine = start(3, 0, in_background=True)
     steps(engine, 0, 1)
     engine.save_checkpoint(folder, "old", client_state="old")
