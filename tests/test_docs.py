@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import io
+import itertools
 import json
 import os
 import re
@@ -510,14 +511,14 @@ RUNNABLE = [
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=label)
 def test_examples_run(page: Path, tmp_path: Path) -> None:
-    """As printed, on CPU processes."""
+    """As printed, on CPU processes. A text block right behind a command is what it prints."""
     for block in blocks(page):
         if block.word and block.word != "run":
             (tmp_path / block.word).write_text(block.text)
-    for block in blocks(page):
+    for block, following in itertools.zip_longest(blocks(page), blocks(page)[1:]):
         if block.language == "bash" and block.word == "run":
             out = "".join(run_forked(shlex.split(line), tmp_path) for line in block.text.splitlines())
-            expected = next((b.text for b in blocks(page) if b.language == "text" and b.line > block.line), "")
+            expected = following.text if following is not None and following.language == "text" else ""
             for wanted in expected.splitlines():
                 assert wanted in out, f"{wanted!r} was not printed:\n{out}"
 

@@ -206,7 +206,7 @@ class ZeroEngine(ModuleWrapper):
             The loss divided by the accumulation steps: the sum over an accumulation window is the window's mean.
         """
         self.reports.loss(loss)
-        with self.loss_scale.scaled(loss) as scaled:
+        with self.loss_scale.scaled(loss) as scaled, self.reports.backward():
             scaled.backward(**kwargs)
         return loss / self.accumulation_steps
 

@@ -10,6 +10,7 @@ from torch import nn
 from hf_zero.config import FlopsProfilerSection
 
 _WIDTH = 78
+_UNKNOWN = "unknown: use engine.backward(loss)"
 _SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
 _NOTATIONS = """Notations:
 data parallel size (dp_size), model parallel size(mp_size),
@@ -24,6 +25,7 @@ fwd FLOPS
 
 Note: 1. Matrix products, convolutions and attention are counted, wherever they are called; a module has those of the
 modules inside it. 2. The time of a module has the all-gathers inside it, and not that of its own parameters.
+3. Counting takes the host some time for each operation, which the times contain. Compiled layers run uncompiled here.
 """
 
 
@@ -34,9 +36,10 @@ class StepProfile:
     step: int
     world_size: int
     micro_batch: int
+    micro_batches: int  # of the step
     params: int
     forward_flops: int
-    backward_flops: int
+    backward_flops: int | None  # None: the script did not leave the backward to the engine
     forward_s: float
     backward_s: float
     step_s: float
@@ -92,13 +95,17 @@ def _seconds(value: float) -> str:
     return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.2f} us"
 
 
-def _rate(flops: float, seconds: float) -> str:
+def _rate(flops: float | None, seconds: float) -> str:
+    if flops is None:
+        return _UNKNOWN
     return scaled(flops / seconds if seconds > 0 else 0.0, "FLOPS")
 
 
 def _summary(one: StepProfile) -> Iterator[tuple[str, object]]:
-    both, both_s = one.forward_flops + one.backward_flops, one.forward_s + one.backward_s
-    whole_s = both_s + one.step_s
+    backward = one.backward_flops
+    both, both_s = None if backward is None else one.forward_flops + backward, one.forward_s + one.backward_s
+    whole_s = both_s + one.step_s / one.micro_batches  # each micro-batch has its part of the update
+    share = f" = fwd + bwd + step / {one.micro_batches}" if one.micro_batches > 1 else ""
     yield "world size: ", one.world_size
     yield "data parallel size: ", one.world_size
     yield "model parallel size: ", 1
@@ -107,15 +114,15 @@ def _summary(one: StepProfile) -> Iterator[tuple[str, object]]:
     yield "params of model = params per GPU * mp_size: ", scaled(one.params)
     yield "fwd MACs per GPU: ", scaled(one.forward_flops // 2, "MACs")
     yield "fwd flops per GPU: ", scaled(one.forward_flops)
-    yield "bwd flops per GPU: ", scaled(one.backward_flops)
+    yield "bwd flops per GPU: ", _UNKNOWN if backward is None else scaled(backward)
     yield "fwd flops of model = fwd flops per GPU * mp_size: ", scaled(one.forward_flops)
     yield "fwd latency: ", _seconds(one.forward_s)
     yield "fwd FLOPS per GPU = fwd flops per GPU / fwd latency: ", _rate(one.forward_flops, one.forward_s)
     yield "bwd latency: ", _seconds(one.backward_s)
-    yield "bwd FLOPS per GPU = bwd flops per GPU / bwd latency: ", _rate(one.backward_flops, one.backward_s)
+    yield "bwd FLOPS per GPU = bwd flops per GPU / bwd latency: ", _rate(backward, one.backward_s)
     yield "fwd+bwd FLOPS per GPU = fwd+bwd flops per GPU / (fwd+bwd latency): ", _rate(both, both_s)
     yield "step latency: ", _seconds(one.step_s)
-    yield "iter latency: ", _seconds(whole_s)
+    yield f"iter latency{share}: ", _seconds(whole_s)
     yield "FLOPS per GPU = fwd+bwd flops per GPU / iter latency: ", _rate(both, whole_s)
     yield "samples/second: ", round(one.micro_batch * one.world_size / whole_s, 2)
 

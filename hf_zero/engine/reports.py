@@ -6,9 +6,10 @@ one key of the configuration; without any, and on ranks that do not log, nothing
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,13 @@ class Watcher:
 
     def loss(self, loss: torch.Tensor) -> None:
         """That of a micro-batch, as the script gave it to the engine."""
+
+    def backward(self) -> contextlib.AbstractContextManager[None]:
+        """Around a backward that the script leaves to the engine or to accelerate."""
+        return contextlib.nullcontext()
+
+    def forget(self) -> None:
+        """A pass was broken off."""
 
     def close(self) -> None:
         """The engine leaves its model."""
@@ -223,6 +231,14 @@ class Reports:
         for watcher in self._watchers:
             watcher.loss(loss)
 
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """The script leaves a backward to the engine or to accelerate."""
+        with contextlib.ExitStack() as stack:
+            for watcher in self._watchers:
+                stack.enter_context(watcher.backward())
+            yield
+
     def close(self) -> None:
         """The engine leaves its model."""
         for watcher in self._watchers:
@@ -275,6 +291,8 @@ class Reports:
     def forget(self) -> None:
         """A pass was broken off: no micro-batch is under way."""
         self._backward_done = False
+        for watcher in self._watchers:
+            watcher.forget()
 
     def _forward_starts(self) -> None:
         if self._backward_done:  # Trainer and Accelerate call no step between micro-batches

@@ -254,12 +254,14 @@ class ZeroAcceleratorMixin(AcceleratorState):
 
         Where several engines scale, each does so where the gradient enters its model.
         """
-        scaling = [engine.loss_scale for engine in self._engines() if engine.loss_scale.is_used]
-        if len(scaling) != 1:
+        engines = self._engines()
+        scaling = [engine.loss_scale for engine in engines if engine.loss_scale.is_used]
+        with contextlib.ExitStack() as stack:
+            for engine in engines:
+                stack.enter_context(engine.reports.backward())
+            if len(scaling) == 1:
+                loss = stack.enter_context(scaling[0].scaled(loss))
             super().backward(loss, **kwargs)
-            return
-        with scaling[0].scaled(loss) as scaled:
-            super().backward(scaled, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing to do: what is in shards is free of the loss scale."""
