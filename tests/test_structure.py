@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 60
 
 # From the lowest up: a room imports from rooms before it, in functions too. CONTRIBUTING.md tells of them.
 ROOMS = """errors layout progress config native distributed storage sharding runtime activations optim checkpoint
-    engine access estimate hf deepspeed launcher cli run __init__""".split()
+    engine access estimate pipeline hf deepspeed launcher cli run __init__""".split()
 FILES_BESIDE_THE_ROOMS = {"__init__.py", "errors.py", "layout.py", "progress.py", "run.py", "py.typed"}
 # Knows transformers and what is around it; rooms below do not.
 HUGGING_FACE = "hf"

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from hf_zero.activations import active
-from hf_zero.activations.regions import replaced
+from hf_zero.activations.checkpoint import checkpoint as _checkpoint
+from hf_zero.activations.checkpoint import non_reentrant_checkpoint
 from hf_zero.activations.rng_tracker import TRACKER, RNGStates, seed_model_parallel
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolved import ActivationCheckpointing
@@ -85,23 +84,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Tensors in tuples, lists and dicts, and those given by keyword, are inputs too. All else is given as it is.
     """
     return _checkpoint(function, args, kwargs, use_reentrant=True)
-
-
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """As `checkpoint`, for functions whose inputs need no gradient too (their parameters do)."""
-    return _checkpoint(function, args, {}, use_reentrant=False)
-
-
-def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, *, use_reentrant: bool) -> Any:
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-
-    def run(*leaves: Any) -> Any:
-        given, named = pytree.tree_unflatten(leaves, tree)
-        result = function(*given, **named)
-        return tuple(result) if isinstance(result, list) else result
-
-    with replaced():
-        return torch_checkpoint(run, *leaves, use_reentrant=use_reentrant)
 
 
 def get_cuda_rng_tracker() -> RNGStates:
