@@ -20,6 +20,7 @@ _EXPORTS = {
     "StateError": "hf_zero.errors",
     "ZeroConfig": "hf_zero.config",
     "ZeroEngine": "hf_zero.engine.engine",
+    "PipelineModule": "hf_zero.pipeline.module",
     "engine_of": "hf_zero.engine.engine",
     "get_accelerator": "hf_zero.deepspeed.accelerator",
     "add_config_arguments": "hf_zero.deepspeed.script_arguments",
@@ -67,7 +68,7 @@ __all__ = sorted([*_EXPORTS, "__version__"])
 use_engine_class(lambda: importlib.import_module("hf_zero.deepspeed.engine").DeepSpeedEngine)
 
 # Modules that are there as attributes, as with DeepSpeed: hf_zero.zero.Init, hf_zero.comm.get_rank().
-_MODULES = frozenset(["checkpointing", "comm", "ops", "zero"])
+_MODULES = frozenset(["checkpointing", "comm", "ops", "pipe", "pipeline", "zero"])
 names.install()
 
 

@@ -20,6 +20,7 @@ from hf_zero.config.resolved import (
     CheckpointSection,
     FlopsProfilerSection,
     OffloadOptimizer,
+    PipelineSection,
     ResolvedConfig,
     ZeroSection,
 )
@@ -241,6 +242,18 @@ CHECKPOINT = Block(
     },
 )
 
+PIPELINE = Block(
+    always=True,
+    keys={
+        **rows_of(PipelineSection),
+        **dict.fromkeys(
+            ("pipe_partitioned", "grad_partitioned"),
+            no_effect(flag(True), "it is about layers that are split between ranks (tensor parallelism)"),
+        ),
+        "use_reentrant": no_effect(flag(True), "layers are recomputed with and without inputs that need gradients"),
+    },
+)
+
 _SWITCH = Block(free=True, keys={"enabled": flag()})
 _TECHNIQUES = "weight_quantization activation_quantization sparse_pruning row_pruning head_pruning channel_pruning"
 _TP_SIZE = Block(free=True, keys={"tp_size": count(1)})
@@ -272,7 +285,6 @@ REFUSED_BLOCKS: dict[str, Entry] = {
         tensor_parallel=_TP_SIZE,
     ),
     "expert_parallel": refused_block("Remove the block: experts are sharded like other parameters.", enabled=flag()),
-    "pipeline": refused_block("Remove the block: ranks share data only."),
 }
 
 ROOT = Block(
@@ -304,6 +316,7 @@ ROOT = Block(
         "use_data_before_expert_parallelism": no_effect(flag(False), "there is no expert parallelism"),
         "checkpoint": CHECKPOINT,
         "flops_profiler": FLOPS_PROFILER,
+        "pipeline": PIPELINE,
         "timers": Block(
             keys={
                 "throughput": Block(

@@ -19,9 +19,9 @@ from hf_zero.config.optimizers import torch_form
 from hf_zero.config.parse import Parsed
 from hf_zero.config.precision import precision_of
 from hf_zero.config.problems import Problem, Problems, show
-from hf_zero.config.resolved import DEFAULT, FILE, ResolvedConfig
+from hf_zero.config.resolved import DEFAULT, FILE, PipelineSection, ResolvedConfig
 from hf_zero.config.schedules import check_block
-from hf_zero.config.schema import AUTO, BadValue, Block, Key, find, look_up, put, values_of, walk
+from hf_zero.config.schema import AUTO, BadValue, Block, Key, find, look_up, put, rows_of, values_of, walk
 
 # Origins of values, beside FILE and DEFAULT. AUTO_* were "auto" in the file.
 ARGUMENTS = "TrainingArguments"
@@ -64,6 +64,13 @@ def resolve(parsed: Parsed, around: Surroundings) -> Outcome:
     return _Resolver(parsed, around).run()
 
 
+def pipeline_section(values: Mapping[str, Any]) -> PipelineSection:
+    """The pipeline block of what was read."""
+    given = {name: value for name, value in values.get("pipeline", {}).items() if value != AUTO}
+    rows = rows_of(PipelineSection).items()
+    return PipelineSection(**{name: given.get(name, row.default) for name, row in rows if isinstance(row, Key)})
+
+
 class _Resolver:
     def __init__(self, parsed: Parsed, around: Surroundings) -> None:
         self.parsed = parsed
@@ -83,6 +90,7 @@ class _Resolver:
         self._fill_batch()
         refused = refusals(self.values, self.problems)
         cross_problems(self.values, self.around.args, self.problems)
+        self._check_stages()
         problems = tuple(self.problems.without_details_of(refused))
         return Outcome(problems, None if problems else self._config())
 
@@ -92,6 +100,17 @@ class _Resolver:
 
     def _get(self, path: str) -> Any:
         return look_up(self.values, path)
+
+    def _check_stages(self) -> None:
+        model, stages = self.around.model, self._get("pipeline.stages")
+        if model is not None and stages is not None and stages > 1 and not hasattr(model, "num_pipeline_stages"):
+            self.problems.add(
+                "pipeline.stages",
+                stages,
+                f"{type(model).__name__} has no stages: expected a hf_zero.PipelineModule",
+                "Make one of it (hf_zero.pipeline.from_transformers does, of language models) and call "
+                "hf_zero.initialize, or remove the block.",
+            )
 
     # TrainingArguments
 

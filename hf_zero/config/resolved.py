@@ -179,6 +179,18 @@ class ActivationCheckpointing:
 
 
 @dataclass(frozen=True)
+class PipelineSection:
+    """pipeline: how a PipelineModule is split and run. `schedule` and `virtual_stages` are hf_zero's own."""
+
+    stages: int | None = key(count(low=1, auto=True))  # None: the module's own, or one for each process
+    partition: str = key(text("best"))  # "best": the module's own partition_method
+    seed_layers: bool = key(flag(False))  # True: also where the module was made without
+    activation_checkpoint_interval: int = key(count(0))  # 0: the module's own
+    schedule: str = key(choice("1f1b", "1f1b", "gpipe", "interleaved", "zero_bubble"))
+    virtual_stages: int = key(count(1, low=1))  # chunks of layers of each stage; 1: the module's own
+
+
+@dataclass(frozen=True)
 class ZeroSection:
     """zero_optimization. Sizes are in elements."""
 
@@ -239,6 +251,7 @@ class ResolvedConfig(Mapping[str, Any]):
     comet: CometSection = field(default_factory=CometSection)
     comms_logger: CommsLoggerSection = field(default_factory=CommsLoggerSection)
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    pipeline: PipelineSection = field(default_factory=PipelineSection)
     # Made of several keys.
     stage: int
     world_size: int

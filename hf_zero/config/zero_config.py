@@ -10,8 +10,8 @@ from typing import Any
 
 from hf_zero.config.parse import Parsed, parse
 from hf_zero.config.problems import Problem, raise_all
-from hf_zero.config.resolve import Outcome, Surroundings, resolve
-from hf_zero.config.resolved import ResolvedConfig
+from hf_zero.config.resolve import Outcome, Surroundings, pipeline_section, resolve
+from hf_zero.config.resolved import PipelineSection, ResolvedConfig
 from hf_zero.config.schema import AUTO, look_up, put
 
 # Blocks and keys of the file that decide where parameters are and how they are gathered.
@@ -68,6 +68,11 @@ class ZeroConfig:
         """The ZeRO stage, which needs no resolving."""
         stage = self.get("zero_optimization.stage")
         return stage if isinstance(stage, int) else 0
+
+    @property
+    def pipeline(self) -> PipelineSection:
+        """The pipeline block, which needs no resolving: the number of ranks that share data follows from it."""
+        return pipeline_section(self._parsed.values)
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted path as the file has it ("auto" included), under canonical names and types."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_zero.activations.checkpoint import non_reentrant_checkpoint
+from hf_zero.config.resolved import PipelineSection
 from hf_zero.distributed.processes import all_ranks_give, join_processes, wrong_on_all
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.pipeline.layer_partition import split_layers
@@ -98,6 +100,7 @@ class PipelineModule(nn.Module):
         self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
         self.set_checkpoint_interval(activation_checkpoint_interval)
         self.dynamic_shape = dynamic_shape
+        self.running_layer: int | None = None  # which one raised, after an error
         self.micro_offset = 0  # the number of the micro-batch that runs next; who runs them sets it
         self.virtual_stages = virtual_stages
         self.num_stages: int | None = None
@@ -145,6 +148,34 @@ class PipelineModule(nn.Module):
             for line in self.stage_lines():
                 log_start(line)
             logger.info("%s", "\n".join(self.layer_lines()))
+
+    def configure(self, section: PipelineSection) -> None:
+        """Follow the configuration's pipeline block: build, or see that it asks for what there is.
+
+        All ranks must call, before the first forward. Raises ConfigError as `build`, or names what does not agree.
+        """
+        if section.seed_layers:
+            self.seed_layers = True
+        if section.activation_checkpoint_interval:
+            self.set_checkpoint_interval(section.activation_checkpoint_interval)
+        virtual_stages = section.virtual_stages if section.virtual_stages > 1 else None
+        partition = None if section.partition == "best" else section.partition
+        if not self.is_built:
+            self.build(section.stages or join_processes(), virtual_stages=virtual_stages, partition_method=partition)
+            return
+        asked = {
+            "stages": (section.stages, self.num_stages),
+            "virtual_stages": (virtual_stages, self.virtual_stages),
+            "partition": (partition, self.partition_method),
+        }
+        for name, (wanted, there) in asked.items():
+            if wanted not in (None, there):
+                with wrong_on_all("pipeline block"):
+                    raise ConfigError(
+                        f"pipeline.{name} is {wanted!r}, but the PipelineModule was split with {there!r} when it was "
+                        "made. Make the two equal; or leave num_stages and topology out where it is made: the "
+                        "configuration then decides."
+                    )
 
     @property
     def is_built(self) -> bool:
@@ -250,6 +281,10 @@ class PipelineModule(nn.Module):
         stages = self.grid.pipe_parallel_size
         part = next(part for part, stop in enumerate(self.parts[1:]) if layer_idx < stop)
         return part % stages
+
+    def layer_title(self, layer_idx: int) -> str:
+        """A layer for messages: "3 (GPT2Block)"."""
+        return f"{layer_idx} ({self._rows[layer_idx].class_name})"
 
     def get_additional_losses(self) -> dict[str, Any] | None:
         """Losses to report beside the loss, by name: what a subclass returns. None: there are none."""
@@ -360,14 +395,13 @@ class PipelineModule(nn.Module):
     # Running
 
     def _run(self, layers: Sequence[int], micro_offset: int, inputs: Any) -> Any:
-        if not self.seed_layers:
+        with random_states_kept() if self.seed_layers else contextlib.nullcontext():
             for index in layers:
+                self.running_layer = index
+                if self.seed_layers:
+                    self._seed(self.base_seed * (micro_offset + 1) + index)
                 inputs = self._call(index, inputs)
-            return inputs
-        with random_states_kept():
-            for index in layers:
-                self._seed(self.base_seed * (micro_offset + 1) + index)
-                inputs = self._call(index, inputs)
+        self.running_layer = None
         return inputs
 
     def _call(self, index: int, inputs: Any) -> Any:

@@ -63,7 +63,6 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     "datastates_ckpt": ({"host_cache_size": 16}, {}),
     "compile.passes": (["autosp"], []),
     "tensor_parallel": ({"autotp_size": 2}, {"autotp_size": 0}),
-    "pipeline": ({"stages": 2}, {}),
 }
 
 
@@ -202,10 +201,10 @@ def test_saving_on_each_node_turns_the_key_on() -> None:
 
 
 def test_a_refused_block_is_not_told_its_faults() -> None:
-    config = {"pipeline": {"stages": 2, "partition": 3, "nonsense": -1}}
+    config = {"sparse_attention": {"mode": 3, "nonsense": -1}}
     with pytest.raises(ConfigError) as raised:
         ZeroConfig.load(config, defer=True).resolve()
-    assert str(raised.value).startswith("1 problem") and "pipeline = " in str(raised.value)
+    assert str(raised.value).startswith("1 problem") and "sparse_attention = " in str(raised.value)
 
 
 # The optimizer block
