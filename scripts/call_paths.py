@@ -27,7 +27,7 @@ import hf_zero
 from hf_zero.launcher.node import free_port
 
 _PACKAGE = Path(hf_zero.__file__).parent
-_ENDS = ("comm.py:HostWork.__init__", "comm.py:HostWork.wait", ":GradAccumulator.accumulate")
+_ENDS = ("group_work.py:HostWork.__init__", "group_work.py:HostWork.wait", ":GradAccumulator.accumulate")
 _CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0},

@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.config.resolved import DEFAULT
 from hf_zero.deepspeed.engine import DeepSpeedEngine
+from hf_zero.deepspeed.runtime.pipe.engine import DeepSpeedPipelineEngine
 from hf_zero.deepspeed.script_arguments import adopt_local_rank, config_of
 from hf_zero.distributed.processes import init_distributed, join_processes, wrong_on_all
 from hf_zero.engine.engine import ZeroEngine
@@ -26,6 +27,8 @@ from hf_zero.estimate.account import log_account
 from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.deepspeed import choose_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.pipeline.module import PipelineModule
+from hf_zero.pipeline.pipeline_engine import build_stages
 from hf_zero.sharding.partition import check_parameters
 
 logger = logging.getLogger(__name__)
@@ -72,6 +75,31 @@ def initialize(
     Raises:
         ConfigError: Everything that is wrong with the configuration, at once; or there is none, or there are two.
     """
+    model = _check_arguments(model, mpu, mesh_param)
+    loaded = config_of(args, config, config_params)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    adopt_local_rank(args)
+    world_size = build_stages(model, loaded.pipeline) if isinstance(model, PipelineModule) else dist.get_world_size()
+    trains = optimizer is not None or loaded.get("optimizer") is not None
+    brought = {"client_optimizer": optimizer is not None, "client_scheduler": lr_scheduler is not None or not trains}
+    with wrong_on_all("initialize"):
+        resolved = loaded.resolve(model=model, world_size=world_size, **brought)
+        made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)
+    if isinstance(model, PipelineModule):
+        engine: DeepSpeedEngine = DeepSpeedPipelineEngine(model, resolved, train=made is not None)
+    else:
+        engine = _make_engine(model, resolved, train=made is not None, replace=True)
+    sharded = engine.attach_optimizer(made) if made is not None else None
+    _warn_of_no_clipping(engine, resolved)
+    engine.lr_scheduler = choose_scheduler(lr_scheduler, resolved.scheduler, made)
+    loader = None if training_data is None else _make_loader(training_data, engine, collate_fn)
+    if isinstance(engine, DeepSpeedPipelineEngine) and loader is not None:
+        engine.set_dataloader(loader)
+    return engine, sharded, loader, engine.lr_scheduler
+
+
+def _check_arguments(model: nn.Module | None, mpu: Any, mesh_param: Any) -> nn.Module:
+    """The model itself. Raises ConfigError for what `initialize` cannot take."""
     if model is None:
         raise ConfigError("initialize needs a model: hf_zero.initialize(model=..., optimizer=..., config=...)")
     if mpu is not None:
@@ -79,20 +107,7 @@ def initialize(
     if mesh_param is not None:
         raise ConfigError("initialize(mesh_param=...): sequence parallelism beside hf_zero is not supported")
     check_parameters(model := model.module if isinstance(model, ZeroEngine) else model)
-    loaded = config_of(args, config, config_params)
-    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    adopt_local_rank(args)
-    trains = optimizer is not None or loaded.get("optimizer") is not None
-    brought = {"client_optimizer": optimizer is not None, "client_scheduler": lr_scheduler is not None or not trains}
-    with wrong_on_all("initialize"):
-        resolved = loaded.resolve(model=model, world_size=dist.get_world_size(), **brought)
-        made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)
-    engine = _make_engine(model, resolved, train=made is not None, replace=True)
-    sharded = engine.attach_optimizer(made) if made is not None else None
-    _warn_of_no_clipping(engine, resolved)
-    engine.lr_scheduler = choose_scheduler(lr_scheduler, resolved.scheduler, made)
-    loader = None if training_data is None else _make_loader(training_data, engine, collate_fn)
-    return engine, sharded, loader, engine.lr_scheduler
+    return model
 
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -140,7 +155,7 @@ def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool, rep
 
 
 def _warn_of_no_clipping(engine: ZeroEngine, resolved: ResolvedConfig) -> None:
-    if engine.optimizer is not None and engine.rank == 0 and resolved.origins["gradient_clipping"] == DEFAULT:
+    if engine.optimizer is not None and engine.run_comm.rank == 0 and resolved.origins["gradient_clipping"] == DEFAULT:
         logger.warning("gradient_clipping is not set: gradients are not clipped (DeepSpeed 0.19.3 and later: 1.0)")
 
 
@@ -169,6 +184,8 @@ def _make_optimizer(
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     chosen = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    if isinstance(model, PipelineModule) and not chosen:  # all layers of this stage are frozen
+        chosen = [{"params": []}]
     if optimizer is not None:
         return optimizer(chosen)
     if block is None:

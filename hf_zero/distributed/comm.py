@@ -15,8 +15,6 @@ import collections
 import contextlib
 import functools
 import pickle
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -27,9 +25,9 @@ from torch.profiler import record_function
 from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.coalesced import Coalesced
 from hf_zero.distributed.engine_group import EngineGroup
-from hf_zero.distributed.failure_monitor import FIRST_LOOK_S, LOOK_EVERY_S, FailureMonitor
+from hf_zero.distributed.group_work import CLOSED, DeviceWork, HostWork
+from hf_zero.distributed.messages import Messages
 from hf_zero.distributed.peer_memory import Gather, PeerMemory, meet_peers
-from hf_zero.distributed.process_group import Link
 from hf_zero.distributed.processes import (
     backend_for,
     default_device,
@@ -44,7 +42,6 @@ from hf_zero.errors import OffloadError, ZeroError
 # Elements per collective on gloo: larger single calls fall out of the cache.
 _GLOO_BUCKET_NUMEL = 1 << 20
 _MAX_RECEIVE_BUFFERS = 8
-_CLOSED = "its connections were closed"
 # The first message of an object: its length, and as many bytes of it as fit.
 _LENGTH_BYTES = 8
 _FIRST_BYTES = 504
@@ -57,13 +54,16 @@ class Comm:
     """Collectives of one engine over one process group.
 
     Args:
-        group: Ranks that share the model; None means all of them. A group of its own is made from it, so that the
-            engine's collectives never mix with those of a data loader or of accelerate.
+        groups: The world's ranks, split into those that share a model; this rank's group is the one that it is in.
+            None means that all share it. A group of torch's is made for each, so that the engine's collectives never
+            mix with those of a data loader or of accelerate.
         timeout_s: Seconds after which a collective that has not completed raises DivergenceError.
-    All ranks must construct it.
+    All ranks of the world must construct it, with the same groups.
     """
 
-    def __init__(self, device: torch.device, *, group: Any = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, device: torch.device, *, groups: Sequence[Sequence[int]] | None = None, timeout_s: float = 600.0
+    ) -> None:
         self.device = device
         self.computes_on_host = device.type == "cpu"  # the host's memory is the device's
         self.timeout_s = timeout_s
@@ -76,17 +76,17 @@ class Comm:
         self._riders: list[Rider] = []
         self._num_letters = 0
         self._processes: EngineGroup | None = None  # None where this rank is the only one
-        self._join(group)
+        self._join(groups)
 
-    def _join(self, group: Any) -> None:
+    def _join(self, groups: Sequence[Sequence[int]] | None) -> None:
         self.rank, self.world_size, self.backend = 0, 1, "none"
         if not dist.is_initialized():
             return
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        if len(ranks) == 1:
+        groups = [range(dist.get_world_size())] if groups is None else groups
+        if all(len(ranks) == 1 for ranks in groups):
             return
         self.backend = backend_for(self.device)
-        self._processes = EngineGroup(ranks, self.backend, self.timeout_s)
+        self._processes = EngineGroup(groups, self.backend, self.timeout_s)
         self.rank, self.world_size = self._processes.rank, self._processes.world_size
         assert self._processes.link is not None
         self.coalesces = self._processes.link.coalesces(self.device)
@@ -103,13 +103,19 @@ class Comm:
         return self._processes.name if self._processes is not None else ""
 
     @classmethod
-    def join(cls, device: torch.device | None = None, *, group: Any = None, timeout_s: float = 600.0) -> Comm:
+    def join(
+        cls,
+        device: torch.device | None = None,
+        *,
+        groups: Sequence[Sequence[int]] | None = None,
+        timeout_s: float = 600.0,
+    ) -> Comm:
         """For the accelerator of this process, or the CPU, where `device` is None. All ranks must call."""
         device = device or default_device()
         device = torch.device("cpu") if device.type == "cpu" else device  # without the index that "cpu:0" has
         ensure_process_group(device)
         refuse_shared_device(device)
-        return cls(device, group=group, timeout_s=timeout_s)
+        return cls(device, groups=groups, timeout_s=timeout_s)
 
     # ---------------------------------------------------------------- what the runtime needs
     @property
@@ -241,6 +247,14 @@ class Comm:
             return None
         self._num_letters += 1
         return Letters(f"{group.name}/letters/{self._num_letters}", group.ended_ranks, lambda: group.stopped)
+
+    def messages(self) -> Messages | None:
+        """From rank to rank, beside the collectives; None where this rank is alone. All ranks must call."""
+        if self._processes is None:
+            return None
+        link = self._processes.add_gloo_link()
+        link.find_connections(lambda mine: self.all_gather_object(mine, "connections of messages"))
+        return Messages(self._processes, link, self.device)
 
     def confirm(self, what: str) -> None:
         """Raise DivergenceError, on all ranks, if they have started different operations. All ranks must call.
@@ -383,7 +397,7 @@ class Comm:
         try:
             link = group.link
             if link is None:  # another thread has closed it
-                raise RuntimeError(_CLOSED)
+                raise RuntimeError(CLOSED)
             work = call(group=link.group, async_op=True)
         except torch.OutOfMemoryError:  # NCCL allocates when it connects
             raise
@@ -503,108 +517,6 @@ class Comm:
 def _profiled(name: str) -> contextlib.AbstractContextManager[Any]:
     """Inside, a profiler that runs shows `name`. Without one a name would cost 5 us, and 7 ms the first time."""
     return record_function(name) if torch._C._autograd._profiler_enabled() else contextlib.nullcontext()
-
-
-class GroupWork:
-    """An operation of a group that has started, and what is left to do once it is over. `wait` may be called again."""
-
-    _group: EngineGroup
-    _what: str
-    _finish: Finish
-    _is_over = False
-
-    def wait(self) -> None:
-        if self._is_over:
-            return
-        try:
-            if self._group.stopped:
-                raise RuntimeError(_CLOSED)
-            self._until_over()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise self._group.failure(self._what, error) from error
-        self._is_over = True
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-
-    def _until_over(self) -> None:
-        raise NotImplementedError
-
-
-class DeviceWork(GroupWork):
-    """torch's Work for which a stream of the device waits, and not the host."""
-
-    def __init__(self, group: EngineGroup, link: Link, work: Any, what: str, finish: Finish = None) -> None:
-        self._group, self._what, self._finish = group, what, finish
-        self._work = work
-        link.note(self, work)
-
-    def hold_stream(self) -> None:
-        """The current stream goes on when the operation is over. It does not count as waited for."""
-        self._work.wait()
-
-    def _until_over(self) -> None:
-        self._work.wait()
-
-
-class HostWork(GroupWork):
-    """A call over gloo that a thread makes, and leaving off where the wait for it would be in vain.
-
-    When a connection ends, gloo fails the operations that have not begun to use it; one whose bytes were on their way
-    waits on, until the group's timeout, and cannot be called back. So another thread waits, and may be left behind.
-
-    Args:
-        call: Takes torch's group, and returns when all is over.
-    """
-
-    def __init__(self, group: EngineGroup, call: Callable[[Any], object], what: str, finish: Finish = None) -> None:
-        self._group, self._what, self._finish = group, what, finish
-        link = group.control
-        if link is None:  # another thread has closed it
-            raise group.failure(what, RuntimeError(_CLOSED))
-        self._link = link
-        self._call: Callable[[], object] | None = functools.partial(call, link.group)
-        self._error: BaseException | None = None
-        self.ended_at: float | None = None  # of time.perf_counter
-        self._running = threading.Lock()
-        self._running.acquire()
-        link.jobs.put(self.perform)
-
-    def perform(self) -> None:
-        """Called in a thread, once."""
-        assert self._call is not None
-        try:
-            self._call()
-        except BaseException as error:
-            self._error = error
-        self._call = None  # the operations are not kept until the next job
-        self.ended_at = time.perf_counter()
-        self._running.release()
-
-    def _until_over(self) -> None:
-        if not self._running.acquire(timeout=FIRST_LOOK_S):
-            self._wait_and_look()
-        self._running.release()
-        error, self._error = self._error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame: no cycle, which would keep the operations
-
-    def _wait_and_look(self) -> None:
-        """Go on waiting; RuntimeError if a connection ended, or other ranks started other operations."""
-        self._group.check.begin_wait()
-        monitor = FailureMonitor(self._link.connections, self._group.name)
-        pause = FIRST_LOOK_S
-        while True:
-            pause = min(2 * pause, LOOK_EVERY_S)
-            if monitor.look():
-                self._group.look_for_difference()
-            if self._running.acquire(timeout=pause):
-                return
 
 
 def _all_gather(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:

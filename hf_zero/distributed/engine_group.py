@@ -19,16 +19,16 @@ class EngineGroup:
     """A process group of the engine's own, and what all ranks know of each other over it.
 
     Args:
-        ranks: Of the world, those that share the model; two or more.
+        groups: The world's ranks, split into those that share a model: two or more each.
         backend: Of the collectives. What the host waits for (votes, objects) goes over gloo beside it.
     All ranks of the world must construct it, alike.
     """
 
-    def __init__(self, ranks: Sequence[int], backend: str, timeout_s: float) -> None:
-        self._ranks = ranks
+    def __init__(self, groups: Sequence[Sequence[int]], backend: str, timeout_s: float) -> None:
+        self._groups = groups
         self._backend = backend
         self._timeout_s = timeout_s
-        self.world_size = len(ranks)
+        self.world_size = len(next(ranks for ranks in groups if dist.get_rank() in ranks))
         self.log = OperationLog()
         self._connect()
 
@@ -36,10 +36,11 @@ class EngineGroup:
         self._disconnected = threading.Event()
         self._lost: str | None = None  # that it was another rank, which gave no reason
         self.log.clear()
-        self.link: Link | None = Link(self, self._ranks, self._backend, self._timeout_s)
+        self.link: Link | None = Link(self, self._groups, self._backend, self._timeout_s)
         # The link itself where that is gloo
         is_gloo = self._backend == "gloo"
-        self.control: Link | None = self.link if is_gloo else Link(self, self._ranks, "gloo", self._timeout_s)
+        self.control: Link | None = self.link if is_gloo else Link(self, self._groups, "gloo", self._timeout_s)
+        self._more_links: list[Link] = []
         self.name: str = self.link.group.group_name
         self.rank = dist.get_rank(self.link.group)
         store = dist.distributed_c10d._get_default_store
@@ -47,6 +48,11 @@ class EngineGroup:
             monitor = FailureMonitor(self.control.connections, self.name)
             watch_for(monitor, self._others_ended, self._disconnected)
         self.check = OperationCheck(self.log, store, f"hf_zero/{self.name}", self.rank, self.world_size)
+
+    def add_gloo_link(self) -> Link:
+        """Connections beside those of the collectives, which end with them. All ranks must call."""
+        self._more_links.append(Link(self, self._groups, "gloo", self._timeout_s))
+        return self._more_links[-1]
 
     @property
     def stopped(self) -> bool:
@@ -107,8 +113,9 @@ class EngineGroup:
 
     def _take_links(self) -> list[Link]:
         self._disconnected.set()
-        links = [self.link, self.control if self.control is not self.link else None]
+        links = [self.link, self.control if self.control is not self.link else None, *self._more_links]
         self.link = self.control = None
+        self._more_links = []
         return [link for link in links if link is not None]
 
     def reconnect(self) -> None:

@@ -1,7 +1,7 @@
 """A process group of torch, with two ends: after an error, and when nobody needs it any more.
 
 Threads start messages of gloo, which writes into the socket in the thread that sends, while this rank computes; and
-they wait for gloo, and may be left behind: see HostWork in comm.py.
+they wait for gloo, and may be left behind: see HostWork in group_work.py.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Link:
 
     Args:
         owner: Who begins operations; once it is garbage, the link is too.
-        ranks: Of the world, those that are linked.
+        groups: The world's ranks, split into those that are linked.
     """
 
-    def __init__(self, owner: object, ranks: Sequence[int], backend: str, timeout_s: float) -> None:
+    def __init__(self, owner: object, groups: Sequence[Sequence[int]], backend: str, timeout_s: float) -> None:
         _end_forgotten()
         self.is_gloo = backend == "gloo"
         # On a device: who waits for an operation -> torch's Work
         self._works: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
         self.connections = Connections()
-        self.group: Any = dist.new_group(list(ranks), backend=backend, timeout=datetime.timedelta(seconds=timeout_s))
+        self.group: Any = _new_group(groups, backend, datetime.timedelta(seconds=timeout_s))
         self.jobs: Jobs = SimpleQueue()  # a thread calls each; they are begun in this order
         self._threads = [
             threading.Thread(target=_serve, args=(self.jobs,), name="hf_zero-gloo", daemon=True)
@@ -114,6 +114,13 @@ class Link:
             dist.destroy_process_group(self.group)
         else:
             self.group.abort()
+
+
+def _new_group(groups: Sequence[Sequence[int]], backend: str, timeout: datetime.timedelta) -> Any:
+    """The group of this rank. Those of other ranks are made with it: the names of groups are numbers that all ranks
+    count, and stay free of those of groups that have ended."""
+    made = [dist.new_group(list(ranks), backend=backend, timeout=timeout) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
 
 
 def _serve(jobs: Jobs) -> None:

@@ -58,12 +58,15 @@ class ZeroEngine(ModuleWrapper):
         model: Built alike on all ranks, not sharded; rank 0's values win. Changed in place.
         config: Resolved; see ZeroConfig.resolve.
         managed: Trainer or Accelerate accumulates, scales the loss for that, and clips: the engine does neither.
-        group: Ranks that share the model; None means all.
+        groups: The world's ranks, split into those that share a model; None means that all do.
         device: Where parameters live and compute; None takes the accelerator of this process, or the CPU.
         built: Units of this model that were made already (see replace.py); None makes them from the parameters.
         train: False keeps neither masters nor gradients: the model runs, and `replace_engines` makes it trainable.
-    All ranks must construct it. Raises ConfigError, StateError (the model has an engine), DivergenceError.
+    All ranks of the world must construct it.
+    Raises ConfigError, StateError (the model has an engine), DivergenceError.
     """
+
+    reports_class = Reports
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class ZeroEngine(ModuleWrapper):
         config: ResolvedConfig,
         *,
         managed: bool = False,
-        group: Any = None,
+        groups: Sequence[Sequence[int]] | None = None,
         device: torch.device | None = None,
         built: BuiltUnits | None = None,
         train: bool = True,
@@ -83,10 +86,10 @@ class ZeroEngine(ModuleWrapper):
         self.config = config
         self.managed = managed
         self.trains = train
-        self.comm = Comm.join(device, group=group, timeout_s=config.desync_timeout) if built is None else built.comm
+        self.comm = Comm.join(device, groups=groups, timeout_s=config.desync_timeout) if built is None else built.comm
         # Before the model is sharded: what a run writes beside its checkpoints.
-        monitors = open_monitors(config, self.comm, train=train)
-        check_output_file(config, self.comm)
+        monitors = open_monitors(config, self.run_comm, train=train)
+        check_output_file(config, self.run_comm)
         if built is None:
             built = build_units(model, BuildSettings.of(config, train=train), self.comm)
         self.comms_log = open_comms_log(config.comms_logger, self.comm)
@@ -107,17 +110,18 @@ class ZeroEngine(ModuleWrapper):
         self._before_teardown: list[Callable[[ZeroEngine], None]] = []
         self.installs: list[Install] = []
         self.reports = Reports()
-        if train and self.rank == 0:
+        logs = self.run_comm.rank == 0
+        if train and logs:
             samples = lambda: self.config.train_batch_size  # noqa: E731
             watchers: list[Watcher] = []
             if monitors:
                 watchers.append(Monitored(self.schedule, config, monitors, samples))
             if config.flops_profiler.enabled:
                 watchers.append(FlopsProfiler(model, self.units, self.schedule, config, self.device))
-            self.reports = Reports.of(self.schedule, config, self.device, samples, watchers)
+            self.reports = self.reports_class.of(self.schedule, config, self.device, samples, watchers)
             self.on_uninstall(self.reports.close)
         self._attachment = self._attach()
-        if self.rank == 0:
+        if logs:
             announce_engine(config, self.device, self.world_size, self.units, self.reducer, trains=train)
 
     def _attach(self) -> ModelAttachment:
@@ -149,6 +153,11 @@ class ZeroEngine(ModuleWrapper):
     def is_sharded(self) -> bool:
         """Whether parameters are placeholders between uses."""
         return any(unit.on_demand for unit in self.units)
+
+    @property
+    def run_comm(self) -> Comm:
+        """All ranks of the run, the first of which logs: those that share the model, or more."""
+        return self.comm
 
     @property
     def rank(self) -> int:

@@ -78,6 +78,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.guard = guard
         self._after_step = after_step
         self._facts: StepFacts | None = None
+        # The norm of all gradients from that of this model's: other ranks may hold other parts of it.
+        self.norm_of_all: Callable[[float], float] = lambda norm: norm
         self._factor = 1.0  # what clipping multiplies natively updated gradients with, in the update itself
         self.attached: dict[str, dict[FlatParam, ShardTensor]] = {}  # kind -> shards that checkpoints hold too
         self.suspended = ""  # why there can be neither a step nor a checkpoint now
@@ -333,7 +335,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _settle(self, purpose: str = "step") -> StepFacts:
         if self._reducer.shown.collect_all() or self._facts is None:
-            self._facts = self._ballot(purpose=purpose)
+            facts = self._ballot(purpose=purpose)
+            self._facts = dataclasses.replace(facts, norm=self.norm_of_all(facts.norm))
             if self.guard.accepts(self._facts.norm):
                 self.last_norm = self._facts.norm
         return self._facts

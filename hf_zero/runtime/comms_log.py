@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from hf_zero.config import COLLECTIVES
-from hf_zero.distributed.comm import Comm, DeviceWork, HostWork
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.group_work import DeviceWork, HostWork
 from hf_zero.distributed.work import Done, Pending
 from hf_zero.runtime.clocks import clock_of
 

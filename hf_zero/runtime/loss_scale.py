@@ -60,6 +60,15 @@ class LossScale:
         finally:
             self.end_backward()
 
+    @contextlib.contextmanager
+    def received(self) -> Iterator[None]:
+        """Inside, backwards start from gradients of a loss that was multiplied elsewhere, with the same scale."""
+        self._in_loss = True
+        try:
+            yield
+        finally:
+            self.end_backward()
+
     def end_backward(self) -> None:
         self._in_loss = self._entered = False
         if _claimant() is self:

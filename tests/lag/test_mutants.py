@@ -15,7 +15,7 @@ import torch
 
 import hf_zero
 from hf_zero.distributed import processes
-from hf_zero.distributed.comm import DeviceWork
+from hf_zero.distributed.group_work import DeviceWork
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.shard import ShardTensor

@@ -1,0 +1,40 @@
+"""The engine of a pipeline with DeepSpeed's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_zero.deepspeed.engine import DeepSpeedEngine
+from hf_zero.pipeline.pipeline_engine import PipelineEngine
+from hf_zero.pipeline.topology import PipelineGrid
+
+
+class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
+    """What deepspeed.initialize returns for a PipelineModule."""
+
+    @property
+    def grid(self) -> PipelineGrid:
+        """This rank's place among the stages, and DeepSpeed's questions about it."""
+        return self.module.grid
+
+    @property
+    def global_rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a batch: gradient_accumulation_steps."""
+        return self.accumulation_steps
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.train_micro_batch_size_per_gpu()
+
+    def is_pipe_parallel(self) -> bool:
+        """Whether there are several stages."""
+        return self.num_stages > 1
+
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """See PipelineEngine.train_batch. The loss is kept as `agg_train_loss`."""
+        self.agg_train_loss = super().train_batch(data_iter)
+        return self.agg_train_loss

@@ -1,0 +1,394 @@
+"""The engine of one stage of a pipeline: ZeRO among the ranks of the stage, and batches that go through all stages."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from hf_zero.config import ResolvedConfig
+from hf_zero.config.resolved import PipelineSection
+from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.processes import join_processes
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.reports import Event, Reports
+from hf_zero.errors import ConfigError, StateError, ZeroError
+from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.pipeline.batch_run import BatchRun, BatchTimes, Place
+from hf_zero.pipeline.micro_batches import Batch, read_micro_batches
+from hf_zero.pipeline.module import PipelineModule
+from hf_zero.pipeline.stage_passes import StagePasses, scalar_loss
+from hf_zero.pipeline.stage_schedules import Action, bubble_share, forward_order, order_of
+from hf_zero.pipeline.tied_copies import TiedCopies
+from hf_zero.runtime.build import BuildSettings
+from hf_zero.runtime.grad_accumulator import GradAccumulator
+
+
+class BatchReports(Reports):
+    """Of an engine whose micro-batches overlap: a batch counts as one."""
+
+    def _forward_starts(self) -> None:
+        self._notify(Event.FORWARD_STARTS)
+
+
+class PipelineEngine(ZeroEngine):
+    """Trains a PipelineModule, a batch at a time: see `train_batch`.
+
+    `rank`, `world_size` and the optimizer are those of the ranks of this stage, which share its parameters; `world`
+    has all ranks of the run.
+
+    Args:
+        module: Built; each rank has its own stage.
+        config: Of stage 0 or 1. Its batch sizes count the ranks of one stage.
+    All ranks of the run must construct it. Raises ConfigError for what a pipeline cannot do.
+    """
+
+    module: PipelineModule
+    reports_class = BatchReports
+
+    def __init__(self, module: PipelineModule, config: ResolvedConfig, *, train: bool = True, **given: Any) -> None:
+        _refuse(config, module)
+        grid = module.grid
+        ranks = tuple(grid.stage_to_global(stage) for stage in range(grid.pipe_parallel_size))
+        self.place = Place(grid.stage_id, grid.pipe_parallel_size, module.virtual_stages, ranks)
+        self.world = Comm.join(timeout_s=config.desync_timeout)
+        self._messages = self.world.messages() if self.place.num_stages > 1 else None
+        grads = BuildSettings.of(config).grads
+        self._has_ties = bool(ties := module.ties)
+        self._ties = TiedCopies(module, ties, self.place, self._messages, grads)
+        super().__init__(module, config, train=train, groups=grid.dp_groups, **given)
+        self._passes = StagePasses(
+            module, self.loss_scale, weights=self._weights, loss_of=self._loss_of, feed=self._feed
+        )
+        self._data: Callable[[], Iterator[Any]] = _no_data
+        self._batch_fn: Callable[[Any], Any] | None = None
+        self._where: dict[int, tuple[GradAccumulator, int]] = {}  # id of a parameter -> its place
+        self._run: BatchRun | None = None  # under way, or the last one
+        self.times = BatchTimes()  # of the last batch
+        self._ties.publish()
+
+    @property
+    def run_comm(self) -> Comm:
+        return self.world
+
+    # ---------------------------------------------------------------- places
+    @property
+    def num_stages(self) -> int:
+        return self.place.num_stages
+
+    @property
+    def stage_id(self) -> int:
+        return self.place.stage
+
+    def is_first_stage(self) -> bool:
+        return self.place.stage == 0
+
+    def is_last_stage(self) -> bool:
+        return self.place.stage == self.place.num_stages - 1
+
+    # ---------------------------------------------------------------- data
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Set what makes (inputs, labels) of what the data iterator gives."""
+        self._batch_fn = fn
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Set what batches are read from where `train_batch` is given no iterator: again from the start at its end."""
+        endless = _endless(loader)
+        self._data = lambda: endless
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Set what batches are read from where `train_batch` is given no iterator."""
+        self._data = lambda: iterator
+
+    # ---------------------------------------------------------------- batches
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Train on the next `gradient_accumulation_steps` micro-batches, and update. All ranks must call.
+
+        Args:
+            data_iter: Gives (inputs, labels) of a micro-batch, or what `set_batch_fn`'s function makes that of. Read
+                on the first and the last stage, which must find the same; None: what `set_dataloader` has set.
+        Returns:
+            The mean loss over micro-batches and pipelines, on all ranks: 0-dim, on the device.
+        Raises:
+            StopIteration: On all ranks, where the iterator is at its end.
+            StateError: On all ranks: what went wrong on any, with its stage and layer.
+        """
+        if self.optimizer is None:
+            raise StateError(
+                "train_batch: this engine has no optimizer: pass one to hf_zero.initialize, or an optimizer block"
+            )
+        if not self.module.training:
+            self.module.train()
+        count = self.accumulation_steps
+        batch = self._read(data_iter, count)
+        with self._together("train_batch"):
+            run = self._start(batch, around_backward=self._around_backward)
+            self.schedule.micro_steps += count - 1  # `step` counts the last one
+            run.run(self._order(count))
+            loss = self._mean_loss(list(run.results.values()), count)
+            self._keep_times(run)
+            self._ties.collect(self._feed)
+            self.reports.loss(loss)
+            super().step()
+            self._ties.publish()
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Run micro-batches forward, without gradients and in the model's eval mode. All ranks must call.
+
+        Args:
+            return_logits: Return (result, outputs), outputs of the last stage being a list by micro-batch.
+            compute_loss: False: the result is the last stage's output; on other stages None.
+            reduce_output: "avg": the mean over micro-batches, of losses also over pipelines; None: a list of them.
+            bcast_loss: Give the loss to all stages; else only the last one has it.
+            num_micro_batches: None: gradient_accumulation_steps.
+        Raises:
+            As `train_batch`; ConfigError for another `reduce_output`.
+        """
+        if reduce_output not in ("avg", None):
+            raise ConfigError(f'eval_batch(reduce_output={reduce_output!r}): expected "avg" or None')
+        count = num_micro_batches or self.accumulation_steps
+        trained = self.module.training
+        self.module.eval()
+        try:
+            batch = self._read(data_iter, count)
+            with self._together("eval_batch"), torch.no_grad():
+                run = self._start(batch, around_backward=lambda is_last: contextlib.nullcontext())
+                run.run(forward_order(self.num_stages, count, self.place.virtual_stages), wants_loss=compute_loss)
+                self._keep_times(run)
+                outputs = [run.results[micro] for micro in sorted(run.results)]
+                result = self._evaluated(outputs, count, compute_loss, reduce_output, bcast_loss)
+        finally:
+            self.module.train(trained)
+        return (result, outputs) if return_logits else result
+
+    def _evaluated(
+        self, outputs: list[Any], count: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
+    ) -> Any:
+        if compute_loss and reduce_output is not None:
+            mean = self._mean_loss(outputs, count)
+            return mean if bcast_loss or self.is_last_stage() else None
+        if not self.is_last_stage():
+            return None
+        return outputs if reduce_output is None else torch.stack(outputs).mean(0)
+
+    # ---------------------------------------------------------------- what a pipeline has no call for
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _use_train_batch("engine(...)")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _use_train_batch("engine.backward")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _use_train_batch("engine.step")
+
+    # ---------------------------------------------------------------- optimizer
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+        """See ZeroEngine.attach_optimizer: this stage's. Gradients are clipped by the norm over all stages."""
+        self._ties.leave_to_owners(optimizer)
+        sharded = super().attach_optimizer(optimizer)
+        sharded.norm_of_all = self._norm_of_all
+        return sharded
+
+    def _norm_of_all(self, norm: float) -> float:
+        """From the norm of this stage's gradients that of all stages'. All ranks must call."""
+        mine = torch.tensor([norm if self.comm.rank == 0 else 0.0], dtype=torch.float64, device="cpu")
+        return math.sqrt(sum(one * one for one in self.world.vote(mine, "norm of all stages")[:, 0].tolist()))
+
+    # ---------------------------------------------------------------- what was measured
+    def schedule_report(self) -> dict[str, Any]:
+        """What the last batch's schedule came to. All ranks must call.
+
+        Returns:
+            "stages": by stage of this pipeline {"actions": [(action, start, end)] in seconds, "busy", "peak_live"};
+            "seconds"; "idle_share": the part of all ranks' time in which they computed nothing; "bubble_share": what
+            it is by the formula, with equal stages and messages that take no time.
+        """
+        actions = [(str(action), start, end) for action, start, end in self.times.actions]
+        mine = {"actions": actions, "busy": self.times.busy, "peak_live": self.times.peak_live}
+        everyone = self.world.all_gather_object((mine, self.times.total), "schedule report")
+        stages = [everyone[rank][0] for rank in self.place.ranks]
+        seconds = max(everyone[rank][1] for rank in self.place.ranks)
+        busy = sum(stage["busy"] for stage in stages)
+        return {
+            "stages": stages,
+            "seconds": seconds,
+            "idle_share": 1 - busy / (seconds * self.num_stages) if seconds else 0.0,
+            "bubble_share": bubble_share(self.num_stages, self.accumulation_steps, self.place.virtual_stages),
+        }
+
+    # ---------------------------------------------------------------- inside a batch
+    def _read(self, data_iter: Iterator[Any] | None, count: int) -> Batch:
+        reader = self._data if data_iter is None else lambda: data_iter
+        return read_micro_batches(reader, count, self.world, self.place, self._batch_fn)
+
+    def _start(self, batch: Batch, *, around_backward: Callable[[bool], Any]) -> BatchRun:
+        self._passes.begin_batch(self.schedule.micro_steps)
+        self._ties.forget()
+        self._run = run = BatchRun(self._passes, self.place, self._messages, batch, around_backward)
+        return run
+
+    def _order(self, count: int) -> list[Action]:
+        schedule = self.config.pipeline.schedule
+        return order_of(schedule, self.stage_id, self.num_stages, count, self.place.virtual_stages)
+
+    @contextlib.contextmanager
+    def _around_backward(self, is_last: bool) -> Iterator[None]:
+        """Only the last backward of a batch may reduce what it gives, if nothing comes after it."""
+        if is_last and self.place.virtual_stages == 1 and not self._has_ties:
+            yield
+        else:
+            with self.schedule.no_sync():
+                yield
+
+    def _loss_of(self, outputs: Any, labels: Any) -> torch.Tensor:
+        loss_fn = self.module.loss_fn
+        return scalar_loss(outputs if loss_fn is None else loss_fn(outputs, labels), self.stage_id)
+
+    def _mean_loss(self, losses: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+        """Over micro-batches and pipelines. All ranks must call."""
+        mine = (sum(float(loss) for loss in losses), losses[0].dtype) if losses else None
+        found = [one for one in self.world.all_gather_object(mine, "losses") if one is not None]
+        mean = sum(total for total, _ in found) / (len(found) * count)
+        return torch.tensor(mean, dtype=found[0][1], device=self.device)
+
+    def _keep_times(self, run: BatchRun) -> None:
+        self.times = run.times
+        self.times.total = time.perf_counter() - run.began
+
+    # ---------------------------------------------------------------- gradients
+    def _weights(self) -> list[torch.Tensor]:
+        """The leaves of this stage that get gradients."""
+        own: list[torch.Tensor] = [param for param in self.module.parameters() if param.requires_grad]
+        return own + self._ties.weights()
+
+    def _feed(self, weight: torch.Tensor, grad: torch.Tensor) -> None:
+        """Take the gradient of a weight that autograd did not hand on."""
+        if not isinstance(weight, torch.nn.Parameter):
+            return self._ties.add(weight, grad)
+        if id(weight) not in self._where:
+            for acc in self.reducer.accumulators:
+                self._where.update((id(param), (acc, index)) for index, param in enumerate(acc.flat.params))
+        acc, index = self._where[id(weight)]
+        acc.accumulate(index, grad)
+        acc.end_backward()
+
+    # ---------------------------------------------------------------- failures
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """An error of this rank inside stops all ranks, which raise it too."""
+        try:
+            yield
+        except StopIteration:
+            raise
+        except ZeroError as error:
+            self._abandon(error)
+            raise
+        except Exception as error:
+            where = f"rank {self.world.rank}, stage {self.stage_id} of {self.num_stages}, {self._doing(what)}"
+            reason = StateError(f"{where}: {type(error).__name__}: {error}")
+            self._abandon(reason)
+            raise reason from error
+
+    def _abandon(self, reason: ZeroError) -> None:
+        for comm in (self.world, self.comm):
+            comm.abandon(reason)
+
+    def _doing(self, what: str) -> str:
+        """What this rank is at, for an error."""
+        action = None if self._run is None else self._run.doing
+        if action is None:
+            return what
+        layers, layer = self.module.chunk_layers(action.chunk), self.module.running_layer
+        where = f"layers {layers[0]} to {layers[-1]}" if layer is None else f"layer {self.module.layer_title(layer)}"
+        return f"{action.kind.name.lower().replace('_', ' of ')} of micro-batch {action.micro}, {where}"
+
+    # ---------------------------------------------------------------- end
+    def teardown(self) -> None:
+        """See ZeroEngine.teardown: this rank's stage is a plain module again."""
+        super().teardown()
+        self._ties.restore()
+        if self._messages is not None:
+            self._messages.close()
+        if self.world is not self.comm:
+            self.world.end(is_shared=False)
+
+
+def build_stages(module: PipelineModule, section: PipelineSection) -> int:
+    """Apply the `pipeline` block to a module; returns the number of ranks of each stage. All ranks must call.
+
+    Raises:
+        ConfigError: The block and the module say different things, or the layers cannot be split so.
+    """
+    if section.seed_layers:
+        module.seed_layers = True
+    if section.activation_checkpoint_interval:
+        module.set_checkpoint_interval(section.activation_checkpoint_interval)
+    chunks = section.virtual_stages if section.virtual_stages > 1 else None
+    if not module.is_built:
+        stages = section.stages or join_processes()
+        method = None if section.partition == "best" else section.partition
+        module.build(stages, virtual_stages=chunks, partition_method=method)
+    for name, asked, built in (
+        ("stages", section.stages, module.num_stages),
+        ("virtual_stages", chunks, module.virtual_stages),
+    ):
+        if asked not in (None, built):
+            raise ConfigError(
+                f"pipeline.{name} is {asked}, but the PipelineModule was made with {built}: give it in one place only"
+            )
+    return module.grid.data_parallel_size
+
+
+def _refuse(config: ResolvedConfig, module: PipelineModule) -> None:
+    """Raise ConfigError for what a pipeline cannot do."""
+    chunks, schedule = module.virtual_stages, config.pipeline.schedule
+    problems = []
+    if config.stage > 1:
+        problems.append(
+            f"zero_optimization.stage is {config.stage}: a pipeline takes 0 or 1. Several micro-batches are in a "
+            "stage at once, and each of their backwards would have to reduce gradients (stage 2) or gather parameters "
+            "(stage 3) again, which costs more than the memory is worth: add stages to the pipeline instead."
+        )
+    if schedule == "interleaved" and chunks < 2:
+        problems.append('pipeline.schedule "interleaved" needs pipeline.virtual_stages of 2 or more.')
+    if schedule == "zero_bubble" and chunks > 1:
+        problems.append(f'pipeline.schedule "zero_bubble" goes with pipeline.virtual_stages 1, not {chunks}.')
+    if config.flops_profiler.enabled:
+        problems.append("flops_profiler counts one model in one process: turn it off for a pipeline.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _no_data() -> Iterator[Any]:
+    raise StateError("no data: give train_batch an iterator, or call engine.set_dataloader first")
+
+
+def _endless(loader: Any) -> Iterator[Any]:
+    while True:
+        is_empty = True
+        for given in loader:
+            is_empty = False
+            yield given
+        if is_empty:
+            return
+
+
+def _use_train_batch(call: str) -> StateError:
+    return StateError(
+        f"{call}: a pipeline runs whole batches, whose micro-batches are in several stages at once.\n"
+        "Call engine.train_batch(data_iter) in the place of forward, backward and step, and engine.eval_batch to "
+        "evaluate."
+    )

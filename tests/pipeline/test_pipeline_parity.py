@@ -1,0 +1,148 @@
+"""A pipeline trains as one process does: every schedule, 1 to 4 stages, 1 and 2 pipelines, ZeRO 0 and 1, in fp64.
+
+One job of ranks for each number of them runs all its settings, one engine after another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.pipeline.module import PipelineModule
+from hf_zero.pipeline.stage_schedules import order_of, peak_live
+from tests.harness.ranks import run_ranks
+from tests.pipeline import models
+
+SEED = 7
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
+# Of the combinations, as many as there is time for; scripts/pipeline_matrix.py runs all of them.
+SAMPLE = {1: 8, 2: 28, 3: 10, 4: 16}
+
+
+@dataclass(frozen=True)
+class Setting:
+    stages: int
+    schedule: str
+    micros: int
+    pipelines: int
+    zero: int
+    variant: str
+
+    @property
+    def chunks(self) -> int:
+        return 2 if self.schedule == "interleaved" else 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank found."""
+
+    stage: int
+    peak_live: int
+    trained: models.Trained
+
+
+def settings_for(world_size: int) -> list[Setting]:
+    """All combinations. Those that lie next to each other in the list differ in most values."""
+    found = []
+    for stages in (stages for stages in range(1, 5) if world_size in (stages, 2 * stages)):
+        pipelines = world_size // stages
+        micros = sorted({1, stages, 2 * stages + 1})
+        combined = itertools.product(SCHEDULES, micros, (0, 1), models.VARIANTS)
+        for schedule, count, zero, variant in combined:
+            if schedule != "interleaved" or 2 * stages <= models.LAYERS + 2:
+                found.append(Setting(stages, schedule, count, pipelines, zero, variant))
+    random.Random(world_size).shuffle(found)
+    return found
+
+
+def run_all(settings: list[Setting]) -> list[Outcome]:
+    torch.set_default_dtype(torch.float64)
+    return [run_one(setting) for setting in settings]
+
+
+def run_one(setting: Setting) -> Outcome:
+    torch.manual_seed(SEED)
+    options = models.options_of(setting.variant)
+    module = PipelineModule(
+        models.layers_of(setting.variant), num_stages=setting.stages, virtual_stages=setting.chunks, **options
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": setting.micros,
+        "gradient_clipping": models.CLIP,
+        "zero_optimization": {"stage": setting.zero},
+        "pipeline": {"schedule": setting.schedule},
+    }
+    engine, *_ = hf_zero.initialize(
+        model=module, optimizer=lambda params: torch.optim.AdamW(params, lr=models.RATE), config=config
+    )
+    losses, norms = [], []
+    for batch in models.batches(models.STEPS, setting.pipelines, setting.micros):
+        losses.append(engine.train_batch(iter(batch[module.grid.data_parallel_id])).item())
+        norms.append(engine.get_global_grad_norm())
+    peak = engine.times.peak_live
+    engine.teardown()
+    weights = {name: param.detach().clone() for name, param in module.named_parameters()}
+    return Outcome(engine.stage_id, peak, models.Trained(losses, norms, weights))
+
+
+def alone(setting: Setting) -> models.Trained:
+    torch.manual_seed(SEED)
+    module = PipelineModule(
+        models.layers_of(setting.variant), num_stages=1, stage=0, **models.options_of(setting.variant)
+    )
+    return models.train_alone(module, setting.pipelines, setting.micros)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def runs(request: pytest.FixtureRequest) -> list[tuple[Setting, list[Outcome]]]:
+    settings = settings_for(request.param)[: SAMPLE[request.param]]
+    by_rank = run_ranks(run_all, request.param, settings, timeout=180)
+    return list(zip(settings, zip(*by_rank, strict=True), strict=True))
+
+
+@pytest.fixture()
+def in_doubles() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("in_doubles")
+def test_it_trains_as_one_process_does(runs: list[tuple[Setting, list[Outcome]]]) -> None:
+    for setting, outcomes in runs:
+        check_equal(setting, outcomes)
+
+
+def check_equal(setting: Setting, outcomes: Sequence[Outcome]) -> None:
+    """Losses, norms and all parameters are those of one process, which has moved."""
+    expected = alone(setting)
+    for outcome in outcomes:
+        assert outcome.trained.losses == pytest.approx(expected.losses, abs=1e-9, rel=0), setting
+        assert outcome.trained.norms == pytest.approx(expected.norms, abs=1e-9, rel=0), setting
+        for name, value in outcome.trained.weights.items():
+            torch.testing.assert_close(value, expected.weights[name], rtol=0, atol=1e-9)
+    assert expected.weights.keys() == {name for outcome in outcomes for name in outcome.trained.weights}, setting
+    assert expected.losses[0] != expected.losses[-1], setting
+
+
+def test_the_activations_that_live_are_those_of_the_schedule(runs: list[tuple[Setting, list[Outcome]]]) -> None:
+    for setting, outcomes in runs:
+        if setting.variant == "frozen":  # a stage without gradients frees what it has at once
+            continue
+        for outcome in outcomes:
+            order = order_of(setting.schedule, outcome.stage, setting.stages, setting.micros, setting.chunks)
+            assert outcome.peak_live <= peak_live(order), setting
+            if setting.schedule == "gpipe":
+                assert outcome.peak_live == setting.micros, setting
+            if setting.schedule == "1f1b":
+                assert outcome.peak_live == min(setting.micros, setting.stages - outcome.stage), setting
