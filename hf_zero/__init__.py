@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from hf_zero import pipeline
 from hf_zero.deepspeed import names
 from hf_zero.engine.factory import use_engine_class
 
@@ -68,8 +69,11 @@ __all__ = sorted([*_EXPORTS, "__version__"])
 use_engine_class(lambda: importlib.import_module("hf_zero.deepspeed.engine").DeepSpeedEngine)
 
 # Modules that are there as attributes, as with DeepSpeed: hf_zero.zero.Init, hf_zero.comm.get_rank().
-_MODULES = frozenset(["checkpointing", "comm", "ops", "pipe", "pipeline", "zero"])
+_MODULES = frozenset(["checkpointing", "comm", "ops", "pipe", "zero"])
 names.install()
+pipeline.offer(
+    "from_transformers", lambda: importlib.import_module("hf_zero.hf.models.pipeline_models").from_transformers
+)
 
 
 def __getattr__(name: str) -> Any:

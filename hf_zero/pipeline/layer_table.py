@@ -66,11 +66,11 @@ def describe_layers(layers: Sequence[Layer]) -> list[LayerRow]:
 
 
 def class_name(layer: Layer) -> str:
-    """Of a layer's module, or the name of a function."""
+    """Of a layer's module, or the name of a function. A module may say as `layer_class` whose it stands for."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     if isinstance(layer, nn.Module):
-        return type(layer).__name__
+        return str(getattr(layer, "layer_class", type(layer).__name__))
     return getattr(layer, "__name__", type(layer).__name__)
 
 

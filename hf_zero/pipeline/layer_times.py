@@ -67,8 +67,18 @@ def _function_of(layer: Layer, built: dict[str, nn.Module], device: torch.device
     if isinstance(layer, LayerSpec):
         return layer.build().to(device)
     if isinstance(layer, nn.Module) and any(param.device != device for param in layer.parameters()):
-        return copy.deepcopy(layer).to(device)
+        return _copy(layer, device)
     return layer
+
+
+def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
+    """On the device, with zeros for parameters that have no values yet."""
+    copied = copy.deepcopy(layer)
+    for module in copied.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param.is_meta:
+                module._parameters[name] = nn.Parameter(torch.zeros_like(param, device=device))
+    return copied.to(device)
 
 
 def _run(function: Callable[[Any], Any], inputs: Any) -> Any:

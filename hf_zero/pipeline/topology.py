@@ -160,8 +160,9 @@ class PipelineGrid:
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """The rank of a stage in this rank's pipeline; `data` names another pipeline."""
-        coord = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **kwargs)
-        return self._topo.get_rank(**coord._asdict())
+        coord = self._topo.get_coord(self.global_rank)._asdict() | {"pipe": stage_id}
+        alone = {axis: index for axis, index in kwargs.items() if axis not in coord and index == 0}
+        return self._topo.get_rank(**coord | {axis: index for axis, index in kwargs.items() if axis not in alone})
 
     def topology(self) -> ProcessTopology:
         return self._topo

@@ -14,6 +14,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.pipeline.layer_spec import LayerSpec
 from hf_zero.pipeline.module import PipelineModule
+from hf_zero.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from tests.harness.ranks import run_ranks
 
 
@@ -89,7 +90,7 @@ def test_a_module_follows_the_block() -> None:
         ("pipeline", "LayerSpec PipeDataParallelTopology PipelineGrid PipelineModule TiedLayerSpec"),
         ("runtime.pipe", "LayerSpec PipelineModule ProcessTopology TiedLayerSpec"),
         ("runtime.pipe.module", "LayerSpec PipelineModule TiedLayerSpec"),
-        ("runtime.pipe.topology", "PipeDataParallelTopology PipelineParallelGrid ProcessTopology"),
+        ("runtime.pipe.topology", "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"),
     ],
 )
 def test_names_are_where_scripts_import_them_from(path: str, names: str) -> None:
@@ -113,6 +114,8 @@ class Sleepy(nn.Linear):
 
 def split_among_processes() -> dict[str, Any]:
     two = PipelineModule(layers(), 2)
+    grid = PipelineParallelGrid(topology=PipeDataParallelTopology(num_pp=2, num_dp=2))
+    assert (grid.dp_group, grid.pp_group) == (two.grid.dp_group, two.grid.pp_group)
     sleepy = [LayerSpec(Sleepy, 2, 2), *layers(4)]
     measured = PipelineModule(sleepy, 2, partition_method="profile")
     auto = PipelineModule(layers())

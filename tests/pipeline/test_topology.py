@@ -46,6 +46,16 @@ def test_a_grid_has_the_lines_through_its_rank() -> None:
     assert grid.stage_to_global(2, data=0) == 4
     assert grid.p2p_groups[3] == [3, 5] and grid.p2p_groups[5] == [5, 1]
     assert not grid.is_first_stage and not grid.is_last_stage
+    with pytest.raises(ValueError, match=r"pipe=1, data=2.* lies outside"):
+        grid.stage_to_global(1, data=2)
+
+
+def test_a_topology_of_stages_alone_has_one_pipeline() -> None:
+    grid = PipelineGrid(ProcessTopology(["pipe"], [3]), rank=1, world_size=3)
+    assert (grid.data_parallel_size, grid.data_parallel_id, grid.dp_group) == (1, 0, [1])
+    assert grid.stage_to_global(2, data=0) == 2
+    with pytest.raises(ValueError, match="needs a coordinate"):
+        grid.stage_to_global(2, data=1)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from hf_zero.sharding.unit import gather_resident
 
 logger = logging.getLogger(__name__)
 
-_SETTER = "set_param_for_module"
+SETTER = "set_param_for_module"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ class ShardedLoad:
         key_of = {match.name: key for key, match in names.items() if match.pattern is None}
         tied = self._model.all_tied_weights_keys.items()
         pairs = [(key_of[name], key_of[other]) for name, other in tied if {name, other} <= key_of.keys()]
-        same = [self._my_slice_is_equal(stored[first], stored[second]) for first, second in pairs]
+        rank, world_size = self._comm.rank, self._comm.world_size
+        same = [slice_is_equal(stored[first], stored[second], rank, world_size) for first, second in pairs]
         if not pairs:
             return dict(stored)
         mine = torch.tensor([float(one) for one in same], dtype=torch.float64, device="cpu")
@@ -178,23 +179,10 @@ class ShardedLoad:
         twice = {pair[0] for pair, equal in zip(pairs, votes.all(0).tolist(), strict=True) if equal}
         return {key: value for key, value in stored.items() if key not in twice}
 
-    def _my_slice_is_equal(self, first: Any, second: Any) -> bool:
-        if tuple(first.shape) != tuple(second.shape) or first.dtype != second.dtype:
-            return False
-        numel = int(torch.Size(first.shape).numel())
-        low = numel * self._comm.rank // self._comm.world_size
-        high = numel * (self._comm.rank + 1) // self._comm.world_size
-        step = 1 << 20
-        for at in range(low, high, step):
-            count = min(step, high - at)
-            if not torch.equal(_elements(first, at, count), _elements(second, at, count)):
-                return False
-        return True
-
     def _replace_parameters(self, present: set[str]) -> None:
         """Put parameters of the compute device into the model, with neither memory nor values."""
         made: dict[int, nn.Parameter] = {}
-        dtype_of = _dtype_rule(self._load_config)
+        dtype_of = dtype_rule(self._load_config)
         for module, name, live, param in _places(self._model):
             if not param.is_floating_point():
                 continue
@@ -208,13 +196,13 @@ class ShardedLoad:
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:
         """Inside, what transformers' loader puts into the model is placed into the shards."""
-        setter = functools.partial(self._set, getattr(core_model_loading, _SETTER))
+        setter = functools.partial(self._set, getattr(core_model_loading, SETTER))
         # transformers' bar, which each rank would draw; True: never, None: on a terminal.
         bar = functools.partial(bars.tqdm, delay=progress.DELAY_S, disable=None if self._comm.rank == 0 else True)
         asynchronous = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its threads would read all experts ahead
         try:
-            with replaced(core_model_loading, _SETTER, setter), replaced(core_model_loading, "tqdm", bar):
+            with replaced(core_model_loading, SETTER, setter), replaced(core_model_loading, "tqdm", bar):
                 yield
         finally:
             if asynchronous is None:
@@ -297,7 +285,7 @@ def _quietly_tie(model: PreTrainedModel, missing: set[str]) -> None:
         log.setLevel(before)
 
 
-def _dtype_rule(load_config: Any) -> Callable[[str, torch.dtype], torch.dtype]:
+def dtype_rule(load_config: Any) -> Callable[[str, torch.dtype], torch.dtype]:
     """The type that transformers' loader gives to a stored parameter of a live name and a type on meta."""
     plan = load_config.dtype_plan or {}
     if not plan:
@@ -310,6 +298,20 @@ def _dtype_rule(load_config: Any) -> Callable[[str, torch.dtype], torch.dtype]:
         return chosen
 
     return rule
+
+
+def slice_is_equal(first: Any, second: Any, rank: int, world_size: int) -> bool:
+    """Whether two tensors, stored or full, have one shape and type, and are equal in this rank's share of elements."""
+    if tuple(first.shape) != tuple(second.shape) or first.dtype != second.dtype:
+        return False
+    numel = int(torch.Size(first.shape).numel())
+    low, high = numel * rank // world_size, numel * (rank + 1) // world_size
+    step = 1 << 20
+    for at in range(low, high, step):
+        count = min(step, high - at)
+        if not torch.equal(_elements(first, at, count), _elements(second, at, count)):
+            return False
+    return True
 
 
 def _elements(value: Any, start: int, numel: int) -> torch.Tensor:
