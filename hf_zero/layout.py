@@ -32,7 +32,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-FORMAT_VERSION = 2
+# The newest that is read. Version 3 has `first_rank`; it is written where the ranks are stages of a pipeline, else 2.
+FORMAT_VERSION = 3
 
 # Elements. 16 bytes in 16-bit types: what vectorised kernels and NCCL want a tensor to start at.
 ALIGN = 8
@@ -119,6 +120,7 @@ class UnitLayout:
     bucket_numel: int  # a multiple of world_size
     slots: tuple[Slot, ...]
     padded_numel: int  # a multiple of world_size; of world_size * ALIGN in what `build` makes
+    first_rank: int = 0  # in a checkpoint: shard r is in the file of rank first_rank + r
     _by_name: dict[str, Slot] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -247,6 +249,7 @@ class UnitLayout:
             "bucket_numel": self.bucket_numel,
             "padded_numel": self.padded_numel,
             "slots": [[slot.name, list(slot.shape), slot.offset] for slot in self.slots],
+            **({"first_rank": self.first_rank} if self.first_rank else {}),
         }
 
     @classmethod
@@ -260,6 +263,7 @@ class UnitLayout:
             data["bucket_numel"],
             slots,
             data["padded_numel"],
+            data.get("first_rank", 0),
         )
 
 

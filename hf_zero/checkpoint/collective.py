@@ -57,7 +57,7 @@ from hf_zero.checkpoint.writer import (
 )
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import Slice
+from hf_zero.layout import Slice, UnitLayout
 from hf_zero.optim.param_groups import OwnedSlice
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.updates.elementwise import FileState
@@ -92,10 +92,48 @@ class Session:
     def flats(self) -> list[FlatParam]:
         return [flat for unit in self.units for flat in unit.flats]
 
+    # What a pipeline's sessions answer otherwise: their ranks hold different layers.
     @property
     def num_writers(self) -> int:
         """Ranks that hold a shard each; 1 where every rank holds everything."""
         return max((flat.layout.world_size for flat in self.flats), default=1)
+
+    @property
+    def file_number(self) -> int | None:
+        """Of the file that this rank writes; None if lower ranks hold everything that it holds."""
+        return self.comm.rank if self.comm.rank < self.num_writers else None
+
+    @property
+    def saves_copies(self) -> bool:
+        """Whether this rank saves what others hold as well: frozen parameters that are not sharded, buffers."""
+        return self.comm.rank == 0
+
+    @property
+    def layouts(self) -> tuple[UnitLayout, ...]:
+        """Of all parameters, as in the checkpoint."""
+        return tuple(flat.layout for flat in self.flats)
+
+    def tensor_infos(self) -> tuple[TensorInfo, ...]:
+        """Of all parameters, in the order of the state dict."""
+        dtypes = {slot.name: flat.layout.dtype for flat in self.flats for slot in flat.layout.slots}
+        named = [(clean_name(path), param) for path, param in self.model.named_parameters()]
+        return tuple(TensorInfo(name, tuple(param.shape), dtypes[name]) for name, param in named if name in dtypes)
+
+    def tied(self) -> dict[str, str]:
+        """Other name -> the name that the parameter has in `tensor_infos`."""
+        return tied_names(self.model)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups: their hyperparameters count."""
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def shapes_in_no_unit(self) -> dict[str, tuple[int, ...]]:
+        """Of what the checkpoint holds beside the layouts."""
+        return {name: tuple(value.shape) for name, value in in_no_unit(self)}
+
+    def in_first_file(self, copies: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this rank writes of tensors that the first file holds; `copies` are its own. All ranks must call."""
+        return copies
 
 
 @dataclass(frozen=True)
@@ -122,7 +160,7 @@ class _Saved:
         self._info = info
         self._states: list[SliceState] = []
         self._buffers: dict[str, torch.Tensor] = {}
-        self.is_mine = session.comm.rank < session.num_writers  # else lower ranks hold everything
+        self.is_mine = session.file_number is not None
 
     def collect(self) -> bool:
         """Find what is to be written, and refuse what cannot be; return whether none of it is on a disk."""
@@ -131,14 +169,19 @@ class _Saved:
             self._states, self._buffers = [*_slice_states(self._session)], _model_buffers(self._session)
         return not _is_on_disk(self._states)
 
+    def exchange(self) -> None:
+        """Move what the first file holds to the rank that writes it. All ranks must call."""
+        self._buffers = self._session.in_first_file(self._buffers)
+
     def copy(self, background: BackgroundSaves) -> None:
         """Write a copy, which the training does not change."""
         self._states, self._buffers = background.copy(self._states, self._buffers)
 
     def write(self, save_id: str, bar: str = "") -> FileRecord:
         wait_for_folder(self._folder)
-        rank, parts = self._session.comm.rank, (self._states, self._buffers)
-        return write_rank_file(self._folder, rank, *parts, save_id=save_id, info=self._info, bar=bar)
+        number, parts = self._session.file_number, (self._states, self._buffers)
+        assert number is not None
+        return write_rank_file(self._folder, number, *parts, save_id=save_id, info=self._info, bar=bar)
 
 
 def _is_on_disk(states: Sequence[SliceState]) -> bool:
@@ -152,7 +195,7 @@ def snapshot_bytes(session: Session) -> int:
 
     0 where it would make none, and where only the save itself finds out what there is to write.
     """
-    if session.comm.rank >= session.num_writers:
+    if session.file_number is None:
         return 0
     try:
         states = [*_slice_states(session)]
@@ -189,6 +232,7 @@ def save(
     info = _info(session, client_state, _shared(session))
     saved = _Saved(session, folder, info)
     in_memory = all(together(comm, "checkpoint contents", saved.collect))
+    saved.exchange()
     committers = find_committers(comm, zero_folder(folder)) if session.node_local else [0] * comm.world_size
     commits = is_committer(comm, committers)
 
@@ -225,11 +269,12 @@ def _shared(session: Session) -> dict[str, Any]:
     shared: dict[str, Any] = {}
     if session.exclude_frozen:
         shared[FROZEN_DIGESTS] = full_digests(comm, _frozen_shards(session))
-    if optimizer is not None and len(optimizer.param_groups) > 1:
+    if optimizer is not None and len(session.groups()) > 1:
         by_rank = together(comm, "parameter groups", lambda: group_numbers(optimizer))
         shared[GROUP_OF] = {name: number for mine in by_rank for name, number in mine.items()}
     if session.node_local:
-        shared[HOSTS] = comm.all_gather_object(socket.gethostname(), "hosts")[: session.num_writers]
+        hosts = dict(comm.all_gather_object((session.file_number, socket.gethostname()), "hosts"))
+        shared[HOSTS] = [hosts[number] for number in range(session.num_writers)]
     return shared
 
 
@@ -254,7 +299,7 @@ def _frozen_shards(session: Session) -> FrozenShards:
     return [
         (slice_, _readable(flat.shard, slice_))
         for flat in session.flats
-        if flat.master is None and (flat.layout.world_size > 1 or session.comm.rank == 0)
+        if flat.master is None and (flat.layout.world_size > 1 or session.saves_copies)
         for slice_ in flat.layout.slices(flat.rank)
     ]
 
@@ -262,10 +307,6 @@ def _frozen_shards(session: Session) -> FrozenShards:
 def _info(session: Session, client_state: Any, shared: dict[str, Any]) -> SaveInfo:
     """`shared`: entries of `extra` that the ranks have agreed on."""
     optimizer = session.optimizer
-    layouts = tuple(flat.layout for flat in session.flats)
-    dtypes = {slot.name: layout.dtype for layout in layouts for slot in layout.slots}
-    named = [(clean_name(path), param) for path, param in session.model.named_parameters()]
-    groups = [] if optimizer is None else optimizer.param_groups
     extra: dict[str, Any] = {"processes": session.comm.world_size, **shared}
     extra.update(scheduler_content(session.lr_scheduler))
     if optimizer is not None:
@@ -275,10 +316,12 @@ def _info(session: Session, client_state: Any, shared: dict[str, Any]) -> SaveIn
     return SaveInfo(
         world_size=session.num_writers,
         stage=session.stage,
-        layouts=layouts,
-        params=tuple(TensorInfo(name, tuple(param.shape), dtypes[name]) for name, param in named if name in dtypes),
-        tied=tied_names(session.model),
-        param_groups=[{key: plain(value) for key, value in group.items() if key != "params"} for group in groups],
+        layouts=session.layouts,
+        params=session.tensor_infos(),
+        tied=session.tied(),
+        param_groups=[
+            {key: plain(value) for key, value in group.items() if key != "params"} for group in session.groups()
+        ],
         global_step=session.global_step,
         client_state=client_state,
         extra=extra,
@@ -286,14 +329,14 @@ def _info(session: Session, client_state: Any, shared: dict[str, Any]) -> SaveIn
 
 
 def _model_buffers(session: Session) -> dict[str, torch.Tensor]:
-    """Persistent buffers, and what else is in no unit; rank 0 saves them for all."""
-    if session.comm.rank != 0:
+    """Persistent buffers, and what else is in no unit; one rank saves them for all."""
+    if not session.saves_copies:
         return {}
-    found = dict(_in_no_unit(session))
+    found = dict(in_no_unit(session))
     return found | {f"{name}{STATE_MARK}{kind}": value for (name, kind), value in session.file_state.odd.items()}
 
 
-def _in_no_unit(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+def in_no_unit(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
     """Persistent buffers, and parameters that are no floats (frozen ones, so not where these are left out)."""
     for path, module in session.model.named_modules():
         for name, value in module._buffers.items():
@@ -400,9 +443,9 @@ def _bytes_to_load(session: Session, reader: CheckpointReader, parts: Parts) -> 
 
 def _differences(session: Session, reader: CheckpointReader, parts: Parts) -> list[str]:
     flats = session.flats
-    said = differences.of_names(reader, flats) + differences.of_weights(reader, flats)
+    said = differences.of_names(reader, session.layouts) + differences.of_weights(reader, flats)
     if parts.optimizer and session.optimizer is not None:
-        said += differences.of_optimizer_state(reader, flats)
+        said += differences.of_optimizer_state(reader, session.layouts)
     return said
 
 
@@ -446,11 +489,11 @@ def _open_together(session: Session, folder: Path, parts: Parts) -> tuple[Checkp
             share = range(comm.rank, len(reader.manifest.files), comm.world_size)
             opened.append((reader, FileExchange(comm, (), ()), share))
         reader, _, mine = opened[0]
-        buffers = {name: tuple(value.shape) for name, value in _in_no_unit(session)}
+        buffers = session.shapes_in_no_unit()
         if FROZEN_DIGESTS in reader.manifest.extra:  # then frozen parameters are not in the files, integers too
             stored = {info.name for info in reader.manifest.buffers}
             buffers = {name: shape for name, shape in buffers.items() if name in stored or name not in params}
-        reader.check_against([flat.layout for flat in session.flats], buffers, strict=parts.strict)
+        reader.check_against(session.layouts, buffers, strict=parts.strict)
         if parts.optimizer and session.optimizer is not None:
             check_optimizer_fits(session.optimizer, reader.manifest)
         if parts.scheduler:
@@ -473,7 +516,7 @@ def _load_weights(session: Session, reader: CheckpointReader) -> None:
             _load_slice(flat.best, slice_, reader)
         flat.refresh()
     stored = {info.name for info in reader.manifest.buffers}
-    for name, value in _in_no_unit(session):
+    for name, value in in_no_unit(session):
         if name in stored:
             value.copy_(reader.read_buffer(name).view(value.shape))
 

@@ -39,7 +39,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-FORMAT_VERSION = 2  # in version 1 files had one checksum each, of all their bytes
+# In version 1 files had one checksum each, of all their bytes; in version 3 units may have a first_rank.
+FORMAT_VERSION = 3
 BLOCK_BYTES = 1 << 20  # of a tensor in a rank file, under one checksum
 RANK_FILE_ALIGN = 4096  # tensors of a rank file begin at a multiple: direct writes need it
 WEIGHT_KINDS = ("master", "param")  # of a trainable parameter the master is stored, of a frozen one the parameter
@@ -196,10 +197,11 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     for key, (least, most) in {**least_and_most, "global_step": (0, MOST_NUMEL)}.items():
         expect(is_count(manifest[key], most) and manifest[key] >= least, f"{key} {manifest[key]!r}")
     world_size, saved_at = manifest["world_size"], manifest["saved_at"]
+    has_stages = manifest["format_version"] > 2
     expect(is_name(manifest["hf_zero_version"]), "hf_zero_version is no text")
     expect(type(saved_at) in (int, float) and 0 <= saved_at < 253402300800, "saved_at is no time")  # the year 10000
     check_files(manifest["files"], world_size)
-    slots = check_layouts(manifest["layouts"], world_size)
+    slots = check_layouts(manifest["layouts"], world_size, has_stages=has_stages)
     check_tensors(manifest, slots)
     check_state(manifest, slots)
 
@@ -214,7 +216,7 @@ def check_files(files: Any, world_size: int) -> None:
         expect(is_count(file["size"]) and is_count(file["crc32"], 0xFFFFFFFF), f"size or checksum of {name}")
 
 
-def check_layouts(layouts: Any, world_size: int) -> dict[str, tuple[Mapping[str, Any], list[int]]]:
+def check_layouts(layouts: Any, num_files: int, *, has_stages: bool) -> dict[str, tuple[Mapping[str, Any], list[int]]]:
     """Parameter -> (its unit, its shape)."""
     expect(isinstance(layouts, list), "layouts is no list")
     units: set[str] = set()
@@ -226,7 +228,11 @@ def check_layouts(layouts: Any, world_size: int) -> dict[str, tuple[Mapping[str,
         units.add(unit["name"])
         expect(isinstance(unit["dtype"], str) and unit["dtype"] in CODES, f"{where}: the type {unit['dtype']!r}")
         expect(isinstance(unit["trainable"], bool), f"{where}: trainable {unit['trainable']!r}")
-        expect(type(unit["world_size"]) is int and unit["world_size"] == world_size, f"{where}: another world size")
+        world_size, first = unit["world_size"], unit.get("first_rank", 0)
+        expect(is_count(world_size, num_files) and world_size > 0, f"{where}: the world size {world_size!r}")
+        expect(world_size == num_files or has_stages, f"{where}: another world size")
+        is_stage = is_count(first) and first % world_size == 0 and first + world_size <= num_files
+        expect(is_stage, f"{where}: first_rank {first!r}")
         end = 0
         expect(isinstance(unit["slots"], list), f"{where}: slots is no list")
         for slot in unit["slots"]:
@@ -321,8 +327,10 @@ def segments(unit: Mapping[str, Any], offset: int, numel: int) -> list[tuple[int
 
     The flat parameter is split into buckets, and rank r owns the r-th of `world_size` equal shards of each. What a
     rank owns of one parameter is contiguous in its file, so a cursor per rank gives `start`, the place in there.
+    The unit of a pipeline's stage has the files from its `first_rank` on.
     """
     found = []
+    first = unit.get("first_rank", 0)
     used = [0] * unit["world_size"]
     position, end = offset, offset + numel
     while position < end:
@@ -330,7 +338,7 @@ def segments(unit: Mapping[str, Any], offset: int, numel: int) -> list[tuple[int
         shard = min(unit["bucket_numel"], unit["padded_numel"] - bucket_start) // unit["world_size"]
         rank, inside = divmod(position - bucket_start, shard)
         count = min(shard - inside, end - position)
-        found.append((rank, used[rank], count))
+        found.append((first + rank, used[rank], count))
         used[rank] += count
         position += count
     return found

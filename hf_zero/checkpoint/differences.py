@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_zero.checkpoint.reader import CheckpointReader
+from hf_zero.layout import UnitLayout
 from hf_zero.sharding.flat_param import FlatParam
 
 _MOST_NAMES = 3
@@ -23,9 +24,9 @@ def listed(names: Sequence[str]) -> str:
     return f"{len(names)} {noun} ({', '.join(names[:_MOST_NAMES])}{more})"
 
 
-def of_names(reader: CheckpointReader, flats: Sequence[FlatParam]) -> list[str]:
+def of_names(reader: CheckpointReader, layouts: Sequence[UnitLayout]) -> list[str]:
     """Parameters that only the model or only the checkpoint has: a load with strict=False goes on without them."""
-    mine = [slot.name for flat in flats for slot in flat.layout.slots]
+    mine = [slot.name for layout in layouts for slot in layout.slots]
     found = []
     if new := [name for name in mine if not reader.holds(name)]:
         found.append(f"it does not hold {listed(new)} of the model: they stay as they are, without optimizer state")
@@ -47,18 +48,18 @@ def of_weights(reader: CheckpointReader, flats: Sequence[FlatParam]) -> list[str
     return [f"the saved values of {listed(rounded)} are rounded: this run trains them in a shorter type"]
 
 
-def of_optimizer_state(reader: CheckpointReader, flats: Sequence[FlatParam]) -> list[str]:
+def of_optimizer_state(reader: CheckpointReader, layouts: Sequence[UnitLayout]) -> list[str]:
     """Parameters whose optimizer state starts anew, or is left out, because something else is trained now."""
     manifest = reader.manifest
     if manifest.extra.get("optimizer") is None:
         return ["it was saved without an optimizer: optimizer state and hyperparameters start anew"]
     then = [slot.name for layout in manifest.layouts if layout.trainable for slot in layout.slots]
-    now = [slot.name for flat in flats if flat.master is not None for slot in flat.layout.slots]
+    now = [slot.name for layout in layouts if layout.trainable for slot in layout.slots]
     kept = {manifest.tied.get(name, name) for name in now}
     found = []
     if new := [name for name in now if reader.holds(name) and manifest.tied.get(name, name) not in then]:
         found.append(f"{listed(new)} were not trained when it was saved: their optimizer state starts anew")
-    beside = set(reader.names_beside(slot.name for flat in flats for slot in flat.layout.slots))
+    beside = set(reader.names_beside(slot.name for layout in layouts for slot in layout.slots))
     if gone := [name for name in then if name not in kept and name not in beside]:
         found.append(f"{listed(gone)} were trained when it was saved and are not now: their state is left out")
     return found

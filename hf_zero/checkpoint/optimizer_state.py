@@ -144,7 +144,8 @@ def check_optimizer_fits(optimizer: ShardedOptimizer, manifest: Manifest) -> Non
             "another state: use the same optimizer, or load with load_optimizer_states=False"
         )
     saved, own = len(manifest.param_groups), len(optimizer.param_groups)
-    if saved_class is not None and saved != own:
+    trains = any(group["params"] for group in optimizer.param_groups)  # all of a pipeline's stage may be frozen
+    if saved_class is not None and saved != own and trains:
         raise CheckpointError(
             f"the checkpoint holds {saved} parameter group(s), this run's optimizer has {own}: which rate belongs to "
             "which parameter is not known.\nBuild the optimizer with the same groups, or load with "

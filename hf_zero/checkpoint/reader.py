@@ -241,7 +241,7 @@ class CheckpointReader:
         for wanted in ranges:
             for owned in unit.locate(name, wanted.start, wanted.end):
                 source = owned.piece.shard_offset - self._run_start(unit, name, owned.rank)
-                copy = _Copy(owned.rank, source, target, owned.piece.numel)
+                copy = _Copy(unit.first_rank + owned.rank, source, target, owned.piece.numel)
                 last = copies[-1] if copies else None
                 if last and last.rank == copy.rank and last.source + last.numel == source:
                     copies[-1] = _Copy(last.rank, last.source, last.target, last.numel + copy.numel)

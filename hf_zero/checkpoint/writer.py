@@ -251,7 +251,7 @@ def build_manifest(info: SaveInfo, records: Sequence[FileRecord]) -> Manifest:
             scalars.setdefault(name, values)
     manifest = Manifest(
         **vars(info),
-        format_version=FORMAT_VERSION,
+        format_version=FORMAT_VERSION if any(layout.first_rank for layout in info.layouts) else FORMAT_VERSION - 1,
         hf_zero_version=package_version(),
         saved_at=time.time(),
         buffers=tuple(buffer for record in records for buffer in record.buffers),

@@ -28,7 +28,6 @@ from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.deepspeed import choose_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.pipeline.module import PipelineModule
-from hf_zero.pipeline.pipeline_engine import build_stages
 from hf_zero.sharding.partition import check_parameters
 
 logger = logging.getLogger(__name__)
@@ -79,16 +78,13 @@ def initialize(
     loaded = config_of(args, config, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     adopt_local_rank(args)
-    world_size = build_stages(model, loaded.pipeline) if isinstance(model, PipelineModule) else dist.get_world_size()
+    world_size = _ranks_with_data(model, loaded)
     trains = optimizer is not None or loaded.get("optimizer") is not None
     brought = {"client_optimizer": optimizer is not None, "client_scheduler": lr_scheduler is not None or not trains}
     with wrong_on_all("initialize"):
         resolved = loaded.resolve(model=model, world_size=world_size, **brought)
         made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)
-    if isinstance(model, PipelineModule):
-        engine: DeepSpeedEngine = DeepSpeedPipelineEngine(model, resolved, train=made is not None)
-    else:
-        engine = _make_engine(model, resolved, train=made is not None, replace=True)
+    engine = _make_engine(model, resolved, train=made is not None, replace=True)
     sharded = engine.attach_optimizer(made) if made is not None else None
     _warn_of_no_clipping(engine, resolved)
     engine.lr_scheduler = choose_scheduler(lr_scheduler, resolved.scheduler, made)
@@ -140,7 +136,17 @@ def shard(
     return model
 
 
+def _ranks_with_data(model: nn.Module, loaded: ZeroConfig) -> int:
+    """How many ranks have batches of their own: all of them, or those of a stage. Splits a pipeline's layers."""
+    if not isinstance(model, PipelineModule):
+        return dist.get_world_size()
+    model.configure(loaded.pipeline)
+    return model.grid.data_parallel_size
+
+
 def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool, replace: bool = False) -> DeepSpeedEngine:
+    if isinstance(model, PipelineModule):
+        return DeepSpeedPipelineEngine(model, resolved, train=train)
     construction = open_construction()
     if construction is not None:
         construction.settle(model)

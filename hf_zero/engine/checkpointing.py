@@ -16,6 +16,7 @@ from hf_zero.checkpoint.background import BackgroundSaves
 from hf_zero.checkpoint.collective import Parts, Session
 from hf_zero.checkpoint.latest import set_latest
 from hf_zero.config.resolved import ResolvedConfig
+from hf_zero.distributed.comm import Comm
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.runtime.build import BuiltUnits
 
@@ -31,6 +32,7 @@ class Checkpointing:
 
     Args:
         check_model: Raises StateError on every rank if one has a model that does not hold what would be saved.
+        comm: The ranks that save; None: those that share the model.
     """
 
     def __init__(
@@ -40,15 +42,16 @@ class Checkpointing:
         schedule: StepSchedule,
         config: ResolvedConfig,
         check_model: Callable[[], None],
+        comm: Comm | None = None,
     ) -> None:
         self._model = model
         self._built = built
-        self._comm = built.comm
+        self._comm = comm or built.comm
         self._schedule = schedule
         self._settings = config.checkpoint
         self._check_model = check_model
         pin = config.zero.offload_optimizer.pin_memory
-        self._background = BackgroundSaves(built.comm, pin=pin) if config.checkpoint.asynchronous else None
+        self._background = BackgroundSaves(self._comm, pin=pin) if config.checkpoint.asynchronous else None
         self._is_prepared = False
 
     def session(self) -> Session:

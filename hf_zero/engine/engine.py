@@ -105,7 +105,7 @@ class ZeroEngine(ModuleWrapper):
         )
         self.params, self.reducer = self.schedule.params, self.schedule.reducer
         self.weights = FullWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
-        self.checkpoints = Checkpointing(model, built, self.schedule, config, self._check_model)
+        self.checkpoints = self._open_checkpoints(built)
         self._uninstalls: list[Callable[[], None]] = []
         self._before_teardown: list[Callable[[ZeroEngine], None]] = []
         self.installs: list[Install] = []
@@ -123,6 +123,9 @@ class ZeroEngine(ModuleWrapper):
         self._attachment = self._attach()
         if logs:
             announce_engine(config, self.device, self.world_size, self.units, self.reducer, trains=train)
+
+    def _open_checkpoints(self, built: BuiltUnits) -> Checkpointing:
+        return Checkpointing(self.module, built, self.schedule, self.config, self._check_model)
 
     def _attach(self) -> ModelAttachment:
         """Put the engine on its model."""
@@ -394,7 +397,7 @@ class ZeroEngine(ModuleWrapper):
             for flat in (flat for unit in self.units for flat in unit.flats):
                 flat.check_views()
 
-        self.comm.together("the model's parameters", check, catch=(StateError,), raise_as=StateError)
+        self.run_comm.together("the model's parameters", check, catch=(StateError,), raise_as=StateError)
 
     # ---------------------------------------------------------------- checkpoints
     def save_checkpoint(

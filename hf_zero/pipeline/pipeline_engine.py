@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from hf_zero.checkpoint.collective import ALL_PARTS, Parts
 from hf_zero.config import ResolvedConfig
-from hf_zero.config.resolved import PipelineSection
 from hf_zero.distributed.comm import Comm
-from hf_zero.distributed.processes import join_processes
+from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.reports import Event, Reports
 from hf_zero.errors import ConfigError, StateError, ZeroError
@@ -21,10 +22,11 @@ from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.pipeline.batch_run import BatchRun, BatchTimes, Place
 from hf_zero.pipeline.micro_batches import Batch, read_micro_batches
 from hf_zero.pipeline.module import PipelineModule
+from hf_zero.pipeline.stage_checkpoints import StageCheckpointing
 from hf_zero.pipeline.stage_passes import StagePasses, scalar_loss
 from hf_zero.pipeline.stage_schedules import Action, bubble_share, forward_order, order_of
 from hf_zero.pipeline.tied_copies import TiedCopies
-from hf_zero.runtime.build import BuildSettings
+from hf_zero.runtime.build import BuildSettings, BuiltUnits
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 
 
@@ -74,6 +76,10 @@ class PipelineEngine(ZeroEngine):
     @property
     def run_comm(self) -> Comm:
         return self.world
+
+    def _open_checkpoints(self, built: BuiltUnits) -> Checkpointing:
+        given = (built, self.schedule, self.config, self._check_model)
+        return StageCheckpointing(self.module, *given, world=self.world, place=self.place)
 
     # ---------------------------------------------------------------- places
     @property
@@ -207,6 +213,24 @@ class PipelineEngine(ZeroEngine):
         mine = torch.tensor([norm if self.comm.rank == 0 else 0.0], dtype=torch.float64, device="cpu")
         return math.sqrt(sum(one * one for one in self.world.vote(mine, "norm of all stages")[:, 0].tolist()))
 
+    # ---------------------------------------------------------------- weights
+    def read_checkpoint(self, folder: str | Path, parts: Parts = ALL_PARTS) -> Any:
+        """See ZeroEngine.read_checkpoint. All ranks of the run must call."""
+        state = super().read_checkpoint(folder, parts)
+        self._ties.publish()
+        return state
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
+        """See ZeroEngine.load_checkpoint: from any number of stages. All ranks of the run must call."""
+        loaded = super().load_checkpoint(*args, **kwargs)
+        self._ties.publish()
+        return loaded
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """See ZeroEngine.load_full_state_dict; `state` has this stage's names. All ranks of the run must call."""
+        super().load_full_state_dict(state, strict)
+        self._ties.publish()
+
     # ---------------------------------------------------------------- what was measured
     def schedule_report(self) -> dict[str, Any]:
         """What the last batch's schedule came to. All ranks must call.
@@ -324,32 +348,6 @@ class PipelineEngine(ZeroEngine):
             self._messages.close()
         if self.world is not self.comm:
             self.world.end(is_shared=False)
-
-
-def build_stages(module: PipelineModule, section: PipelineSection) -> int:
-    """Apply the `pipeline` block to a module; returns the number of ranks of each stage. All ranks must call.
-
-    Raises:
-        ConfigError: The block and the module say different things, or the layers cannot be split so.
-    """
-    if section.seed_layers:
-        module.seed_layers = True
-    if section.activation_checkpoint_interval:
-        module.set_checkpoint_interval(section.activation_checkpoint_interval)
-    chunks = section.virtual_stages if section.virtual_stages > 1 else None
-    if not module.is_built:
-        stages = section.stages or join_processes()
-        method = None if section.partition == "best" else section.partition
-        module.build(stages, virtual_stages=chunks, partition_method=method)
-    for name, asked, built in (
-        ("stages", section.stages, module.num_stages),
-        ("virtual_stages", chunks, module.virtual_stages),
-    ):
-        if asked not in (None, built):
-            raise ConfigError(
-                f"pipeline.{name} is {asked}, but the PipelineModule was made with {built}: give it in one place only"
-            )
-    return module.grid.data_parallel_size
 
 
 def _refuse(config: ResolvedConfig, module: PipelineModule) -> None:
