@@ -73,6 +73,7 @@ MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "
 DEEPSPEEDS_NAME = "zero_to_fp32.py"
 NOT_MODEL_FILES = (
     *("*.index.json", "trainer_state.json", "checksums.json", "*_results.json", "consolidate.py"),
+    "original_names.json",
     DEEPSPEEDS_NAME,
 )
 ONE_FILE = (".safetensors", ".bin")
@@ -93,6 +94,7 @@ class Options:
     only_trainable: bool = False  # leaves frozen parameters out; buffers stay
     verify: bool = True  # compare the checksums
     bins: bool = False  # a folder gets pytorch_model.bin, and nothing but weights
+    names: Mapping[str, str] | None = None  # name in the checkpoint -> name that is written; others stay
 
 
 DEFAULTS = Options()
@@ -369,6 +371,28 @@ def plan_tensors(manifest: Mapping[str, Any], options: Options) -> list[Tensor]:
         if "::state::" not in name:  # which is optimizer state
             tensors.append(Tensor(name, f"{name}::buffer", shape, stored, stored, [(0, 0, math.prod(shape))]))
     return tensors
+
+
+def renamed(tensors: list[Tensor], names: Mapping[str, str]) -> list[Tensor]:
+    """The same tensors under other names. Raises ConsolidateError where two get the same one."""
+    result = [replace(tensor, name=names.get(tensor.name, tensor.name)) for tensor in tensors]
+    origin: dict[str, str] = {}
+    for before, after in zip(tensors, result, strict=True):
+        if after.name in origin:
+            raise ConsolidateError(f"--names: {origin[after.name]} and {before.name} would both be {after.name}")
+        origin[after.name] = before.name
+    return result
+
+
+def read_names(path: Path) -> dict[str, str]:
+    """A file for --names: a JSON object, name in the checkpoint -> name to write."""
+    try:
+        names = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConsolidateError(f"--names: {path} cannot be read as JSON: {error}") from error
+    if not is_map(names, is_name):
+        raise ConsolidateError(f'--names: {path} is no map of names, as in {{"0.weight": "model.embed.weight"}}')
+    return {str(name): str(other) for name, other in names.items()}
 
 
 def rank_contents(manifest: Mapping[str, Any]) -> list[dict[str, tuple[str, int]]]:
@@ -1257,7 +1281,7 @@ def consolidate(
     check_torch(out, options)
     manifest = read_manifest(folder)
     config = read_config(folder) if out.suffix not in ONE_FILE else None
-    tensors = plan_tensors(manifest, options)
+    tensors = renamed(plan_tensors(manifest, options), options.names or {})
     names = {tensor.name for tensor in tensors}
     tied = {alias: name for alias, name in manifest["tied"].items() if name in names}
     total = sum(tensor.numel * ITEM_BYTES[tensor.stored] for tensor in tensors)
@@ -1342,13 +1366,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shard-size", metavar="SIZE", type=parse_bytes, help="most in a file [5GB]")
     add("--only-trainable", action="store_true", help="leave frozen parameters out")
     add("--tag", metavar="T", help="the checkpoint is CKPT/T")
+    add("--names", metavar="FILE", type=Path, help="JSON: name in the checkpoint -> name to write")
     add("--no-verify", action="store_true", help="do not compare the checksums")
 
 
 def options_of(args: argparse.Namespace) -> Options:
     if args.shard_size and args.out and args.out.suffix in ONE_FILE:
         raise argparse.ArgumentError(None, f"--shard-size is for a folder, and {args.out} is one file")
-    return Options(args.dtype, args.shard_size or DEFAULTS.shard_bytes, args.only_trainable, not args.no_verify)
+    names = None if args.names is None else read_names(args.names)
+    most = args.shard_size or DEFAULTS.shard_bytes
+    return Options(args.dtype, most, args.only_trainable, not args.no_verify, names=names)
 
 
 def add_deepspeeds_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,6 +27,8 @@ MANIFEST_NAME = "manifest.json"
 SCRIPT_NAME = "consolidate.py"
 
 BUFFER_KIND = "buffer"
+# In the folder of a checkpoint, where a pipeline was made of a model: its layers' names -> the model's own.
+ORIGINAL_NAMES = "original_names.json"
 # In names of buffers that are no buffers of the model, but optimizer state: PARAMETER::state::KIND.
 STATE_MARK = "::state::"
 

@@ -19,7 +19,7 @@ from hf_zero.checkpoint.consolidate import (
     progress_bar,
 )
 from hf_zero.checkpoint.latest import chosen
-from hf_zero.checkpoint.manifest import check_files, read_manifest
+from hf_zero.checkpoint.manifest import ORIGINAL_NAMES, check_files, read_manifest
 from hf_zero.cli.text import format_bytes
 from hf_zero.errors import CheckpointError
 
@@ -47,11 +47,14 @@ def run(args: argparse.Namespace) -> None:
     check_files(folder, read_manifest(folder))
     with _set_aside(out, folder) if args.force and out.exists() else nullcontext():
         summary = consolidate(folder, out, options, progress_bar("consolidating"))
+    names = folder / ORIGINAL_NAMES
     if args.json:
         print(json.dumps(summary))
         return
     types = ", ".join(summary["dtypes"])
     print(f"{summary['tensors']} tensors ({format_bytes(summary['bytes'])}, {types}) are in {out}")
+    if names.exists() and args.names is None:
+        print(f"Names are those of a pipeline's layers: --names {names} gives the model's own.")
     if out.is_dir() and not (out / "config.json").exists():
         print(f"There is no config.json in {folder}: add the model's own to {out} before from_pretrained reads it.")
 

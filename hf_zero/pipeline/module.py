@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -281,6 +282,9 @@ class PipelineModule(nn.Module):
         stages = self.grid.pipe_parallel_size
         part = next(part for part, stop in enumerate(self.parts[1:]) if layer_idx < stop)
         return part % stages
+
+    def describe_in(self, folder: Path) -> None:
+        """Write into a checkpoint's folder what belongs to the model beside its weights. Called on one rank."""
 
     def layer_title(self, layer_idx: int) -> str:
         """A layer for messages: "3 (GPT2Block)"."""

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_zero.checkpoint.agreement import on_rank_0
 from hf_zero.checkpoint.collective import Session
 from hf_zero.checkpoint.manifest import TensorInfo
 from hf_zero.checkpoint.scheduler_state import plain
+from hf_zero.checkpoint.writer import make_folder
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.step_schedule import StepSchedule
+from hf_zero.errors import CheckpointError
 from hf_zero.layout import UnitLayout
 from hf_zero.pipeline.batch_run import Place
 from hf_zero.pipeline.module import PipelineModule
@@ -129,8 +133,21 @@ class StageCheckpointing(Checkpointing):
         place: Place,
     ) -> None:
         super().__init__(model, built, schedule, config, check_model, comm=world)
+        self._module = model
         self._place = place
         self._aliases = model.canonical_names
+
+    def _write(self, folder: Path, *given: Any) -> None:
+        self.finish()
+        on_rank_0(self._comm, "description of the model", lambda: self._describe_in(folder))
+        super()._write(folder, *given)
+
+    def _describe_in(self, folder: Path) -> None:
+        make_folder(folder)
+        try:
+            self._module.describe_in(folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot write into {folder}: {error.strerror or error}") from error
 
     def session(self) -> Session:
         own = super().session()

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, core_model_loadi
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import logging as bars
 
+from hf_zero.checkpoint.manifest import ORIGINAL_NAMES
 from hf_zero.distributed.processes import all_ranks_give, join_processes, wrong_on_all
 from hf_zero.errors import CheckpointError, ConfigError, ZeroError
 from hf_zero.hf.models.from_pretrained import SETTER, LoadReport, dtype_rule, slice_is_equal
@@ -122,6 +125,12 @@ class TransformersPipeline(PipelineModule):
         problems = [problem] if stage is not None else all_ranks_give(problem)
         if first := next((one for one in problems if one is not None), None):
             raise CheckpointError(first)
+
+    def describe_in(self, folder: Path) -> None:
+        """See PipelineModule.describe_in: the model's configuration, and its names for `hf-zero consolidate`."""
+        self.config.save_pretrained(folder)
+        names = folder / ORIGINAL_NAMES
+        names.write_text(json.dumps(self.hf_names, indent=1) + "\n", encoding="utf-8")
 
 
 def _causal_loss(logits: torch.Tensor, labels: torch.Tensor, *, vocab_size: int) -> torch.Tensor:
