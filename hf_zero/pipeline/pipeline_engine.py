@@ -118,7 +118,7 @@ class PipelineEngine(ZeroEngine):
             data_iter: Gives (inputs, labels) of a micro-batch, or what `set_batch_fn`'s function makes that of. Read
                 on the first and the last stage, which must find the same; None: what `set_dataloader` has set.
         Returns:
-            The mean loss over micro-batches and pipelines, on all ranks: 0-dim, on the device.
+            The mean loss over micro-batches and pipelines, on all ranks: 0-dim, on the device, fp32 or fp64.
         Raises:
             StopIteration: On all ranks, where the iterator is at its end.
             StateError: On all ranks: what went wrong on any, with its stage and layer.
@@ -286,7 +286,8 @@ class PipelineEngine(ZeroEngine):
         mine = (sum(float(loss) for loss in losses), losses[0].dtype) if losses else None
         found = [one for one in self.world.all_gather_object(mine, "losses") if one is not None]
         mean = sum(total for total, _ in found) / (len(found) * count)
-        return torch.tensor(mean, dtype=found[0][1], device=self.device)
+        dtype = torch.promote_types(found[0][1], torch.float32)  # a mean of 16-bit losses has more digits than they
+        return torch.tensor(mean, dtype=dtype, device=self.device)
 
     def _keep_times(self, run: BatchRun) -> None:
         self.times = run.times
@@ -306,7 +307,8 @@ class PipelineEngine(ZeroEngine):
             for acc in self.reducer.accumulators:
                 self._where.update((id(param), (acc, index)) for index, param in enumerate(acc.flat.params))
         acc, index = self._where[id(weight)]
-        acc.accumulate(index, grad)
+        with self.loss_scale.received():
+            acc.accumulate(index, grad)
         acc.end_backward()
 
     # ---------------------------------------------------------------- failures

@@ -134,10 +134,9 @@ class StagePasses:
             return
         with torch.enable_grad():
             grads = split.of_weights()
-        with self._loss_scale.received():
-            for weight, grad in zip(weights, grads, strict=True):
-                if grad is not None:
-                    self._feed(weight, grad)
+        for weight, grad in zip(weights, grads, strict=True):
+            if grad is not None:
+                self._feed(weight, grad)
 
     @contextlib.contextmanager
     def _begun(
