@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -21,7 +22,6 @@ from torch.utils import _pytree as pytree
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.group_work import HostWork
 from hf_zero.distributed.process_group import Jobs, Link
-from hf_zero.errors import StateError
 
 _HEADER_BYTES = 1024  # of the first message; a longer header has a second one
 _LENGTH_BYTES = 4
@@ -32,6 +32,10 @@ MAX_TAG = (1 << 31) // _STEP  # torch has tags of 31 bits
 # What a header can hold beside tensors
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 TensorType = tuple[tuple[int, ...], torch.dtype]
+
+
+class UnsendableError(Exception):
+    """A value has something in it that cannot be sent. Who asked for it knows where it comes from, and says so."""
 
 
 class Received:
@@ -68,14 +72,16 @@ class Messages:
         self._under_way: list[HostWork] = []
         self.sent_bytes = 0  # of tensors, so far
         threading.Thread(target=_serve, args=(self._sends,), name="hf_zero-sends", daemon=True).start()
+        # Also where nobody calls `close`
+        self._end_thread = weakref.finalize(self, self._sends.put, None)
 
     def send(self, to: int, tag: int, value: Any, what: str) -> None:
         """Start sending a value to a rank. Its tensors may be used, but not changed, until `wait_for_sends`.
 
         Raises:
-            StateError: There is something in it that is neither tensor, number, string nor None, or too much.
+            UnsendableError: There is something in it that is neither tensor, number, string nor None, or too much.
         """
-        tensors, header = _described(value, what)
+        tensors, header = _described(value)
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         self._start(to, tag, [*_header_parts(header), *_tensor_parts(tensors)], what)
 
@@ -117,7 +123,7 @@ class Messages:
 
     def close(self) -> None:
         """Nothing is sent any more."""
-        self._sends.put(None)
+        self._end_thread()
 
 
 def _serve(jobs: Jobs) -> None:
@@ -127,7 +133,7 @@ def _serve(jobs: Jobs) -> None:
 
 
 # -------------------------------------------------------------------- what is sent
-def _described(value: Any, what: str) -> tuple[list[torch.Tensor], bytes]:
+def _described(value: Any) -> tuple[list[torch.Tensor], bytes]:
     leaves, tree = pytree.tree_flatten(value)
     tensors, marks = list[torch.Tensor](), list[Any]()
     for leaf in leaves:
@@ -137,16 +143,19 @@ def _described(value: Any, what: str) -> tuple[list[torch.Tensor], bytes]:
         elif isinstance(leaf, _PLAIN):
             marks.append([leaf])
         else:
-            raise StateError(
-                f"{what}: a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be sent to another stage.\n"
+            raise UnsendableError(
+                f"a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be sent to another stage.\n"
                 "Expected: tensors, numbers, strings and None, in tuples, lists and dicts."
             )
     if len(tensors) > MAX_TENSORS:
-        raise StateError(f"{what}: {len(tensors)} tensors: at most {MAX_TENSORS} can be sent in one message")
+        raise UnsendableError(
+            f"{len(tensors)} tensors cannot be sent to another stage: at most {MAX_TENSORS} can. Join some of them "
+            "(torch.stack, torch.cat)."
+        )
     try:
         return tensors, pickle.dumps((pytree.treespec_dumps(tree), marks))
     except Exception as error:  # whatever a class of the tree raises
-        raise StateError(f"{what}: {type(value).__qualname__} cannot be sent to another stage: {error}") from error
+        raise UnsendableError(f"a {type(value).__qualname__} cannot be sent to another stage: {error}") from error
 
 
 def _header_parts(header: bytes) -> list[tuple[int, torch.Tensor]]:

@@ -27,6 +27,11 @@ class Place:
     ranks: tuple[int, ...]  # by stage, of the world: this pipeline's
 
     @property
+    def title(self) -> str:
+        """For messages: "rank 2, stage 1 of 2"."""
+        return f"rank {self.ranks[self.stage]}, stage {self.stage} of {self.num_stages}"
+
+    @property
     def num_parts(self) -> int:
         return self.num_stages * self.virtual_stages
 
@@ -78,6 +83,7 @@ class BatchRun:
         self.results: dict[int, Any] = {}  # by micro-batch, on the last stage: the loss, detached, or the output
         self.times = BatchTimes()
         self.doing: Action | None = None
+        self.is_sending = False  # what `doing` has given
         self.began = 0.0  # on this rank's clock
 
     def run(self, order: Sequence[Action], *, wants_loss: bool = True) -> None:
@@ -90,7 +96,9 @@ class BatchRun:
             start = time.perf_counter()
             result = self._compute(action, given, is_last=number == len(order) - 1, wants_loss=wants_loss)
             self.times.actions.append((action, start - began, time.perf_counter() - began))
+            self.is_sending = True
             self._hand_on(action, result)
+            self.is_sending = False
         self.doing = None
         self.times.peak_live = self._passes.peak_live
         if self._messages is not None:
@@ -120,13 +128,12 @@ class BatchRun:
         part, micro = self._place.part(action.chunk), action.micro
         if action.kind is Kind.FORWARD and part > 0:
             origin = self._place.rank_of_part(part - 1)
-            self._coming[action] = self._messages.receive(origin, self._tag(0, part, micro), f"the input of {action}")
+            self._coming[action] = self._messages.receive(origin, self._tag(0, part, micro), f"the {action.title}")
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and part < self._place.num_parts - 1:
             types = self._passes.expected((action.chunk, micro))
             if types:
                 origin, tag = self._place.rank_of_part(part + 1), self._tag(1, part, micro)
-                what = f"the gradient for {action}"
-                self._coming[action] = self._messages.receive_tensors(origin, tag, types, what)
+                self._coming[action] = self._messages.receive_tensors(origin, tag, types, f"the {action.title}")
 
     def _take(self, action: Action) -> Any:
         """What an action starts from."""
@@ -139,15 +146,15 @@ class BatchRun:
 
     # ---------------------------------------------------------------- what goes
     def _hand_on(self, action: Action, result: Any) -> None:
-        part, micro = self._place.part(action.chunk), action.micro
+        part, micro, what = self._place.part(action.chunk), action.micro, f"the {action.title}"
         if action.kind is Kind.FORWARD and part < self._place.num_parts - 1:
-            to, what = self._place.rank_of_part(part + 1), f"the output of {action}"
+            to = self._place.rank_of_part(part + 1)
             if self._messages is None or self._place.num_stages == 1:
                 self._local[False, part + 1, micro] = _fresh(result)
             else:
                 self._messages.send(to, self._tag(0, part + 1, micro), result, what)
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and part > 0 and result:
-            to, what = self._place.rank_of_part(part - 1), f"the gradient of {action}"
+            to = self._place.rank_of_part(part - 1)
             if self._messages is None or self._place.num_stages == 1:
                 self._local[True, part - 1, micro] = result
             else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,24 @@ class _Read:
 
     places: list[tuple[str, int]] = field(default_factory=list)  # of each micro-batch: shapes and types, checksum
     problem: str = ""
+
+
+class RepeatingLoader:
+    """An iterator over a loader that begins anew at its end. It ends if there is nothing in the loader."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._iterator: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._iterator is not None:
+            with contextlib.suppress(StopIteration):
+                return next(self._iterator)
+        self._iterator = iter(self.loader)
+        return next(self._iterator)
 
 
 Batch = list[tuple[Any, Any]]
@@ -61,7 +80,7 @@ def read_micro_batches(
 def _read(reader: Reader, count: int, prepare: Callable[[Any], Any] | None, mine: _Read, stage: int) -> Batch:
     batch: Batch = []
     try:
-        iterator = reader()
+        iterator = _iterator(reader())
         for _ in range(count):
             try:
                 given = next(iterator)
@@ -73,6 +92,15 @@ def _read(reader: Reader, count: int, prepare: Callable[[Any], Any] | None, mine
         kind = "" if isinstance(error, StateError) else f"{type(error).__name__}: "
         mine.problem = f"stage {stage}: micro-batch {len(batch)} cannot be read: {kind}{error}"
     return batch
+
+
+def _iterator(given: Any) -> Iterator[Any]:
+    if hasattr(given, "__next__"):
+        return given  # type: ignore[no-any-return]
+    raise StateError(
+        f"the data is a {type(given).__name__}: expected an iterator, which goes on where the last batch ended. Make "
+        "one with iter(...), or call engine.set_dataloader and train_batch without an argument."
+    )
 
 
 def _pair(given: Any) -> tuple[Any, Any]:

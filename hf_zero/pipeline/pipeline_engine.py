@@ -14,16 +14,17 @@ import torch
 from hf_zero.checkpoint.collective import ALL_PARTS, Parts
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.messages import UnsendableError
 from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.reports import Event, Reports
 from hf_zero.errors import ConfigError, StateError, ZeroError
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.pipeline.batch_run import BatchRun, BatchTimes, Place
-from hf_zero.pipeline.micro_batches import Batch, read_micro_batches
+from hf_zero.pipeline.micro_batches import Batch, RepeatingLoader, read_micro_batches
 from hf_zero.pipeline.module import PipelineModule
 from hf_zero.pipeline.stage_checkpoints import StageCheckpointing
-from hf_zero.pipeline.stage_passes import StagePasses, scalar_loss
+from hf_zero.pipeline.stage_passes import BadLossError, StagePasses, scalar_loss
 from hf_zero.pipeline.stage_schedules import Action, bubble_share, forward_order, order_of
 from hf_zero.pipeline.tied_copies import TiedCopies
 from hf_zero.runtime.build import BuildSettings, BuiltUnits
@@ -70,6 +71,7 @@ class PipelineEngine(ZeroEngine):
         self._batch_fn: Callable[[Any], Any] | None = None
         self._where: dict[int, tuple[GradAccumulator, int]] = {}  # id of a parameter -> its place
         self._run: BatchRun | None = None  # under way, or the last one
+        self._is_in_loss_fn = False
         self.times = BatchTimes()  # of the last batch
         self._ties.publish()
 
@@ -103,7 +105,7 @@ class PipelineEngine(ZeroEngine):
 
     def set_dataloader(self, loader: Any) -> None:
         """Set what batches are read from where `train_batch` is given no iterator: again from the start at its end."""
-        endless = _endless(loader)
+        endless = RepeatingLoader(loader)
         self._data = lambda: endless
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
@@ -279,7 +281,10 @@ class PipelineEngine(ZeroEngine):
 
     def _loss_of(self, outputs: Any, labels: Any) -> torch.Tensor:
         loss_fn = self.module.loss_fn
-        return scalar_loss(outputs if loss_fn is None else loss_fn(outputs, labels), self.stage_id)
+        self._is_in_loss_fn = loss_fn is not None
+        loss = scalar_loss(outputs if loss_fn is None else loss_fn(outputs, labels))
+        self._is_in_loss_fn = False
+        return loss
 
     def _mean_loss(self, losses: Sequence[torch.Tensor], count: int) -> torch.Tensor:
         """Over micro-batches and pipelines. All ranks must call."""
@@ -317,16 +322,15 @@ class PipelineEngine(ZeroEngine):
         """An error of this rank inside stops all ranks, which raise it too."""
         try:
             yield
-        except StopIteration:
-            raise
         except ZeroError as error:
             self._abandon(error)
             raise
         except Exception as error:
-            where = f"rank {self.world.rank}, stage {self.stage_id} of {self.num_stages}, {self._doing(what)}"
-            reason = StateError(f"{where}: {type(error).__name__}: {error}")
+            kind = "" if isinstance(error, UnsendableError | BadLossError) else f"{type(error).__name__}: "
+            reason = StateError(f"{self.place.title}, {self._doing(what)}: {kind}{error}")
             self._abandon(reason)
-            raise reason from error
+            # Python takes an error that a StopIteration has caused for the StopIteration.
+            raise reason from (None if isinstance(error, StopIteration) else error)
 
     def _abandon(self, reason: ZeroError) -> None:
         for comm in (self.world, self.comm):
@@ -334,12 +338,16 @@ class PipelineEngine(ZeroEngine):
 
     def _doing(self, what: str) -> str:
         """What this rank is at, for an error."""
-        action = None if self._run is None else self._run.doing
-        if action is None:
+        run = self._run
+        if run is None or run.doing is None:
             return what
-        layers, layer = self.module.chunk_layers(action.chunk), self.module.running_layer
+        layers, layer = self.module.chunk_layers(run.doing.chunk), self.module.running_layer
         where = f"layers {layers[0]} to {layers[-1]}" if layer is None else f"layer {self.module.layer_title(layer)}"
-        return f"{action.kind.name.lower().replace('_', ' of ')} of micro-batch {action.micro}, {where}"
+        if self._is_in_loss_fn:
+            where = "loss_fn"
+        elif run.is_sending:
+            where = f"output of layer {self.module.layer_title(layers[-1])}"
+        return f"{run.doing.title}, {where}"
 
     # ---------------------------------------------------------------- end
     def teardown(self) -> None:
@@ -374,16 +382,6 @@ def _refuse(config: ResolvedConfig, module: PipelineModule) -> None:
 
 def _no_data() -> Iterator[Any]:
     raise StateError("no data: give train_batch an iterator, or call engine.set_dataloader first")
-
-
-def _endless(loader: Any) -> Iterator[Any]:
-    while True:
-        is_empty = True
-        for given in loader:
-            is_empty = False
-            yield given
-        if is_empty:
-            return
 
 
 def _use_train_batch(call: str) -> StateError:

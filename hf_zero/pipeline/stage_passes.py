@@ -12,12 +12,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from hf_zero.distributed.messages import TensorType
-from hf_zero.errors import StateError
 from hf_zero.pipeline.module import PipelineModule
 from hf_zero.pipeline.split_backward import SplitBackward
 from hf_zero.runtime.loss_scale import LossScale
 
 Key = tuple[int, int]  # (chunk, micro-batch)
+
+
+class BadLossError(Exception):
+    """What is to be the loss is none. Who called knows which rank and stage, and says so."""
 
 
 @dataclass
@@ -79,7 +82,8 @@ class StagePasses:
         """The output of a chunk; of the last part of the model the loss. Kept for the backward if gradients are on."""
         chunk, micro = key
         self._module.micro_offset = self._first_micro + micro
-        result = self._module(inputs, chunk=chunk)
+        given = pytree.tree_map(_past_leaf, inputs) if torch.is_grad_enabled() else inputs
+        result = self._module(given, chunk=chunk)
         if is_last:
             result = self._loss_of(result, labels)
         if torch.is_grad_enabled():
@@ -151,6 +155,22 @@ class StagePasses:
             yield [get_gradient_edge(scaled)], [torch.ones_like(scaled)]
 
 
+class _PastLeaf(torch.autograd.Function):
+    """The tensor itself, but no leaf: the first layer of a stage may change it in place, as it may in one process."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def _past_leaf(value: Any) -> Any:
+    return _PastLeaf.apply(value) if _needs_gradient(value) else value  # type: ignore[no-untyped-call]
+
+
 def _needs_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
@@ -160,13 +180,18 @@ def _taken(leaf: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(leaf) if grad is None else grad
 
 
-def scalar_loss(value: Any, stage: int) -> torch.Tensor:
-    """`value`, if it is one number. Raises StateError otherwise."""
+def scalar_loss(value: Any) -> torch.Tensor:
+    """`value`, if it is one number, with a graph where gradients are on. Raises BadLossError otherwise."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
+        if torch.is_grad_enabled() and not value.requires_grad:
+            raise BadLossError(
+                "the loss does not depend on any trainable parameter: expected a tensor that requires a gradient. "
+                "Look for detach(), item() or torch.no_grad() in loss_fn and the layers."
+            )
         return value.reshape(())
     is_tensor = isinstance(value, torch.Tensor)
     kind = f"a tensor of shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
-    raise StateError(
-        f"stage {stage}: the loss is {kind}: expected a tensor with one number. Give PipelineModule a loss_fn, or let "
-        "its last layer return the loss."
+    raise BadLossError(
+        f"the loss is {kind}: expected a tensor with one number. Give PipelineModule a loss_fn that returns one, or "
+        "let its last layer return the loss."
     )

@@ -31,6 +31,11 @@ class Action:
     chunk: int  # of this stage's
     micro: int  # number of the micro-batch
 
+    @property
+    def title(self) -> str:
+        """For messages: "backward of micro-batch 2"."""
+        return f"{self.kind.name.lower().replace('_', ' of ')} of micro-batch {self.micro}"
+
     def __str__(self) -> str:
         return f"{self.kind.value}{self.micro}" + (f".{self.chunk}" if self.chunk else "")
 

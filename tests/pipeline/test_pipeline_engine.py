@@ -18,6 +18,7 @@ from torch import nn
 import hf_zero
 from hf_zero.pipeline.layer_spec import LayerSpec
 from hf_zero.pipeline.module import PipelineModule
+from hf_zero.utils import RepeatingLoader
 from tests.harness.ranks import run_ranks
 from tests.pipeline import models
 
@@ -32,6 +33,7 @@ SCALED = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hy
 # Name -> (configuration, kind of model, stages)
 PRECISIONS: dict[str, tuple[dict[str, Any], str, int]] = {
     "fp32": ({}, "plain", 2),
+    "in place": ({}, "in place", 2),
     "bf16": ({"bf16": {"enabled": True}}, "plain", 2),
     "bf16 tied": ({"bf16": {"enabled": True}}, "tied", 2),
     "bf16 clipped": ({"bf16": {"enabled": True}, "gradient_clipping": 0.1}, "tied", 2),
@@ -74,6 +76,8 @@ def sequential(variant: str) -> nn.Sequential:
     layers: list[Any] = [spec.build() for spec in models.layers_of("plain")]
     if variant == "tied":
         layers[-1] = Tied(layers[0])
+    if variant == "in place":
+        layers[4] = nn.ReLU(inplace=True)  # the first layer of stage 1
     return nn.Sequential(*layers)
 
 
@@ -101,6 +105,8 @@ def history(engine: Any, losses: list[float]) -> dict[str, Any]:
 def run_pipeline(name: str) -> dict[str, Any]:
     config, variant, stages = PRECISIONS[name]
     module = PipelineModule(sequential(variant), num_stages=stages, loss_fn=models.loss_of)
+    if variant == "in place":
+        assert module.parts == [0, 4, 8]
     overflow = Overflow()
     if "fp16" in config and module.stage_id == stages - 1:
         module.get_submodule("6").register_forward_hook(lambda _, args, out: _hooked(out, overflow))
@@ -202,6 +208,8 @@ def data_and_lines(folder: str) -> dict[str, Any]:
     engine.set_batch_fn(lambda given: (given["x"], None))
     engine.set_dataiterator(iter([{"x": torch.ones(2, 4)}] * MICROS))
     found["batch_fn"] = engine.train_batch().item() > 0
+    one = RepeatingLoader([{"x": torch.ones(2, 4)}])
+    found["repeated"] = [engine.train_batch(one).item() > 0 for _ in range(2)]
     found["samples"] = engine.global_samples
     report = engine.schedule_report()
     found["report"] = sorted(report)
@@ -271,7 +279,8 @@ def test_data_of_all_sorts(pipelines: list[dict[str, Any]], folder: Path) -> Non
     assert first["eval"] == last["eval"] and first["untouched"] and last["untouched"]
     assert first["outputs"] == (None, 0) and last["outputs"] == (MICROS, MICROS)
     assert (first["bcast"], last["bcast"]) == (False, True)
-    assert first["batch_fn"] and first["samples"] == 4 * 2 * MICROS
+    assert first["batch_fn"] and first["repeated"] == [True, True] and list(RepeatingLoader([])) == []
+    assert first["samples"] == 6 * 2 * MICROS
     assert first["report"] == ["bubble_share", "idle_share", "seconds", "stages"]
     assert first["idle"] == (True, 1 / (MICROS + 1))
     assert first["actions"] == [["F0", "F1", "B0", "F2", "B1", "B2"], ["F0", "B0", "F1", "B1", "F2", "B2"]]

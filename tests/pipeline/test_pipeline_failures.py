@@ -45,6 +45,10 @@ class Bad(models.Block):
             os._exit(7)
         if self.what == "a set":
             return y, {1, 2}
+        if self.what == "70 tensors":
+            return [y] * 70
+        if self.what == "ends":
+            raise StopIteration
         if self.what == "backward":
             y.register_hook(_refuse)
         return y
@@ -52,6 +56,16 @@ class Bad(models.Block):
 
 def _refuse(grad: torch.Tensor) -> None:
     raise ValueError("not this gradient")
+
+
+def loss_with(bad: str, outputs: torch.Tensor, labels: torch.Tensor) -> Any:
+    """Bad from the first micro-batch on."""
+    if bad == "loss_fn":
+        raise KeyError("labels")
+    if bad == "vector":
+        return outputs.sum(-1)
+    loss = models.loss_of(outputs, labels)
+    return {"number": 1.5, "detached": loss.detach()}.get(bad, loss)
 
 
 def layers_with(bad: str, place: int) -> list[nn.Module]:
@@ -76,10 +90,15 @@ def train_with(bad: str, place: int, stages: int) -> tuple[str, str, float]:
 
 
 def train(bad: str, place: int, stages: int) -> None:
-    module = PipelineModule(layers_with(bad, place), num_stages=stages, loss_fn=models.loss_of)
+    module = PipelineModule(layers_with(bad, place), num_stages=stages, loss_fn=functools.partial(loss_with, bad))
     engine, *_ = hf_zero.initialize(model=module, config=CONFIG)
     engine.train_batch(data())
     engine.train_batch(data())
+
+
+def train_with_each(bads: dict[str, tuple[int, str]]) -> dict[str, tuple[str, str, float]]:
+    """One engine after another, of two stages: what is torn down after an error leaves room for the next."""
+    return {bad: train_with(bad, place, 2) for bad, (place, _) in bads.items()}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +106,14 @@ def train(bad: str, place: int, stages: int) -> None:
     [
         ("forward", 5, 2, 4, "rank 2, stage 1 of 2, forward of micro-batch 2, layer 5 (Bad): ValueError: no more"),
         ("backward", 1, 3, 3, "rank 0, stage 0 of 3, backward of micro-batch 2, layers 0 to 2: ValueError: not this"),
-        ("a set", 3, 2, 2, "the output of F2: a builtins.set cannot be sent to another stage."),
+        ("backward", 5, 3, 3, "rank 1, stage 1 of 3, backward of micro-batch 2, layers 3 to 5: ValueError: not this"),
+        (
+            "a set",
+            3,
+            2,
+            2,
+            "forward of micro-batch 2, output of layer 3 (Bad): a builtins.set cannot be sent",
+        ),
     ],
 )
 def test_all_ranks_raise_what_one_raises(bad: str, place: int, stages: int, world_size: int, told: str) -> None:
@@ -96,6 +122,25 @@ def test_all_ranks_raise_what_one_raises(bad: str, place: int, stages: int, worl
         assert kind == "StateError" and seconds < 10
         # Where two pipelines meet the same error at once, each tells its own.
         assert told in text or told.replace("rank 2", "rank 3") in text
+
+
+# Of two stages: where it is -> what is told. "" is the layer's name where nothing is wrong with it.
+OF_LAST = "rank 1, stage 1 of 2, forward of micro-batch 0, loss_fn: "
+BADS = {
+    "loss_fn": (1, OF_LAST + "KeyError: 'labels'"),
+    "vector": (1, OF_LAST + "the loss is a tensor of shape (2, 3): expected a tensor with one number"),
+    "number": (1, OF_LAST + "the loss is a float: expected a tensor with one number"),
+    "detached": (1, OF_LAST + "the loss does not depend on any trainable parameter"),
+    "70 tensors": (3, "rank 0, stage 0 of 2, forward of micro-batch 2, output of layer 3 (Bad): 70 tensors cannot be"),
+    "ends": (5, "rank 1, stage 1 of 2, forward of micro-batch 2, layer 5 (Bad): StopIteration: "),
+}
+
+
+def test_all_ranks_raise_what_stands_against_an_output_or_a_loss() -> None:
+    for found in run_ranks(train_with_each, 2, BADS, timeout=60):
+        for bad, (_, told) in BADS.items():
+            kind, text, seconds = found[bad]
+            assert kind == "StateError" and text.startswith(told) and seconds < 10
 
 
 def test_a_rank_that_dies_ends_the_others() -> None:
@@ -128,6 +173,7 @@ def wrong_uses() -> dict[str, str]:
     note("one short", lambda: engine.train_batch(data(MICROS if last else 1)))
     note("end", lambda: engine.train_batch(iter([])))
     note("raises", lambda: engine.train_batch(x / 0 for x in [1]))
+    note("a list", lambda: engine.train_batch(list(data())))
     note("no pair", lambda: engine.train_batch(iter([torch.zeros(2)] * MICROS)))
     shifted = [(words + int(last), labels) for words, labels in data()]
     note("values", lambda: engine.train_batch(iter(shifted)))
@@ -171,6 +217,7 @@ def told() -> list[dict[str, str]]:
         ("one short", "there were on rank 0 1."),
         ("end", "StopIteration: "),
         ("raises", "rank 0, stage 0: micro-batch 0 cannot be read: ZeroDivisionError: division by zero"),
+        ("a list", "the data is a list: expected an iterator, which goes on where the last batch ended."),
         ("no pair", "it is a Tensor: expected (inputs, labels)"),
         ("values", "micro-batch 0 is another one on rank 1 (stage 1), which takes the labels, than on rank 0"),
         ("shapes", "int64[2, 3], int64[2, 3] in the place of int64[2, 2], int64[2, 3]"),

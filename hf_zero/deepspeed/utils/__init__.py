@@ -1,4 +1,4 @@
-"""`from deepspeed.utils import logger, log_dist`, with the name changed."""
+"""`from deepspeed.utils import logger, log_dist, RepeatingLoader`, with the name changed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import logging
 from collections.abc import Sequence
 
 import torch.distributed as dist
+
+from hf_zero.pipeline.micro_batches import RepeatingLoader
+
+__all__ = ["RepeatingLoader", "log_dist", "logger"]
 
 logger = logging.getLogger("hf_zero")
 
