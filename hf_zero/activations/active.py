@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hf_zero.activations import regions
 from hf_zero.activations.budget import Budget, Choice, tensors_in
-from hf_zero.activations.saved_inputs import SavedInputs, SavedRegion
+from hf_zero.activations.saved_inputs import USAGE, SavedInputs, SavedRegion
 from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.distributed.input_group import InputGroup
 from hf_zero.runtime.clocks import Clock, clock_of
@@ -207,6 +207,11 @@ _group: Any = None  # that `configure` has named; engines that are made later ke
 def current() -> Checkpointing | None:
     """What holds now; None where regions are left to torch."""
     return _stack[-1] if _stack else None
+
+
+def usage() -> dict[str, int]:
+    """As SavedInputs.usage, of what holds now."""
+    return dict.fromkeys(USAGE, 0) if (now := current()) is None else now.saved.usage()
 
 
 def use(settings: ActivationCheckpointing, device: torch.device, rank: int) -> Callable[[], None]:

@@ -29,6 +29,9 @@ from hf_zero.distributed.input_group import InputGroup
 from hf_zero.errors import ConfigError
 from hf_zero.storage.copy_stream import MAX_DOWNLOADS, CopyStreams
 
+# What SavedInputs.usage tells.
+USAGE = ("device", "device_peak", "host", "host_peak", "disk", "disk_peak", "allocations")
+
 
 class SavedRegion:
     """The inputs of one checkpointed region; it lives as long as one of them is saved."""
@@ -121,6 +124,7 @@ class SavedInputs:
         # Inputs that several regions have (an encoder's output) are copied once.
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], _Saved] = weakref.WeakValueDictionary()
         self._under_way: collections.deque[tuple[torch.Event, torch.Tensor, weakref.ref[_Saved]]] = collections.deque()
+        self._held_bytes = self._held_peak = 0  # of what `_under_way` copies
 
     def _choose_memory(self, device: torch.device) -> InputMemory | None:
         if self._number is not None:
@@ -140,17 +144,17 @@ class SavedInputs:
         return len(self._live)
 
     def usage(self) -> dict[str, int]:
-        """Bytes of saved inputs on this rank: `device` (until they are copied) and `host`, and the most that were
-        there at a time; and how often memory was allocated for them."""
+        """Bytes of saved inputs that were placed, on this rank, by medium; what is on its way to the host counts on
+        the device too. `_peak` is the most at a time; `allocations` how often memory was allocated for them."""
         self._release()
-        memory = self.memory
-        if memory is None:
-            return {"device": 0, "host": 0, "peak": 0, "allocations": 0}
-        held = sum(source.nbytes for _, source, _ in self._under_way)
-        live = (
-            {"device": held, "host": memory.live_bytes} if self._on_host else {"device": memory.live_bytes, "host": 0}
-        )
-        return {**live, "peak": memory.peak_bytes, "allocations": memory.allocations}
+        found = dict.fromkeys(USAGE, 0)
+        if (memory := self.memory) is None:
+            return found
+        place = "host" if self._on_host else "device"
+        found |= {place: memory.live_bytes, f"{place}_peak": memory.peak_bytes, "allocations": memory.allocations}
+        if self._on_host:
+            found |= {"device": self._held_bytes, "device_peak": self._held_peak}
+        return found
 
     def begin_region(self, number: int) -> SavedRegion:
         """A region starts, in forward; its inputs are packed with what this returns."""
@@ -222,6 +226,8 @@ class SavedInputs:
     def _hold(self, saved: _Saved, event: torch.Event, source: torch.Tensor) -> None:
         """Keep what is copied to the host until it is there. See [Note: Copies beside the computation]."""
         self._under_way.append((event, source, weakref.ref(saved)))
+        self._held_bytes += source.nbytes
+        self._held_peak = max(self._held_peak, self._held_bytes)
         if len(self._under_way) > MAX_DOWNLOADS:
             self._under_way[0][0].wait(torch.accelerator.current_stream(source.device))
             self._forget_oldest()
@@ -232,7 +238,8 @@ class SavedInputs:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        _, _, one = self._under_way.popleft()
+        _, source, one = self._under_way.popleft()
+        self._held_bytes -= source.nbytes
         if (saved := one()) is not None:
             saved.look_for_change()
             saved.source = None

@@ -36,7 +36,7 @@ from hf_zero.runtime.attach import Callbacks, Computes, Fitted, ModelAttachment
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_the_rest, torch_dtype
 from hf_zero.runtime.captured_graphs import REMEDY, recording_problem
 from hf_zero.runtime.full_weights import FullWeights, own_tensors
-from hf_zero.runtime.memory_report import announce_engine, memory_report
+from hf_zero.runtime.memory_report import allocation_counts, announce_engine, memory_report
 from hf_zero.runtime.shape_only import ShapeOnly
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import check_parameters, clean_name
@@ -463,11 +463,19 @@ class ZeroEngine(ModuleWrapper):
         The kinds count every medium; `device`, `host` and `disk` say where `total` lies, `host` with what waits there
         to be published. `gathered_peak` counts unsharded parameters of on-demand units, `gradients_peak`
         gradients before their reduce, both inside forward and backward.
+
+        `saved_inputs_device`, `_host` and `_disk` are what the activation_checkpointing block has placed there of
+        checkpointed regions and backward has not used yet, with `_peak` the most so far. `gather_allocations`,
+        `reduce_allocations` and `staging_allocations` count since the start: a second report a step later says what
+        the step has allocated, which is nothing once the first two steps are over.
         """
         state_bytes = 0 if self.optimizer is None else self.optimizer.state_bytes()
-        return memory_report(self.units, self.reducer, self.placements, state_bytes) | {
+        return {
+            **memory_report(self.units, self.reducer, self.placements, state_bytes),
             "gathered_peak": self.params.live.peak_bytes,
             "gradients_peak": self.pool.peak_live_bytes,
+            **{f"saved_inputs_{what}": count for what, count in active.usage().items()},
+            **allocation_counts(self.params.live, self.pool, self.comm, self.placements),
         }
 
     def teardown(self) -> None:

@@ -81,7 +81,8 @@ def measured(all_jobs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, int]]
         report = engine.memory_report()
         live = plan_engine(engine).report
         # Without a profile the plan takes the layers in the order of their registration, as this model does.
-        assert live == report, (config, live, report)
+        assert live.items() <= report.items(), (config, live, report)
+        report = {kind: report[kind] for kind in live}  # without what no plan says: allocations, saved inputs
         reports.append(report)
         lines = _Lines()
         logger.addHandler(lines)
