@@ -19,6 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from hf_zero.activations import active
 from hf_zero.checkpoint.collective import ALL_PARTS, Parts
 from hf_zero.config import ResolvedConfig
+from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.comms_summary import open_comms_log
@@ -28,7 +29,7 @@ from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.engine.monitors import Monitored, open_monitors
 from hf_zero.engine.reports import Reports, Watcher
 from hf_zero.engine.step_schedule import StepSchedule
-from hf_zero.errors import CheckpointError, ConfigError, StateError
+from hf_zero.errors import CheckpointError, ConfigError, OffloadError, StateError
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -140,10 +141,23 @@ class ZeroEngine(ModuleWrapper):
         attachment = ModelAttachment(fitted, self.reports.around(callbacks), attributes)
         self.on_uninstall(self.reports.watch_forward(self.module))
         if self.trains and self.config.activation_checkpointing.is_on:
-            self.on_uninstall(active.use(self.config.activation_checkpointing, self.device, self.rank))
+            self._start_checkpointing(self.config.activation_checkpointing)
         for install in self.installs:
             install(self)
         return attachment
+
+    def _start_checkpointing(self, settings: ActivationCheckpointing) -> None:
+        """All ranks must call: a folder that one of them cannot use is an error of all."""
+
+        def start() -> None:
+            guard = self.comm.stop_together
+            self.on_uninstall(active.use(settings, self.device, self.rank, aio=self.config.aio, guard=guard))
+
+        if settings.nvme_path is None:
+            start()
+        else:
+            what = "activation_checkpointing.nvme_path"
+            self.comm.together(what, start, catch=(OffloadError,), raise_as=OffloadError)
 
     @property
     def is_sharded(self) -> bool:
