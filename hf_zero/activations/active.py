@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from hf_zero.activations import regions
 from hf_zero.activations.budget import Budget, Choice, tensors_in
-from hf_zero.activations.saved_inputs import SavedInputs, SavedRegion
-from hf_zero.config.resolved import ActivationCheckpointing
+from hf_zero.activations.disk_inputs import DiskInputs, Guard
+from hf_zero.activations.saved_inputs import USAGE, SavedInputs, SavedRegion
+from hf_zero.config.resolved import ActivationCheckpointing, Aio
 from hf_zero.distributed.input_group import InputGroup
 from hf_zero.runtime.clocks import Clock, clock_of
 from hf_zero.runtime.log_lines import log_line
@@ -60,12 +61,16 @@ class RegionTimes:
 class Checkpointing:
     """What one set of settings does at the borders of regions."""
 
-    def __init__(self, settings: ActivationCheckpointing, device: torch.device, rank: int, group: Any) -> None:
+    def __init__(
+        self, settings: ActivationCheckpointing, device: torch.device, rank: int, group: Any, aio: Aio, guard: Guard
+    ) -> None:
         self.settings = settings
         self._device = device
         inputs = InputGroup(group) if group is not None and dist.get_world_size(group) > 1 else None
         self.budget = _budget_of(settings, device, rank)
-        self.saved = SavedInputs(_of_inputs(settings), device, rank, inputs)
+        path = settings.nvme_path
+        disk = DiskInputs(path, device, rank, aio, guard) if path is not None else None
+        self.saved = SavedInputs(_of_inputs(settings), device, rank, inputs, disk)
         self._times = RegionTimes(clock_of(device)) if settings.profile and rank == 0 else None
         self._next = 0  # number of the next region in this forward
         self._waiting: weakref.WeakSet[_Mark] = weakref.WeakSet()  # of the regions whose backward is to come
@@ -125,7 +130,7 @@ class Checkpointing:
         self._next = 0
 
     def finish(self) -> None:
-        self.saved.release_idle()
+        self.saved.close()
         if self._times is not None:
             self._times.finish()
 
@@ -209,12 +214,29 @@ def current() -> Checkpointing | None:
     return _stack[-1] if _stack else None
 
 
-def use(settings: ActivationCheckpointing, device: torch.device, rank: int) -> Callable[[], None]:
+def usage() -> dict[str, int]:
+    """As SavedInputs.usage, of what holds now."""
+    return dict.fromkeys(USAGE, 0) if (now := current()) is None else now.saved.usage()
+
+
+def use(
+    settings: ActivationCheckpointing,
+    device: torch.device,
+    rank: int,
+    *,
+    aio: Aio | None = None,
+    guard: Guard = contextlib.nullcontext,
+) -> Callable[[], None]:
     """Apply `settings` to every region of this process from now on, until the returned function is called.
 
     Where several were asked for, the last ones hold.
+
+    Args:
+        guard: Around reads and writes of a disk, whose OffloadErrors the other ranks have to hear of.
+    Raises:
+        OffloadError: The folder `nvme_path` cannot be used.
     """
-    mine = Checkpointing(settings, device, rank, _group)
+    mine = Checkpointing(settings, device, rank, _group, aio or Aio(), guard)
     _stack.append(mine)
     unwatch = regions.watch(mine.border)
 

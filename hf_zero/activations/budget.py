@@ -131,6 +131,10 @@ class Budget:
         finally:  # torch ends a recomputation by an exception
             self._bodies[number] = body.nbytes
 
+    def measured_bodies(self) -> dict[int, int]:
+        """Bytes of the graphs that were measured since the last choice, by the number of the region."""
+        return dict(self._bodies)
+
     def _take_measures(self) -> None:
         """Choose, if a forward and its backward have been measured."""
         inputs, bodies = self._inputs, self._bodies

@@ -11,23 +11,29 @@ To the host, copies run on a stream of their own. An input is held until its cop
 them at most, then the compute stream waits. A script that changes an input in place meanwhile is told so in backward,
 as autograd tells it of what it has saved itself. In backward the inputs of the region before are on their way to the
 device while this region is recomputed: staged are the inputs of two regions at most.
+On their way to disk (disk_inputs.py) inputs pass the same way to staging memory, whose writes begin when the host has
+seen that the copy is over.
 """
 
 from __future__ import annotations
 
 import collections
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_zero.activations.disk_inputs import DiskCopy, DiskInputs
 from hf_zero.activations.input_memory import Arena, DeviceBlocks, HostBlocks, InputMemory
 from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.distributed.input_group import InputGroup
 from hf_zero.errors import ConfigError
 from hf_zero.storage.copy_stream import MAX_DOWNLOADS, CopyStreams
+
+# What SavedInputs.usage tells.
+USAGE = ("device", "device_peak", "host", "host_peak", "disk", "disk_peak", "allocations")
 
 
 class SavedRegion:
@@ -49,17 +55,29 @@ class SavedRegion:
         return [saved for saved in found if saved.num_uses <= num_uses]
 
 
-class _Copy:
+class _MemoryCopy:
     """The memory behind one `_Saved`, and what is under way to it and from it."""
 
-    def __init__(self, block: torch.Tensor, memory: InputMemory) -> None:
-        self.block, self.memory = block, memory
+    def __init__(self, memory: InputMemory, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        nbytes = numel * dtype.itemsize
+        self._device = device
+        self.block, self.memory = memory.take(nbytes), memory
+        self.data = self.block[:nbytes].view(dtype)  # 1-D: the elements, or this rank's part of them
         self.saved: torch.Event | None = None  # the copy to the host is over
         self.staged: torch.Tensor | None = None  # on the device again
         self.is_staged: torch.Event | None = None  # the copy to the device is over
 
-    def take_staged(self) -> torch.Tensor:
-        """For the current stream, which waits for the copy."""
+    def arrived(self) -> None:
+        """It is where it is going to stay."""
+
+    def bring(self, streams: CopyStreams) -> None:
+        """Start the copy to the device."""
+        if self.staged is None:
+            self.staged = torch.empty(self.data.numel(), dtype=self.data.dtype, device=self._device)
+            self.is_staged = streams.upload(self.staged, self.data, after=self.saved)
+
+    def brought(self) -> torch.Tensor:
+        """On the device, for the current stream, which waits for the copy."""
         assert self.staged is not None
         tensor, self.staged = self.staged, None
         if self.is_staged is not None:
@@ -69,17 +87,19 @@ class _Copy:
     def let_go(self) -> None:
         """Autograd has dropped the input."""
         if self.staged is not None:
-            self.take_staged()  # the copy that nobody waits for must not write into memory of others
+            self.brought()  # the copy that nobody waits for must not write into memory of others
         self.memory.give(self.block)
+
+
+_Copy = _MemoryCopy | DiskCopy
 
 
 class _Saved:
     """What autograd holds in the place of one input."""
 
-    def __init__(self, tensor: torch.Tensor, region: SavedRegion, copy: _Copy, data: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, region: SavedRegion, copy: _Copy) -> None:
         self.region = region
         self.copy = copy
-        self.data = data  # 1-D, typed: the elements, or this rank's part of them
         self.numel, self.shape, self.stride = tensor.numel(), tensor.shape, tensor.stride()
         self.is_dense = _is_dense(tensor)
         self.dtype, self.device = tensor.dtype, tensor.device
@@ -100,19 +120,37 @@ class _Saved:
         return f"an input of checkpointed region {self.region.number}"
 
 
+class _Download(NamedTuple):
+    """The copy of one input to the host, under way."""
+
+    event: torch.Event
+    source: torch.Tensor
+    copy: _Copy
+    saved: weakref.ref[_Saved]
+
+
 class SavedInputs:
     """Places the saved inputs of the regions of one process.
 
     Args:
         group: Ranks that share inputs; None where every rank keeps its own whole.
+        disk: Where inputs go instead of memory.
     """
 
     def __init__(
-        self, settings: ActivationCheckpointing, device: torch.device, rank: int, group: InputGroup | None = None
+        self,
+        settings: ActivationCheckpointing,
+        device: torch.device,
+        rank: int,
+        group: InputGroup | None = None,
+        disk: DiskInputs | None = None,
     ) -> None:
+        self._device = device
+        self._disk = disk
         self._rank = rank
         self._group = group if settings.partition_activations else None
         self._on_host = settings.cpu_checkpointing and device.type != "cpu"
+        self._moves = self._on_host or disk is not None  # inputs leave the device
         self._number = settings.number_checkpoints if settings.contiguous_memory_optimization else None
         self._streams = CopyStreams(device)
         self.memory = self._choose_memory(device)
@@ -120,9 +158,12 @@ class SavedInputs:
         self._last: weakref.ref[SavedRegion] | None = None
         # Inputs that several regions have (an encoder's output) are copied once.
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], _Saved] = weakref.WeakValueDictionary()
-        self._under_way: collections.deque[tuple[torch.Event, torch.Tensor, weakref.ref[_Saved]]] = collections.deque()
+        self._under_way: collections.deque[_Download] = collections.deque()
+        self._held_bytes = self._held_peak = 0  # of what `_under_way` copies
 
     def _choose_memory(self, device: torch.device) -> InputMemory | None:
+        if self._disk is not None:
+            return None
         if self._number is not None:
             return (Arena.on_host if self._on_host else Arena.on_device)(self._number, device)
         if self._on_host:
@@ -132,7 +173,7 @@ class SavedInputs:
     @property
     def places_anything(self) -> bool:
         """Whether inputs go anywhere else than where they are."""
-        return self.memory is not None
+        return self.memory is not None or self._disk is not None
 
     @property
     def num_live(self) -> int:
@@ -140,17 +181,22 @@ class SavedInputs:
         return len(self._live)
 
     def usage(self) -> dict[str, int]:
-        """Bytes of saved inputs on this rank: `device` (until they are copied) and `host`, and the most that were
-        there at a time; and how often memory was allocated for them."""
+        """Bytes of saved inputs that were placed, on this rank, by medium; what is on its way to the host counts on
+        the device too. `_peak` is the most at a time; `allocations` how often memory was allocated for them."""
         self._release()
-        memory = self.memory
-        if memory is None:
-            return {"device": 0, "host": 0, "peak": 0, "allocations": 0}
-        held = sum(source.nbytes for _, source, _ in self._under_way)
-        live = (
-            {"device": held, "host": memory.live_bytes} if self._on_host else {"device": memory.live_bytes, "host": 0}
-        )
-        return {**live, "peak": memory.peak_bytes, "allocations": memory.allocations}
+        found = dict.fromkeys(USAGE, 0)
+        if self._disk is not None:
+            self._disk.drop_unused()
+            found |= {"disk": self._disk.live_bytes, "disk_peak": self._disk.peak_bytes}
+            held = {"device": self._held_bytes, "device_peak": self._held_peak}
+            return found | held | {"allocations": self._disk.allocations}
+        if (memory := self.memory) is None:
+            return found
+        place = "host" if self._on_host else "device"
+        found |= {place: memory.live_bytes, f"{place}_peak": memory.peak_bytes, "allocations": memory.allocations}
+        if self._on_host:
+            found |= {"device": self._held_bytes, "device_peak": self._held_peak}
+        return found
 
     def begin_region(self, number: int) -> SavedRegion:
         """A region starts, in forward; its inputs are packed with what this returns."""
@@ -164,11 +210,19 @@ class SavedInputs:
             self._release()
             self.memory.release_idle()
 
+    def close(self) -> None:
+        """Give everything back; nothing is saved or brought back after that."""
+        self.release_idle()
+        if self._disk is not None:
+            while self._under_way:
+                self._forget_oldest()
+            self._disk.close()
+
     # ---------------------------------------------------------------- forward
     @torch.no_grad()
     def pack(self, tensor: torch.Tensor, region: SavedRegion) -> Any:
         """What autograd keeps in the place of `tensor`."""
-        if self.memory is None or not _is_placed(tensor):
+        if not self.places_anything or not _is_placed(tensor):
             return tensor
         place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
         key = (*place, tensor.dtype, tensor._version)
@@ -179,22 +233,21 @@ class SavedInputs:
         return saved
 
     def _copy(self, tensor: torch.Tensor, region: SavedRegion) -> _Saved:
-        memory = self.memory
-        assert memory is not None
         self._admit(region)
         flat = _flat(tensor.detach())
         numel, mine = flat.numel(), flat
         if self._group is not None:
             self._group.compare(flat, f"region {region.number}")
             numel, mine = self._group.part_numel(flat.numel()), self._group.part_of(flat)
-        copy = _Copy(memory.take(numel * tensor.element_size()), memory)
-        data = copy.block[: numel * tensor.element_size()].view(tensor.dtype)
-        saved = _Saved(tensor, region, copy, data)
+        copy = self._room_for(numel, tensor.dtype)
+        data = copy.data
+        saved = _Saved(tensor, region, copy)
         region.inputs.append(weakref.ref(saved))
         data[mine.numel() :].zero_()  # of the last part, what nobody reads but the gather
         target = data[: mine.numel()]
-        if not self._on_host:
+        if not self._moves or self._device.type == "cpu":
             target.copy_(mine)
+            copy.arrived()
             return saved
         shares_memory = tensor.untyped_storage().nbytes() != tensor.nbytes  # which goes when its owner wants
         if shares_memory and saved.is_dense:
@@ -205,6 +258,12 @@ class SavedInputs:
             saved.source = tensor.detach() if saved.is_dense and not shares_memory else None
             self._hold(saved, copy.saved, mine)
         return saved
+
+    def _room_for(self, numel: int, dtype: torch.dtype) -> _Copy:
+        if self._disk is not None:
+            return self._disk.begin(numel, dtype)
+        assert self.memory is not None
+        return _MemoryCopy(self.memory, numel, dtype, self._device)
 
     def _admit(self, region: SavedRegion) -> None:
         if region in self._live:
@@ -221,19 +280,23 @@ class SavedInputs:
 
     def _hold(self, saved: _Saved, event: torch.Event, source: torch.Tensor) -> None:
         """Keep what is copied to the host until it is there. See [Note: Copies beside the computation]."""
-        self._under_way.append((event, source, weakref.ref(saved)))
+        self._under_way.append(_Download(event, source, saved.copy, weakref.ref(saved)))
+        self._held_bytes += source.nbytes
+        self._held_peak = max(self._held_peak, self._held_bytes)
         if len(self._under_way) > MAX_DOWNLOADS:
-            self._under_way[0][0].wait(torch.accelerator.current_stream(source.device))
+            self._under_way[0].event.wait(torch.accelerator.current_stream(source.device))
             self._forget_oldest()
 
     def _release(self) -> None:
         """Let go of inputs whose copy is over. It waits for nothing."""
-        while self._under_way and self._under_way[0][0].query():
+        while self._under_way and self._under_way[0].event.query():
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        _, _, one = self._under_way.popleft()
-        if (saved := one()) is not None:
+        oldest = self._under_way.popleft()
+        self._held_bytes -= oldest.source.nbytes
+        oldest.copy.arrived()
+        if (saved := oldest.saved()) is not None:
             saved.look_for_change()
             saved.source = None
 
@@ -258,23 +321,16 @@ class SavedInputs:
 
     def _part(self, saved: _Saved) -> torch.Tensor:
         """What was kept, in memory of its own."""
-        if not self._on_host:
-            return saved.data if self._group is not None else saved.data.clone()
+        if not self._moves:
+            return saved.copy.data if self._group is not None else saved.copy.data.clone()
+        saved.copy.bring(self._streams)  # needed first
         for one in saved.region.waiting(saved.num_uses):
-            self._stage(one)
-        self._stage(saved)
+            one.copy.bring(self._streams)
         saved.num_uses += 1
         if (before := saved.region.before) is not None:
             for one in before.waiting(0):
-                self._stage(one)
-        return saved.copy.take_staged()
-
-    def _stage(self, saved: _Saved) -> None:
-        """Start the copy to the device."""
-        copy = saved.copy
-        if copy.staged is None:
-            copy.staged = torch.empty(saved.data.numel(), dtype=saved.dtype, device=saved.device)
-            copy.is_staged = self._streams.upload(copy.staged, saved.data, after=copy.saved)
+                one.copy.bring(self._streams)
+        return saved.copy.brought()
 
 
 def _is_placed(tensor: torch.Tensor) -> bool:

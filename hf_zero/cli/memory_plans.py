@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from hf_zero.cli.text import format_bytes, table
 from hf_zero.errors import ConfigError
 from hf_zero.estimate import Plan, Profile, measure, plan_model
 from hf_zero.estimate.choices import Advice, Choice, Hardware, advise, all_choices, as_json, plan_all, resolve
+from hf_zero.estimate.saved_inputs_plan import SavedInputsPlan
 from hf_zero.progress import progress
 
 
@@ -89,6 +90,7 @@ class Task:
             "batch_size": answer.batch_size,
             "sequence_length": self.length,
             "activations": None if profile is None else {"saved_bytes": profile.saved, "peak_bytes": profile.peak},
+            "saved_inputs": None if profile is None or profile.inputs is None else vars(profile.inputs),
             "activations_not_counted": answer.without or None,
             "choices": [as_json(choice, plan, self.hardware) for choice, plan in answer.plans.items()],
             "recommended": advice
@@ -108,9 +110,13 @@ class Task:
         )
         if answer.profile is None:
             print(f"activations are NOT counted: this model does not run on sizes alone ({answer.without})")
+            if "activation_checkpointing" in self.raw:
+                print("activation_checkpointing: what it places elsewhere is NOT counted either")
         else:
             saved, peak = format_bytes(answer.profile.saved), format_bytes(answer.profile.peak)
             print(f"activations, by a forward and backward on meta tensors: {saved} between them, {peak} at the peak")
+            for line in _of_saved_inputs(answer.profile.inputs):
+                print(line)
         print()
         for line in _table(answer.plans, hardware):
             print(line)
@@ -121,6 +127,15 @@ class Task:
         print(_sentence(answer.advice))
 
 
+def _of_saved_inputs(inputs: SavedInputsPlan | None) -> Iterator[str]:
+    if inputs is None:
+        return
+    yield from inputs.notes
+    for place, nbytes in (("host", inputs.host), ("disk", inputs.disk)):
+        if nbytes:
+            yield f"saved inputs of {inputs.num_regions} checkpointed regions: {format_bytes(nbytes)} on {place}"
+
+
 _COLUMNS = ("params", "master", "states", "grads", "gathered", "buffers", "activ.")
 _GROUPS = (
     ("parameters", "buffers of the model", "staged parameters"),
@@ -128,7 +143,7 @@ _GROUPS = (
     ("optimizer", "update"),
     ("gradients", "whole gradients"),
     ("gathered parameters",),
-    ("gradient buffers", "staging", "lost to the allocator"),
+    ("gradient buffers", "staging", "saved inputs", "lost to the allocator"),
     ("activations",),
 )
 

@@ -171,6 +171,7 @@ class ActivationCheckpointing:
     synchronize_checkpoint_boundary: bool = key(flag(False))
     profile: bool = key(flag(False))
     activation_memory: int | None = key(size())  # bytes that checkpointed regions may take; hf_zero's own
+    nvme_path: str | None = key(text())  # a folder on disk for what they save; hf_zero's own
 
     @property
     def is_on(self) -> bool:

@@ -1,8 +1,30 @@
-"""Memory that is used again: of unsharded gradients, and of what gloo receives in a reduce."""
+"""Memory that is used again: of unsharded gradients and of what gloo receives in a reduce; and what is asked anew."""
 
 from __future__ import annotations
 
+import collections
+
 import torch
+
+
+class Demand:
+    """Counts requests to torch's allocator that nothing given back before can meet.
+
+    An allocator that pools, as CUDA's does, asks the system for those only.
+    """
+
+    def __init__(self) -> None:
+        self.allocations = 0
+        self._free: collections.Counter[int] = collections.Counter()  # size in bytes -> how many were given back
+
+    def take(self, nbytes: int) -> None:
+        if self._free[nbytes]:
+            self._free[nbytes] -= 1
+        else:
+            self.allocations += 1
+
+    def give(self, nbytes: int) -> None:
+        self._free[nbytes] += 1
 
 
 class BufferPool:
@@ -12,7 +34,7 @@ class BufferPool:
 
     Args:
         max_per_size: Free buffers of one size and type that are kept; None for no limit. 0 keeps none.
-        max_kept: Where a buffer is needed that is not there and more than so many are free, the oldest goes.
+        max_kept: So many are kept whatever their sizes, the largest ones, which serve smaller requests too.
     """
 
     def __init__(self, device: torch.device, *, max_per_size: int | None = None, max_kept: int | None = None) -> None:
@@ -20,8 +42,15 @@ class BufferPool:
         self._max_per_size = max_per_size
         self._max_kept = max_kept
         self._free: list[torch.Tensor] = []
+        self._left_to_torch = Demand() if max_per_size == 0 else None
+        self._allocations = 0
         self.live_bytes = 0
         self.peak_live_bytes = 0
+
+    @property
+    def allocations(self) -> int:
+        """How often memory was needed that was not there, so far."""
+        return self._allocations if self._left_to_torch is None else self._left_to_torch.allocations
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer with any content."""
@@ -30,17 +59,30 @@ class BufferPool:
         for index in range(len(self._free) - 1, -1, -1):  # the last one given may still be in the cache
             if self._free[index].numel() == numel and self._free[index].dtype == dtype:
                 return self._free.pop(index)
-        if self._max_kept is not None and len(self._free) > self._max_kept:
-            self._free.pop(0)
+        if self._max_kept is not None:
+            larger = [one for one in self._free if one.numel() > numel and one.dtype == dtype]
+            if larger:
+                best = min(larger, key=torch.Tensor.numel)
+                self._free = [one for one in self._free if one is not best]
+                return best[:numel]
+            if len(self._free) >= self._max_kept:
+                smallest = min(self._free, key=lambda one: one.untyped_storage().nbytes())
+                self._free = [one for one in self._free if one is not smallest]
+        self._allocations += 1
+        if self._left_to_torch is not None:
+            self._left_to_torch.take(numel * dtype.itemsize)
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def give(self, buffer: torch.Tensor) -> None:
         self.live_bytes -= buffer.numel() * buffer.element_size()
+        if self._left_to_torch is not None:
+            self._left_to_torch.give(buffer.numel() * buffer.element_size())
         if self._max_per_size is not None:
             same = [one for one in self._free if one.numel() == buffer.numel() and one.dtype == buffer.dtype]
             if len(same) >= self._max_per_size:
                 return
-        self._free.append(buffer)
+        size = buffer.untyped_storage().nbytes() // buffer.element_size()
+        self._free.append(buffer.as_strided((size,), (1,), 0))  # all of it, where a part was lent
 
     def clear(self) -> None:
         """Forget what is free."""

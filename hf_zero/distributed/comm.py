@@ -381,6 +381,11 @@ class Comm:
             self._processes.reconnect()
             self._find_connections(self._processes)
 
+    @property
+    def receive_allocations(self) -> int:
+        """How often memory for what gloo receives in a reduce was allocated, so far."""
+        return self._received.allocations
+
     def reset_counts(self) -> None:
         self.counts.clear()
 

@@ -19,6 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from hf_zero.activations import active
 from hf_zero.checkpoint.collective import ALL_PARTS, Parts
 from hf_zero.config import ResolvedConfig
+from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.comms_summary import open_comms_log
@@ -28,7 +29,7 @@ from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.engine.monitors import Monitored, open_monitors
 from hf_zero.engine.reports import Reports, Watcher
 from hf_zero.engine.step_schedule import StepSchedule
-from hf_zero.errors import CheckpointError, ConfigError, StateError
+from hf_zero.errors import CheckpointError, ConfigError, OffloadError, StateError
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -36,7 +37,7 @@ from hf_zero.runtime.attach import Callbacks, Computes, Fitted, ModelAttachment
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_the_rest, torch_dtype
 from hf_zero.runtime.captured_graphs import REMEDY, recording_problem
 from hf_zero.runtime.full_weights import FullWeights, own_tensors
-from hf_zero.runtime.memory_report import announce_engine, memory_report
+from hf_zero.runtime.memory_report import allocation_counts, announce_engine, memory_report
 from hf_zero.runtime.shape_only import ShapeOnly
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import check_parameters, clean_name
@@ -147,10 +148,23 @@ class ZeroEngine(ModuleWrapper):
         attachment = ModelAttachment(fitted, self.reports.around(callbacks), attributes)
         self.on_uninstall(self.reports.watch_forward(self.module))
         if self.trains and self.config.activation_checkpointing.is_on:
-            self.on_uninstall(active.use(self.config.activation_checkpointing, self.device, self.rank))
+            self._start_checkpointing(self.config.activation_checkpointing)
         for install in self.installs:
             install(self)
         return attachment
+
+    def _start_checkpointing(self, settings: ActivationCheckpointing) -> None:
+        """All ranks must call: a folder that one of them cannot use is an error of all."""
+
+        def start() -> None:
+            guard = self.comm.stop_together
+            self.on_uninstall(active.use(settings, self.device, self.rank, aio=self.config.aio, guard=guard))
+
+        if settings.nvme_path is None:
+            start()
+        else:
+            what = "activation_checkpointing.nvme_path"
+            self.comm.together(what, start, catch=(OffloadError,), raise_as=OffloadError)
 
     @property
     def is_sharded(self) -> bool:
@@ -475,11 +489,19 @@ class ZeroEngine(ModuleWrapper):
         The kinds count every medium; `device`, `host` and `disk` say where `total` lies, `host` with what waits there
         to be published. `gathered_peak` counts unsharded parameters of on-demand units, `gradients_peak`
         gradients before their reduce, both inside forward and backward.
+
+        `saved_inputs_device`, `_host` and `_disk` are what the activation_checkpointing block has placed there of
+        checkpointed regions and backward has not used yet, with `_peak` the most so far. `gather_allocations`,
+        `reduce_allocations` and `staging_allocations` count since the start: a second report a step later says what
+        the step has allocated, which is nothing once the first two steps are over.
         """
         state_bytes = 0 if self.optimizer is None else self.optimizer.state_bytes()
-        return memory_report(self.units, self.reducer, self.placements, state_bytes) | {
+        return {
+            **memory_report(self.units, self.reducer, self.placements, state_bytes),
             "gathered_peak": self.params.live.peak_bytes,
             "gradients_peak": self.pool.peak_live_bytes,
+            **{f"saved_inputs_{what}": count for what, count in active.usage().items()},
+            **allocation_counts(self.params.live, self.pool, self.comm, self.placements),
         }
 
     def teardown(self) -> None:

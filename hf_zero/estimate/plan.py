@@ -182,6 +182,8 @@ class _Planner:
         phases = {"start": start, "forward and backward": moment.total + lost, "update": max(update, before)}
         staging = built.placements.staging_bytes
         phases = {name: peak + buffer_bytes + (staging if name != "start" else 0) for name, peak in phases.items()}
+        if self._profile is not None and (inputs := self._profile.inputs) is not None:
+            phases["forward and backward"] += inputs.host + inputs.staging
         between += buffer_bytes + staging
         return self._by_medium(built, states, report, moment, static, buffer_bytes, phases, between)
 
@@ -238,6 +240,9 @@ class _Planner:
         device["update"] = max(phases["update"] - forward, 0)
         if placements.disks:
             host["staging"] = placements.staging_bytes
+        if self._profile is not None and (inputs := self._profile.inputs) is not None:
+            host["saved inputs"], disk["saved inputs"] = inputs.host, inputs.disk
+            host["staging"] = host.get("staging", 0) + inputs.staging
         if states.early:
             disk["staged states"] = states.staged_bytes
         return Plan(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hf_zero.activations import regions
+from hf_zero.activations.budget import Choice
 from hf_zero.config import OffloadOptimizer, OffloadParam, ResolvedConfig
+from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.estimate.pretend import PretendedComm, PretendedPlacements
+from hf_zero.estimate.saved_inputs_plan import PlannedCheckpointing, SavedInputsPlan, choices_of
 from hf_zero.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuildSettings, flat_param_specs, make_units, torch_dtype
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
@@ -50,6 +54,7 @@ class Profile:
     batch: str  # shapes, for people
     saved: int  # bytes of activations between forward and backward
     peak: int  # most bytes of activations, gradients on their way to the engine included
+    inputs: SavedInputsPlan | None = None  # what the activation_checkpointing block does; None: it is not on
 
 
 class _Recorder(OnDemandParams):
@@ -183,11 +188,39 @@ def measure(model: nn.Module, config: ResolvedConfig, batch: Mapping[str, torch.
             if unit.on_demand:
                 unit.unshard()
                 unit.wait_for_unshard()
-        tracker = StorageTracker()
-        tracker.ignore(tensor for tensor in [*model.parameters(), *model.buffers(), *batch.values()])
-        recorder = _Recorder(built.units, tracker)
-        with _recording(model, built.units, recorder, torch_dtype(config.dtype)):
-            return _run(model, batch, recorder, tracker, on_host=on_host)
+
+        def run() -> Profile:
+            tracker = StorageTracker()
+            tracker.ignore(tensor for tensor in [*model.parameters(), *model.buffers(), *batch.values()])
+            recorder = _Recorder(built.units, tracker)
+            with _recording(model, built.units, recorder, torch_dtype(config.dtype)):
+                return _run(model, batch, recorder, tracker, on_host=on_host)
+
+        return _with_block(config.activation_checkpointing, run, on_host=on_host)
+
+
+def _with_block(settings: ActivationCheckpointing, run: Callable[[], Profile], *, on_host: bool) -> Profile:
+    """`run` as in a training with these settings; where they have a budget, the second run is as the second step."""
+    if not settings.is_on:
+        return run()
+
+    def inside(choices: Sequence[Choice] | None) -> tuple[Profile, PlannedCheckpointing]:
+        plan = PlannedCheckpointing(settings, on_host=on_host, choices=choices)
+        end = regions.watch(plan.border)
+        try:
+            return run(), plan
+        finally:
+            end()
+
+    profile, plan = inside(None)
+    said: tuple[str, ...] = ()
+    if settings.activation_memory is not None and (sizes := plan.region_sizes()):
+        choices, line = choices_of(sizes, settings.activation_memory, on_host=on_host)
+        said = (line,)
+        if choices is not None:
+            profile, plan = inside(choices)
+    result = plan.result()
+    return dataclasses.replace(profile, inputs=dataclasses.replace(result, notes=said + result.notes))
 
 
 def _run(

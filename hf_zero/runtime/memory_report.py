@@ -10,9 +10,12 @@ import torch
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.config.announce import start_text
+from hf_zero.distributed.buffer_pool import BufferPool
+from hf_zero.distributed.comm import Comm
 from hf_zero.runtime.log_lines import log_start
 from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.runtime.unshard import LiveUnits
 from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.placement import Placements
 from hf_zero.sharding.unit import ShardUnit
@@ -94,6 +97,18 @@ def memory_report(
     report["host"] = sum(placements.host_usage().values())
     report["device"] = max(report["total"] - report["disk"] - placements.host_bytes(), 0)
     return report
+
+
+def allocation_counts(live: LiveUnits, pool: BufferPool, comm: Comm, placements: Placements) -> dict[str, int]:
+    """How often the engine needed memory that it, or torch's allocator, did not have from before, so far.
+
+    For unsharded parameters, for gradients and what a reduce receives, and for what comes from disk and goes there.
+    """
+    return {
+        "gather_allocations": live.demand.allocations,
+        "reduce_allocations": pool.allocations + comm.receive_allocations,
+        "staging_allocations": sum(stats.memory_allocations for stats in placements.stats().values()),
+    }
 
 
 def cast_line(before: Sequence[torch.dtype], after: Sequence[torch.dtype]) -> str | None:

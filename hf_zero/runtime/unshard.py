@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
+from hf_zero.distributed.buffer_pool import Demand
 from hf_zero.runtime.prefetch import GatheredAhead, PrefetchLimits, RepeatedUse, UseOrder
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitKind
@@ -38,10 +39,12 @@ class LiveUnits:
         self.numel = self.peak_numel = 0
         self.nbytes = self.peak_bytes = 0
         self.idle_numel = 0
+        self.demand = Demand()  # for memory of unsharded parameters
 
     def add(self, unit: ShardUnit) -> None:
         """Its gather has started."""
         self._units[id(unit)] = unit.numel, unit.full_bytes
+        self.demand.take(unit.full_bytes)
         self.numel += unit.numel
         self.nbytes += unit.full_bytes
         self.peak_numel = max(self.peak_numel, self.numel)
@@ -59,6 +62,8 @@ class LiveUnits:
     def remove(self, unit: ShardUnit) -> None:
         self.set_used(unit)
         numel, nbytes = self._units.pop(id(unit), (0, 0))
+        if nbytes:
+            self.demand.give(nbytes)
         self.numel -= numel
         self.nbytes -= nbytes
 
@@ -68,6 +73,8 @@ class LiveUnits:
         return [unit for unit in self._idle.values() if unit.state is UnitState.KEPT]
 
     def clear(self) -> None:
+        for _, nbytes in self._units.values():
+            self.demand.give(nbytes)
         self._units.clear()
         self._idle.clear()
         self.numel = self.nbytes = self.idle_numel = 0

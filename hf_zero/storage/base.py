@@ -20,6 +20,7 @@ class StoreStats:
     read_wait_s: float = 0.0
     write_wait_s: float = 0.0
     memory_wait_s: float = 0.0  # for staging memory; waits for writes that have it count here too
+    memory_allocations: int = 0  # of staging memory, by all stores that share it
 
 
 class BorrowedTensors:

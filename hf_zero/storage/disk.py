@@ -120,7 +120,7 @@ class DiskStore(ShardStore):
 
     def stats(self) -> StoreStats:
         with self._lock:
-            return dataclasses.replace(self._stats)
+            return dataclasses.replace(self._stats, memory_allocations=self._pool.allocations)
 
     def usage(self) -> dict[str, int]:
         with self._lock:

@@ -1,8 +1,7 @@
-"""Where the blocks of a staging pool come from: mappings of their own, or pieces of memory that is pinned once."""
+"""Where the blocks of a staging pool come from: pieces of memory that is mapped, and pinned, once."""
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
 
 import torch
@@ -10,83 +9,23 @@ import torch
 from hf_zero.native.pinning import HostMemory
 
 
-class BlockSource(abc.ABC):
-    """Makes blocks of whole pages and takes them back. The pool bounds what is in use; its lock guards all of this."""
+class StagingMemory:
+    """Blocks of whole pages: pieces of one area that is as large as the budget, and of further ones where that was
+    too small. The pool bounds what is in use; its lock guards all of this.
 
-    current_bytes = 0  # in use and kept for reuse
-    peak_bytes = 0
-
-    def has_room(self, sizes: Sequence[int]) -> bool:
-        """Whether blocks of these sizes can be taken together, where the budget allows it."""
-        return True
-
-    @abc.abstractmethod
-    def take(self, sizes: Sequence[int], budget_bytes: int) -> list[torch.Tensor]:
-        """A block per size, of memory that is not in use. Raises OSError where the system has none."""
-
-    @abc.abstractmethod
-    def give(self, block: torch.Tensor) -> None:
-        """Keep a block for reuse."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Give back to the system what is not in use."""
-
-    def _count(self, nbytes: int) -> None:
-        self.current_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-
-
-class MappedBlocks(BlockSource):
-    """Every block is a mapping; idle ones wait for a request of exactly their size, or are unmapped for others."""
-
-    def __init__(self, memory: HostMemory) -> None:
-        self._memory = memory
-        self._idle: dict[int, list[torch.Tensor]] = {}  # by size
-
-    def take(self, sizes: Sequence[int], budget_bytes: int) -> list[torch.Tensor]:
-        # What can be reused first: mapping more may unmap what is idle.
-        blocks = {index: self._idle[size].pop() for index, size in enumerate(sizes) if self._idle.get(size)}
-        try:
-            for index, size in enumerate(sizes):
-                if index not in blocks:
-                    self._shrink(budget_bytes - size)
-                    blocks[index] = self._memory.allocate(size, fork=False)
-                    self._count(size)
-        except OSError:
-            for block in blocks.values():
-                self.give(block)
-            raise
-        return [blocks[index] for index in range(len(sizes))]
-
-    def give(self, block: torch.Tensor) -> None:
-        self._idle.setdefault(block.numel(), []).append(block)
-
-    def close(self) -> None:
-        self._shrink(-1)
-
-    def _shrink(self, limit: int) -> None:
-        """Unmap idle blocks until at most `limit` bytes are left, sizes that were asked for long ago first."""
-        for size, blocks in list(self._idle.items()):
-            while blocks and self.current_bytes > limit:
-                self._count(-size)
-                self._memory.free(blocks.pop())
-            if not blocks:
-                del self._idle[size]
-
-
-class PinnedPieces(BlockSource):
-    """Blocks are pieces of one area that is as large as the budget, and of further ones where that was too small.
-
-    Pinning locks every page, and unpinning waits for the device. So areas stay until `close`, whatever sizes are asked
-    for, unless the budget grows.
+    Mapping faults on every page, pinning locks them all, and unpinning waits for the device. So areas stay until
+    `close`, whatever sizes are asked for, unless the budget grows. Pages of pageable memory are there once touched.
     """
 
     def __init__(self, memory: HostMemory) -> None:
+        self.current_bytes = 0  # in use and kept for reuse
+        self.peak_bytes = 0
+        self.allocations = 0  # how often the system was asked for memory
         self._memory = memory
         self._areas: list[_Area] = []
 
     def has_room(self, sizes: Sequence[int]) -> bool:
+        """Whether blocks of these sizes can be taken together, where the budget allows it."""
         if not self._areas:
             return True
         tried = [self._carve(size) for size in sizes]
@@ -96,6 +35,7 @@ class PinnedPieces(BlockSource):
         return len(found) == len(tried)
 
     def take(self, sizes: Sequence[int], budget_bytes: int) -> list[torch.Tensor]:
+        """A block per size, of memory that is not in use. Raises OSError where the system has none."""
         if not self._areas:
             self._map(max(budget_bytes, sum(sizes)))
         blocks: list[torch.Tensor] = []
@@ -115,9 +55,11 @@ class PinnedPieces(BlockSource):
         return blocks
 
     def give(self, block: torch.Tensor) -> None:
+        """Keep a block for reuse."""
         next(area for area in self._areas if area.holds(block)).fill(block)
 
     def close(self) -> None:
+        """Give back to the system what is not in use."""
         idle = [area for area in self._areas if area.is_idle]
         self._areas = [area for area in self._areas if not area.is_idle]
         self._count(-sum(area.memory.numel() for area in idle))
@@ -125,7 +67,12 @@ class PinnedPieces(BlockSource):
 
     def _map(self, size: int) -> None:
         self._areas.append(_Area(self._memory.allocate(size, fork=False)))
+        self.allocations += 1
         self._count(self._areas[-1].memory.numel())
+
+    def _count(self, nbytes: int) -> None:
+        self.current_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
     def _carve(self, size: int) -> torch.Tensor | None:
         return next((block for area in self._areas if (block := area.carve(size)) is not None), None)

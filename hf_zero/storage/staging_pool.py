@@ -15,7 +15,7 @@ import torch
 from hf_zero.errors import OffloadError
 from hf_zero.native.host_memory import page_rounded
 from hf_zero.native.pinning import HostMemory
-from hf_zero.storage.staging_memory import BlockSource, MappedBlocks, PinnedPieces
+from hf_zero.storage.staging_memory import StagingMemory
 
 # Seconds a request waits for memory that others borrow before it is served beyond the budget: they may be waiting for
 # the very thread that asks.
@@ -60,8 +60,7 @@ class StagingPool:
 
     def __init__(self, nbytes: int, *, device: torch.device, pin: bool) -> None:
         self.budget_bytes = nbytes
-        memory = HostMemory(device, pin=pin)
-        self._source: BlockSource = PinnedPieces(memory) if memory.pins else MappedBlocks(memory)
+        self._source = StagingMemory(HostMemory(device, pin=pin))
         self._held: collections.Counter[int | None] = collections.Counter()  # owner -> bytes in use
         self._line: dict[int, None] = {}  # threads with a request that had no room, in their order
         self._waiting: set[int] = set()  # those of them that can do nothing but wait for others
@@ -78,6 +77,11 @@ class StagingPool:
     @property
     def peak_bytes(self) -> int:
         return self._source.peak_bytes
+
+    @property
+    def allocations(self) -> int:
+        """How often memory was asked of the system, so far."""
+        return self._source.allocations
 
     def register(self, reclaimer: Reclaimer) -> None:
         with self._changed:
