@@ -6,13 +6,12 @@ Under torchrun or accelerate launch: `torchrun --nproc_per_node 2 -m hf_zero.run
 from __future__ import annotations
 
 import argparse
-import os
-import runpy
 import sys
 from collections.abc import Sequence
 
 from hf_zero.errors import ConfigError
 from hf_zero.hf.enable import enable
+from hf_zero.launcher.script import become, missing_script
 
 _EXAMPLES = """examples:
   python -m hf_zero.run --zero zero2.json train.py --output_dir out
@@ -29,20 +28,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not options.script:
         parser.error("give the script to run")
     script, arguments = options.script[0], options.script[1:]
-    if not options.module and not os.path.isfile(script):
-        parser.error(f"there is no script {script!r}")
+    if problem := missing_script(script, is_module=options.module):
+        parser.error(problem)
     try:
         enable(options.zero)
     except ConfigError as error:
         sys.stderr.write(f"hf_zero.run: {error}\n")
         raise SystemExit(2) from None
-    sys.argv = [script, *arguments]
-    if options.module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        # As for `python script.py`: modules beside the script can be imported.
-        sys.path[0] = os.path.dirname(os.path.abspath(script))
-        runpy.run_path(script, run_name="__main__")
+    become(script, arguments, is_module=options.module)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "hf_zero"
 MAX_FUNCTION_LINES = 60
 
 # From the lowest up: a room imports from rooms before it, in functions too. CONTRIBUTING.md tells of them.
-ROOMS = """errors layout progress config native distributed storage sharding runtime activations optim checkpoint
+ROOMS = """errors layout progress pages config native distributed storage sharding runtime activations optim checkpoint
     engine access estimate pipeline hf deepspeed launcher cli run __init__""".split()
 FILES_BESIDE_THE_ROOMS = {"__init__.py", "errors.py", "layout.py", "progress.py", "run.py", "py.typed"}
 # Knows transformers and what is around it; rooms below do not.

@@ -12,12 +12,14 @@ from pathlib import Path
 from hf_zero.checkpoint.consolidate import parse_bytes
 from hf_zero.cli.text import count
 from hf_zero.errors import ConfigError
+from hf_zero.pages.page import write_page
 
 NAME = "estimate"
 SUMMARY = "plan the memory of every stage and offload choice for a model, and name the one to take"
 EXAMPLES = """
 hf-zero estimate path/to/model --gpus 8 --gpu-memory 80GB --cpu-memory 512GB
 hf-zero estimate config.json --gpus 2 --gpu-memory 24GB --config zero3.json --batch-size 4
+hf-zero estimate path/to/model --gpus 8 --gpu-memory 80GB --plot memory.html
 hf-zero estimate path/to/model --gpus 8 --nodes 4 --sequence-length 4096 --gradient-checkpointing --json
 """
 
@@ -42,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--gradient-checkpointing", action="store_true", help="with activation checkpointing")
     add("--on-cpu", action="store_true", help="ranks compute on the CPU, over gloo")
     add("--json", action="store_true", help="print JSON")
+    add("--plot", type=Path, metavar="FILE.html", help="write a page with the memory of every choice, too")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -80,6 +83,8 @@ def _run(args: argparse.Namespace) -> None:
     model = meta_model.build(model_config, gradient_checkpointing=args.gradient_checkpointing)
     task = Task(model, raw, hardware, args.sequence_length or meta_model.default_length(model_config))
     answer = task.answer(args.batch_size)
+    if args.plot is not None:
+        write_page(args.plot, task.page(answer))
     if args.json:
         print(json.dumps(task.as_json(answer)))
     else:

@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol
 
 from hf_zero.checkpoint.consolidate import CLEAR_LINE, ConsolidateError
 from hf_zero.checkpoint.manifest import package_version
-from hf_zero.cli import bench, config, consolidate, convert, estimate, inspect, launch, report
+from hf_zero.cli import bench, config, consolidate, convert, estimate, inspect, launch, profile, report
 from hf_zero.errors import ZeroError
 
 PROGRAM = "hf-zero"
@@ -36,7 +36,7 @@ class Command(Protocol):
     def run(self) -> Callable[[argparse.Namespace], None]: ...
 
 
-COMMANDS: tuple[Command, ...] = (bench, config, consolidate, convert, estimate, inspect, launch, report)
+COMMANDS: tuple[Command, ...] = (bench, config, consolidate, convert, estimate, inspect, launch, profile, report)
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -27,7 +27,7 @@ from hf_zero.engine.deepcopy import deepcopy_of
 from hf_zero.engine.flops_profiler import FlopsProfiler, check_output_file
 from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.engine.monitors import Monitored, open_monitors
-from hf_zero.engine.reports import Reports, Watcher
+from hf_zero.engine.reports import Reports, Watcher, watchers_of
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import CheckpointError, ConfigError, OffloadError, StateError
 from hf_zero.optim.loss_scaler import StepGuard
@@ -120,7 +120,9 @@ class ZeroEngine(ModuleWrapper):
             if config.flops_profiler.enabled:
                 watchers.append(FlopsProfiler(model, self.units, self.schedule, config, self.device))
             self.reports = self.reports_class.of(self.schedule, config, self.device, samples, watchers)
-            self.on_uninstall(self.reports.close)
+        if train and (more := watchers_of(self)):
+            self.reports = self.reports.joined_by(more)
+        self.on_uninstall(self.reports.close)
         self._attachment = self._attach()
         if logs:
             announce_engine(config, self.device, self.world_size, self.units, self.reducer, trains=train)

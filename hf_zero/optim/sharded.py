@@ -13,6 +13,7 @@ from hf_zero.errors import StateError
 from hf_zero.optim.direct_steps import DirectSteps
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdam, HostAdamSettings
+from hf_zero.optim.offload.update_worker import UpdateWorker
 from hf_zero.optim.param_groups import OwnedSlice, ShardedGroups
 from hf_zero.optim.registry import check_group, check_native, check_optimizer
 from hf_zero.optim.state_access import (
@@ -237,6 +238,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def has_delayed_update(self) -> bool:
         """Whether an update waits to be published by the next step, or by `finish_updates`."""
         return self._native is not None and self._native.has_delayed
+
+    @property
+    def update_worker(self) -> UpdateWorker | None:
+        """The thread of native updates of offloaded states; None where nothing is updated natively."""
+        return None if self._native is None else self._native.worker
 
     def close(self) -> None:
         self._direct.remove()

@@ -58,7 +58,7 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class _Running:
+class Running:
     """A collective whose time is not known yet. Times are marks of the clock; a HostWork has its end itself."""
 
     name: str
@@ -94,8 +94,8 @@ class CommsLog:
         self._clock = clock_of(comm.device)
         self._stream = None if comm.computes_on_host else torch.Stream(comm.device)
         self._table: Table = {}
-        self._running: collections.deque[_Running] = collections.deque()
-        self._replaced: list[str] = []
+        self._running: collections.deque[Running] = collections.deque()
+        self._replaced: list[tuple[str, Callable[..., Any] | None]] = []  # what another log had put there
         for method in _METHODS:
             if method.called in self._wanted:
                 self._replace(method)
@@ -104,7 +104,11 @@ class CommsLog:
     def close(self) -> None:
         """Log nothing any more; what was logged stays."""
         while self._replaced:
-            delattr(self._comm, self._replaced.pop())
+            name, before = self._replaced.pop()
+            if before is None:
+                delattr(self._comm, name)
+            else:
+                setattr(self._comm, name, before)
 
     def calls(self) -> Table:
         """What was logged so far. Waits for the collectives under way."""
@@ -123,8 +127,8 @@ class CommsLog:
 
     # ---------------------------------------------------------------- in the place of Comm's methods
     def _put(self, name: str, call: Callable[..., Any]) -> None:
+        self._replaced.append((name, vars(self._comm).get(name)))
         setattr(self._comm, name, call)  # of this object, found before the method of its class
-        self._replaced.append(name)
 
     def _replace(self, method: _Method) -> None:
         start = getattr(self._comm, method.name)
@@ -165,7 +169,7 @@ class CommsLog:
         elif not isinstance(pending, HostWork):  # collected in a block, at whose end it is logged
             return
         name = f"{name} | [{what}]" if self._names_tensors else name
-        self._running.append(_Running(name, nbytes, begun, end, pending))
+        self._running.append(Running(name, nbytes, begun, end, pending))
         self._read(wait=False)
 
     def _read(self, *, wait: bool) -> None:
@@ -178,7 +182,10 @@ class CommsLog:
             if end is None or not (wait or self._clock.is_past(end)):
                 return
             self._running.popleft()
-            ms = self._clock.ms(one.begun, end)
-            self._table.setdefault(one.name, {}).setdefault(one.nbytes, Calls()).add(ms)
-            if self._show is not None:
-                self._show(one.name, one.nbytes, ms)
+            self._is_over(one, end)
+
+    def _is_over(self, one: Running, end: Any) -> None:
+        ms = self._clock.ms(one.begun, end)
+        self._table.setdefault(one.name, {}).setdefault(one.nbytes, Calls()).add(ms)
+        if self._show is not None:
+            self._show(one.name, one.nbytes, ms)

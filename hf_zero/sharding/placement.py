@@ -96,7 +96,7 @@ class Placements:
         self._tile = max(1, min(settings.sub_group_numel, MAX_TILE_NUMEL))  # elements
         self._comm = comm
         self.device = DeviceStore(comm.device)
-        self._copies = self._make_copies()
+        self.copies = self._make_copies()
         self.host = self._make_host(pin=settings.optimizer.pin_memory or settings.param.pin_memory)
         self.states = self._make_host(pin=False)
         self._folders: dict[str, SwapFolder] = {}
@@ -110,7 +110,7 @@ class Placements:
         # A model that is forgotten without a teardown takes its files and pinned memory with it. At exit the folders
         # remove themselves, and memory goes with the process.
         stores = ([self.host, self.states], self.disks, self._folders)
-        self._closing = weakref.finalize(self, _close, comm.device, self._copies, *stores)
+        self._closing = weakref.finalize(self, _close, comm.device, self.copies, *stores)
         self._closing.atexit = False
 
     # ---------------------------------------------------------------- who lives where
@@ -124,7 +124,7 @@ class Placements:
             param=param,
             master=self._master_store(param) if offloaded else self.device,
             native=offloaded and self._settings.native,
-            copies=self._copies,
+            copies=self.copies,
             tile_numel=self._tile,
             sub_group_numel=max(1, self._settings.sub_group_numel),
             broadcasts=self._settings.broadcasts,

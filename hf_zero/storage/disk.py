@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from hf_zero.config.resolved import Aio
 from hf_zero.errors import OffloadError
-from hf_zero.storage.base import BorrowedTensors, ShardStore, StoreStats
+from hf_zero.storage.base import BorrowedTensors, ShardStore, Started, StoreStats
 from hf_zero.storage.staging_pool import StagingBlock, StagingPool
 from hf_zero.storage.swap_folder import Region, SwapFile, SwapFolder, Transfer
 
@@ -121,6 +122,25 @@ class DiskStore(ShardStore):
     def stats(self) -> StoreStats:
         with self._lock:
             return dataclasses.replace(self._stats, memory_allocations=self._pool.allocations)
+
+    def watch_transfers(self, started: Started) -> Callable[[], None]:
+        def watched(start: Callable[..., Flight]) -> Callable[..., Flight]:
+            def begin(*args: Any, **kwargs: Any) -> Flight:
+                flight = start(*args, **kwargs)
+                started(flight.is_write, flight.entry.key, flight.entry.nbytes, flight.transfer.poll)
+                return flight
+
+            return begin
+
+        names = ("_read", "_write")
+        for name in names:  # of this object, found before the methods of its class
+            setattr(self, name, watched(getattr(self, name)))
+
+        def undo() -> None:
+            for name in names:
+                delattr(self, name)
+
+        return undo
 
     def usage(self) -> dict[str, int]:
         with self._lock:

@@ -66,8 +66,8 @@ class HostAdam:
     def __init__(self, settings: HostAdamSettings, device: torch.device) -> None:
         library()  # a missing one raises here, not in the middle of the first step
         self._settings = settings
-        self._worker = UpdateWorker(device)
-        weakref.finalize(self, self._worker.close).atexit = False
+        self.worker = UpdateWorker(device)
+        weakref.finalize(self, self.worker.close).atexit = False
         self._groups: dict[int, Mapping[str, Any]] = {}
         self.states: dict[GradAccumulator, HostState] = {}
         self._writers: dict[tuple[HostState, bool], ParamWriter] = {}
@@ -109,7 +109,7 @@ class HostAdam:
             return
         job = self._make_job(state, [True] * len(state.owned), 1.0, staged=True)
         self._early[acc] = job
-        self._worker.submit([job])
+        self.worker.submit([job])
 
     def _may_start_early(self, state: HostState) -> bool:
         return (
@@ -145,7 +145,7 @@ class HostAdam:
             job = self._take_early(key, present, factor)
             if job is None:
                 job = self._make_job(state, present, factor, staged=delayed)
-                self._worker.submit([job])
+                self.worker.submit([job])
             job.commit()
             jobs.append(job)
         self._step += 1
@@ -153,7 +153,7 @@ class HostAdam:
             self._delayed = jobs
             self._is_waiting = True
             return published
-        self._worker.bring_forward(jobs)
+        self.worker.bring_forward(jobs)
         self._running = jobs
         for job in jobs:
             job.state.flat.update = job
@@ -232,7 +232,7 @@ class HostAdam:
         return sum(moment.nbytes for state in self.states.values() for moment in state.moments)
 
     def close(self) -> None:
-        self._worker.close()
+        self.worker.close()
         for state in self.states.values():
             state.drop()
         for writer in self._writers.values():

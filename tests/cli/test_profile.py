@@ -1,0 +1,224 @@
+"""hf-zero profile: spans, bytes and memory of a step beside what is known of it, and the page in a browser."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.cli.main import main
+from hf_zero.cli.text import format_bytes
+from hf_zero.pages.chrome_trace import chrome_trace
+from hf_zero.pages.page import page, stacks, table
+from tests.harness.browser import check_tables, colours_in, look_at
+from tests.harness.ranks import run_ranks
+
+STEPS = 4
+WIDTH = 32
+LAYERS = 5
+# Layers with a weight and a bias each: all that there is to gather and to reduce.
+NUMEL = LAYERS * (WIDTH * WIDTH + WIDTH)
+SCRIPT = f"""
+import json, sys
+import torch
+from torch import nn
+import hf_zero
+
+torch.manual_seed(0)
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear({WIDTH}, {WIDTH})
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x))
+
+class Model(nn.Module):
+    _no_split_modules = ["Layer"]
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range({LAYERS}))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+model = Model()
+zero = {{"stage": 3, "stage3_param_persistence_threshold": 0,
+        "offload_optimizer": {{"device": "nvme", "nvme_path": sys.argv[1], "buffer_count": 4}}}}
+config = {{"train_micro_batch_size_per_gpu": 2, "optimizer": {{"type": "AdamW", "params": {{"lr": 1e-2}}}},
+          "zero_optimization": zero}}
+engine = hf_zero.initialize(model=model, config=config)[0]
+losses, counts = [], []
+for step in range({STEPS}):
+    loss = engine(torch.full((2, {WIDTH}), step + engine.rank + 1.0)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+    counts.append({{name: (count.calls, count.numel) for name, count in engine.comm.counts.items()}})
+parts = (engine.comm, engine.params.live, engine.placements.copies, *engine.placements.disks.values(),
+         engine.optimizer.strategy, engine.optimizer.update_worker)
+left = [name for part in parts for name, value in vars(part).items() if callable(value) and hasattr(type(part), name)]
+with open(sys.argv[2] + str(engine.rank), "w") as file:
+    json.dump({{"losses": losses, "counts": counts, "left": left, "memory": engine.memory_report()}}, file)
+engine.teardown()
+"""
+
+
+def work(folder: Path) -> dict[str, Any]:
+    """What a rank has printed and done, profiled and not."""
+    script = str(folder / "train.py")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = main(["profile", "--output", str(folder / "out"), script, str(folder / "swap"), str(folder / "with")])
+    plain = main(
+        ["profile", "--skip", "9", "--output", str(folder / "no"), script, str(folder), str(folder / "plain")]
+    )
+    return {"status": status, "out": out.getvalue(), "plain": plain}
+
+
+class Profiled:
+    def __init__(self, folder: Path) -> None:
+        (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
+        self.folder = folder
+        self.ranks = run_ranks(work, 2, folder)
+        self.html = folder / "out" / "profile.html"
+        text = self.html.read_text(encoding="utf-8")
+        begin = text.index(">", text.index('<script type="application/json"')) + 1
+        self.data = json.loads(text[begin : text.index("</script>", begin)])
+        self.trace = json.loads((folder / "out" / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+
+    def of(self, name: str, rank: int) -> dict[str, Any]:
+        said: dict[str, Any] = json.loads((self.folder / f"{name}{rank}").read_text(encoding="utf-8"))
+        return said
+
+    def section(self, title: str) -> dict[str, Any]:
+        (found,) = [section for section in self.data["sections"] if section["title"] == title]
+        return dict(found)
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
+    return Profiled(tmp_path_factory.mktemp("profile"))
+
+
+def test_a_profile_changes_no_loss_and_leaves_nothing_behind(profiled: Profiled) -> None:
+    for rank in range(2):
+        seen, plain = profiled.of("with", rank), profiled.of("plain", rank)
+        assert seen["losses"] == plain["losses"] and seen["losses"][0] != seen["losses"][-1]
+        assert seen["left"] == plain["left"] == []
+    assert [one["status"] for one in profiled.ranks] == [0, 0]
+    assert "profile.html" in profiled.ranks[0]["out"] and profiled.ranks[1]["out"] == ""
+
+
+def test_too_few_steps_are_said(profiled: Profiled, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [one["plain"] for one in profiled.ranks] == [1, 1]
+    (tmp_path / "empty.py").write_text("import sys; print(sys.argv[1:]); sys.exit(0)\n", encoding="utf-8")
+    line = ["profile", "--output", str(tmp_path / "out"), str(tmp_path / "empty.py"), "--steps", "3"]
+    assert main(line) == 1
+    said = capsys.readouterr()
+    assert "['--steps', '3']" in said.out and "made no engine of hf_zero" in said.err
+    assert main(["profile", str(tmp_path / "missing.py")]) == 2
+    assert "there is no script" in capsys.readouterr().err
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert main(["profile", "--output", str(tmp_path / "file"), str(tmp_path / "empty.py")]) == 1
+    assert "cannot write into --output" in capsys.readouterr().err
+
+
+def test_bytes_of_collectives_are_those_of_the_model(profiled: Profiled) -> None:
+    rows = {row[0]: row for row in profiled.section("Bytes per collective")["rows"]}
+    assert rows["reduce_scatter_tensor"][2] == 4 * NUMEL
+    # Every layer once in forward; in backward again, but for those that are kept.
+    before, after = profiled.of("with", 0)["counts"][1:3]
+    gathered = after["all_gather"][1] - before["all_gather"][1]
+    assert rows["all_gather_into_tensor"][2] == 4 * gathered
+    assert NUMEL <= gathered <= 2 * NUMEL
+    assert rows["all_gather_into_tensor"][1] == after["all_gather"][0] - before["all_gather"][0]
+
+
+def test_a_trace_has_the_lanes_of_both_ranks(profiled: Profiled) -> None:
+    lanes = {(event["pid"], event["cat"]) for event in profiled.trace if event["ph"] == "X"}
+    wanted = ("forward", "backward", "step", "gather", "reduce", "other collectives", "update")
+    assert lanes >= {(rank, lane) for rank in range(2) for lane in (*wanted, "disk read", "disk write")}
+    names = {event["args"]["name"] for event in profiled.trace if event["name"] == "thread_name"}
+    assert names >= set(wanted)
+    ends: dict[tuple[int, int], float] = {}
+    for event in (event for event in profiled.trace if event["ph"] == "X"):
+        row = event["pid"], event["tid"]
+        assert event["dur"] >= 0 and event["ts"] >= ends.get(row, 0.0) - 0.01, "spans of a row do not overlap"
+        ends[row] = event["ts"] + event["dur"]
+
+
+def test_a_timeline_has_what_the_step_moved(profiled: Profiled) -> None:
+    for one in profiled.section("One step")["ranks"]:
+        spans = {lane: [span for span in one["spans"] if span["lane"] == lane] for lane in ("disk read", "disk write")}
+        # Masters and two moments, fp32, of this rank's half; the last layers' updates run beside the next forward.
+        of_a_layer = 3 * 4 * NUMEL // LAYERS // 2
+        for lane in spans.values():
+            sums = sum(span["nbytes"] for span in lane)
+            assert sums % of_a_layer == 0 and 0 < sums <= 2 * LAYERS * of_a_layer
+        phases = [span["name"] for span in one["spans"] if span["lane"] in ("forward", "backward", "step")]
+        assert phases == ["forward", "backward", "last reduces", "step"]
+        for span in one["spans"]:
+            assert span["start_ms"] >= 0 and span["start_ms"] + span["ms"] <= one["ms"] + 0.01
+
+
+def test_memory_planned_and_measured(profiled: Profiled) -> None:
+    rows = {row["name"]: row for row in profiled.section("Memory, planned beside measured")["rows"]}
+    measured = profiled.of("with", 0)["memory"]
+    assert rows["optimizer states"]["measured"] == measured["optimizer"] == 2 * 4 * NUMEL // 2
+    for row in rows.values():
+        assert row["planned"] == row["measured"], row
+    area = profiled.section("Memory over the step")
+    peaks = {one["name"]: max(one["values"]) for one in area["series"]}
+    assert (
+        peaks["gathered"] == measured["gathered_peak"] and peaks["unreduced gradients"] <= measured["gradients_peak"]
+    )
+    assert peaks["parameters"] == 4 * NUMEL // 2
+    (units,) = [section for section in profiled.data["sections"] if section["kind"] == "strip"]
+    assert sum(unit["numel"] for unit in units["units"]) == NUMEL
+
+
+def test_the_page_in_a_browser(profiled: Profiled, tmp_path: Path) -> None:
+    seen = look_at(profiled.html, tmp_path)
+    assert seen.data == profiled.data
+    check_tables(seen)
+    ((given, drawn),) = seen.sections("timeline")
+    spans, shown = given["ranks"][0]["spans"], drawn.all("rect", **{"class": "part"})
+    assert sorted((span["lane"], float(span["ms"]), span["nbytes"]) for span in spans) == sorted(
+        (one.attributes["data-lane"], float(one.attributes["data-ms"]), int(one.attributes["data-bytes"]))
+        for one in shown
+    )
+    ((pairs, drawn),) = seen.sections("pairs")
+    labels = [format_bytes(row[which]) for row in pairs["rows"] for which in ("planned", "measured")]
+    texts = [text.text for text in drawn.all("text", **{"class": "soft"})]
+    assert [text for text in texts if text in labels][-len(labels) :] == labels
+    ((area, drawn),) = seen.sections("area")
+    assert [int(one.attributes["data-peak"]) for one in drawn.all("polygon")] == [
+        max(one["values"]) for one in area["series"]
+    ]
+    assert min(colours_in(seen.image)) > 20
+
+
+def test_a_name_cannot_end_the_data(tmp_path: Path) -> None:
+    name = "</script><script>document.title='owned'</script>"
+    text = page(name, [("model", name)], [table(name, [(name, "text")], [(name,)]), stacks(name, [(name, {name: 1})])])
+    assert text.count("<script") == 2 and text.count("</script>") == 2
+
+
+def test_spans_that_overlap_stand_in_rows_of_their_own() -> None:
+    spans = [
+        {"lane": "gather", "name": name, "start_ms": start, "ms": 2.0, "nbytes": 8, "op": "all_gather_into_tensor"}
+        for name, start in (("a", 0.0), ("b", 1.0), ("c", 2.5))
+    ]
+    late = {"rank": 1, "began_at": 10.5, "steps": [], "spans": spans[:1], "samples": []}
+    events = chrome_trace([{**late, "rank": 0, "began_at": 10.0, "spans": spans}, late], ["gather"])["traceEvents"]
+    rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X" and event["pid"] == 0}
+    assert rows == {"a": 0, "b": 1, "c": 0}
+    (other,) = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
+    assert other["ts"] == 500_000.0, "a rank that began half a second later"
