@@ -211,6 +211,7 @@ def data_and_lines(folder: str) -> dict[str, Any]:
     one = RepeatingLoader([{"x": torch.ones(2, 4)}])
     found["repeated"] = [engine.train_batch(one).item() > 0 for _ in range(2)]
     found["samples"] = engine.global_samples
+    found["parallel"] = (engine.is_pipe_parallel, engine.is_data_parallel, engine.is_model_parallel)
     report = engine.schedule_report()
     found["report"] = sorted(report)
     found["idle"] = (0 <= report["idle_share"] < 1, report["bubble_share"])
@@ -281,6 +282,7 @@ def test_data_of_all_sorts(pipelines: list[dict[str, Any]], folder: Path) -> Non
     assert (first["bcast"], last["bcast"]) == (False, True)
     assert first["batch_fn"] and first["repeated"] == [True, True] and list(RepeatingLoader([])) == []
     assert first["samples"] == 6 * 2 * MICROS
+    assert first["parallel"] == (True, False, False)
     assert first["report"] == ["bubble_share", "idle_share", "seconds", "stages"]
     assert first["idle"] == (True, 1 / (MICROS + 1))
     assert first["actions"] == [["F0", "F1", "B0", "F2", "B1", "B2"], ["F0", "B0", "F1", "B1", "F2", "B2"]]
