@@ -265,8 +265,13 @@ def test_it_does_what_the_plain_engine_does(pipelines: list[dict[str, Any]], pla
                 torch.testing.assert_close(mine[key], expected[key], rtol=5 * tolerance, atol=5 * tolerance)
 
 
-def test_without_clipping_bf16_gives_the_same_bits(pipelines: list[dict[str, Any]], plain: dict[str, Any]) -> None:
-    assert pipelines[0]["bf16"]["losses"] == pytest.approx(plain["bf16"]["losses"], rel=1e-6)
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "in place", "offload"])
+def test_without_clipping_weights_have_the_same_bits(
+    pipelines: list[dict[str, Any]], plain: dict[str, Any], name: str
+) -> None:
+    assert pipelines[0][name]["losses"] == pytest.approx(plain[name]["losses"], rel=1e-6)  # summed in another order
+    assert torch.equal(pipelines[0][name]["first weight"], plain[name]["first weight"])
+    assert torch.equal(pipelines[1][name]["last weight"], plain[name]["last weight"])
 
 
 @pytest.mark.parametrize("name", [name for name, (_, variant, _) in PRECISIONS.items() if variant == "tied"])
