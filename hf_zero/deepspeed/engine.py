@@ -117,8 +117,8 @@ class DeepSpeedEngine(ZeroEngine):
             raise StateError("set_train_batch_size: Trainer and Accelerate accumulate by themselves; set it there")
         if self.micro_steps % self.accumulation_steps or not all(acc.is_empty for acc in self.reducer.accumulators):
             raise StateError(
-                f"rank {self.rank}: set_train_batch_size({train_batch_size}) came inside an accumulation window, "
-                "whose gradients are scaled for the old size.\nCall it right after the step() that ends one."
+                f"rank {self.comm.run_rank}: set_train_batch_size({train_batch_size}) came inside an accumulation "
+                "window, whose gradients are scaled for the old size.\nCall it right after the step() that ends one."
             )
         micro = self.config.train_micro_batch_size_per_gpu * self.world_size
         if train_batch_size < 1 or train_batch_size % micro:

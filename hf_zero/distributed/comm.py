@@ -80,8 +80,10 @@ class Comm:
 
     def _join(self, groups: Sequence[Sequence[int]] | None) -> None:
         self.rank, self.world_size, self.backend = 0, 1, "none"
+        self.run_rank = 0  # among all processes of the run: what messages name
         if not dist.is_initialized():
             return
+        self.run_rank = dist.get_rank()
         groups = [range(dist.get_world_size())] if groups is None else groups
         if all(len(ranks) == 1 for ranks in groups):
             return
@@ -349,7 +351,7 @@ class Comm:
         try:
             yield
         except OffloadError as error:
-            text = f"rank {self.rank}: {error}"
+            text = f"rank {self.run_rank}: {error}"
             self.abandon(OffloadError(text))
             raise OffloadError(text) from error
 

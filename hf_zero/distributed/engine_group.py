@@ -43,6 +43,7 @@ class EngineGroup:
         self._more_links: list[Link] = []
         self.name: str = self.link.group.group_name
         self.rank = dist.get_rank(self.link.group)
+        self.run_rank = dist.get_rank()  # what messages name
         store = dist.distributed_c10d._get_default_store
         if not is_gloo:
             monitor = FailureMonitor(self.control.connections, self.name)
@@ -125,7 +126,7 @@ class EngineGroup:
 
     def ended(self, what: str) -> ZeroError:
         """What to raise where `what` is to start after the connections were closed."""
-        text = f"rank {self.rank}: {what}: this engine was torn down, or stopped after an error; make another one"
+        text = f"rank {self.run_rank}: {what}: this engine was torn down, or stopped after an error; make another one"
         if reason := published_reason(self.name):
             return reason
         return StateError(text) if self._lost is None else self.failure(what, RuntimeError(self._lost))
@@ -135,10 +136,10 @@ class EngineGroup:
         reason = published_reason(self.name)
         self.disconnect()  # a third rank may wait for this one, in another operation than that which broke off
         if reason is not None:
-            return type(reason)(f"{reason}\nrank {self.rank} was in {what} and stops too.")
+            return type(reason)(f"{reason}\nrank {self.run_rank} was in {what} and stops too.")
         last = "\n".join(f"  {line}" for line in self.log.last()[-6:])
         return DivergenceError(
-            f"rank {self.rank} of {self.world_size}: {what} did not complete: {_gist(error)}\n"
+            f"rank {self.run_rank} of {dist.get_world_size()}: {what} did not complete: {_gist(error)}\n"
             f"Another rank has stopped, or runs other code than this one (desync_timeout is {self._timeout_s:.0f} s). "
             f"The last operations of this rank, to compare with the other ranks' message:\n{last}"
         )

@@ -249,7 +249,9 @@ class ZeroEngine(ModuleWrapper):
         """
         if self not in _LIVE:
             why = "this engine was torn down, or another engine has taken over its model"
-            raise StateError(f"rank {self.rank}: engine.step: {why}; use what the last hf_zero.initialize returned")
+            raise StateError(
+                f"rank {self.comm.run_rank}: engine.step: {why}; use what the last hf_zero.initialize returned"
+            )
         self.reports.step_starts()
         boundary = self.schedule.step(lr_kwargs or {})
         self.reports.step_ends(boundary=boundary)
@@ -386,7 +388,7 @@ class ZeroEngine(ModuleWrapper):
             moved = probed[kind]
             if (moved.dtype, moved.device) != kind:
                 raise StateError(
-                    f"rank {self.rank}: {name} is {param.dtype} on {param.device} and belongs to the engine, "
+                    f"rank {self.comm.run_rank}: {name} is {param.dtype} on {param.device} and belongs to the engine, "
                     f"which cannot cast or move it to {moved.dtype} on {moved.device}.\nSet the type in the "
                     "configuration (bf16.enabled, fp16.enabled, keep_fp32) or before hf_zero.initialize (dtype= "
                     "in from_pretrained); to move or cast a plain model call engine.teardown() first."

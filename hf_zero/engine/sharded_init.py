@@ -78,8 +78,8 @@ class ShardedConstruction:
             if "single memory location" not in str(error):
                 raise
             raise StateError(
-                f"rank {self._comm.rank}: a constructor initialised parameters below its own children, which are in "
-                "shards by then.\nInitialise parameters in the constructor of their module or of its parent, or "
+                f"rank {self._comm.run_rank}: a constructor initialised parameters below its own children, which are "
+                "in shards by then.\nInitialise parameters in the constructor of their module or of its parent, or "
                 "inside `with hf_zero.gathered_params(child, write_rank=0):`."
             ) from error
         finally:
@@ -145,8 +145,9 @@ class ShardedConstruction:
         yield
         if write_rank is None and (edited := watch.edited()):
             raise StateError(
-                f"rank {self._comm.rank} wrote to parameter(s) that were gathered for reading: {', '.join(edited)}.\n"
-                "Name the rank whose edits are to be kept: hf_zero.gathered_params(..., write_rank=0)."
+                f"rank {self._comm.run_rank} wrote to parameter(s) that were gathered for reading: "
+                f"{', '.join(edited)}.\nName the rank whose edits are to be kept: "
+                "hf_zero.gathered_params(..., write_rank=0)."
             )
         with torch.no_grad():
             if write_rank is not None:

@@ -121,7 +121,7 @@ class StepSchedule:
     def begin_backward(self) -> None:
         if not self._trains:
             raise StateError(
-                f"rank {self._comm.rank}: backward through a model that hf_zero holds for inference only: it has "
+                f"rank {self._comm.run_rank}: backward through a model that hf_zero holds for inference only: it has "
                 "neither gradients nor master weights.\nTo train it, hand it to a Trainer, to accelerator.prepare or, "
                 "with an optimizer, to hf_zero.initialize."
             )
@@ -189,8 +189,9 @@ class StepSchedule:
         """Raise StateError where parameters are to be read that do not have the last update yet."""
         if self.optimizer is not None and self.optimizer.has_delayed_update:
             raise StateError(
-                f"rank {self._comm.rank}: the update of the last step is delayed, so the parameters do not have it "
-                "yet.\nCall engine.finish_updates() on every rank first (checkpoints, engine.full_state_dict do so)."
+                f"rank {self._comm.run_rank}: the update of the last step is delayed, so the parameters do not have "
+                "it yet.\nCall engine.finish_updates() on every rank first (checkpoints, engine.full_state_dict do "
+                "so)."
             )
 
     def _take_in(self, added: list[GradAccumulator]) -> None:

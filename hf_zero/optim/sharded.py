@@ -222,7 +222,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def check_active(self, what: str) -> None:
         """Raise StateError while something else is in the place of the weights."""
         if self.suspended:
-            raise StateError(f"rank {self._comm.rank}: {what} is not possible {self.suspended}")
+            raise StateError(f"rank {self._comm.run_rank}: {what} is not possible {self.suspended}")
 
     @property
     def overflow(self) -> bool:

@@ -163,11 +163,14 @@ class PipelineEngine(ZeroEngine):
             bcast_loss: Give the loss to all stages; else only the last one has it.
             num_micro_batches: None: gradient_accumulation_steps.
         Raises:
-            As `train_batch`; ConfigError for another `reduce_output`.
+            As `train_batch`; ConfigError for another `reduce_output`; StateError, on all ranks, for outputs without a
+            mean. The engine goes on after these two.
         """
         if reduce_output not in ("avg", None):
             raise ConfigError(f'eval_batch(reduce_output={reduce_output!r}): expected "avg" or None')
-        count = num_micro_batches or self.accumulation_steps
+        count = self.accumulation_steps if num_micro_batches is None else num_micro_batches
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f"eval_batch(num_micro_batches={count!r}): expected a number of at least 1, or None")
         trained = self.module.training
         self.module.eval()
         try:
@@ -177,20 +180,28 @@ class PipelineEngine(ZeroEngine):
                 run.run(forward_order(self.num_stages, count, self.place.virtual_stages), wants_loss=compute_loss)
                 self._keep_times(run)
                 outputs = [run.results[micro] for micro in sorted(run.results)]
-                result = self._evaluated(outputs, count, compute_loss, reduce_output, bcast_loss)
+                result: Any = outputs if self.is_last_stage() else None
+                if reduce_output is not None and compute_loss:
+                    mean = self._mean_loss(outputs, count)
+                    result = mean if bcast_loss or self.is_last_stage() else None
+            if reduce_output is not None and not compute_loss:
+                result = self._mean_output(outputs)
         finally:
             self.module.train(trained)
         return (result, outputs) if return_logits else result
 
-    def _evaluated(
-        self, outputs: list[Any], count: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
-    ) -> Any:
-        if compute_loss and reduce_output is not None:
-            mean = self._mean_loss(outputs, count)
-            return mean if bcast_loss or self.is_last_stage() else None
-        if not self.is_last_stage():
-            return None
-        return outputs if reduce_output is None else torch.stack(outputs).mean(0)
+    def _mean_output(self, outputs: list[Any]) -> torch.Tensor | None:
+        """Over micro-batches, on the last stage. All ranks must call. Raises StateError on all ranks."""
+        tensors = [one for one in outputs if isinstance(one, torch.Tensor) and one.is_floating_point()]
+        kinds = sorted({_kind(one) for one in outputs})
+        problem = f"{self.place.title}: {', '.join(kinds)}" if len(kinds) > 1 or len(tensors) < len(outputs) else ""
+        if found := [one for one in self.world.all_gather_object(problem, "outputs") if one]:
+            raise StateError(
+                "eval_batch(compute_loss=False): the outputs of the micro-batches have no mean, for which they are to "
+                f"be floating-point tensors of one shape: {'; '.join(found)}.\nreduce_output=None gives "
+                "them as they are, in a list."
+            )
+        return torch.stack(tensors).mean(0) if tensors else None
 
     # ---------------------------------------------------------------- what a pipeline has no call for
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -382,6 +393,13 @@ def _refuse(config: ResolvedConfig, module: PipelineModule) -> None:
 
 def _no_data() -> Iterator[Any]:
     raise StateError("no data: give train_batch an iterator, or call engine.set_dataloader first")
+
+
+def _kind(value: Any) -> str:
+    """For messages: "float32[2, 3]"."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__
 
 
 def _use_train_batch(call: str) -> StateError:

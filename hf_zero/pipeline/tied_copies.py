@@ -9,6 +9,7 @@ all-reduce of the gradients.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,7 +108,7 @@ class TiedCopies:
         for module, name in copy.places:
             setattr(module, name, copy.tensor)
         if copy.tensor.requires_grad:
-            copy.hooks = [copy.tensor.register_post_accumulate_grad_hook(_adder(self, copy))]
+            copy.hooks = [copy.tensor.register_post_accumulate_grad_hook(_adder(self))]
 
     # ---------------------------------------------------------------- gradients
     def add(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
@@ -158,11 +159,16 @@ def _taken_out(module: nn.Module, param: nn.Parameter) -> _Copy:
     return _Copy(param, places, torch.empty(0, dtype=torch.uint8))
 
 
-def _adder(copies: TiedCopies, copy: _Copy) -> Callable[[torch.Tensor], None]:
+def _adder(copies: TiedCopies) -> Callable[[torch.Tensor], None]:
+    # Python cannot see that a tensor's hook refers to it: weakly, or an engine that nobody tore down would stay.
+    weak_copies = weakref.ref(copies)
+
     def hook(tensor: torch.Tensor) -> None:
         grad, tensor.grad = tensor.grad, None
         assert grad is not None
+        owner = weak_copies()
+        assert owner is not None
         with torch.no_grad():
-            copies.add(tensor, grad)
+            owner.add(tensor, grad)
 
     return hook

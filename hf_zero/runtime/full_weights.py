@@ -236,7 +236,7 @@ class FullWeights:
         problems += [f"not in the model: {name}" for name in given if name not in wanted]
         if strict and problems:
             raise CheckpointError(
-                f"rank {self._comm.rank}: the weights do not fit the model:\n  " + "\n  ".join(problems)
+                f"rank {self._comm.run_rank}: the weights do not fit the model:\n  " + "\n  ".join(problems)
             )
         shapes = [
             f"{name}: {tuple(state[given[name]].shape)} in the file, {tuple(tensor.shape)} in the model"
@@ -244,7 +244,7 @@ class FullWeights:
             if name in given and state[given[name]].shape != tensor.shape
         ]
         if shapes:
-            raise CheckpointError(f"rank {self._comm.rank}: shapes differ:\n  " + "\n  ".join(shapes))
+            raise CheckpointError(f"rank {self._comm.run_rank}: shapes differ:\n  " + "\n  ".join(shapes))
         with torch.no_grad():
             left = wanted
             for unit in self._units:

@@ -318,11 +318,12 @@ class FlatParam:
             if self.on_demand:
                 self._bind(self._bound)
             raise StateError(
-                f"rank {self.comm.rank}: parameter(s) were replaced or cast after hf_zero had taken the model over, "
-                f"and updates would not reach them: {', '.join(strays[:5])} ({len(strays)} in all).\nDo not call "
-                ".to(dtype) or .half(), nor assign param.data (vector_to_parameters does), on a model in training: "
-                "set the type before, or in the configuration (bf16.enabled), and values with hf_zero.set_full_param("
-                "model, tensor, name), or in place inside `with hf_zero.gathered_params(model, write_rank=0):`."
+                f"rank {self.comm.run_rank}: parameter(s) were replaced or cast after hf_zero had taken the model "
+                f"over, and updates would not reach them: {', '.join(strays[:5])} ({len(strays)} in all).\nDo not "
+                "call .to(dtype) or .half(), nor assign param.data (vector_to_parameters does), on a model in "
+                "training: set the type before, or in the configuration (bf16.enabled), and values with "
+                "hf_zero.set_full_param(model, tensor, name), or in place inside "
+                "`with hf_zero.gathered_params(model, write_rank=0):`."
             )
 
     # ---------------------------------------------------------------- around the optimizer step

@@ -211,6 +211,7 @@ def data_and_lines(folder: str) -> dict[str, Any]:
     one = RepeatingLoader([{"x": torch.ones(2, 4)}])
     found["repeated"] = [engine.train_batch(one).item() > 0 for _ in range(2)]
     found["samples"] = engine.global_samples
+    found["parallel"] = (engine.is_pipe_parallel, engine.is_data_parallel, engine.is_model_parallel)
     report = engine.schedule_report()
     found["report"] = sorted(report)
     found["idle"] = (0 <= report["idle_share"] < 1, report["bubble_share"])
@@ -264,8 +265,13 @@ def test_it_does_what_the_plain_engine_does(pipelines: list[dict[str, Any]], pla
                 torch.testing.assert_close(mine[key], expected[key], rtol=5 * tolerance, atol=5 * tolerance)
 
 
-def test_without_clipping_bf16_gives_the_same_bits(pipelines: list[dict[str, Any]], plain: dict[str, Any]) -> None:
-    assert pipelines[0]["bf16"]["losses"] == pytest.approx(plain["bf16"]["losses"], rel=1e-6)
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "in place", "offload"])
+def test_without_clipping_weights_have_the_same_bits(
+    pipelines: list[dict[str, Any]], plain: dict[str, Any], name: str
+) -> None:
+    assert pipelines[0][name]["losses"] == pytest.approx(plain[name]["losses"], rel=1e-6)  # summed in another order
+    assert torch.equal(pipelines[0][name]["first weight"], plain[name]["first weight"])
+    assert torch.equal(pipelines[1][name]["last weight"], plain[name]["last weight"])
 
 
 @pytest.mark.parametrize("name", [name for name, (_, variant, _) in PRECISIONS.items() if variant == "tied"])
@@ -281,6 +287,7 @@ def test_data_of_all_sorts(pipelines: list[dict[str, Any]], folder: Path) -> Non
     assert (first["bcast"], last["bcast"]) == (False, True)
     assert first["batch_fn"] and first["repeated"] == [True, True] and list(RepeatingLoader([])) == []
     assert first["samples"] == 6 * 2 * MICROS
+    assert first["parallel"] == (True, False, False)
     assert first["report"] == ["bubble_share", "idle_share", "seconds", "stages"]
     assert first["idle"] == (True, 1 / (MICROS + 1))
     assert first["actions"] == [["F0", "F1", "B0", "F2", "B1", "B2"], ["F0", "B0", "F1", "B1", "F2", "B2"]]

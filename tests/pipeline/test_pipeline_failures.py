@@ -180,6 +180,8 @@ def wrong_uses() -> dict[str, str]:
     longer = [(words[:, : 2 + int(last)], labels) for words, labels in data()]
     note("shapes", lambda: engine.train_batch(iter(longer)))
     note("reduce", lambda: engine.eval_batch(data(), reduce_output="sum"))
+    note("mean", lambda: engine.eval_batch(data(), compute_loss=False))
+    note("none", lambda: engine.eval_batch(data(), num_micro_batches=0))
     note("again", lambda: hf_zero.initialize(model=module, config=CONFIG))
     for what, block in {
         "stage 2": {"zero_optimization": {"stage": 2}},
@@ -222,6 +224,11 @@ def told() -> list[dict[str, str]]:
         ("values", "micro-batch 0 is another one on rank 1 (stage 1), which takes the labels, than on rank 0"),
         ("shapes", "int64[2, 3], int64[2, 3] in the place of int64[2, 2], int64[2, 3]"),
         ("reduce", "ConfigError: eval_batch(reduce_output='sum')"),
+        (
+            "mean",
+            "of one shape: rank 1, stage 1 of 2: float32[1, 3, 16], float32[2, 3, 16].\nreduce_output=None gives",
+        ),
+        ("none", "ConfigError: eval_batch(num_micro_batches=0): expected a number of at least 1, or None"),
         ("again", "StateError: this model already has a hf_zero engine"),
         ("stage 2", "zero_optimization.stage is 2: a pipeline takes 0 or 1"),
         ("stage 3", "zero_optimization.stage is 3: a pipeline takes 0 or 1"),

@@ -30,9 +30,23 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
     def micro_batch_size(self) -> int:
         return self.train_micro_batch_size_per_gpu()
 
+    @property
     def is_pipe_parallel(self) -> bool:
         """Whether there are several stages."""
         return self.num_stages > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether there are several pipelines."""
+        return self.grid.data_parallel_size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether there is an axis of tensor parallelism, which is the script's own."""
+        return self.grid.model_parallel_size > 1
+
+    def reset_activation_shape(self) -> None:
+        """Nothing is to be done: shapes may change at any time."""
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """See PipelineEngine.train_batch. The loss is kept as `agg_train_loss`."""
