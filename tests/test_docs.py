@@ -386,6 +386,8 @@ def check_module(words: list[str], page: Path) -> None:
         split = next((n for n, word in enumerate(arguments) if word.endswith(".py")), None)
         if split is not None:
             check_script(arguments[split:], page)
+    elif name == "hf_zero.cli.main":
+        check_command(shlex.join(["hf-zero", *arguments]), page)
     elif name.startswith("recipes."):
         check_script([name.replace(".", "/") + ".py", *arguments], page)
     elif name not in ("pytest", "my_package.train"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,10 +97,10 @@ def _check_folder(folder: Path) -> None:
     """Before the script trains."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / TRACE).open("a", encoding="utf-8"):
-            pass
     except OSError as error:
-        raise ConfigError(f"cannot write into --output {folder}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot make the folder of --output {folder}: {error.strerror or error}") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"cannot write into --output {folder}: no permission")
 
 
 class Profiling:
@@ -160,7 +161,7 @@ def _facts(engine: ZeroEngine, ranks: Sequence[Mapping[str, Any]]) -> list[tuple
         ("ZeRO stage", str(engine.config.stage)),
         ("ranks", f"{len(ranks)} on {engine.device.type}"),
         ("shown step", str(step["step"])),
-        ("time of the step", f"{step['end_ms'] - step['start_ms']:.3g} ms"),
+        ("time of the step", f"{step['end_ms'] - step['start_ms']:,.0f} ms"),
         ("offloaded", _offloaded(engine)),
     ]
 
@@ -202,13 +203,32 @@ def _shown_step(one: Mapping[str, Any]) -> dict[str, Any]:
     return {"rank": one["rank"], "ms": round(ms, 4), "spans": spans}
 
 
+def joined(spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Spans in the order of their starts; those of the same thing that overlap, as the buckets of a unit, are one."""
+    found: list[dict[str, Any]] = []
+    last: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for span in spans:
+        key = span["lane"], span["name"], span["op"]
+        before = last.get(key)
+        end = span["start_ms"] + span["ms"]
+        if before is not None and span["start_ms"] <= before["start_ms"] + before["ms"]:
+            before["ms"] = round(max(before["start_ms"] + before["ms"], end) - before["start_ms"], 4)
+            before["nbytes"] += span["nbytes"]
+        else:
+            found.append({name: span[name] for name in ("lane", "name", "start_ms", "ms", "nbytes")})
+            last[key] = found[-1]
+    return found
+
+
 def _timeline(shown: list[dict[str, Any]], num_ranks: int) -> Section:
     from hf_zero.runtime.spans import LANES
 
     note = "From the first forward to the end of the update. What a collective takes includes waiting for other ranks."
+    note += f" The buckets of a unit are one span here; {TRACE} has each of them."
     if len(shown) < num_ranks:
         note += f" The first {len(shown)} ranks; {TRACE} has all {num_ranks}."
-    return {"kind": "timeline", "title": "One step", "note": note, "lanes": LANES, "ranks": shown}
+    ranks = [{**one, "spans": joined(one["spans"])} for one in shown]
+    return {"kind": "timeline", "title": "One step", "note": note, "lanes": LANES, "ranks": ranks}
 
 
 def _memory_over_step(one: Mapping[str, Any], shown: Mapping[str, Any]) -> Section:
@@ -249,7 +269,13 @@ def _collectives(spans: Sequence[Mapping[str, Any]]) -> Section:
             row[2] += span["nbytes"]
             row[3] = round(row[3] + span["ms"], 4)
             row[4] = max(row[4], span["ms"])
-    columns = [("collective", "text"), ("calls", "count"), ("bytes", "bytes"), ("time", "ms"), ("longest", "ms")]
+    columns = [
+        ("collective", "text"),
+        ("calls", "count"),
+        ("bytes", "bytes"),
+        ("time, summed", "ms"),
+        ("longest", "ms"),
+    ]
     note = "Of rank 0 in the step, bytes of whole tensors. Times overlap with each other and with the computation."
     return table("Bytes per collective", columns, rows.values(), note)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hf_zero.cli.main import main
+from hf_zero.cli.profile import joined
 from hf_zero.cli.text import format_bytes
 from hf_zero.pages.chrome_trace import chrome_trace
 from hf_zero.pages.page import page, stacks, table
@@ -127,7 +128,7 @@ def test_too_few_steps_are_said(profiled: Profiled, tmp_path: Path, capsys: pyte
     assert "there is no script" in capsys.readouterr().err
     (tmp_path / "file").write_text("", encoding="utf-8")
     assert main(["profile", "--output", str(tmp_path / "file"), str(tmp_path / "empty.py")]) == 1
-    assert "cannot write into --output" in capsys.readouterr().err
+    assert "cannot make the folder of --output" in capsys.readouterr().err
 
 
 def test_bytes_of_collectives_are_those_of_the_model(profiled: Profiled) -> None:
@@ -203,6 +204,14 @@ def test_the_page_in_a_browser(profiled: Profiled, tmp_path: Path) -> None:
         max(one["values"]) for one in area["series"]
     ]
     assert min(colours_in(seen.image)) > 20
+
+
+def test_buckets_of_a_unit_are_one_span_in_the_page() -> None:
+    bucket = {"lane": "gather", "op": "all_gather_into_tensor", "nbytes": 4}
+    starts = (("a", 0.0), ("b", 0.5), ("a", 1.0), ("a", 3.0), ("a", 9.0))
+    spans = joined([{**bucket, "name": name, "start_ms": start, "ms": 2.0} for name, start in starts])
+    seen = [(span["name"], span["start_ms"], span["ms"], span["nbytes"]) for span in spans]
+    assert seen == [("a", 0.0, 5.0, 12), ("b", 0.5, 2.0, 4), ("a", 9.0, 2.0, 4)]
 
 
 def test_a_name_cannot_end_the_data(tmp_path: Path) -> None:
