@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -224,3 +227,20 @@ def test_a_group_whose_inputs_differ_is_detected() -> None:
     for failure in run_ranks(partitioned, 2, False, expect_error=True):
         assert failure.kind == "DivergenceError" and "the inputs differ" in failure.message, failure
         assert f"rank {failure.rank}: " in failure.message
+
+
+def test_profile_logs_the_time_of_every_border(caplog: pytest.LogCaptureFixture) -> None:
+    """A forward and a recomputation each, in their order; the sleep in a region is in its times."""
+    a, x = Block(), torch.randn(4, SIZE, dtype=torch.float64, requires_grad=True)
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return a(x)
+
+    with caplog.at_level(logging.INFO), Configured(profile=True):
+        for way in (reentrant, non_reentrant):
+            way(a, way(slow, x * 2)).sum().backward()
+    found = re.findall(r"activation_checkpointing: region (\d), (\w+): ([\d.]+) ms", caplog.text)
+    order = [("0", "forward"), ("1", "forward"), ("1", "recomputation"), ("0", "recomputation")]
+    assert [line[:2] for line in found] == order * 2, caplog.text
+    assert [float(ms) >= 20 for _, _, ms in found] == [True, False, False, True] * 2, caplog.text

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_zero import checkpointing
 from hf_zero.activations import active
 from hf_zero.activations.budget import Choice, least, peak_of
 from tests.harness.ranks import run_ranks
@@ -122,6 +123,67 @@ def test_inputs_on_the_host_give_the_bits_of_the_cpu(tmp_path: Path) -> None:
                 assert run[4] is ON_DEVICE or usage["device"] == 0, (rank, run, usage)
             assert last["device"] == last["host"] == last["disk"] == last["regions"] == 0, (rank, run, last)
             assert last["allocations"] == between[1]["allocations"] > 0, (rank, run, last)
+
+
+# ---------------------------------------------------------------- two ranks that share inputs
+def shared(block: dict[str, Any], folder: str, *, on_device: bool) -> Any:
+    """Both ranks have the same batches and random numbers."""
+    if on_device:
+        device.enable()
+        group.register()
+        device.set_schedule("late")
+    results = []
+    for is_reentrant in (True, False):
+        model: Any = llama().train()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.2
+        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+        engine = start(model, zero_of(2, "none", folder), accumulation=1, clip=0.0)
+        ranks = torch.distributed.new_group([0, 1]) if block else None
+        checkpointing.configure(ranks, {"activation_checkpointing": block}) if block else None
+        torch.manual_seed(1)
+        losses, usages = [], []
+        for step in range(STEPS):
+            ids = batch(step, 0, 2)
+            torch.distributed.broadcast(ids := ids.to(engine.device), 0)
+            loss = engine(input_ids=ids, labels=ids).loss
+            if block and (now := active.current()) is not None:
+                torch.accelerator.synchronize()
+                usages.append(now.saved.usage())
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        outcome = losses, digest(engine.full_state_dict(keep=True))
+        if block:
+            assert checkpointing._end is not None
+            checkpointing._end()
+            active.share_inputs(None)
+        engine.teardown()
+        results.append((outcome, usages))
+    if on_device:
+        assert device.take_reports() == []
+    return results
+
+
+def shared_on_lag(folder: str) -> Any:
+    return shared({**DOCUMENTS, "number_checkpoints": LAYERS}, folder, on_device=True)
+
+
+def shared_on_cpu(folder: str) -> Any:
+    return shared({}, folder, on_device=False)
+
+
+def test_two_ranks_keep_a_half_each_on_the_host(tmp_path: Path) -> None:
+    expected = run_ranks(shared_on_cpu, 2, str(tmp_path), init_group=False)
+    found = run_ranks(shared_on_lag, 2, str(tmp_path), init_group=False)
+    whole, slot = 2 * LENGTH * HIDDEN * 4, 512
+    assert whole // 2 <= slot < whole, "vacuous: a whole input would not need more"
+    for mine, plain in zip(found, expected, strict=True):
+        for (outcome, usages), (losses, _) in zip(mine, plain, strict=True):
+            assert outcome == losses and len(set(outcome[0])) == STEPS
+            assert [usage["device"] for usage in usages] == [0] * STEPS
+            assert [usage["host"] for usage in usages] == [LAYERS * slot] * STEPS, usages
+            assert usages[-1]["allocations"] == usages[0]["allocations"] == 1
 
 
 # ---------------------------------------------------------------- a budget
