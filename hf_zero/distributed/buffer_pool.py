@@ -1,4 +1,4 @@
-"""Memory that is used again: of unsharded gradients, and of what gloo receives in a reduce."""
+"""Memory that is used again: what gloo receives in a reduce."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ class BufferPool:
     On the CPU fresh memory costs page faults, more than the reduce of a small unit; CUDA's allocator pools by itself.
 
     Args:
-        max_per_size: Free buffers of one size and type that are kept; None for no limit. 0 keeps none.
         max_kept: Where a buffer is needed that is not there and more than so many are free, the oldest goes.
     """
 
-    def __init__(self, device: torch.device, *, max_per_size: int | None = None, max_kept: int | None = None) -> None:
+    def __init__(self, device: torch.device, *, max_kept: int | None = None) -> None:
         self._device = device
-        self._max_per_size = max_per_size
         self._max_kept = max_kept
         self._free: list[torch.Tensor] = []
         self.live_bytes = 0
@@ -36,10 +34,6 @@ class BufferPool:
 
     def give(self, buffer: torch.Tensor) -> None:
         self.live_bytes -= buffer.numel() * buffer.element_size()
-        if self._max_per_size is not None:
-            same = [one for one in self._free if one.numel() == buffer.numel() and one.dtype == buffer.dtype]
-            if len(same) >= self._max_per_size:
-                return
         self._free.append(buffer)
 
     def clear(self) -> None:
