@@ -18,13 +18,9 @@ class BufferPool:
         self._device = device
         self._max_kept = max_kept
         self._free: list[torch.Tensor] = []
-        self.live_bytes = 0
-        self.peak_live_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer with any content."""
-        self.live_bytes += numel * dtype.itemsize
-        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
         for index in range(len(self._free) - 1, -1, -1):  # the last one given may still be in the cache
             if self._free[index].numel() == numel and self._free[index].dtype == dtype:
                 return self._free.pop(index)
@@ -33,7 +29,6 @@ class BufferPool:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        self.live_bytes -= buffer.numel() * buffer.element_size()
         self._free.append(buffer)
 
     def clear(self) -> None:
