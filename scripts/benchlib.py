@@ -228,7 +228,7 @@ class Series:
     """What was measured of one variant: on one rank, and after `over_ranks` on all of them."""
 
     wall_s: list[list[float]] = dataclasses.field(default_factory=list)  # [round][step]; the slowest rank's
-    passes_s: list[list[Sequence[float]]] = dataclasses.field(default_factory=list)  # [round][step][PASSES]; likewise
+    passes_s: list[list[Sequence[float]]] = dataclasses.field(default_factory=list)  # [round][step][PASSES], CPU
     cpu_s: list[float] = dataclasses.field(default_factory=list)  # [round], per step; the sum over ranks
     faults: list[float] = dataclasses.field(default_factory=list)  # [round], minor page faults per step; the sum
     busy_s: list[float] = dataclasses.field(default_factory=list)  # [round], per step; of all cores, by anybody
@@ -237,9 +237,9 @@ class Series:
     def round_s(self) -> list[float]:
         return [statistics.median(steps) for steps in self.wall_s]
 
-    def pass_s(self, number: int) -> list[float]:
-        """Of one of PASSES, as `round_s`."""
-        return [statistics.median(step[number] for step in steps) for steps in self.passes_s]
+    def pass_s(self, number: int) -> float:
+        """CPU seconds of one of PASSES, the least of all steps: other processes only add to it."""
+        return min(step[number] for steps in self.passes_s for step in steps)
 
     def mean_round_s(self) -> list[float]:
         """As `round_s`, but by the mean: where work of one step is done in another one."""
@@ -285,15 +285,15 @@ def _measure(variant: Variant, batches: Sequence[dict[str, torch.Tensor]], serie
     before, busy = resource.getrusage(resource.RUSAGE_SELF), _busy_s()
     for batch in batches:
         dist.barrier()
-        times = [time.perf_counter()]
+        start, times = time.perf_counter(), [time.process_time()]
         loss = variant.forward(batch)
-        times.append(time.perf_counter())
+        times.append(time.process_time())
         variant.backward(loss)
-        times.append(time.perf_counter())
+        times.append(time.process_time())
         variant.update()
-        times.append(time.perf_counter())
+        times.append(time.process_time())
         losses.append(loss.detach())
-        wall.append(times[-1] - times[0])
+        wall.append(time.perf_counter() - start)
         passes.append([after - before for before, after in itertools.pairwise(times)])
     if hasattr(variant, "finish"):
         start = time.perf_counter()

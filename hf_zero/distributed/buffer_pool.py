@@ -1,4 +1,4 @@
-"""Memory that is used again: of unsharded gradients and of what gloo receives in a reduce; and what is asked anew."""
+"""Memory that is used again: what gloo receives in a reduce; and what is asked anew."""
 
 from __future__ import annotations
 
@@ -33,54 +33,32 @@ class BufferPool:
     On the CPU fresh memory costs page faults, more than the reduce of a small unit; CUDA's allocator pools by itself.
 
     Args:
-        max_per_size: Free buffers of one size and type that are kept; None for no limit. 0 keeps none.
-        max_kept: So many are kept whatever their sizes, the largest ones, which serve smaller requests too.
+        max_kept: So many are kept, the largest ones, which serve smaller requests too.
     """
 
-    def __init__(self, device: torch.device, *, max_per_size: int | None = None, max_kept: int | None = None) -> None:
+    def __init__(self, device: torch.device, *, max_kept: int) -> None:
         self._device = device
-        self._max_per_size = max_per_size
         self._max_kept = max_kept
         self._free: list[torch.Tensor] = []
-        self._left_to_torch = Demand() if max_per_size == 0 else None
-        self._allocations = 0
-        self.live_bytes = 0
-        self.peak_live_bytes = 0
-
-    @property
-    def allocations(self) -> int:
-        """How often memory was needed that was not there, so far."""
-        return self._allocations if self._left_to_torch is None else self._left_to_torch.allocations
+        self.allocations = 0  # how often memory was needed that was not there, so far
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer with any content."""
-        self.live_bytes += numel * dtype.itemsize
-        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
         for index in range(len(self._free) - 1, -1, -1):  # the last one given may still be in the cache
             if self._free[index].numel() == numel and self._free[index].dtype == dtype:
                 return self._free.pop(index)
-        if self._max_kept is not None:
-            larger = [one for one in self._free if one.numel() > numel and one.dtype == dtype]
-            if larger:
-                best = min(larger, key=torch.Tensor.numel)
-                self._free = [one for one in self._free if one is not best]
-                return best[:numel]
-            if len(self._free) >= self._max_kept:
-                smallest = min(self._free, key=lambda one: one.untyped_storage().nbytes())
-                self._free = [one for one in self._free if one is not smallest]
-        self._allocations += 1
-        if self._left_to_torch is not None:
-            self._left_to_torch.take(numel * dtype.itemsize)
+        larger = [one for one in self._free if one.numel() > numel and one.dtype == dtype]
+        if larger:
+            best = min(larger, key=torch.Tensor.numel)
+            self._free = [one for one in self._free if one is not best]
+            return best[:numel]
+        if len(self._free) >= self._max_kept:
+            smallest = min(self._free, key=lambda one: one.untyped_storage().nbytes())
+            self._free = [one for one in self._free if one is not smallest]
+        self.allocations += 1
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        self.live_bytes -= buffer.numel() * buffer.element_size()
-        if self._left_to_torch is not None:
-            self._left_to_torch.give(buffer.numel() * buffer.element_size())
-        if self._max_per_size is not None:
-            same = [one for one in self._free if one.numel() == buffer.numel() and one.dtype == buffer.dtype]
-            if len(same) >= self._max_per_size:
-                return
         size = buffer.untyped_storage().nbytes() // buffer.element_size()
         self._free.append(buffer.as_strided((size,), (1,), 0))  # all of it, where a part was lent
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -261,7 +262,7 @@ def _recording(
         for flat in unit.flats:
             for slot, param in zip(flat.layout.slots, flat.params, strict=True):
                 if flat.layout.trainable:
-                    hooks.on_gradient(param, recorder.gradient, slot.name)
+                    hooks.on_gradient(param, functools.partial(recorder.gradient, slot.name))
     try:
         yield
     finally:

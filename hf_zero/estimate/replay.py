@@ -104,10 +104,10 @@ class _Acting:
     ) -> None:
         self._units = {unit.name: unit for unit in built.units if unit.on_demand}
         self._shapes = {slot.name: slot.shape for b in built.grads for slot in b.flat.layout.slots}
-        self._places = {
-            slot.name: (number, index)
-            for number, flat in enumerate(built.grads)
-            for index, slot in enumerate(flat.flat.layout.slots)
+        self._arrivals = {
+            slot.name: reducer.arrivals_of(acc, index)
+            for acc in built.grads
+            for index, slot in enumerate(acc.flat.layout.slots)
         }
         self._params = params
         self._reducer = reducer
@@ -131,10 +131,9 @@ class _Acting:
                 getattr(self._params, event.call)()
 
     def _gradient(self, event: Event) -> None:
-        number, index = self._places[event.param]
         # Its bytes are among the activations: this one is a name for them.
         grad = torch.empty(1, dtype=event.dtype, device="meta").expand(self._shapes[event.param])
-        self._reducer.arrived(number, index, grad)
+        self._arrivals[event.param](grad)
 
 
 def _plain_events(built: BuiltUnits) -> list[Event]:

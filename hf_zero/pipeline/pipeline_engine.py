@@ -69,7 +69,8 @@ class PipelineEngine(ZeroEngine):
         )
         self._data: Callable[[], Iterator[Any]] = _no_data
         self._batch_fn: Callable[[Any], Any] | None = None
-        self._where: dict[int, tuple[GradAccumulator, int]] = {}  # id of a parameter -> its place
+        # id of a parameter -> its accumulator, and what adds a gradient there
+        self._where: dict[int, tuple[GradAccumulator, Callable[[torch.Tensor], None]]] = {}
         self._run: BatchRun | None = None  # under way, or the last one
         self._is_in_loss_fn = False
         self.times = BatchTimes()  # of the last batch
@@ -321,10 +322,11 @@ class PipelineEngine(ZeroEngine):
             return self._ties.add(weight, grad)
         if id(weight) not in self._where:
             for acc in self.reducer.accumulators:
-                self._where.update((id(param), (acc, index)) for index, param in enumerate(acc.flat.params))
-        acc, index = self._where[id(weight)]
+                for index, param in enumerate(acc.flat.params):
+                    self._where[id(param)] = acc, acc.accumulation_of(index, None)
+        acc, accumulate = self._where[id(weight)]
         with self.loss_scale.received():
-            acc.accumulate(index, grad)
+            accumulate(grad)
         acc.end_backward()
 
     # ---------------------------------------------------------------- failures

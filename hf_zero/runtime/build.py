@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from hf_zero.config import ResolvedConfig
-from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import ConfigError, DivergenceError
 from hf_zero.layout import UnitLayout
@@ -23,6 +22,7 @@ from hf_zero.runtime.grad_accumulator import GradAccumulator, GradSettings
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.runtime.reduce_schedule import MAX_REDUCES
+from hf_zero.runtime.unreduced_grads import UnreducedPool
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.param_data import set_data
 from hf_zero.sharding.param_index import ParamIndex
@@ -154,7 +154,7 @@ class BuiltUnits:
     comm: Comm
     placements: Placements
     units: list[ShardUnit]
-    pool: BufferPool
+    pool: UnreducedPool
     loss_scale: LossScale
     # In the order of reduces: the last layer first, root and persistent units last.
     grads: list[GradAccumulator] = field(default_factory=list)
@@ -251,7 +251,7 @@ def make_units(
         units.append(unit)
     # Rank 0 broadcasts without waiting: here it hears of a rank that could not keep its own.
     comm.barrier("all shards")
-    pool = BufferPool(comm.device, max_per_size=MAX_REDUCES if comm.computes_on_host else 0)
+    pool = UnreducedPool(comm.device, max_kept=MAX_REDUCES if comm.computes_on_host else 0)
     built = BuiltUnits(settings, comm, placements, units, pool, LossScale())
     for unit in _reduce_order(units):
         built.grads.extend(make_grads(built, unit, flat) for flat in unit.flats if flat.layout.trainable)

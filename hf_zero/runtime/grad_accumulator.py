@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import Pending
 from hf_zero.layout import Slice
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
+from hf_zero.runtime.unreduced_grads import UnreducedGrads, UnreducedPool
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import MemoryShard, ShardTensor
 from hf_zero.storage import HostStore
@@ -63,14 +64,14 @@ class GradAccumulator:
     scaled (with `gradient_allreduce_op` "sum" their sum); padding is zero.
     """
 
-    unreduced: torch.Tensor | None  # 1-D [padded_numel]: what has arrived here since the last reduce started
+    unreduced: UnreducedGrads | None  # what has arrived here since the last reduce started
     shard: ShardTensor  # accumulation type; on the host if the update is there, else this rank's parts of `_resident`
 
     def __init__(
         self,
         flat: FlatParam,
         comm: Comm,
-        pool: BufferPool,
+        pool: UnreducedPool,
         settings: GradSettings,
         host: HostStore,
         loss_scale: LossScale,
@@ -91,12 +92,12 @@ class GradAccumulator:
         self.allow_unused = allow_unused
         self._reduction = reduction
         self._comm = comm
-        self._pool = pool
         self._mean = 1.0  # see use_scale
         self._loss_scale = loss_scale
         self._stays_local = False  # gradients are not summed over ranks: the optimizer exchanges something smaller
         self._wire = settings.wire_dtype
         self.dtype = settings.accumulation_dtype(flat.dtype)
+        self._shelf = pool.shelf(flat.layout, self.dtype)
         self._max_under_way = reduction.buckets_in_flight(comm, self.dtype, self._wire)
         self._host = host
         # Reduced gradients go to the host, where the update is.
@@ -107,7 +108,7 @@ class GradAccumulator:
             )
         self._memories = 0
         self._resident, self.shard = self._make_memory(eager)
-        self._spare: tuple[torch.Tensor | None, ShardTensor] | None = None
+        self._spare: tuple[UnreducedGrads | None, ShardTensor] | None = None
         self._reader: Pending | None = None  # an update that still reads `shard`
         self._on_its_way: torch.Event | None = None  # the last copy to the host
         self._sources: list[torch.Tensor] = []  # of copies to the host, by the reduce under way
@@ -120,20 +121,22 @@ class GradAccumulator:
         self._number = len(flat.params)
         self._arrived: set[int] = set()  # in this backward
         self._under_way: list[_PartUnderWay] = []
-        self._reducing: torch.Tensor | None = None  # what the reduce under way reads
+        self._reducing: UnreducedGrads | None = None  # what the reduce under way reads
         self._state = GradState.EMPTY
         self._adds = False  # the reduce under way adds to what an earlier one of this window has left
         self._mean_views: list[torch.Tensor] = []  # see unsharded_mean
 
-    def _make_memory(self, eager: bool) -> tuple[torch.Tensor | None, ShardTensor]:
+    def _make_memory(self, eager: bool) -> tuple[UnreducedGrads | None, ShardTensor]:
         """(the unsharded gradient that stays between micro-steps or None, the shard)"""
         layout, rank, device = self.flat.layout, self.flat.rank, self.flat.full.device
-        resident = None if eager else torch.zeros(layout.padded_numel, dtype=self.dtype, device=device)
+        resident = None
+        if not eager:
+            resident = UnreducedGrads(layout, torch.zeros(layout.padded_numel, dtype=self.dtype, device=device))
         self._memories += 1
         if self.on_host:
             return resident, MemoryShard(layout, rank, self._host, f"grad/{self._memories}", self.dtype)
         if resident is not None:
-            return resident, ShardTensor(layout, rank, resident, in_full=True)
+            return resident, ShardTensor(layout, rank, resident.memory, in_full=True)
         memory = torch.zeros(layout.shard_numel, dtype=self.dtype, device=device)
         return None, ShardTensor(layout, rank, memory, in_full=False)
 
@@ -142,7 +145,7 @@ class GradAccumulator:
         """Bytes of an unsharded gradient that stays for the run, where the shard is no part of it."""
         if self._resident is None or self.shard.in_full:
             return 0
-        return self._resident.numel() * self._resident.element_size()
+        return self._resident.memory.nbytes
 
     # ---------------------------------------------------------------- an update reads the shard
     def lend(self, reader: Pending, *, swap: bool) -> tuple[ShardTensor, torch.Event | None]:
@@ -186,37 +189,56 @@ class GradAccumulator:
             reader.wait()
 
     # ---------------------------------------------------------------- arrival
-    def accumulate(self, index: int, grad: torch.Tensor) -> bool:
-        """Add the gradient of the flat parameter's parameter `index`; return `is_complete`."""
-        if self.unreduced is None:
-            self.unreduced = self._fresh_unsharded()
+    def accumulation_of(self, index: int, on_complete: Callable[[], None] | None) -> Callable[[torch.Tensor], None]:
+        """Returns what adds a gradient of the flat parameter's parameter `index`.
+
+        It runs once per parameter and backward, so what can be looked up is bound here.
+
+        Args:
+            on_complete: Called whenever a gradient has come and `is_complete`.
+        """
+        name, number, arrived = self.flat.layout.slots[index].name, self._number, self._arrived
+        check = self._loss_scale.check
+
+        def accumulate(grad: torch.Tensor) -> None:
+            unreduced = self.unreduced or self._begin()
+            if grad.requires_grad:  # create_graph=True
+                grad = grad.detach()
+            if grad.layout is not torch.strided:  # an Embedding with sparse=True
+                grad = grad.to_dense()
+            check(name, grad)
+            if self._written[index]:
+                unreduced.of_param[index].add_(grad)
+            else:
+                unreduced.of_param[index].copy_(grad)
+                self._written[index] = True
+            self.seen[index] = True
+            arrived.add(index)
+            if on_complete is not None and len(arrived) == number:
+                on_complete()
+
+        return accumulate
+
+    def _begin(self) -> UnreducedGrads:
+        """The first gradient since the last reduce, or since the window began, is there."""
+        self.unreduced = self._fresh_unreduced()
         if self._state is GradState.EMPTY:
             self._state = GradState.ACCUMULATING
-        slot = self.flat.layout.slots[index]
-        if grad.requires_grad:  # create_graph=True
-            grad = grad.detach()
-        if grad.layout != torch.strided:  # an Embedding with sparse=True
-            grad = grad.to_dense()
-        self._loss_scale.check(slot.name, grad)
-        # One operation for a slice and a view, which together take as long as the copy of a small gradient.
-        place = self.unreduced.as_strided(slot.shape, slot.strides, slot.offset)
-        if self._written[index]:
-            place.add_(grad)
-        else:
-            place.copy_(grad)
-            self._written[index] = True
-        self.seen[index] = True
-        self._arrived.add(index)
-        return len(self._arrived) == self._number
+        return self.unreduced
 
-    def _fresh_unsharded(self) -> torch.Tensor:
+    def _fresh_unreduced(self) -> UnreducedGrads:
         if self._resident is not None and self._state is GradState.EMPTY:
             self._reclaim()
             return self._resident
-        unsharded = self._pool.take(self.flat.layout.padded_numel, self.dtype)
-        for start, end in self.flat.layout.gaps:  # they travel too: they must be finite, and zero
-            unsharded[start:end].zero_()
-        return unsharded
+        unreduced = self._shelf.take()
+        for gap in unreduced.gaps:  # they travel too: they must be finite, and zero
+            gap.zero_()
+        return unreduced
+
+    @property
+    def has_arrived(self) -> bool:
+        """Some parameter has had its gradient in this backward."""
+        return bool(self._arrived)
 
     @property
     def is_complete(self) -> bool:
@@ -243,24 +265,22 @@ class GradAccumulator:
     # ---------------------------------------------------------------- reduce
     def reduce_start(self) -> None:
         """Start the reduce of what has arrived. All ranks must call, in the same order."""
-        if self.unreduced is None:
-            self.unreduced = self._fresh_unsharded()
+        unreduced = self.unreduced or self._fresh_unreduced()
         if not all(self._written):
-            for written, slot in zip(self._written, self.flat.layout.slots, strict=True):
+            for written, grad in zip(self._written, unreduced.of_param, strict=True):
                 if not written:
-                    self.unreduced[slot.offset : slot.end].zero_()
+                    grad.zero_()
         self._written = [False] * self._number
         if self._reader is not None:
             self._reclaim()
         layout = self.flat.layout
         self.num_reduces += 1
-        self._reducing, self.unreduced = self.unreduced, None
+        self._reducing, self.unreduced = unreduced, None
         self._adds = self.is_reduced
         self._norms = [] if self.on_host else None
         self._state = GradState.REDUCING
         pending: Pending | None
-        for (start, numel), mine in zip(layout.buckets(), self.shard.parts, strict=True):
-            bucket = self._reducing[start : start + numel]
+        for bucket, mine in zip(unreduced.buckets, self.shard.parts, strict=True):
             if len(self._under_way) == self._max_under_way:
                 self._finish_oldest()
             earlier, brought = self._bring_back(mine, bucket.device)
@@ -303,7 +323,7 @@ class GradAccumulator:
 
     def _give_back_reducing(self) -> None:
         if self._reducing is not None and self._reducing is not self._resident:
-            self._pool.give(self._reducing)
+            self._shelf.give(self._reducing)
         self._reducing = None
 
     def _finish_oldest(self) -> None:
@@ -398,7 +418,7 @@ class GradAccumulator:
         """Forget the gradient of a parameter in this window; True if the mean over ranks was here already."""
         slot = self.flat.layout.slots[index]
         if self.unreduced is not None and self._written[index]:
-            self.unreduced[slot.offset : slot.end].zero_()
+            self.unreduced.of_param[index].zero_()
             self._written[index] = False
         self.seen[index] = False
         if not self.is_reduced:
@@ -416,7 +436,7 @@ class GradAccumulator:
     def clear(self) -> None:
         """The window is over: its gradients have been used, or are not wanted."""
         if self.unreduced is not None and self.unreduced is not self._resident:
-            self._pool.give(self.unreduced)
+            self._shelf.give(self.unreduced)
         self.unreduced = None
         self.seen = [False] * len(self.seen)
         self._written = [False] * len(self._written)

@@ -31,8 +31,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +42,7 @@ from hf_zero.runtime.autocast import AutocastCopies
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.nested import map_tensors, tensors_in
 from hf_zero.runtime.outside_access import OutsideReads
-from hf_zero.runtime.param_grads import ParamGrads, take_arrived
+from hf_zero.runtime.param_grads import GradStandIn, ParamGrads
 from hf_zero.runtime.unshard import OnDemandParams, Phase
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import UnitKind
@@ -67,7 +66,7 @@ class BackwardWatch:
         self._on_start = on_start
         self._on_end = on_end
         self._also_at_end: list[Callable[[], None]] = []
-        self._task = -1
+        self.task = -1  # the outermost backward under way
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Call `call` too when a backward is over."""
@@ -82,21 +81,16 @@ class BackwardWatch:
     def started(self) -> None:
         """A hook that belongs to the outermost backward has fired."""
         task = torch._C._current_graph_task_id()
-        if task != self._task and task != -1:
-            self._task = task
+        if task != self.task and task != -1:
+            self.task = task
             self._on_start()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-
-    def arrived(self) -> None:
-        """A gradient is there: nothing that is watched was on its way, if no backward is known to be under way."""
-        if self._task == -1:
-            self.started()
 
     def _on_grad(self, grad: torch.Tensor) -> None:
         self.started()
 
     def _finish(self) -> None:
-        self._task = -1
+        self.task = -1
         self._on_end()
         for call in self._also_at_end:
             call()
@@ -139,6 +133,7 @@ class ModelHooks:
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._takers: list[tuple[nn.Parameter, int]] = []  # whose gradients are taken, by which hook
+        self._receivers: list[Callable[[torch.Tensor], None]] = []  # of gradients, by number
         self._reads: OutsideReads | None = None
         self._watch: BackwardWatch | None = None
 
@@ -147,31 +142,37 @@ class ModelHooks:
             handle.remove()
         self._handles.clear()
         self._takers.clear()
+        self._receivers.clear()
         if self._reads is not None:
             self._reads.remove()
 
     # ---------------------------------------------------------------- gradients
-    def on_gradient(self, param: nn.Parameter, arrived: Callable[..., None], *where: int | str) -> None:
-        """Call `arrived(*where, grad)` whenever autograd has added to `param.grad`, and take the gradient away.
+    def on_gradient(self, param: nn.Parameter, receive: Callable[[torch.Tensor], None]) -> None:
+        """Call `receive(grad)` whenever autograd has added to `param.grad`, and take the gradient away.
 
-        `arrived` is a method. It and this object are referred to weakly: Python's collector does not see what
-        autograd's hooks refer to, and a model that is forgotten without a teardown must be freed with its engine.
+        This object, which keeps `receive`, is referred to weakly: Python's collector does not see what autograd's
+        hooks refer to, and a model that is forgotten without a teardown must be freed with its engine.
         """
-        method = cast(MethodType, arrived)
-        mine, receiver, receive = weakref.ref(self), weakref.ref(method.__self__), method.__func__
+        mine, number = weakref.ref(self), len(self._receivers)
+        self._receivers.append(receive)
 
         def hook(leaf: torch.Tensor) -> None:  # once per parameter and backward: what it costs, every parameter costs
-            hooks, owner = mine(), receiver()
-            if hooks is None or owner is None:
+            hooks = mine()
+            if hooks is None:
                 return
-            grad = take_arrived(leaf)
+            grad = leaf.grad
+            if type(grad) is GradStandIn:  # it stays there
+                grad = grad.take_added()
+            else:
+                leaf.grad = None
             if grad is None:
                 return
-            if hooks._watch is not None:
-                hooks._watch.arrived()
+            # Nothing that is watched was on its way, if no backward is known to be under way.
+            if hooks._watch is not None and hooks._watch.task == -1:
+                hooks._watch.started()
             if hooks._reads is not None and hooks._reads.iterated:
                 hooks._reads.check_gradient(leaf, grad)
-            receive(owner, *where, grad)
+            hooks._receivers[number](grad)
 
         handle = param.register_post_accumulate_grad_hook(hook)
         self._handles.append(handle)

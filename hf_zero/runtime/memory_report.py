@@ -10,11 +10,11 @@ import torch
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.config.announce import start_text
-from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.comm import Comm
 from hf_zero.runtime.log_lines import log_start
 from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.runtime.unreduced_grads import UnreducedPool
 from hf_zero.runtime.unshard import LiveUnits
 from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.placement import Placements
@@ -99,7 +99,7 @@ def memory_report(
     return report
 
 
-def allocation_counts(live: LiveUnits, pool: BufferPool, comm: Comm, placements: Placements) -> dict[str, int]:
+def allocation_counts(live: LiveUnits, pool: UnreducedPool, comm: Comm, placements: Placements) -> dict[str, int]:
     """How often the engine needed memory that it, or torch's allocator, did not have from before, so far.
 
     For unsharded parameters, for gradients and what a reduce receives, and for what comes from disk and goes there.

@@ -48,6 +48,11 @@ class GradStandIn(torch.Tensor):
         self.parameter, self.added = name, None
         return self
 
+    def take_added(self) -> torch.Tensor | None:
+        """What autograd has added, for the reducer."""
+        added, self.added = self.added, None
+        return added
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
@@ -65,16 +70,6 @@ class GradStandIn(torch.Tensor):
 
 def _flat(values: Any) -> list[Any]:
     return [one for value in values for one in (_flat(value) if isinstance(value, list | tuple) else [value])]
-
-
-def take_arrived(param: torch.Tensor) -> torch.Tensor | None:
-    """Take what autograd has put into `parameter.grad`; a stand-in stays there."""
-    grad = param.grad
-    if type(grad) is GradStandIn:
-        added, grad.added = grad.added, None
-        return added
-    param.grad = None
-    return grad
 
 
 class _Place:

@@ -66,13 +66,10 @@ class GradReducer:
         self._next = 0  # on arrival: the first group in the order whose reduce has not
         self._under_way: collections.deque[Sequence[GradAccumulator]] = collections.deque()
         self._reduced = False  # stages 0-1: the boundary's reduce of this window has been started everywhere
-        self._any_arrival = False
 
-    def arrived(self, number: int, index: int, grad: torch.Tensor) -> None:
-        """The gradient of parameter `index` of accumulator `number` is there."""
-        self._any_arrival = True
-        if self.accumulators[number].accumulate(index, grad) and self._on_arrival:
-            self._start_complete()
+    def arrivals_of(self, acc: GradAccumulator, index: int) -> Callable[[torch.Tensor], None]:
+        """What to call with every gradient of parameter `index` of an accumulator."""
+        return acc.accumulation_of(index, self._start_complete if self._on_arrival else None)
 
     def _start_complete(self) -> None:
         """Start the reduces that are next in the order and have all their gradients."""
@@ -114,7 +111,7 @@ class GradReducer:
 
     def end_backward(self, *, boundary: bool) -> None:
         """All gradients of this backward are there. All ranks must call."""
-        if not self._any_arrival:
+        if not any(acc.has_arrived for acc in self.accumulators):
             return
         for group in self._groups:
             self._start(self._to_start(group, boundary), final=boundary)
@@ -186,6 +183,5 @@ class GradReducer:
             self._over(self._under_way.popleft())
         self._started.clear()
         self._next = 0
-        self._any_arrival = False
         for acc in self.accumulators:
             acc.end_backward()
