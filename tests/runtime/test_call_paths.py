@@ -26,7 +26,8 @@ def ways() -> dict[str, tuple[int, set[str]]]:
 def test_ways_are_short() -> None:
     (found, _) = run_ranks(ways, 2)
     calls, files = found["gather of a layer"]
-    assert files == {"runtime/hooks.py", "runtime/unshard.py", "sharding/unit.py", "distributed/comm.py"}
+    ends = {"distributed/comm.py", "distributed/group_work.py"}  # it is started, and can be waited for
+    assert files == {"runtime/hooks.py", "runtime/unshard.py", "sharding/unit.py"} | ends
     assert calls <= 10
     arrival, reduce = found["arrival of a gradient"][1], found["reduce of a layer's gradients"][1]
     assert {"runtime/hooks.py", "runtime/reduce_schedule.py", "runtime/grad_accumulator.py"} <= arrival | reduce
