@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.config.resolved import DEFAULT
 from hf_zero.deepspeed.engine import DeepSpeedEngine
-from hf_zero.deepspeed.runtime.pipe.engine import DeepSpeedPipelineEngine
+from hf_zero.deepspeed.runtime.pipe.engine import PipelineEngine
 from hf_zero.deepspeed.script_arguments import adopt_local_rank, config_of
 from hf_zero.distributed.processes import init_distributed, join_processes, wrong_on_all
 from hf_zero.engine.engine import ZeroEngine
@@ -89,7 +89,7 @@ def initialize(
     _warn_of_no_clipping(engine, resolved)
     engine.lr_scheduler = choose_scheduler(lr_scheduler, resolved.scheduler, made)
     loader = None if training_data is None else _make_loader(training_data, engine, collate_fn)
-    if isinstance(engine, DeepSpeedPipelineEngine) and loader is not None:
+    if isinstance(engine, PipelineEngine) and loader is not None:
         engine.set_dataloader(loader)
     return engine, sharded, loader, engine.lr_scheduler
 
@@ -146,7 +146,7 @@ def _ranks_with_data(model: nn.Module, loaded: ZeroConfig) -> int:
 
 def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool, replace: bool = False) -> DeepSpeedEngine:
     if isinstance(model, PipelineModule):
-        return DeepSpeedPipelineEngine(model, resolved, train=train)
+        return PipelineEngine(model, resolved, train=train)
     construction = open_construction()
     if construction is not None:
         construction.settle(model)

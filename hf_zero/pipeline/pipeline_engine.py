@@ -214,6 +214,9 @@ class PipelineEngine(ZeroEngine):
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _use_train_batch("engine.step")
 
+    def no_sync(self) -> NoReturn:
+        raise _use_train_batch("engine.no_sync")
+
     # ---------------------------------------------------------------- optimizer
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """See ZeroEngine.attach_optimizer: this stage's. Gradients are clipped by the norm over all stages."""

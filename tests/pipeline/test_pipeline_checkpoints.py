@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,39 @@ def into_a_sequential(folder: str, variant: str) -> tuple[dict[str, torch.Tensor
     engine, *_ = hf_zero.initialize(model=nn.Sequential(*layers), config=config)
     engine.load_checkpoint(folder, load_lr_scheduler_states=False)
     return hf_zero.get_fp32_state_dict_from_zero_checkpoint(folder), engine.full_state_dict(keep=True)
+
+
+def train_and_die(folder: str) -> None:
+    """Saves after every step; then a rank is gone in the middle of a batch."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    engine = engine_of(2, 0, "1f1b", 1, "tied", MICROS * 2)
+    for number in range(BEFORE):
+        steps(engine, number, number + 1)
+        engine.save_checkpoint(folder)
+    calls = iter(range(100))
+    if engine.is_last_stage():
+        engine.module.register_forward_hook(lambda *_: os._exit(9) if next(calls) == 3 else None)
+    steps(engine, BEFORE, models.STEPS)
+
+
+def continue_it(folder: str) -> list[float]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(99)
+    engine = engine_of(3, 0, "zero_bubble", 1, "tied", MICROS * 2)
+    engine.load_checkpoint(folder)
+    return steps(engine, BEFORE, models.STEPS)
+
+
+def train_straight() -> list[float]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    return steps(engine_of(1, 0, "gpipe", 1, "tied", MICROS * 2), 0, models.STEPS)
+
+
+def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
+    ended = run_ranks(train_and_die, 2, str(tmp_path), expect_error=True)
+    assert [one.kind for one in ended] == ["DivergenceError", "Died"]
+    (straight,) = run_ranks(train_straight, 1)
+    for losses in run_ranks(continue_it, 3, str(tmp_path)):
+        assert losses == pytest.approx(straight[BEFORE:], abs=1e-9)

@@ -168,6 +168,8 @@ def wrong_uses() -> dict[str, str]:
     note("call", lambda: engine(torch.zeros(2, 3, dtype=torch.long)))
     note("backward", lambda: engine.backward(torch.zeros(())))
     note("step", lambda: engine.step())
+    note("no_sync", lambda: engine.no_sync())
+    note("boundary", lambda: engine.set_gradient_accumulation_boundary(False))
     note("no data", lambda: engine.train_batch())
     note("half a batch", lambda: engine.train_batch(data(4 if last else 2)))
     note("one short", lambda: engine.train_batch(data(MICROS if last else 1)))
@@ -214,6 +216,8 @@ def told() -> list[dict[str, str]]:
         ("call", "StateError: engine(...): a pipeline runs whole batches"),
         ("backward", "Call engine.train_batch(data_iter) in the place of forward, backward and step"),
         ("step", "StateError: engine.step: a pipeline runs whole batches"),
+        ("no_sync", "StateError: engine.no_sync: a pipeline runs whole batches"),
+        ("boundary", "StateError: set_gradient_accumulation_boundary: train_batch updates"),
         ("no data", "no data: give train_batch an iterator, or call engine.set_dataloader first"),
         ("half a batch", "the data iterator ended in the middle of a batch: of 3 micro-batches "),
         ("one short", "there were on rank 0 1."),

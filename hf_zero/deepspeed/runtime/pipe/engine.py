@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from hf_zero.deepspeed.engine import DeepSpeedEngine
-from hf_zero.pipeline.pipeline_engine import PipelineEngine
+from hf_zero.errors import StateError
+from hf_zero.pipeline.pipeline_engine import PipelineEngine as StageEngine
 from hf_zero.pipeline.topology import PipelineGrid
 
 
-class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
+class PipelineEngine(StageEngine, DeepSpeedEngine):
     """What deepspeed.initialize returns for a PipelineModule."""
 
     @property
@@ -45,10 +46,17 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
         """Whether there is an axis of tensor parallelism, which is the script's own."""
         return self.grid.model_parallel_size > 1
 
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Raises StateError: every batch ends with an update."""
+        raise StateError(
+            "set_gradient_accumulation_boundary: train_batch updates at the end of its gradient_accumulation_steps "
+            "micro-batches.\nChange how many there are by set_train_batch_size."
+        )
+
     def reset_activation_shape(self) -> None:
         """Nothing is to be done: shapes may change at any time."""
 
     def train_batch(self, data_iter: Any = None) -> Any:
-        """See PipelineEngine.train_batch. The loss is kept as `agg_train_loss`."""
+        """See hf_zero.pipeline's train_batch. The loss is kept as `agg_train_loss`."""
         self.agg_train_loss = super().train_batch(data_iter)
         return self.agg_train_loss
