@@ -52,7 +52,11 @@ class Received:
         (value,) = self._box
         if self._device.type == "cpu":
             return value
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), value)
+        return pytree.tree_map_only(torch.Tensor, self._on_device, value)
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A leaf, as what was received is."""
+        return tensor.detach().to(self._device).requires_grad_(tensor.requires_grad)
 
 
 class Messages:

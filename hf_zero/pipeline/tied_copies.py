@@ -21,6 +21,7 @@ from hf_zero.distributed.messages import MAX_TAG, Messages, Received
 from hf_zero.pipeline.batch_run import Place
 from hf_zero.pipeline.module import Tie
 from hf_zero.runtime.grad_accumulator import GradSettings
+from hf_zero.sharding.param_data import set_data
 
 
 @dataclass
@@ -73,7 +74,7 @@ class TiedCopies:
     def restore(self) -> None:
         """Put the parameters back, with the values of the copies."""
         for copy in self._copies.values():
-            copy.original.data = copy.tensor.detach()
+            set_data(copy.original, copy.tensor.detach())
             for module, name in copy.places:
                 delattr(module, name)
                 module.register_parameter(name, copy.original)
