@@ -1,9 +1,9 @@
 """SmolLM2-135M in a pipeline, from its files: losses beside DDP's, what each rank read, and its peak memory.
 
 python -m recipes.causal_lm.prepare            # once: the packaged weights, as safetensors
-torchrun --standalone --nproc_per_node 2 recipes/pipeline/smollm2.py
-torchrun --standalone --nproc_per_node 3 recipes/pipeline/smollm2.py
-torchrun --standalone --nproc_per_node 2 recipes/pipeline/smollm2.py --ddp
+ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 recipes/pipeline/smollm2.py
+ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 3 recipes/pipeline/smollm2.py
+ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 recipes/pipeline/smollm2.py --ddp
 """
 
 from __future__ import annotations
