@@ -1,7 +1,7 @@
 """GPT-2 in a pipeline: one schedule after the other, beside one process, on the same batches.
 
 ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 recipes/pipeline/train.py
-ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 4 recipes/pipeline/train.py --stages 2 --schedules 1f1b zero_bubble
+ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 4 recipes/pipeline/train.py --stages 2 --zero 1
 """
 
 from __future__ import annotations
