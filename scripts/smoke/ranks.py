@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 from hf_zero.launcher.node import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+STACKS_TAKE_S = 5  # for a rank that is killed to print its stacks
 
 
 @dataclass(frozen=True)
@@ -24,13 +26,13 @@ class Ended:
 
     status: int | None  # None: it had to be killed
     seconds: float  # from the start
-    text: str  # what it printed, at most the last 4000 characters
+    text: str  # what it printed, at most the last 8000 characters
 
 
 def environment() -> dict[str, str]:
     """For processes of the smoke runs."""
     paths = [str(REPOSITORY), str(REPOSITORY / "scripts"), os.environ.get("PYTHONPATH", "")]
-    given = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+    given = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
     return {**os.environ, **given, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
@@ -68,6 +70,10 @@ def _ends(
             time.sleep(0.05)
     finally:
         for process in left.values():
+            process.send_signal(signal.SIGABRT)  # faulthandler prints where it stands
+        for process in left.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STACKS_TAKE_S)
             process.kill()
             process.wait()
     for rank in left:
@@ -88,4 +94,4 @@ def run_under_torchrun(program: Sequence[str], count: int, *, timeout_s: float) 
 
 def _tail(file: Any) -> str:
     file.seek(0)
-    return str(file.read())[-4000:]
+    return str(file.read())[-8000:]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-REHEARSAL = ("--device", "lag", "--size", "tiny", "--brief", "--patience", "4")
+REHEARSAL = ("--device", "lag", "--size", "tiny", "--brief", "--patience", "2")
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -16,5 +16,5 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LAG_DEVICES": "2", **variables}
     command = [sys.executable, *arguments]
     return subprocess.run(
-        command, cwd=ROOT / "scripts", env=env, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=ROOT / "scripts", env=env, capture_output=True, text=True, timeout=600, check=False
     )

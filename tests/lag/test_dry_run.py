@@ -234,12 +234,13 @@ def read_in_forward() -> None:
 
 def copy_in_backward() -> None:
     """What has another device than it should, and is copied."""
-    plain = GradAccumulator.accumulate
+    plain = GradAccumulator.accumulation_of
 
-    def accumulate(acc: GradAccumulator, index: int, grad: torch.Tensor) -> None:
-        plain(acc, index, torch.full(grad.shape, 1.0).to(grad.device))
+    def accumulation_of(acc: GradAccumulator, index: int, on_complete: Callable[[], None] | None) -> Any:
+        accumulate = plain(acc, index, on_complete)
+        return lambda grad: accumulate(torch.full(grad.shape, 1.0).to(grad.device))
 
-    GradAccumulator.accumulate = accumulate  # type: ignore[method-assign]
+    GradAccumulator.accumulation_of = accumulation_of  # type: ignore[method-assign]
 
 
 def add_host_memory() -> None:
@@ -277,7 +278,7 @@ def count_steps_on_the_host() -> None:
     ("mutate", "place"),
     [
         (read_in_forward, ("runtime/unshard.py:unshard", "value")),
-        (copy_in_backward, ("runtime/reduce_schedule.py:arrived", "to device")),
+        (copy_in_backward, ("runtime/hooks.py:hook", "to device")),
     ],
 )
 def test_a_wait_more_is_found(mutate: Callable[[], None], place: tuple[str, str], tmp_path: Path) -> None:

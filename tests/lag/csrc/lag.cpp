@@ -10,7 +10,8 @@
 //   - Every stream and the host have a clock: how far they know the other streams to be. Memory that is freed, or
 //     written by the host, while a copy or an operation that the clock does not cover may use it is reported.
 //
-// Locks: one, `World::mutex`. Never take Python's lock under it, nor drop a tensor that may be Python's.
+// Locks: one, `World::mutex`. Never take Python's lock under it, nor take or drop a reference to a tensor that may be
+// Python's: the first reference beside Python's own takes that lock.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
@@ -729,14 +730,14 @@ void copy_on_device(const at::Tensor& from, const at::Tensor& to) {
     copy_now(from, to);
 }
 
-HostCopy& add_copy(const at::Tensor& host, const at::Tensor& on_device, bool to_host, const std::string& place) {
+HostCopy& add_copy(at::Tensor&& host, const at::Tensor& on_device, bool to_host, const std::string& place) {
     Queue& queue = current_queue(on_device.device().index());
     HostCopy& copy = world().copies.emplace_back();
     copy.stream = queue.key;
     copy.position = queue.issued + 1;
     copy.to_host = to_host;
-    copy.host = host;
-    copy.name = "a copy of " + std::to_string(host.nbytes()) + " bytes " + (to_host ? "to" : "from") +
+    copy.host = std::move(host);
+    copy.name = "a copy of " + std::to_string(copy.host.nbytes()) + " bytes " + (to_host ? "to" : "from") +
                 " pinned memory on " + name_of(queue.key) + ", issued at " + place;
     return copy;
 }
@@ -756,11 +757,12 @@ void settle_readers(const at::Tensor& host, Queue& queue) {
 
 void queue_to_host(const at::Tensor& from, const at::Tensor& host) {
     const std::string place = where();
+    at::Tensor kept = host;
     Locked lock;
     Queue& queue = current_queue(from.device().index());
     settle_readers(host, queue);
     std::memset(host.data_ptr(), kPoison, host.nbytes());
-    HostCopy& copy = add_copy(host, from, true, place);
+    HostCopy& copy = add_copy(std::move(kept), from, true, place);
     issue(queue, [&copy, source = alias_of(from)] {
         const Inside inside;
         copy.staged = source.clone();
@@ -783,11 +785,12 @@ bool deliver_under(const at::Tensor& host) {
 
 void queue_to_device(const at::Tensor& host, const at::Tensor& to) {
     const std::string place = where();
+    at::Tensor kept = host;
     Locked lock;
     Queue& queue = current_queue(to.device().index());
     bool is_written = false;  // by a copy to the host that the host has not waited for: it cannot be checked
     for (const HostCopy& other : world().copies) is_written |= other.to_host && overlap(other.host, host);
-    HostCopy& copy = add_copy(host, to, false, place);
+    HostCopy& copy = add_copy(std::move(kept), to, false, place);
     copy.is_checked = !is_written;
     if (copy.is_checked) copy.checksum = checksum_of(host);
     issue(queue, [&copy, target = alias_of(to)] {
