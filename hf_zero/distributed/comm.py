@@ -140,8 +140,7 @@ class Comm:
                 return self._exchange(full.chunk(self.world_size), [part] * self.world_size, title)
             return self._begin(functools.partial(dist.all_gather_single, full, part), title)
 
-    @contextlib.contextmanager
-    def coalesced(self, what: str, *, in_background: bool = False) -> Iterator[None]:
+    def coalesced(self, what: str, *, in_background: bool = False) -> contextlib.AbstractContextManager[None]:
         """Make one operation of the all-gathers that are started inside the block, and of the reduce-scatters, and of
         the all-reduces of a type, where this backend can (`coalesces`).
 
@@ -153,8 +152,11 @@ class Comm:
         """
         may_collect = self.coalesces or (not in_background and self._peers is not None)
         if self._block is not None or not may_collect:
-            yield
-            return
+            return contextlib.nullcontext()
+        return self._collecting(what)
+
+    @contextlib.contextmanager
+    def _collecting(self, what: str) -> Iterator[None]:
         self._block = block = Coalesced(functools.partial(self._begin_coalesced, what))
         try:
             yield

@@ -11,7 +11,6 @@ autograd finds no gradient to add to; where it does find a stand-in, that keeps 
 from __future__ import annotations
 
 import struct
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,11 +79,14 @@ class _Place:
 
 @dataclass(slots=True)
 class _Shown:
+    """A parameter's place in an accumulator, and what is shown of it. Made once: a backward shows all of them."""
+
     acc: GradAccumulator
     index: int
+    stand_in: GradStandIn
     param: nn.Parameter
     grad: torch.Tensor
-    version: int
+    version: int = 0
 
 
 class ParamGrads:
@@ -104,7 +106,7 @@ class ParamGrads:
         self._on_change = on_change
         self._shown: list[_Shown] = []
         self.place = _Place()
-        self._stand_ins: weakref.WeakKeyDictionary[GradAccumulator, list[GradStandIn]] = weakref.WeakKeyDictionary()
+        self._places: list[list[_Shown]] = []  # of the accumulators; there may be more of them between steps
         self._changes: list[str] = []  # of what all ranks must change alike, in this window
         self._edited = False  # values were, not only dropped
         self._weights: dict[str, int] = {}  # weights that were written to in this window -> what they are known by
@@ -113,28 +115,23 @@ class ParamGrads:
     def show(self) -> None:
         """A backward is over."""
         self.hide()
-        for acc in self._accumulators:
-            whole = acc.unsharded_mean()
-            stand_ins = self._stand_ins_of(acc)
-            for index, param in enumerate(acc.flat.params):
-                if whole is not None and param.requires_grad:
-                    grad = whole[index]
-                elif acc.seen[index]:
-                    grad = stand_ins[index]
+        for acc in self._accumulators[len(self._places) :]:
+            self._places.append(_places_of(acc))
+        for acc, places in zip(self._accumulators, self._places, strict=True):
+            unsharded = acc.unsharded_mean()
+            for one, param in zip(places, acc.flat.params, strict=True):
+                if unsharded is not None and param.requires_grad:
+                    grad = unsharded[one.index]
+                elif acc.seen[one.index]:
+                    grad = one.stand_in
                 else:
                     continue
                 if grad.dtype != param.dtype:  # or somebody has cast the live model, which the next forward refuses
                     param.grad_dtype = grad.dtype
                 param.grad = grad
-                self._shown.append(_Shown(acc, index, param, grad, grad._version))
+                one.param, one.grad, one.version = param, grad, grad._version
+                self._shown.append(one)
         self.place.is_used = bool(self._shown)
-
-    def _stand_ins_of(self, acc: GradAccumulator) -> list[GradStandIn]:
-        if acc not in self._stand_ins:
-            flat = acc.flat
-            places = zip(flat.placeholders, flat.layout.slots, strict=True)
-            self._stand_ins[acc] = [GradStandIn(placeholder, slot.name) for placeholder, slot in places]
-        return self._stand_ins[acc]
 
     def hide(self) -> None:
         """Take the user's changes over, and show nothing: autograd is about to accumulate."""
@@ -244,6 +241,18 @@ class ParamGrads:
     def changes(self) -> list[str]:
         """What this rank did in this window."""
         return self._changes + [f"wrote to {name} ({bits & 0xFFFFFF:06x})" for name, bits in self._weights.items()]
+
+
+def _places_of(acc: GradAccumulator) -> list[_Shown]:
+    flat = acc.flat
+    stand_ins = [
+        GradStandIn(placeholder, slot.name)
+        for placeholder, slot in zip(flat.placeholders, flat.layout.slots, strict=True)
+    ]
+    return [
+        _Shown(acc, index, stand_in, param, stand_in)
+        for index, (stand_in, param) in enumerate(zip(stand_ins, flat.params, strict=True))
+    ]
 
 
 def _lost(acc: GradAccumulator, index: int) -> StateError:
