@@ -162,12 +162,11 @@ class _Saved:
         self._buffers: dict[str, torch.Tensor] = {}
         self.is_mine = session.file_number is not None
 
-    def collect(self) -> bool:
-        """Find what is to be written, and refuse what cannot be; return whether none of it is on a disk."""
+    def collect(self) -> None:
+        """Find what is to be written, and refuse what cannot be."""
         check_info(self._info)
         if self.is_mine:
             self._states, self._buffers = [*_slice_states(self._session)], _model_buffers(self._session)
-        return not _is_on_disk(self._states)
 
     def exchange(self) -> None:
         """Move what the first file holds to the rank that writes it. All ranks must call."""
@@ -184,12 +183,6 @@ class _Saved:
         return write_rank_file(self._folder, number, *parts, save_id=save_id, info=self._info, bar=bar)
 
 
-def _is_on_disk(states: Sequence[SliceState]) -> bool:
-    """Whether some of it is."""
-    tensors = (tensor for state in states for tensor in state.tensors.values())
-    return any(tensor.is_on_disk for tensor in tensors if isinstance(tensor, Chunked))
-
-
 def snapshot_bytes(session: Session) -> int:
     """Bytes of the copy that a save in the background would make now of what this rank writes. No communication.
 
@@ -201,7 +194,7 @@ def snapshot_bytes(session: Session) -> int:
         states = [*_slice_states(session)]
     except CheckpointError:  # state that is no part of its parameter: `file_state`, which communicates, has it
         return 0
-    return 0 if _is_on_disk(states) else nbytes_of_copy(states, _model_buffers(session))
+    return nbytes_of_copy(states, _model_buffers(session))
 
 
 def save(
@@ -219,7 +212,7 @@ def save(
     with `node_local`, on the first rank of each file system.
 
     With `background` this returns when everything is copied, and the rest follows: [Note: A save in the background].
-    Not where some of it is on a disk: then it is written now, since a copy would need the memory that the disk saves.
+    What is on a disk is not copied, but kept there as it is until it is written.
 
     Raises CheckpointError on every rank if any rank could not write its file; the folder's old checkpoint, if it held
     one, is then still complete.
@@ -231,7 +224,7 @@ def save(
         session = replace(session, file_state=session.optimizer.strategy.file_state(session.optimizer.owned))
     info = _info(session, client_state, _shared(session))
     saved = _Saved(session, folder, info)
-    in_memory = all(together(comm, "checkpoint contents", saved.collect))
+    together(comm, "checkpoint contents", saved.collect)
     saved.exchange()
     committers = find_committers(comm, zero_folder(folder)) if session.node_local else [0] * comm.world_size
     commits = is_committer(comm, committers)
@@ -239,14 +232,14 @@ def save(
     def prepare() -> str:
         return prepare_folder(folder) if commits else ""
 
-    if in_memory and background is not None:
+    if background is not None:
 
         def prepare_and_copy() -> str:
             save_id = prepare()
             saved.copy(background)
             return save_id
 
-        with _discarding(folder, commits):
+        with _discarding(folder, commits, background):
             save_id = _common(together(comm, "copy of what is saved", prepare_and_copy))
         write = partial(saved.write, save_id) if saved.is_mine else None
         background.start(Job(folder, info, write, published, committers))
@@ -284,11 +277,13 @@ def _common(save_ids: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def _discarding(folder: Path, commits: bool) -> Iterator[None]:
-    """Delete what was written if the ranks fail inside."""
+def _discarding(folder: Path, commits: bool, background: BackgroundSaves | None = None) -> Iterator[None]:
+    """Delete what was written, and forget what was copied, if the ranks fail inside."""
     try:
         yield
     except CheckpointError:
+        if background is not None:
+            background.forget_copy()
         if commits:
             with contextlib.suppress(OSError):  # as what failed here has been
                 discard(folder)
@@ -368,9 +363,9 @@ def _slice_states(session: Session) -> Iterator[SliceState]:
 
 def _readable(shard: Shard, slice_: Slice) -> Chunked:
     """The elements of `slice_`, chunk by chunk from where they are kept."""
-    return Chunked(
-        slice_.numel, shard.dtype, lambda: shard.chunks(slice_.shard_offset, slice_.numel), shard.is_on_disk
-    )
+    place = slice_.shard_offset, slice_.numel
+    keep = partial(shard.keep, *place) if shard.is_on_disk else None
+    return Chunked(slice_.numel, shard.dtype, lambda: shard.chunks(*place), keep)
 
 
 def _optimizer_state(
