@@ -132,7 +132,9 @@ def slow_saves_from_disk(folder: str) -> dict[str, Any]:
 
 
 def stores_on_disk(engine: Any) -> list[Any]:
-    return [flat.master.store for unit in engine.units for flat in unit.flats if flat.master and flat.master.is_on_disk]
+    return [
+        flat.master.store for unit in engine.units for flat in unit.flats if flat.master and flat.master.is_on_disk
+    ]
 
 
 def test_states_on_a_disk_are_saved_as_they_were(tmp_path: Path) -> None:
