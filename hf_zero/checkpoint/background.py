@@ -82,10 +82,6 @@ class BackgroundSaves:
         """The same in host memory that stays until the next call. Not of all ranks; no save may be in flight."""
         return self._memory.copy(states, buffers)
 
-    def forget_copy(self) -> None:
-        """It will not be written. Not of all ranks."""
-        self._memory.release()
-
     def start(self, job: Job) -> None:
         """Write in the background. The one before must be over: see `finish`."""
         if self._running is not None:

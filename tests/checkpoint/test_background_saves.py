@@ -170,6 +170,12 @@ def failing_saves(folder: str) -> dict[str, Any]:
     with pytest.raises(CheckpointError) as caught:
         engine.finish_saves()
     found["removed"] = str(caught.value)
+    if engine.rank == 1:
+        at("the snapshot", no_memory)
+    engine.save_checkpoint(folder, "copied")  # rank 0 goes on: nobody waits for the others' copies
+    with pytest.raises(CheckpointError) as caught:
+        engine.finish_saves()
+    found["copied"] = str(caught.value)
     found["old"] = engine.load_checkpoint(folder)[1]
     engine.save_checkpoint(folder, "full")
     engine.finish_saves()
@@ -182,6 +188,10 @@ def failing_saves(folder: str) -> dict[str, Any]:
     return found
 
 
+def no_memory() -> None:
+    raise MemoryError("there is none")
+
+
 def test_what_fails_is_said_on_all_ranks_in_the_same_step(tmp_path: Path) -> None:
     first, second = run_ranks(failing_saves, 2, str(tmp_path))
     assert first == second
@@ -189,6 +199,7 @@ def test_what_fails_is_said_on_all_ranks_in_the_same_step(tmp_path: Path) -> Non
     assert first["full"][1].startswith(f"{tmp_path}/full was not saved in the background: rank 1: cannot write {path}")
     assert f"{tmp_path}/removed was not saved" in first["removed"]
     assert "No such file or directory" in first["removed"]
+    assert "copied was not saved in the background: rank 1: MemoryError: there is none" in first["copied"]
     assert first["old"] == "old"
     assert first["given back"]  # a failure at the end leaves nothing of the engine behind
     with open_checkpoint(tmp_path / "full") as reader:  # the one that was saved at last
