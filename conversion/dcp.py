@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -89,7 +90,14 @@ def to_dcp(src: str | Path, dst: str | Path) -> None:
         with new_folder(Path(dst)) as folder:
             writer = filesystem.FileSystemWriter(folder, thread_count=1)
             with progress(f"Writing {Path(dst).name}", reader.manifest.nbytes) as reader.on_read:
-                save(state, storage_writer=writer, planner=_LazyPlanner(reader, sources), no_dist=True)
+                try:
+                    save(state, storage_writer=writer, planner=_LazyPlanner(reader, sources), no_dist=True)
+                except CheckpointException as error:  # torch's, with what happened inside
+                    cause = next(iter(error.failures.values()))[0]
+                    if isinstance(cause, (OSError, CheckpointError)):
+                        raise cause from None
+                    reason = (str(cause).splitlines() or [type(cause).__name__])[0]
+                    raise CheckpointError(f"cannot write {dst}: {reason}") from error
 
 
 class _LazyPlanner(DefaultSavePlanner):

@@ -98,12 +98,20 @@ def to_universal(src: str | Path, dst: str | Path) -> Written:
             with progress(f"Writing {name}", reader.manifest.nbytes) as reader.on_read:
                 for param in (info.name for info in reader.manifest.params):
                     _write_param(reader, run, _param_folder(zero, param), param)
-            torch.save(run.optimizer_state(reader), zero / _GLOBAL)
+            _save(run.optimizer_state(reader), zero / _GLOBAL)
             model = run.model_state(reader)
             for file in (_ONE_FILE, _OF_RANK.format(0)):
-                torch.save(model, folder / name / file)
+                _save(model, folder / name / file)
             (folder / LATEST).write_text(name)
     return Written(Path(dst) / name, tuple(run.remarks))
+
+
+def _save(value: Any, path: Path) -> None:
+    try:
+        torch.save(value, path)
+    except RuntimeError as error:  # torch's own, where the system refused in the middle of a file
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"cannot write {path}: is the disk full? torch says: {reason}") from error
 
 
 def _write_param(reader: CheckpointReader, run: _Run, folder: Path, name: str) -> None:
@@ -118,9 +126,9 @@ def _write_param(reader: CheckpointReader, run: _Run, folder: Path, name: str) -
         else:  # of no elements, or not updated so far: that is Adam's state at step 0
             value = torch.zeros(math.prod(shape))
         # DeepSpeed cuts it along the first dimension, so a number has one as well.
-        torch.save({"cat_dim": 0, _PARAM: value.view(shape or (1,))}, folder / f"{kind}.pt")
+        _save({"cat_dim": 0, _PARAM: value.view(shape or (1,))}, folder / f"{kind}.pt")
     if trained:
-        torch.save(torch.tensor(run.step), folder / _STEP)
+        _save(torch.tensor(run.step), folder / _STEP)
 
 
 def _param_folder(zero: Path, name: str) -> Path:

@@ -3,6 +3,7 @@
     python scripts/bench_checkpoint.py FOLDER                      # 500 M parameters, 2 and then 4 ranks, some 20 GB
     python scripts/bench_checkpoint.py FOLDER --params 50 --worlds 2 --rounds 3
     python scripts/bench_checkpoint.py FOLDER --peers-python ~/peers/bin/python      # one that has DeepSpeed
+    python scripts/bench_checkpoint.py FOLDER --only stall                           # or: --only files
 
 All train the same model in fp32 with AdamW; a save holds weights and both moments. Per round every variant saves and
 loads once in processes of its own, which work on one after the other. "dd" writes the bytes of hf_zero's checkpoint
@@ -13,8 +14,8 @@ Cold: all files of the checkpoint were evicted from the page cache (fsync, POSIX
 just before. "cp" copies the consolidated file and syncs the copy. CPU seconds are those of all processes; "anon" is
 the highest anonymous memory of a process over that before (RssAnon, sampled).
 
-Stall: what a save in the background (`checkpoint.async`) keeps the training for, the first of a process and a later
-one. "memory copy" copies as many bytes within memory that was used before.
+Stall: what a save in the background (`checkpoint.async`) keeps the training for, the first of a process and later
+ones (the median of 7). "memory copy" copies as many bytes within memory that was used before, after each save.
 
 Checked: after each load the next losses are those after the save, to the bit; consolidated weights are those of the
 model, to the bit. Exit status 1 if not, or if a limit is missed: save 1.3 x dd and ahead of peers, stall 1.2 x memory
@@ -54,6 +55,7 @@ LIMITS = {
 PEERS = ("deepspeed", "dcp")
 SAMPLE_S = 0.005
 COPY_BYTES = 256 << 20  # of a copy in memory: far more than caches hold
+LATER_SAVES = 7
 SETTLE_S = 1.0  # what is under way in the background is over
 
 Figures = dict[str, float]  # seconds, cpu, anon
@@ -125,6 +127,10 @@ def cache(folder: Path, *, keep: bool) -> None:
         else:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
+
+
+def medians(found: Sequence[Figures]) -> Figures:
+    return {key: statistics.median(one[key] for one in found) for key in found[0]}
 
 
 # ---------------------------------------------------------------- the variants
@@ -206,15 +212,20 @@ class InBackground(Ours):
         target = source.clone()
         self.step(1)
         self.step(2)  # the memory of the first copy is taken beside these
-        found: dict[str, Figures] = {}
-        for which in ("first", "later"):
+        stalls: list[Figures] = []
+        copies: list[Figures] = []
+        for _ in range(1 + LATER_SAVES):
             time.sleep(SETTLE_S)
-            with measured() as found[f"stall {which}"]:
+            with measured() as stall:
                 self.save(folder)
             self.engine.finish_saves()
-            with measured() as found[f"stall {which}, memory copy"]:
+            with measured() as copy:
                 for _ in range(times):
                     target.copy_(source)
+            stalls.append(stall)
+            copies.append(copy)
+        found = {"stall first": stalls[0], "stall first, memory copy": copies[0]}
+        found |= {"stall later": medians(stalls[1:]), "stall later, memory copy": medians(copies[1:])}
         before = next_losses(self)
         self.load(folder)
         return found, next_losses(self) == before
@@ -417,7 +428,7 @@ class Table:
         for (what, name), rounds in self.rows.items():
             base = base_of(what)
             ratio = f"{self.ratio(what, name, base):.2f}" if (what, base) in self.rows else ""
-            middle = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+            middle = medians(rounds)
             line = f"{what:18} {name:20} {middle['seconds']:8.2f} {ratio:>7} {middle['cpu']:7.2f}"
             lines.append(f"{line} {middle['anon'] / 1e6:8.0f}")
         return "\n".join(lines)
@@ -443,12 +454,14 @@ def base_of(what: str) -> str:
 def measure(args: argparse.Namespace, world: int, names: Sequence[str]) -> tuple[Table, list[str]]:
     table, wrong = Table(), []
     for number in range(args.rounds):
-        for name in [*names, "async"]:
+        for name in [*(names if args.only != "stall" else []), *(["async"] if args.only != "files" else [])]:
             result = job(args, name, world)
             for what, figures in result["figures"].items():
                 what, _, base = what.partition(", ")
                 table.add(what, base or ("ours" if name == "async" else name), figures)
             wrong += [] if result["right"] else [f"{name}: other losses after a load"]
+        if args.only == "stall":
+            continue
         nbytes = sum(path.stat().st_size for path in (args.folder / "ours/t/zero").glob("*.safetensors"))
         ways = {"dd, page cache": dd(args.folder, world, nbytes, ""), "dd, direct": {}}
         ways["dd, direct"] = dd(args.folder, world, nbytes, "oflag=direct")
@@ -476,6 +489,7 @@ def parse() -> argparse.Namespace:
     add("folder", type=Path, help="on the disk to be measured; what the script makes there it deletes")
     add("--params", type=float, default=500.0, help="millions")
     add("--params-async", type=float, default=200.0, help="at most as many millions where the copy needs memory too")
+    add("--only", choices=["files", "stall"], help="all but the saves in the background, or these alone")
     add("--worlds", type=lambda text: [int(one) for one in text.split(",")], default=[2, 4])
     add("--rounds", type=int, default=3)
     add("--peers-python", default=sys.executable, help="of the environment that has DeepSpeed")

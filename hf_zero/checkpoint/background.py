@@ -1,7 +1,8 @@
 """Saves that are written while the training goes on: `{"checkpoint": {"async": true}}`.
 
 [Note: A save in the background]
-    1  main threads     agree on the folder, copy what they save into host memory (snapshot.py), and go on
+    1  main threads     agree on the folder, copy what they save into host memory (snapshot.py), and go on; what is on
+                        a disk is kept there as it is, and not copied
     2  a thread each    writes this rank's file, and tells rank 0's thread what it wrote, or why it could not
     3  rank 0's thread  commits the manifest and sets `latest`, or deletes the files; it tells the others which. Where
                         the nodes have folders of their own, a rank of each commits, step by step with all others
@@ -15,6 +16,7 @@ thread keeps the process alive until it is through, after an exception in the tr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _UNDER_WAY, _THROUGH = 0.0, 1.0
 _OUTCOME = "outcome"
+_NICE = 10
 # Of a commit, each over on all that commit before the next: what may fail for want of space comes before the first
 # rename, and old files go after the last.
 _PREPARE, _PUBLISH, _FOLLOW_UP = "prepare", "publish", "follow up"
@@ -86,7 +89,8 @@ class BackgroundSaves:
         if self._running is not None:
             raise AssertionError(f"{job.folder}: another save is in flight")
         self._all_through = False
-        self._running = _Save(job, self._comm.letters(), self._comm.rank, self._comm.world_size)
+        comm = self._comm
+        self._running = _Save(job, comm.letters(), comm.rank, comm.world_size, self._memory.release)
         self._sigterm.wait_for(self._running)
         self._running.start()
 
@@ -160,9 +164,12 @@ class _TerminationWaits:
 class _Save(threading.Thread):
     """One rank's thread of one save. It is no daemon: Python waits for it at the end."""
 
-    def __init__(self, job: Job, letters: Letters | None, rank: int, world_size: int) -> None:
+    def __init__(
+        self, job: Job, letters: Letters | None, rank: int, world_size: int, written: Callable[[], None]
+    ) -> None:
         super().__init__(name="hf_zero-save", daemon=False)
         self._job = job
+        self._written = written  # called when this rank's copy has been read, or will not be
         self._letters = letters
         self._rank = rank
         self._ranks = range(world_size)
@@ -174,6 +181,9 @@ class _Save(threading.Thread):
         self.is_through = False
 
     def run(self) -> None:
+        if hasattr(os, "setpriority"):  # of this thread alone, on Linux: the training comes first, other ranks' too
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             self.problem = self._save()
         except LostRankError as error:
@@ -225,6 +235,8 @@ class _Save(threading.Thread):
             return None if self._job.write is None else self._job.write(), ""
         except Exception as error:
             return None, f"rank {self._rank}: {_text(error)}"
+        finally:
+            self._written()
 
     def _commit(self, records: Sequence[FileRecord | None], problem: str) -> str:
         """Rank 0's part; it leads those of the others that commit."""

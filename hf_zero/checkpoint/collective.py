@@ -151,23 +151,29 @@ ALL_PARTS = Parts()
 
 
 # -------------------------------------------------------------------- save
+@dataclass(frozen=True)
+class _Told:
+    """What the ranks tell each other of a save."""
+
+    save_id: str  # of those that commit
+    groups: dict[str, int]  # parameter -> index of its group, of those that the rank updates
+    host: tuple[int | None, str]  # the number of the rank's file, and where it is written
+
+
 class _Saved:
     """What this rank writes of one save."""
 
-    def __init__(self, session: Session, folder: Path, info: SaveInfo) -> None:
+    def __init__(self, session: Session, folder: Path) -> None:
         self._session = session
         self._folder = folder
-        self._info = info
         self._states: list[SliceState] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self.is_mine = session.file_number is not None
 
-    def collect(self) -> bool:
-        """Find what is to be written, and refuse what cannot be; return whether none of it is on a disk."""
-        check_info(self._info)
+    def collect(self) -> None:
+        """Find what is to be written, and refuse what cannot be."""
         if self.is_mine:
             self._states, self._buffers = [*_slice_states(self._session)], _model_buffers(self._session)
-        return not _is_on_disk(self._states)
 
     def exchange(self) -> None:
         """Move what the first file holds to the rank that writes it. All ranks must call."""
@@ -177,17 +183,11 @@ class _Saved:
         """Write a copy, which the training does not change."""
         self._states, self._buffers = background.copy(self._states, self._buffers)
 
-    def write(self, save_id: str, bar: str = "") -> FileRecord:
+    def write(self, info: SaveInfo, save_id: str, bar: str = "") -> FileRecord:
         wait_for_folder(self._folder)
         number, parts = self._session.file_number, (self._states, self._buffers)
         assert number is not None
-        return write_rank_file(self._folder, number, *parts, save_id=save_id, info=self._info, bar=bar)
-
-
-def _is_on_disk(states: Sequence[SliceState]) -> bool:
-    """Whether some of it is."""
-    tensors = (tensor for state in states for tensor in state.tensors.values())
-    return any(tensor.is_on_disk for tensor in tensors if isinstance(tensor, Chunked))
+        return write_rank_file(self._folder, number, *parts, save_id=save_id, info=info, bar=bar)
 
 
 def snapshot_bytes(session: Session) -> int:
@@ -201,7 +201,7 @@ def snapshot_bytes(session: Session) -> int:
         states = [*_slice_states(session)]
     except CheckpointError:  # state that is no part of its parameter: `file_state`, which communicates, has it
         return 0
-    return 0 if _is_on_disk(states) else nbytes_of_copy(states, _model_buffers(session))
+    return nbytes_of_copy(states, _model_buffers(session))
 
 
 def save(
@@ -219,7 +219,7 @@ def save(
     with `node_local`, on the first rank of each file system.
 
     With `background` this returns when everything is copied, and the rest follows: [Note: A save in the background].
-    Not where some of it is on a disk: then it is written now, since a copy would need the memory that the disk saves.
+    What is on a disk is not copied, but kept there as it is until it is written.
 
     Raises CheckpointError on every rank if any rank could not write its file; the folder's old checkpoint, if it held
     one, is then still complete.
@@ -229,32 +229,28 @@ def save(
     if session.optimizer is not None:
         session.optimizer.check_active("a checkpoint")
         session = replace(session, file_state=session.optimizer.strategy.file_state(session.optimizer.owned))
-    info = _info(session, client_state, _shared(session))
-    saved = _Saved(session, folder, info)
-    in_memory = all(together(comm, "checkpoint contents", saved.collect))
-    saved.exchange()
+    digests = full_digests(comm, _frozen_shards(session)) if exclude_frozen else {}
     committers = find_committers(comm, zero_folder(folder)) if session.node_local else [0] * comm.world_size
     commits = is_committer(comm, committers)
+    saved = _Saved(session, folder)
 
-    def prepare() -> str:
-        return prepare_folder(folder) if commits else ""
+    def prepare() -> _Told:
+        saved.collect()
+        check_info(_info(session, client_state, {}))
+        groups = {} if session.optimizer is None else group_numbers(session.optimizer)
+        return _Told(prepare_folder(folder) if commits else "", groups, (session.file_number, socket.gethostname()))
 
-    if in_memory and background is not None:
-
-        def prepare_and_copy() -> str:
-            save_id = prepare()
-            saved.copy(background)
-            return save_id
-
-        with _discarding(folder, commits):
-            save_id = _common(together(comm, "copy of what is saved", prepare_and_copy))
-        write = partial(saved.write, save_id) if saved.is_mine else None
-        background.start(Job(folder, info, write, published, committers))
-        return
-    save_id = _common(together(comm, "checkpoint folder", prepare))
     with _discarding(folder, commits):
-        bar = f"Saving {folder.name}" if comm.rank == 0 else ""
-        records = together(comm, "checkpoint files", lambda: saved.write(save_id, bar) if saved.is_mine else None)
+        told = together(comm, "checkpoint contents", prepare)
+    save_id = next((one.save_id for one in told if one.save_id), "")  # one for all nodes: a file has one name
+    info = _info(session, client_state, _shared(session, digests, told))
+    saved.exchange()
+    if background is not None:
+        background.start(Job(folder, info, _write_of_copy(saved, info, save_id, background), published, committers))
+        return
+    with _discarding(folder, commits):
+        write = partial(saved.write, info, save_id, f"Saving {folder.name}" if comm.rank == 0 else "")
+        records = together(comm, "checkpoint files", lambda: write() if saved.is_mine else None)
     written = [record for record in records if record is not None]
     if session.node_local:
         commit_everywhere(comm, folder, lambda: build_manifest(info, written), committers)
@@ -263,24 +259,36 @@ def save(
     together(comm, "checkpoint tag", lambda: published() if commits else None)
 
 
-def _shared(session: Session) -> dict[str, Any]:
+def _write_of_copy(
+    saved: _Saved, info: SaveInfo, save_id: str, background: BackgroundSaves
+) -> Callable[[], FileRecord] | None:
+    """Copy now what is saved; what this returns writes the copy, or raises why there is none. No communication.
+
+    A copy that fails is told with what could not be written: the ranks need not wait for each other here.
+    """
+    try:
+        saved.copy(background)
+    except Exception as error:
+        problem = error  # the name in `except` ends with it
+
+        def refuse() -> FileRecord:
+            raise problem
+
+        return refuse
+    return partial(saved.write, info, save_id) if saved.is_mine else None
+
+
+def _shared(session: Session, digests: dict[str, str], told: Sequence[_Told]) -> dict[str, Any]:
     """Entries of the manifest that the ranks make together."""
-    comm, optimizer = session.comm, session.optimizer
     shared: dict[str, Any] = {}
     if session.exclude_frozen:
-        shared[FROZEN_DIGESTS] = full_digests(comm, _frozen_shards(session))
-    if optimizer is not None and len(session.groups()) > 1:
-        by_rank = together(comm, "parameter groups", lambda: group_numbers(optimizer))
-        shared[GROUP_OF] = {name: number for mine in by_rank for name, number in mine.items()}
+        shared[FROZEN_DIGESTS] = digests
+    if len(session.groups()) > 1:
+        shared[GROUP_OF] = {name: number for one in told for name, number in one.groups.items()}
     if session.node_local:
-        hosts = dict(comm.all_gather_object((session.file_number, socket.gethostname()), "hosts"))
+        hosts = dict(one.host for one in told)
         shared[HOSTS] = [hosts[number] for number in range(session.num_writers)]
     return shared
-
-
-def _common(save_ids: Sequence[str]) -> str:
-    """The same on all nodes: the manifest has one name for a file."""
-    return next(filter(None, save_ids), "")
 
 
 @contextlib.contextmanager
@@ -368,9 +376,9 @@ def _slice_states(session: Session) -> Iterator[SliceState]:
 
 def _readable(shard: Shard, slice_: Slice) -> Chunked:
     """The elements of `slice_`, chunk by chunk from where they are kept."""
-    return Chunked(
-        slice_.numel, shard.dtype, lambda: shard.chunks(slice_.shard_offset, slice_.numel), shard.is_on_disk
-    )
+    place = slice_.shard_offset, slice_.numel
+    keep = partial(shard.keep, *place) if shard.is_on_disk else None
+    return Chunked(slice_.numel, shard.dtype, lambda: shard.chunks(*place), keep)
 
 
 def _optimizer_state(

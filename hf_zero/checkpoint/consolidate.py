@@ -119,6 +119,23 @@ class Tensor:
 
 
 # -------------------------------------------------------------------- the manifest
+_FOREIGN = {  # files of other tools' checkpoints -> whose they are, and the command that reads them
+    "*_model_states.pt": ("DeepSpeed's", "from-deepspeed"),
+    "zero/*/fp32.pt": ("DeepSpeed's universal", "from-universal"),
+    ".metadata": ("torch.distributed.checkpoint's", "from-dcp"),
+}
+
+
+def foreign(folder: Path) -> str:
+    """What to do with another tool's checkpoint, as the end of a sentence; empty where `folder` is none."""
+    # First the universal one: it holds a file of the other kind, too.
+    for pattern in sorted(_FOREIGN, reverse=True):
+        if any(folder.glob(pattern)):
+            whose, command = _FOREIGN[pattern]
+            return f". It is {whose} checkpoint: hf-zero convert {command} {folder} {folder}-converted"
+    return ""
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "zero" / "manifest.json"
     try:
@@ -126,7 +143,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         found = [*folder.glob("*/zero/manifest.json")] or [*folder.resolve().parent.glob("*/zero/manifest.json")]
         hint = ", ".join(sorted(str(other.parent.parent) for other in found))
-        hint = f". There are checkpoints in {hint}" if hint else ""
+        hint = foreign(folder) or (f". There are checkpoints in {hint}" if hint else "")
         raise ConsolidateError(f"{folder} holds no complete checkpoint: {path} is missing{hint}") from None
     except OSError as error:
         raise ConsolidateError(f"cannot read {path}: {error.strerror or error}") from error

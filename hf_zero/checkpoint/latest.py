@@ -10,7 +10,7 @@ import logging
 from pathlib import Path, PurePath
 
 from hf_zero.checkpoint.atomic_files import written_atomically
-from hf_zero.checkpoint.consolidate import DEEPSPEEDS_NAME
+from hf_zero.checkpoint.consolidate import DEEPSPEEDS_NAME, foreign
 from hf_zero.checkpoint.manifest import newest_complete_checkpoint, offer, write_scripts, zero_folder
 from hf_zero.errors import CheckpointError
 
@@ -25,7 +25,7 @@ def tagged(folder: str | Path | None, tag: str | int | None, default: str) -> tu
     Raises:
         CheckpointError: No folder is named, or the tag leads out of it.
     """
-    if folder is None or not str(folder):
+    if folder is None or not str(folder) or "\0" in str(folder):
         raise CheckpointError(f"save_checkpoint: the folder is {folder!r}: expected the path of one.")
     if tag is None or tag == "":
         return Path(folder), default
@@ -46,7 +46,7 @@ def chosen(folder: str | Path | None, tag: str | int | None = None, latest: str 
     Raises:
         CheckpointError: No folder is named, or `latest` names no folder.
     """
-    if folder is None or not str(folder):
+    if folder is None or not str(folder) or "\0" in f"{folder}{tag}":
         raise CheckpointError(f"the folder of the checkpoint is {folder!r}: expected the path of one.")
     folder = Path(folder)
     if tag is not None and tag != "":
@@ -70,6 +70,8 @@ def holds_nothing(folder: Path) -> bool:
     """Whether no save has come to `folder` yet: no checkpoint, complete or not, is in it or one level below."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: expected the folder of a checkpoint.")
+    if how := foreign(folder):
+        raise CheckpointError(f"{folder} holds no checkpoint of hf_zero{how}")
     return not zero_folder(folder).exists() and newest_complete_checkpoint(folder) is None
 
 

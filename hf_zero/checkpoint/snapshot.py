@@ -1,24 +1,32 @@
-"""A copy of what a rank saves, in host memory, so that training can go on while it is written."""
+"""A copy of what a rank saves, in host memory, so that training can go on while it is written.
+
+What is on a disk is not copied: the store keeps it as it is, and it is read piece by piece when it is written. See
+[Note: Kept contents] in storage/disk.py.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from hf_zero.checkpoint.writer import Chunked, SliceState
 from hf_zero.native.host_memory import PAGE
 from hf_zero.native.pinning import HostMemory
+from hf_zero.sharding.shard import KeptElements
 
 Buffers = Mapping[str, torch.Tensor]
+_PIECE_BYTES = 4 << 20  # read from a disk at once; of pages
 
 
 def nbytes_of_copy(states: Sequence[SliceState], buffers: Buffers) -> int:
     """Bytes that SnapshotMemory needs for a copy."""
-    tensors = [*buffers.values(), *(tensor for state in states for tensor in state.tensors.values())]
-    return sum(_rounded(_nbytes(tensor)) for tensor in tensors)
+    tensors = [*buffers.values(), *_tensors(states)]
+    piece = _PIECE_BYTES if any(map(_is_on_disk, tensors)) else 0
+    return piece + sum(_rounded(_nbytes(tensor)) for tensor in tensors if not _is_on_disk(tensor))
 
 
 class SnapshotMemory:
@@ -31,6 +39,7 @@ class SnapshotMemory:
         self._host = HostMemory(device, pin=pin)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used = 0
+        self._kept: list[KeptElements] = []
         self._preparing: threading.Thread | None = None
 
     @property
@@ -58,24 +67,44 @@ class SnapshotMemory:
             preparing.join()
 
     def copy(self, states: Sequence[SliceState], buffers: Buffers) -> tuple[list[SliceState], dict[str, torch.Tensor]]:
-        """The same in memory of this object, until the next call. Values are there when it returns."""
+        """The same in memory of this object, or kept where it is, until `release` or the next call.
+
+        Values in memory are there when it returns. What is kept can be read once.
+        """
         self._wait()
+        self.release()
         needed = nbytes_of_copy(states, buffers)
         if needed > self._memory.numel():
             self.free()  # never two of them
             self._memory = self._host.allocate(needed, fork=False)
-        self._used = 0
+        self._used = _PIECE_BYTES if any(map(_is_on_disk, _tensors(states))) else 0
         copied = {name: self._copy(tensor.detach().reshape(-1)).view(tensor.shape) for name, tensor in buffers.items()}
         return [self._copied(state) for state in states], copied
+
+    def release(self) -> None:
+        """Nobody reads any more what is kept on a disk. Any thread may call."""
+        kept, self._kept = self._kept, []
+        for one in kept:
+            one.release()
 
     def free(self) -> None:
         """Give the memory back; what was copied is lost."""
         self._wait()
+        self.release()
         self._host.free(self._memory)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _copied(self, state: SliceState) -> SliceState:
-        return dataclasses.replace(state, tensors={kind: self._copy(tensor) for kind, tensor in state.tensors.items()})
+        tensors = {kind: self._keep(tensor) or self._copy(tensor) for kind, tensor in state.tensors.items()}
+        return dataclasses.replace(state, tensors=tensors)
+
+    def _keep(self, tensor: torch.Tensor | Chunked) -> Chunked | None:
+        """What is on a disk, to be read through the first bytes of the memory; None for the rest."""
+        if not isinstance(tensor, Chunked) or tensor.keep is None:
+            return None
+        kept = tensor.keep()
+        self._kept.append(kept)
+        return Chunked(tensor.numel, tensor.dtype, functools.partial(kept.chunks, self._memory[:_PIECE_BYTES]))
 
     def _copy(self, tensor: torch.Tensor | Chunked) -> torch.Tensor:
         numel = tensor.numel if isinstance(tensor, Chunked) else tensor.numel()
@@ -89,6 +118,14 @@ class SnapshotMemory:
     def _take(self, nbytes: int) -> torch.Tensor:
         start, self._used = self._used, self._used + _rounded(nbytes)
         return self._memory[start : start + nbytes]
+
+
+def _tensors(states: Sequence[SliceState]) -> Iterator[torch.Tensor | Chunked]:
+    return (tensor for state in states for tensor in state.tensors.values())
+
+
+def _is_on_disk(tensor: torch.Tensor | Chunked) -> bool:
+    return isinstance(tensor, Chunked) and tensor.keep is not None
 
 
 def _nbytes(tensor: torch.Tensor | Chunked) -> int:

@@ -58,6 +58,7 @@ from hf_zero.checkpoint.rank_file import DataWriter
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import FORMAT_VERSION, Slice
 from hf_zero.progress import progress
+from hf_zero.sharding.shard import KeptElements
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Chunked:
     numel: int
     dtype: torch.dtype
     chunks: Callable[[], Iterator[torch.Tensor]]  # each chunk is valid until the next is asked for
-    is_on_disk: bool = False
+    keep: Callable[[], KeptElements] | None = None  # of what is on a disk: as it is now, whatever becomes of it
 
 
 @dataclass(frozen=True)

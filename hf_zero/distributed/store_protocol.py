@@ -98,7 +98,7 @@ def _missing(keys: list[str], rank: int, timeout_s: float, ended_ranks: Callable
 class Letters:
     """What a thread of each rank tells those of the others, beside the collectives of the main threads.
 
-    Through a connection to the store of its own: a wait here makes no other thread wait.
+    Through a connection to the store of its own, which the first use makes: a wait here makes no other thread wait.
 
     Args:
         name: Of this exchange: the same on all ranks, and of no other one.
@@ -106,7 +106,8 @@ class Letters:
     """
 
     def __init__(self, name: str, ended_ranks: Callable[[], list[int]], is_over: Callable[[], bool]) -> None:
-        self._store = _store().clone()
+        self._store = _store()
+        self._is_own = False
         self._name = name
         self._ended_ranks = ended_ranks
         self._is_over = is_over
@@ -143,6 +144,8 @@ class Letters:
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
+            if not self._is_own:
+                self._store, self._is_own = self._store.clone(), True
             return question()
         except RuntimeError as error:  # DistNetworkError
             reason = str(error).splitlines()[0]

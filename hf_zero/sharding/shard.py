@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.layout import Slice, UnitLayout
 from hf_zero.storage.base import BorrowedTensors, ShardStore
+from hf_zero.storage.kept_content import KeptContent
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -21,6 +22,28 @@ def slice_of(full: torch.Tensor, slice_: Slice) -> torch.Tensor:
     """The elements of `slice_` out of its full parameter, or a tensor of that shape: 1-D [slice_.numel]."""
     flat = full.reshape(-1)
     return torch.cat([flat[piece.start : piece.end] for piece in slice_.pieces])
+
+
+class KeptElements:
+    """Elements of a shard on a disk as they were; see ShardStore.keep. Each piece is released when it is read.
+
+    Args:
+        parts: In order: a content, and which of its elements.
+    """
+
+    def __init__(self, dtype: torch.dtype, parts: Sequence[tuple[KeptContent, int, int]]) -> None:
+        self._dtype = dtype
+        self._parts = parts
+
+    def chunks(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+        """All of them, once; see KeptContent.elements."""
+        for content, start, end in self._parts:
+            yield from content.elements(start, end, self._dtype, memory)
+            content.release()
+
+    def release(self) -> None:
+        for content, _, _ in self._parts:
+            content.release()
 
 
 class Shard(abc.ABC):
@@ -44,6 +67,10 @@ class Shard(abc.ABC):
     @abc.abstractmethod
     def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
         """Elements [start, start + numel) of the shard in order; each chunk is valid until the next."""
+
+    def keep(self, start: int, numel: int) -> KeptElements:
+        """Elements [start, start + numel) as they are now, whatever becomes of them; only where it `is_on_disk`."""
+        raise AssertionError(f"{self.layout.name}: a shard in memory keeps nothing: copy it")
 
     @property
     @abc.abstractmethod
@@ -348,6 +375,12 @@ class StoredShard(Shard):
         for tile, low, high in self._meeting(start, numel):
             with self.store.borrow([tile.key]) as borrow:
                 yield borrow.tensors[0][low - tile.start : high - tile.start]
+
+    def keep(self, start: int, numel: int) -> KeptElements:
+        met = self._meeting(start, numel)
+        return KeptElements(
+            self.dtype, [(self.store.keep(tile.key), low - tile.start, high - tile.start) for tile, low, high in met]
+        )
 
     def read_slice(self, slice_: Slice) -> torch.Tensor:
         return torch.cat([chunk.clone() for chunk in self.chunks(slice_.shard_offset, slice_.numel)])

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hf_zero.storage.kept_content import KeptContent
+
 
 @dataclasses.dataclass
 class StoreStats:
@@ -138,6 +140,13 @@ class ShardStore(abc.ABC):
     def rollback(self, keys: Sequence[str]) -> None:
         """Forget what was written to `keys` with `staged=True`."""
         raise AssertionError(f"{type(self).__name__} cannot stage writes (can_stage is False)")
+
+    def keep(self, key: str) -> KeptContent:
+        """The content of `key` as it is now, which another thread can read until it releases it.
+
+        Whatever is done with the key meanwhile. No borrow of it to `write` may be under way, but staged ones.
+        """
+        raise AssertionError(f"{type(self).__name__} keeps nothing: copy what it lends")
 
     def close(self) -> None:
         """Give back files and threads; nothing of the store can be used any more. A second call does nothing."""

@@ -7,11 +7,19 @@ a prefetch that nobody uses can stop a borrow. A borrow takes over the block of 
 under way already, or what is being written is the content.
 
 `_lock` guards the tables and is never held while a transfer or memory is waited for.
+
+[Note: Kept contents]
+A save in the background reads contents of the step that it saves, while updates go on. `keep` marks the region of a
+content: what is written to its key from then on gets another region, as a staged write does, and the marked one is
+free again when its last reader has released it. Nothing is copied. Where the disk has no room for the other region,
+the write waits for the readers in its place.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +30,7 @@ import torch
 from hf_zero.config.resolved import Aio
 from hf_zero.errors import OffloadError
 from hf_zero.storage.base import BorrowedTensors, ShardStore, Started, StoreStats
+from hf_zero.storage.kept_content import KeptContent
 from hf_zero.storage.staging_pool import StagingBlock, StagingPool
 from hf_zero.storage.swap_folder import Region, SwapFile, SwapFolder, Transfer
 
@@ -36,10 +45,12 @@ class Entry:
     region: Region
     blank: bool = True  # never written: zeros, whatever the region holds
     borrowed: bool = False
+    changing: bool = False  # by a borrow, at its end
     aside: bool = False  # a borrow writes the staged content without looking at this one
     flight: Flight | None = None  # of the content: read ahead, or being written
     staged: Region | None = None
     staged_flight: Flight | None = None
+    room: Region | None = None  # where a borrow writes to, since the content at `region` is kept
     failure: str | None = None
 
     @property
@@ -112,6 +123,9 @@ class DiskStore(ShardStore):
         self._write_behind = write_behind
         self._file = SwapFile(self.path, aio=aio, preallocate=preallocate)
         self._lock = threading.Lock()
+        self._let_go = threading.Condition(self._lock)  # a kept region has lost its last reader
+        self._kept: collections.Counter[Region] = collections.Counter()  # readers
+        self._retired: set[Region] = set()  # of those kept, which no key has any more
         self._entries: dict[str, Entry] = {}
         self._ahead: dict[Flight, None] = {}  # reads without a borrow, in the order they were asked for
         self._writes: dict[Flight, None] = {}  # in the order of their start
@@ -177,6 +191,8 @@ class DiskStore(ShardStore):
         entries = self._claim(keys, write=write, staged=staged, aside=aside)
         blocks: dict[Entry, StagingBlock] = {}
         try:
+            if write and not staged:
+                self._make_room_beside_kept(entries)
             self._take_over(entries, blocks, aside=aside)
             if not aside:
                 self._fill(entries, blocks, read=not overwrite, write=write)
@@ -208,6 +224,7 @@ class DiskStore(ShardStore):
                     entry.aside = True
                     continue
                 entry.borrowed = True
+                entry.changing = write and not staged
                 if entry.flight is not None:
                     self._ahead.pop(entry.flight, None)
             return entries
@@ -253,7 +270,14 @@ class DiskStore(ShardStore):
                 self._end_write(entry.staged_flight)
                 entry.check()
             with self._lock:
-                entry.staged = entry.staged or self._file.reserve(entry.nbytes)
+                entry.staged = entry.staged or self._reserve(entry.nbytes)
+
+    def _make_room_beside_kept(self, entries: list[Entry]) -> None:
+        """No memory is held yet, so that nobody waits for it while this waits for a reader."""
+        for entry in entries:
+            with self._lock:
+                if entry.region in self._kept:
+                    entry.room = self._reserve(entry.nbytes, instead=entry.region)
 
     def _finish(
         self, entries: list[Entry], blocks: dict[Entry, StagingBlock], *, keep: bool, staged: bool, aside: bool
@@ -270,7 +294,10 @@ class DiskStore(ShardStore):
                 if aside:
                     entry.aside = False
                 else:
-                    entry.borrowed = False
+                    entry.borrowed = entry.changing = False
+                if entry.room is not None and not keep:
+                    self._file.release(entry.room)
+                    entry.room = None
                 block = blocks.get(entry)
                 if block is None:
                     continue
@@ -329,6 +356,38 @@ class DiskStore(ShardStore):
         self._retire(entry.flight, entry.region)
         self._retire(entry.staged_flight, entry.staged)
 
+    def keep(self, key: str) -> KeptContent:
+        with self._lock:
+            self._check_file()
+            entry = self._entries[key]
+            entry.check()
+            if entry.changing:
+                raise AssertionError(f"{key} is borrowed to be changed")
+            region = None if entry.blank or not entry.nbytes else entry.region
+            written = entry.flight.transfer if entry.flight is not None and entry.flight.is_write else None
+            if region is not None:
+                self._kept[region] += 1
+        return KeptContent(
+            region, written, functools.partial(self._read_kept, key), functools.partial(self._release_kept, region)
+        )
+
+    def _read_kept(self, key: str, memory: torch.Tensor, region: Region) -> Transfer:
+        with self._lock:
+            self._check_file()
+            return self._file.read(memory, region, key)
+
+    def _release_kept(self, region: Region | None) -> None:
+        with self._lock:
+            if region is None:
+                return
+            self._kept[region] -= 1
+            if not self._kept[region]:
+                del self._kept[region]
+                if region in self._retired:
+                    self._retired.remove(region)
+                    self._file.release(region)
+                self._let_go.notify_all()
+
     def close(self) -> None:
         if self._closed or not self._file.is_ours:
             return
@@ -386,7 +445,7 @@ class DiskStore(ShardStore):
             elif flight is not None:
                 self._settle(flight)
             if region is not None:
-                self._file.release(region)
+                self._free(region)
 
     # ---------------------------------------------------------------- below: the lock is held
     def _settle(self, flight: Flight) -> None:
@@ -415,6 +474,9 @@ class DiskStore(ShardStore):
     def _write(self, entry: Entry, block: StagingBlock, *, staged: bool) -> Flight:
         self._stats.writes += 1
         self._stats.bytes_written += entry.nbytes
+        if not staged and entry.room is not None:
+            self._free(entry.region)
+            entry.region, entry.room = entry.room, None
         region = entry.staged if staged else entry.region
         assert region is not None
         flight = Flight(entry, block, self._file.write(block.memory, region, entry.key), is_write=True)
@@ -425,6 +487,27 @@ class DiskStore(ShardStore):
             entry.flight = flight
             entry.blank = False
         return flight
+
+    def _reserve(self, nbytes: int, *, instead: Region | None = None) -> Region | None:
+        """Room in the file; where the disk is full and readers keep some, once they have let go of enough of it.
+
+        `instead`: as good as room, as soon as nobody keeps it: then None.
+        """
+        while instead is None or instead in self._kept:
+            try:
+                return self._file.reserve(nbytes)
+            except OffloadError:
+                if not self._kept:
+                    raise
+                self._let_go.wait()
+        return None
+
+    def _free(self, region: Region) -> None:
+        """No key has it any more; somebody may read it still."""
+        if region in self._kept:
+            self._retired.add(region)
+        else:
+            self._file.release(region)
 
     def _check_file(self) -> None:
         if self._closed:

@@ -61,8 +61,7 @@ def test_training_is_untouched(tmp_path: Path) -> None:
             assert again == wanted[SAVES:], name
             assert saved == SAVES - 1
             assert len(set(memory)) == 1, (name, memory)  # taken once, and used again
-            nothing = "nvme" in name or (rank == 1 and name == "0 none")  # on a disk; or rank 0 holds everything
-            assert (memory[0] == 0) == nothing
+            assert (memory[0] == 0) == (rank == 1 and name == "0 none")  # rank 0 holds everything
     for stage, medium in RUNS:
         for step in range(SAVES):
             folder = tmp_path / f"{stage} {medium}" / f"global_step{step + 1}"
@@ -109,6 +108,42 @@ def test_a_slow_writer_stops_nobody(tmp_path: Path) -> None:
         assert (found["loaded"], found["latest"]) == (6, "second")
 
 
+def slow_saves_from_disk(folder: str) -> dict[str, Any]:
+    """States are read from the disk when updates have long changed them; one way to update is staged, one is not."""
+    found = {}
+    for stage, clip in ((2, 0.5), (3, 0.0)):
+        losses = []
+        for in_background in (False, True):
+            engine = start(stage, 0, medium="nvme and parameters", in_background=in_background, clip=clip)
+            steps(engine, 0, 2)
+            if in_background:
+                slow_down("a rank file begins", 0.6)
+            engine.save_checkpoint(f"{folder}/{stage}{in_background}", "saved")
+            losses.append(steps(engine, 2, 6))
+            published = manifest_path(f"{folder}/{stage}{in_background}/saved").exists()
+            engine.load_checkpoint(f"{folder}/{stage}{in_background}")
+            losses.append(steps(engine, 2, 6))
+            stores = {id(store): store for store in stores_on_disk(engine)}.values()
+            kept = [region for store in stores for region in [*store._kept, *store._retired]]
+            assert len(stores) > 0 and published != in_background
+            engine.teardown()
+        found[f"{stage}, {clip}"] = (losses, kept)
+    return found
+
+
+def stores_on_disk(engine: Any) -> list[Any]:
+    return [
+        flat.master.store for unit in engine.units for flat in unit.flats if flat.master and flat.master.is_on_disk
+    ]
+
+
+def test_states_on_a_disk_are_saved_as_they_were(tmp_path: Path) -> None:
+    for found in run_ranks(slow_saves_from_disk, 2, str(tmp_path), timeout=120):
+        for name, (losses, kept) in found.items():
+            assert losses[1:] == losses[:-1] and len(set(losses[0])) == 4, name
+            assert kept == []
+
+
 def failing_saves(folder: str) -> dict[str, Any]:
     """Rank 1 cannot write the second checkpoint: its disk is full; then its folder is removed below the third."""
     writer._VISIBLE_WITHIN_S = 0.5  # a removed folder is waited for, as one that a network file system shows late
@@ -135,6 +170,12 @@ def failing_saves(folder: str) -> dict[str, Any]:
     with pytest.raises(CheckpointError) as caught:
         engine.finish_saves()
     found["removed"] = str(caught.value)
+    if engine.rank == 1:
+        at("the snapshot", no_memory)
+    engine.save_checkpoint(folder, "copied")  # rank 0 goes on: nobody waits for the others' copies
+    with pytest.raises(CheckpointError) as caught:
+        engine.finish_saves()
+    found["copied"] = str(caught.value)
     found["old"] = engine.load_checkpoint(folder)[1]
     engine.save_checkpoint(folder, "full")
     engine.finish_saves()
@@ -147,6 +188,10 @@ def failing_saves(folder: str) -> dict[str, Any]:
     return found
 
 
+def no_memory() -> None:
+    raise MemoryError("there is none")
+
+
 def test_what_fails_is_said_on_all_ranks_in_the_same_step(tmp_path: Path) -> None:
     first, second = run_ranks(failing_saves, 2, str(tmp_path))
     assert first == second
@@ -154,6 +199,7 @@ def test_what_fails_is_said_on_all_ranks_in_the_same_step(tmp_path: Path) -> Non
     assert first["full"][1].startswith(f"{tmp_path}/full was not saved in the background: rank 1: cannot write {path}")
     assert f"{tmp_path}/removed was not saved" in first["removed"]
     assert "No such file or directory" in first["removed"]
+    assert "copied was not saved in the background: rank 1: MemoryError: there is none" in first["copied"]
     assert first["old"] == "old"
     assert first["given back"]  # a failure at the end leaves nothing of the engine behind
     with open_checkpoint(tmp_path / "full") as reader:  # the one that was saved at last

@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from hf_zero.checkpoint.latest import chosen, holds_nothing, tagged
 from hf_zero.checkpoint.manifest import (
     SaveInfo,
     TensorInfo,
@@ -169,6 +171,22 @@ def test_missing_manifest_offers_the_newest_whole_checkpoint(tmp_path: Path) -> 
     assert newest_complete_checkpoint(tmp_path / "nowhere") is None
     with pytest.raises(CheckpointError, match=r"manifest.json is missing\.$"):
         open_checkpoint(tmp_path / "checkpoint-5" / "zero")
+
+
+def test_folders_of_other_tools_are_named_with_the_command_that_reads_them(tmp_path: Path) -> None:
+    deepspeed = Path(__file__).parents[1] / "conversion" / "data" / "stage2"
+    (tmp_path / ".metadata").touch()
+    for folder, command in (
+        (deepspeed / "global_step3", "from-deepspeed"),
+        (deepspeed / "global_step3_universal", "from-universal"),
+        (tmp_path, "from-dcp"),
+    ):
+        for look in (read_manifest, holds_nothing):
+            with pytest.raises(CheckpointError, match=f"hf-zero convert {command} {folder} {folder}-converted"):
+                look(folder)
+    for call in (partial(tagged, "a\0b", None, "x"), partial(chosen, "a\0b"), partial(chosen, "a", "b\0")):
+        with pytest.raises(CheckpointError, match="expected the path of one"):
+            call()
 
 
 def test_all_missing_and_truncated_files_are_listed(tmp_path: Path) -> None:

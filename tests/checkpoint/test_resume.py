@@ -78,6 +78,7 @@ def start(
     medium: str = "none",
     bucket: int = 150,
     in_background: bool = False,
+    clip: float = 0.5,
     **checkpoint: Any,
 ) -> Any:
     torch.manual_seed(seed)
@@ -90,7 +91,7 @@ def start(
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, "reduce_bucket_size": bucket}
         | offload(medium),
         "bf16": {"enabled": bf16},
-        "gradient_clipping": 0.5,
+        "gradient_clipping": clip,
         "checkpoint": {"async": in_background} | checkpoint,
     }
     return hf_zero.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -282,3 +283,19 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is a checkpoint of hf_zero already" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["ours", "universal"]
     assert json.loads((tmp_path / "ours" / "zero" / "manifest.json").read_text())["client_state"] == {"epoch": 3}
+
+
+@pytest.mark.parametrize("way", ["to-universal", "to-dcp"])
+def test_a_full_disk_is_one_line(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = str(tmp_path / "ours")
+    assert main(["convert", "from-universal", str(DATA / "stage3"), ours, "--tag", TAG]) == 0
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, limit[1]))  # in the middle of torch's files
+    try:
+        status = main(["convert", way, ours, str(tmp_path / "out")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    said = capsys.readouterr().err.strip()
+    assert status == 1 and said.splitlines()[-1].startswith(f"hf-zero convert: error: cannot write {tmp_path}/out")
+    assert "Traceback" not in said
+    assert os.listdir(tmp_path) == ["ours"]

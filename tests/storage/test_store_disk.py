@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import logging
 import threading
 import time
@@ -14,6 +16,8 @@ import pytest
 import torch
 
 from hf_zero.config.resolved import Aio
+from hf_zero.errors import OffloadError
+from hf_zero.native.host_memory import transfer_memory
 from hf_zero.storage import DiskStore, StagingPool, SwapFolder
 from hf_zero.storage import staging_pool as staging
 from tests.storage.conftest import GPU, CountedPages
@@ -136,6 +140,94 @@ def test_staging_out_of_order_is_refused(tmp_path: Path) -> None:
             store.borrow(["k0"], write=True)
         with store.borrow(["k0"]), pytest.raises(AssertionError, match="borrowed"):
             store.commit(["k0"])
+
+
+# -------------------------------------------------------------------- kept contents
+def kept(store: DiskStore, key: str) -> Callable[[], torch.Tensor]:
+    """Keep a content of 5000 floats; what this returns reads it, in three pieces that overlap no page, and lets go."""
+    content, memory = store.keep(key), transfer_memory(8 * KIB, fork=False)
+
+    def read() -> torch.Tensor:
+        ranges = [(0, 7), (7, 3333), (3333, 5000)]
+        pieces = [
+            piece.clone() for low, high in ranges for piece in content.elements(low, high, torch.float32, memory)
+        ]
+        content.release()
+        content.release()
+        return torch.cat(pieces)
+
+    return read
+
+
+def test_a_kept_content_outlives_every_change(tmp_path: Path) -> None:
+    with disk_store(tmp_path) as store:
+        fill(store, 4, 5000)
+        store.create("blank", 5000, torch.float32)
+        put(store, "k0", torch.full((5000,), 0.5))  # is being written when it is kept
+        readers = [kept(store, key) for key in ("k0", "k1", "k2", "k3", "blank", "k1")]
+        for key in ("k0", "blank"):
+            put(store, key, torch.full((5000,), -1.0), overwrite=True)
+        with store.borrow(["k1"], write=True) as borrow:  # from the old content to a new one
+            borrow.tensors[0].add_(1)
+        with contextlib.suppress(ZeroDivisionError), store.borrow(["k1"], write=True):
+            raise ZeroDivisionError  # and this one is not kept
+        for value in (-2.0, -3.0):
+            stage(store, "k2", value)
+            store.commit(["k2"])
+        store.drop("k3")
+        store.create("k4", 5000, torch.float32)
+        put(store, "k4", torch.full((5000,), -4.0))
+        store.flush()
+        found = [read() for read in readers]
+        wanted = [torch.full((5000,), 0.5), *(pattern(5000, torch.float32, i) for i in (1, 2, 3)), torch.zeros(5000)]
+        for got, want in zip(found, [*wanted, wanted[1]], strict=True):
+            assert torch.equal(got, want)
+        assert torch.equal(get(store, "k1"), wanted[1] + 1)
+        assert [float(get(store, key)[0]) for key in ("k0", "blank", "k2", "k4")] == [-1, -1, -3, -4]
+        assert not store._kept and not store._retired
+
+
+def test_keeping_reuses_its_room(tmp_path: Path) -> None:
+    with disk_store(tmp_path) as store:
+        keys = fill(store, 4, 5000)
+        sizes = []
+        for step in range(6):
+            readers = [kept(store, key) for key in keys]
+            for key in keys:
+                put(store, key, torch.full((5000,), float(step)), overwrite=True)
+            old = [read() for read in readers]
+            assert step == 0 or all((one == step - 1).all() for one in old)
+            sizes.append(store.path.stat().st_size)
+        assert len(set(sizes)) == 1 and sizes[0] <= 1.25 * 8 * 20480
+        with store.borrow(["k0"], write=True), pytest.raises(AssertionError, match="borrowed to be changed"):
+            store.keep("k0")
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_without_room_a_write_waits_for_the_reader(tmp_path: Path, monkeypatch: Any, staged: bool) -> None:
+    with disk_store(tmp_path) as store:
+        fill(store, 1, 5000)
+        if staged:  # its second region is there; the third one is not
+            stage(store, "k0", 1)
+            store.commit(["k0"])
+        read = kept(store, "k0")
+        if staged:
+            stage(store, "k0", 2)
+            store.commit(["k0"])
+        monkeypatch.setattr(store._file, "_grow", lambda nbytes: OSError(errno.ENOSPC, "No space left on device"))
+        changed, old = threading.Event(), get(store, "k0") * 0 + 1 if staged else pattern(5000, torch.float32, 0)
+        write = functools.partial(stage, store, "k0", 9) if staged else functools.partial(put, store, "k0", old + 9)
+        thread = threading.Thread(target=lambda: (write(), changed.set()), daemon=True)
+        store._file._end = store._file._size  # what it has grown ahead is used up
+        thread.start()
+        assert not changed.wait(0.2)
+        assert torch.equal(read(), old)
+        assert changed.wait(10)
+        if staged:
+            store.commit(["k0"])
+        assert torch.equal(get(store, "k0"), torch.full((5000,), 9.0) if staged else old + 9)
+        with pytest.raises(OffloadError, match="cannot grow"):  # nobody keeps anything: nothing to wait for
+            store.create("new", 50000, torch.float32)
 
 
 # -------------------------------------------------------------------- borrowed
