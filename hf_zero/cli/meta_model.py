@@ -59,7 +59,8 @@ def build(config: Any, *, gradient_checkpointing: bool = False) -> nn.Module:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{type(config).__name__} does not build: {type(error).__name__}: {reason}") from error
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        model.config.use_cache = False  # or transformers says that it turns the cache off
+        model.activation_checkpointing_enable()
     made: nn.Module = model.train()
     return made
 

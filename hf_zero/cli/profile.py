@@ -190,13 +190,11 @@ def _sections(engine: ZeroEngine, ranks: Sequence[Mapping[str, Any]]) -> list[Se
 
 
 def _shown_step(one: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a rank: the last step that was recorded, with times from its start."""
+    """Of a rank: the last step that was recorded, with times from its start, and all that began after it."""
     step = one["steps"][-1]
     begin, end = step["start_ms"], step["end_ms"]
     spans = [
-        {**span, "start_ms": round(span["start_ms"] - begin, 4)}
-        for span in one["spans"]
-        if begin <= span["start_ms"] <= end
+        {**span, "start_ms": round(span["start_ms"] - begin, 4)} for span in one["spans"] if begin <= span["start_ms"]
     ]
     # What runs beside the host may be over later than its step.
     ms = max([end - begin, *(span["start_ms"] + span["ms"] for span in spans)])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hf_zero.errors import DivergenceError
 
 _PIECES = 64  # of an input that are added up: what moves inside of one piece is not seen
+_FACTOR = 1_000_003  # odd, so that no difference of an earlier input is lost modulo 2 ** 64
 
 
 class InputGroup:
@@ -24,7 +25,7 @@ class InputGroup:
         self.ranks = dist.get_process_group_ranks(group)
         self.rank, self.size = dist.get_rank(group), len(self.ranks)
         self._group = group
-        self._differs: torch.Tensor | None = None  # bool, 0-dim, of the inputs that were compared since the last look
+        self._digest: torch.Tensor | None = None  # of all inputs since the last look
         self._compared: list[str] = []
 
     def part_numel(self, numel: int) -> int:
@@ -45,19 +46,18 @@ class InputGroup:
         return self._gather(part, what)
 
     def compare(self, flat: torch.Tensor, what: str) -> None:
-        """Compare a 1-D tensor with those of the other ranks. All ranks of the group must call.
-
-        Nothing is raised here, where the host would have to wait for the device, but at the next `gather`.
-        """
-        digests = self._gather(_digest(flat), what).view(self.size, -1)
-        differs = (digests != digests[self.rank]).any()
-        self._differs = differs if self._differs is None else self._differs | differs
+        """Compare a 1-D tensor with those of the other ranks: at the next `gather`, all since the last one at once."""
+        digest = _digest(flat)
+        self._digest = digest if self._digest is None else self._digest * _FACTOR + digest
         self._compared.append(what)
 
     def _look(self, what: str) -> None:
-        differs, self._differs = self._differs, None
+        digest, self._digest = self._digest, None
         compared, self._compared = self._compared, []
-        if differs is None or not bool(differs.item()):
+        if digest is None:
+            return
+        digests = self._gather(digest, what).view(self.size, -1)
+        if bool((digests == digests[self.rank]).all()):
             return
         raise DivergenceError(
             f"rank {dist.get_rank()}: activation_checkpointing.partition_activations: ranks {self.ranks} were named "

@@ -84,6 +84,7 @@ class StepTrace(Watcher):
         self._recording.end_step(step)
         if step == self._last:
             recording = self._recording
+            recording.wait_for_updates()
             self.close()
             everyone = self._engine.run_comm.all_gather_object(recording.result(), "profile of steps")
             self._on_done(self._engine, everyone)
@@ -181,6 +182,12 @@ class Recording:
         assert self._step_began is not None
         self._steps.append({"step": step, "start_ms": self._step_began, "end_ms": self._log.host_ms()})
         self._step_began = None
+
+    def wait_for_updates(self) -> None:
+        """Those of the last step run beside the next forward, and belong to the picture with their transfers."""
+        optimizer = self._engine.optimizer
+        if optimizer is not None and optimizer.update_worker is not None:
+            optimizer.update_worker.wait()
 
     def forget(self) -> None:
         """A pass was broken off."""

@@ -50,17 +50,18 @@ function show(value, unit) {
   return String(value);
 }
 
-// The colours of names: a name that pages often have keeps its colour.
+// The colours of names: a name that pages often have keeps its colour, if no other one of this picture has it already.
 function palette(names) {
-  const found = {}, used = new Set(names.filter(name => name in FIXED).map(name => FIXED[name]));
+  const found = {}, used = new Set();
+  const take = (name, at) => { used.add(at); found[name] = COLORS[at]; };
+  for (const name of names) if (name in FIXED && !used.has(FIXED[name])) take(name, FIXED[name]);
   let next = 0;
   for (const name of names) {
-    if (name in FIXED) { found[name] = COLORS[FIXED[name]]; continue; }
+    if (name in found) continue;
     while (used.has(next % COLORS.length) && used.size < COLORS.length) next++;
-    used.add(next % COLORS.length);
-    found[name] = COLORS[next++ % COLORS.length];
+    take(name, next++ % COLORS.length);
   }
-  return found;
+  return Object.fromEntries(names.map(name => [name, found[name]]));
 }
 
 function legend(parent, colors) {

@@ -160,6 +160,13 @@ def test_a_number_that_is_too_small_is_named() -> None:
         assert now.saved.usage()["allocations"] == allocations == 1, "an arena is allocated once"
 
 
+def test_names_are_those_of_deepspeeds_long_path_too() -> None:
+    from hf_zero.runtime.activation_checkpointing import checkpointing as other
+
+    assert other.__all__ == checkpointing.__all__
+    assert all(getattr(other, name) is getattr(checkpointing, name) for name in checkpointing.__all__)
+
+
 def test_mistakes_of_configure_are_named() -> None:
     for keys, text in (
         ({"contiguous_checkpointing": True, "num_checkpoints": 2}, "goes with partition_activations only"),

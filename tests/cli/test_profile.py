@@ -158,11 +158,11 @@ def test_a_trace_has_the_lanes_of_both_ranks(profiled: Profiled) -> None:
 def test_a_timeline_has_what_the_step_moved(profiled: Profiled) -> None:
     for one in profiled.section("One step")["ranks"]:
         spans = {lane: [span for span in one["spans"] if span["lane"] == lane] for lane in ("disk read", "disk write")}
-        # Masters and two moments, fp32, of this rank's half; the last layers' updates run beside the next forward.
-        of_a_layer = 3 * 4 * NUMEL // LAYERS // 2
-        for lane in spans.values():
-            sums = sum(span["nbytes"] for span in lane)
-            assert sums % of_a_layer == 0 and 0 < sums <= 2 * LAYERS * of_a_layer
+        # Masters and two moments, fp32, of this rank's half. Updates of the step before may run beside this forward,
+        # and what is still being written is not read.
+        states = 3 * 4 * NUMEL // 2
+        moved = {lane: sum(span["nbytes"] for span in found) for lane, found in spans.items()}
+        assert states <= moved["disk write"] <= 2 * states and 0 < moved["disk read"] <= 2 * states, moved
         phases = [span["name"] for span in one["spans"] if span["lane"] in ("forward", "backward", "step")]
         assert phases == ["forward", "backward", "last reduces", "step"]
         for span in one["spans"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass, field
@@ -77,10 +78,11 @@ class Seen:
 
 
 def look_at(page: Path, folder: Path) -> Seen:
-    """Start a browser once. Skips the test where there is none."""
+    """Start a browser once. Skips the test where there is none, and fails where one is needed."""
     browser = next((found for name in _NAMES if (found := shutil.which(name))), None)
     if browser is None:
-        pytest.skip("no Chromium is installed, which the page would be looked at in")
+        say = pytest.fail if os.environ.get("HF_ZERO_NEEDS_BROWSER") else pytest.skip
+        say("no Chromium is installed, which the page would be looked at in")
     shot = folder / f"{page.stem}.png"
     command = [browser, *_FLAGS, f"--user-data-dir={folder / 'browser'}", f"--screenshot={shot}", page.as_uri()]
     # A group of its own: run() ends the browser by its process id at the time limit, and its children end with it.
@@ -127,6 +129,8 @@ def check_stacks(seen: Seen) -> None:
         }
         sums = [text.text for text in drawn.all("text", **{"class": "soft sum"})]
         assert sums == [format_bytes(sum(row["parts"].values())) for row in given["rows"]]
+        colours = {(one["data-kind"], one["fill"]) for one in shown.values()}
+        assert len(colours) == len({kind for kind, _ in colours}) == len({fill for _, fill in colours})
         largest = max(shown.values(), key=lambda one: int(one["data-bytes"]))
         for one in shown.values():
             wide = float(largest["width"]) * int(one["data-bytes"]) / int(largest["data-bytes"])

@@ -37,6 +37,7 @@ class UpdateWorker:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._is_running = False  # a job
         self._closed = False
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -55,6 +56,11 @@ class UpdateWorker:
             chosen = {id(job) for job in first}
             self._jobs = collections.deque([*first, *(job for job in self._jobs if id(job) not in chosen)])
 
+    def wait(self) -> None:
+        """Until no job is left; errors stay where they are raised otherwise."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self._jobs and not self._is_running)
+
     def close(self) -> None:
         """End the thread when its jobs are done."""
         with self._wake:
@@ -68,11 +74,15 @@ class UpdateWorker:
         use_device(self._device)
         while True:
             with self._wake:
+                self._is_running = False
+                if not self._jobs:
+                    self._wake.notify_all()  # who waits for that
                 while not self._jobs and not self._closed:
                     self._wake.wait()
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
+                self._is_running = True
             if self._error is None:
                 try:
                     job.run(self._look_ahead)

@@ -1,0 +1,21 @@
+"""What scripts import from deepspeed.runtime.activation_checkpointing.checkpointing: that of deepspeed.checkpointing."""
+
+from hf_zero.deepspeed.checkpointing import (
+    checkpoint,
+    configure,
+    get_cuda_rng_tracker,
+    is_configured,
+    model_parallel_cuda_manual_seed,
+    non_reentrant_checkpoint,
+    reset,
+)
+
+__all__ = [
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "reset",
+]
