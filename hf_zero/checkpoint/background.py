@@ -16,7 +16,6 @@ thread keeps the process alive until it is through, after an exception in the tr
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
@@ -40,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 _UNDER_WAY, _THROUGH = 0.0, 1.0
 _OUTCOME = "outcome"
-_NICE = 10
 # Of a commit, each over on all that commit before the next: what may fail for want of space comes before the first
 # rename, and old files go after the last.
 _PREPARE, _PUBLISH, _FOLLOW_UP = "prepare", "publish", "follow up"
@@ -181,9 +179,6 @@ class _Save(threading.Thread):
         self.is_through = False
 
     def run(self) -> None:
-        if hasattr(os, "setpriority"):  # of this thread alone, on Linux: the training comes first, other ranks' too
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             self.problem = self._save()
         except LostRankError as error:
