@@ -25,7 +25,7 @@ from hf_zero.pipeline.micro_batches import Batch, RepeatingLoader, read_micro_ba
 from hf_zero.pipeline.module import PipelineModule
 from hf_zero.pipeline.stage_checkpoints import StageCheckpointing
 from hf_zero.pipeline.stage_passes import BadLossError, StagePasses, scalar_loss
-from hf_zero.pipeline.stage_schedules import Action, bubble_share, forward_order, order_of
+from hf_zero.pipeline.stage_schedules import EVALUATION, Action, bubble_share, order_of
 from hf_zero.pipeline.tied_copies import TiedCopies
 from hf_zero.runtime.build import BuildSettings, BuiltUnits
 from hf_zero.runtime.grad_accumulator import GradAccumulator
@@ -132,14 +132,14 @@ class PipelineEngine(ZeroEngine):
             )
         if not self.module.training:
             self.module.train()
-        count = self.accumulation_steps
+        count, schedule = self.accumulation_steps, self.config.pipeline.schedule
         batch = self._read(data_iter, count)
         with self._together("train_batch"):
             run = self._start(batch, around_backward=self._around_backward)
             self.schedule.micro_steps += count - 1  # `step` counts the last one
-            run.run(self._order(count))
+            run.run(self._order(schedule, count))
             loss = self._mean_loss(list(run.results.values()), count)
-            self._keep_times(run)
+            self._keep_times(run, schedule, count)
             self._ties.collect(self._feed)
             self.reports.loss(loss)
             super().step()
@@ -178,8 +178,8 @@ class PipelineEngine(ZeroEngine):
             batch = self._read(data_iter, count)
             with self._together("eval_batch"), torch.no_grad():
                 run = self._start(batch, around_backward=lambda is_last: contextlib.nullcontext())
-                run.run(forward_order(self.num_stages, count, self.place.virtual_stages), wants_loss=compute_loss)
-                self._keep_times(run)
+                run.run(self._order(EVALUATION, count), wants_loss=compute_loss)
+                self._keep_times(run, EVALUATION, count)
                 outputs = [run.results[micro] for micro in sorted(run.results)]
                 result: Any = outputs if self.is_last_stage() else None
                 if reduce_output is not None and compute_loss:
@@ -255,7 +255,7 @@ class PipelineEngine(ZeroEngine):
         Returns:
             "stages": by stage of this pipeline {"actions": [(action, start, end)] in seconds, "busy", "peak_live"};
             "seconds"; "idle_share": the part of all ranks' time in which they computed nothing; "bubble_share": what
-            it is by the formula, with equal stages and messages that take no time.
+            it is by the schedule, with equal stages and messages that take no time (see stage_schedules).
         """
         actions = [(str(action), start, end) for action, start, end in self.times.actions]
         mine = {"actions": actions, "busy": self.times.busy, "peak_live": self.times.peak_live}
@@ -267,8 +267,14 @@ class PipelineEngine(ZeroEngine):
             "stages": stages,
             "seconds": seconds,
             "idle_share": 1 - busy / (seconds * self.num_stages) if seconds else 0.0,
-            "bubble_share": bubble_share(self.num_stages, self.accumulation_steps, self.place.virtual_stages),
+            "bubble_share": self._bubble_share(),
         }
+
+    def _bubble_share(self) -> float:
+        times = self.times
+        if not times.num_micros:  # there was no batch
+            return 0.0
+        return bubble_share(times.schedule, self.num_stages, times.num_micros, self.place.virtual_stages)
 
     # ---------------------------------------------------------------- inside a batch
     def _read(self, data_iter: Iterator[Any] | None, count: int) -> Batch:
@@ -281,8 +287,7 @@ class PipelineEngine(ZeroEngine):
         self._run = run = BatchRun(self._passes, self.place, self._messages, batch, around_backward)
         return run
 
-    def _order(self, count: int) -> list[Action]:
-        schedule = self.config.pipeline.schedule
+    def _order(self, schedule: str, count: int) -> list[Action]:
         return order_of(schedule, self.stage_id, self.num_stages, count, self.place.virtual_stages)
 
     @contextlib.contextmanager
@@ -309,8 +314,9 @@ class PipelineEngine(ZeroEngine):
         dtype = torch.promote_types(found[0][1], torch.float32)  # a mean of 16-bit losses has more digits than they
         return torch.tensor(mean, dtype=dtype, device=self.device)
 
-    def _keep_times(self, run: BatchRun) -> None:
+    def _keep_times(self, run: BatchRun, schedule: str, count: int) -> None:
         self.times = run.times
+        self.times.schedule, self.times.num_micros = schedule, count
         self.times.total = time.perf_counter() - run.began
 
     # ---------------------------------------------------------------- gradients
