@@ -20,12 +20,14 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.reports import Event, Reports
 from hf_zero.errors import ConfigError, StateError, ZeroError
 from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.pipeline.agreement import batch_settings, difference, group_settings
 from hf_zero.pipeline.batch_run import BatchRun, BatchTimes, Place
 from hf_zero.pipeline.micro_batches import Batch, RepeatingLoader, read_micro_batches
 from hf_zero.pipeline.module import PipelineModule
 from hf_zero.pipeline.stage_checkpoints import StageCheckpointing
 from hf_zero.pipeline.stage_passes import BadLossError, StagePasses, scalar_loss
 from hf_zero.pipeline.stage_schedules import EVALUATION, Action, bubble_share, order_of
+from hf_zero.pipeline.stage_weights import gather_weights, of_this_stage
 from hf_zero.pipeline.tied_copies import TiedCopies
 from hf_zero.runtime.build import BuildSettings, BuiltUnits
 from hf_zero.runtime.grad_accumulator import GradAccumulator
@@ -59,6 +61,7 @@ class PipelineEngine(ZeroEngine):
         ranks = tuple(grid.stage_to_global(stage) for stage in range(grid.pipe_parallel_size))
         self.place = Place(grid.stage_id, grid.pipe_parallel_size, module.virtual_stages, ranks)
         self.world = Comm.join(timeout_s=config.desync_timeout)
+        self._expect_alike(batch_settings(config), "configuration")
         self._messages = self.world.messages() if self.place.num_stages > 1 else None
         grads = BuildSettings.of(config).grads
         self._has_ties = bool(ties := module.ties)
@@ -221,6 +224,7 @@ class PipelineEngine(ZeroEngine):
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """See ZeroEngine.attach_optimizer: this stage's. Gradients are clipped by the norm over all stages."""
         self._ties.leave_to_owners(optimizer)
+        self._expect_alike(group_settings(optimizer), "optimizer", _GROUPS_REMEDY)
         sharded = super().attach_optimizer(optimizer)
         sharded.norm_of_all = self._norm_of_all
         return sharded
@@ -230,7 +234,20 @@ class PipelineEngine(ZeroEngine):
         mine = torch.tensor([norm if self.comm.rank == 0 else 0.0], dtype=torch.float64, device="cpu")
         return math.sqrt(sum(one * one for one in self.world.vote(mine, "norm of all stages")[:, 0].tolist()))
 
+    def _expect_alike(self, mine: Mapping[str, str], what: str, remedy: str = "Give all ranks the same.") -> None:
+        """Raise ConfigError, on all ranks, unless they have the same settings. All ranks must call."""
+        if found := difference(self.world.all_gather_object(dict(mine), f"{what} of all stages")):
+            raise ConfigError(f"{what} of a pipeline: {found}.\n{remedy}")
+
     # ---------------------------------------------------------------- weights
+    def full_state_dict(self, keep: bool, *, trainable_only: bool = False) -> dict[str, torch.Tensor]:
+        """See ZeroEngine.full_state_dict: of all stages, under an nn.Sequential's names. All ranks must call."""
+        if self._messages is None:
+            return super().full_state_dict(keep, trainable_only=trainable_only)
+        sends = self.comm.rank == 0 and self.module.grid.data_parallel_id == 0
+        mine = super().full_state_dict(sends, trainable_only=trainable_only)
+        return gather_weights(mine, self.module, self.world, self._messages, keep=keep, sends=sends)
+
     def read_checkpoint(self, folder: str | Path, parts: Parts = ALL_PARTS) -> Any:
         """See ZeroEngine.read_checkpoint. All ranks of the run must call."""
         state = super().read_checkpoint(folder, parts)
@@ -244,8 +261,8 @@ class PipelineEngine(ZeroEngine):
         return loaded
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """See ZeroEngine.load_full_state_dict; `state` has this stage's names. All ranks of the run must call."""
-        super().load_full_state_dict(state, strict)
+        """See ZeroEngine.load_full_state_dict: takes what belongs to this stage. All ranks of the run must call."""
+        super().load_full_state_dict(of_this_stage(state, self.module), strict)
         self._ties.publish()
 
     # ---------------------------------------------------------------- what was measured
@@ -400,6 +417,12 @@ def _refuse(config: ResolvedConfig, module: PipelineModule) -> None:
         problems.append("flops_profiler counts one model in one process: turn it off for a pipeline.")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+_GROUPS_REMEDY = (
+    "A checkpoint has one list of groups: give every stage the same ones, with the same values. A group may be empty "
+    'on a stage ({"params": []}).'
+)
 
 
 def _no_data() -> Iterator[Any]:
