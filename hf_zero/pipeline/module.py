@@ -19,7 +19,7 @@ from hf_zero.activations.checkpoint import non_reentrant_checkpoint
 from hf_zero.config.resolved import PipelineSection
 from hf_zero.distributed.processes import all_ranks_give, join_processes, wrong_on_all
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.pipeline.agreement import difference, layers_settings
+from hf_zero.pipeline.equal_settings import difference, layers_settings
 from hf_zero.pipeline.layer_partition import split_layers
 from hf_zero.pipeline.layer_spec import LayerSpec, TiedLayerSpec
 from hf_zero.pipeline.layer_table import Layer, LayerRow, describe_layers

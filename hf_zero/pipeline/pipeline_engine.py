@@ -20,8 +20,8 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.reports import Event, Reports
 from hf_zero.errors import ConfigError, StateError, ZeroError
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.pipeline.agreement import batch_settings, difference, group_settings
 from hf_zero.pipeline.batch_run import BatchRun, BatchTimes, Place
+from hf_zero.pipeline.equal_settings import batch_settings, difference, group_settings
 from hf_zero.pipeline.micro_batches import Batch, RepeatingLoader, read_micro_batches
 from hf_zero.pipeline.module import PipelineModule
 from hf_zero.pipeline.stage_checkpoints import StageCheckpointing
