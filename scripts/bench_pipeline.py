@@ -236,7 +236,7 @@ def main() -> None:
         return run_rank(args)
     import tempfile
 
-    names = [*(args.only or [*OURS, "one process", "ddp"])]
+    names = list(dict.fromkeys([*(args.only or [*OURS, "ddp"]), "one process"]))
     if has_deepspeed(args.peers_python):
         names.insert(0, "deepspeed")
     else:
@@ -283,9 +283,10 @@ def behind(times: dict[str, float], memory: dict[str, float]) -> int:
     ahead = [name for name in OURS if name in times and times[name] < 1 and memory[name] <= 1]
     if not ahead:
         print("none of ours is ahead of DeepSpeed's with no more memory")
-    if times["1f1b"] > LIMIT:
-        print(f"1F1B takes {times['1f1b']:.2f} x the time of DeepSpeed's")
-    return int(not ahead or times["1f1b"] > LIMIT)
+    same_split = times.get("1f1b", 0.0)
+    if same_split > LIMIT:
+        print(f"1F1B takes {same_split:.2f} x the time of DeepSpeed's")
+    return int(not ahead or same_split > LIMIT)
 
 
 if __name__ == "__main__":

@@ -243,8 +243,8 @@ class DeepSpeedEngine(ZeroEngine):
             if self.rank == 0:
                 logger.warning("%s is not written: stage3_gather_16bit_weights_on_model_save is false", path)
             return False
-        state = self.full_state_dict(keep=self.rank == 0, trainable_only=exclude_frozen_parameters)
-        on_rank_0(self.comm, "save_16bit_model", lambda: _write_weights(state, path))
+        state = self.full_state_dict(keep=self.run_comm.rank == 0, trainable_only=exclude_frozen_parameters)
+        on_rank_0(self.run_comm, "save_16bit_model", lambda: _write_weights(state, path))
         return True
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.distributed.messages import Messages, Received
 from hf_zero.pipeline.stage_passes import StagePasses
-from hf_zero.pipeline.stage_schedules import Action, Kind
+from hf_zero.pipeline.stage_schedules import EVALUATION, Action, Kind
 
 _RECEIVED_AHEAD = 1  # actions: what the next one needs is on its way while this one runs
 
@@ -47,6 +47,8 @@ class Place:
 class BatchTimes:
     """When this rank computed what, in seconds since the batch began; the times between are idle."""
 
+    schedule: str = EVALUATION
+    num_micros: int = 0
     actions: list[tuple[Action, float, float]] = field(default_factory=list)
     total: float = 0.0  # until all ranks had ended
     peak_live: int = 0

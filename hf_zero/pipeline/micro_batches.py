@@ -69,7 +69,9 @@ def read_micro_batches(
     mine = _Read()
     if is_first or is_last:
         batch = _read(reader, count, prepare, mine, place.stage)
-    _agree(comm.all_gather_object((place.ranks, mine), "micro-batches"), count, place.num_stages)
+    told = comm.all_gather_object((count, place.ranks, mine), "micro-batches")
+    _agree_on_number([one[0] for one in told])
+    _agree([one[1:] for one in told], count, place.num_stages)
     moved = [
         (_on(comm.device, inputs) if is_first else None, _on(comm.device, labels) if is_last else None)
         for inputs, labels in batch
@@ -122,6 +124,15 @@ def _described(value: Any) -> tuple[str, int]:
         checksum = zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().data, checksum)
     shapes = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors)
     return shapes, checksum
+
+
+def _agree_on_number(counts: Sequence[int]) -> None:
+    for rank, count in enumerate(counts):
+        if count != counts[0]:
+            raise StateError(
+                f"rank {rank} is at a batch of {count} micro-batches, rank 0 at one of {counts[0]}.\nCall train_batch "
+                "and eval_batch on all ranks alike, and set_train_batch_size too."
+            )
 
 
 def _agree(everyone: Sequence[tuple[tuple[int, ...], _Read]], count: int, num_stages: int) -> None:

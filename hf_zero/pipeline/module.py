@@ -19,6 +19,7 @@ from hf_zero.activations.checkpoint import non_reentrant_checkpoint
 from hf_zero.config.resolved import PipelineSection
 from hf_zero.distributed.processes import all_ranks_give, join_processes, wrong_on_all
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.pipeline.equal_settings import difference, layers_settings
 from hf_zero.pipeline.layer_partition import split_layers
 from hf_zero.pipeline.layer_spec import LayerSpec, TiedLayerSpec
 from hf_zero.pipeline.layer_table import Layer, LayerRow, describe_layers
@@ -143,6 +144,8 @@ class PipelineModule(nn.Module):
         with wrong_on_all("pipeline module"):
             self._grid = _place(num_stages, topology, stage)
             self.parts = self._split(self._grid.pipe_parallel_size, is_alone=stage is not None)
+        if stage is None:
+            self._agree()
         self.num_stages, self.stage_id = self._grid.pipe_parallel_size, self._grid.stage_id
         self._build_layers()
         if self._grid.global_rank == 0:
@@ -321,6 +324,19 @@ class PipelineModule(nn.Module):
         return lines
 
     # Splitting and building
+
+    def _agree(self) -> None:
+        """Raise ConfigError, on all ranks, unless they have the same layers in the same stages."""
+        settings = {
+            "the split into stages": self.parts,
+            "virtual_stages": self.virtual_stages,
+            "seed_layers": self.seed_layers,
+            "base_seed": self.base_seed,
+        }
+        if found := difference(all_ranks_give(layers_settings(self._rows, settings))):
+            raise ConfigError(
+                f"PipelineModule: {found}.\nAll ranks must make it alike, from the same layers, stages and options."
+            )
 
     def _split(self, num_stages: int, *, is_alone: bool) -> list[int]:
         if not isinstance(self.virtual_stages, int) or self.virtual_stages < 1:

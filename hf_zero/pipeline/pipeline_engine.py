@@ -21,11 +21,13 @@ from hf_zero.engine.reports import Event, Reports
 from hf_zero.errors import ConfigError, StateError, ZeroError
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.pipeline.batch_run import BatchRun, BatchTimes, Place
+from hf_zero.pipeline.equal_settings import batch_settings, difference, group_settings
 from hf_zero.pipeline.micro_batches import Batch, RepeatingLoader, read_micro_batches
 from hf_zero.pipeline.module import PipelineModule
 from hf_zero.pipeline.stage_checkpoints import StageCheckpointing
 from hf_zero.pipeline.stage_passes import BadLossError, StagePasses, scalar_loss
-from hf_zero.pipeline.stage_schedules import Action, bubble_share, forward_order, order_of
+from hf_zero.pipeline.stage_schedules import EVALUATION, Action, bubble_share, order_of
+from hf_zero.pipeline.stage_weights import gather_weights, of_this_stage
 from hf_zero.pipeline.tied_copies import TiedCopies
 from hf_zero.runtime.build import BuildSettings, BuiltUnits
 from hf_zero.runtime.grad_accumulator import GradAccumulator
@@ -59,6 +61,7 @@ class PipelineEngine(ZeroEngine):
         ranks = tuple(grid.stage_to_global(stage) for stage in range(grid.pipe_parallel_size))
         self.place = Place(grid.stage_id, grid.pipe_parallel_size, module.virtual_stages, ranks)
         self.world = Comm.join(timeout_s=config.desync_timeout)
+        self._expect_alike(batch_settings(config), "configuration")
         self._messages = self.world.messages() if self.place.num_stages > 1 else None
         grads = BuildSettings.of(config).grads
         self._has_ties = bool(ties := module.ties)
@@ -132,14 +135,14 @@ class PipelineEngine(ZeroEngine):
             )
         if not self.module.training:
             self.module.train()
-        count = self.accumulation_steps
+        count, schedule = self.accumulation_steps, self.config.pipeline.schedule
         batch = self._read(data_iter, count)
         with self._together("train_batch"):
             run = self._start(batch, around_backward=self._around_backward)
             self.schedule.micro_steps += count - 1  # `step` counts the last one
-            run.run(self._order(count))
+            run.run(self._order(schedule, count))
             loss = self._mean_loss(list(run.results.values()), count)
-            self._keep_times(run)
+            self._keep_times(run, schedule, count)
             self._ties.collect(self._feed)
             self.reports.loss(loss)
             super().step()
@@ -178,8 +181,8 @@ class PipelineEngine(ZeroEngine):
             batch = self._read(data_iter, count)
             with self._together("eval_batch"), torch.no_grad():
                 run = self._start(batch, around_backward=lambda is_last: contextlib.nullcontext())
-                run.run(forward_order(self.num_stages, count, self.place.virtual_stages), wants_loss=compute_loss)
-                self._keep_times(run)
+                run.run(self._order(EVALUATION, count), wants_loss=compute_loss)
+                self._keep_times(run, EVALUATION, count)
                 outputs = [run.results[micro] for micro in sorted(run.results)]
                 result: Any = outputs if self.is_last_stage() else None
                 if reduce_output is not None and compute_loss:
@@ -221,6 +224,7 @@ class PipelineEngine(ZeroEngine):
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """See ZeroEngine.attach_optimizer: this stage's. Gradients are clipped by the norm over all stages."""
         self._ties.leave_to_owners(optimizer)
+        self._expect_alike(group_settings(optimizer), "optimizer", _GROUPS_REMEDY)
         sharded = super().attach_optimizer(optimizer)
         sharded.norm_of_all = self._norm_of_all
         return sharded
@@ -230,7 +234,20 @@ class PipelineEngine(ZeroEngine):
         mine = torch.tensor([norm if self.comm.rank == 0 else 0.0], dtype=torch.float64, device="cpu")
         return math.sqrt(sum(one * one for one in self.world.vote(mine, "norm of all stages")[:, 0].tolist()))
 
+    def _expect_alike(self, mine: Mapping[str, str], what: str, remedy: str = "Give all ranks the same.") -> None:
+        """Raise ConfigError, on all ranks, unless they have the same settings. All ranks must call."""
+        if found := difference(self.world.all_gather_object(dict(mine), f"{what} of all stages")):
+            raise ConfigError(f"{what} of a pipeline: {found}.\n{remedy}")
+
     # ---------------------------------------------------------------- weights
+    def full_state_dict(self, keep: bool, *, trainable_only: bool = False) -> dict[str, torch.Tensor]:
+        """See ZeroEngine.full_state_dict: of all stages, under an nn.Sequential's names. All ranks must call."""
+        if self._messages is None:
+            return super().full_state_dict(keep, trainable_only=trainable_only)
+        sends = self.comm.rank == 0 and self.module.grid.data_parallel_id == 0
+        mine = super().full_state_dict(sends, trainable_only=trainable_only)
+        return gather_weights(mine, self.module, self.world, self._messages, keep=keep, sends=sends)
+
     def read_checkpoint(self, folder: str | Path, parts: Parts = ALL_PARTS) -> Any:
         """See ZeroEngine.read_checkpoint. All ranks of the run must call."""
         state = super().read_checkpoint(folder, parts)
@@ -244,8 +261,8 @@ class PipelineEngine(ZeroEngine):
         return loaded
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """See ZeroEngine.load_full_state_dict; `state` has this stage's names. All ranks of the run must call."""
-        super().load_full_state_dict(state, strict)
+        """See ZeroEngine.load_full_state_dict: takes what belongs to this stage. All ranks of the run must call."""
+        super().load_full_state_dict(of_this_stage(state, self.module), strict)
         self._ties.publish()
 
     # ---------------------------------------------------------------- what was measured
@@ -255,7 +272,7 @@ class PipelineEngine(ZeroEngine):
         Returns:
             "stages": by stage of this pipeline {"actions": [(action, start, end)] in seconds, "busy", "peak_live"};
             "seconds"; "idle_share": the part of all ranks' time in which they computed nothing; "bubble_share": what
-            it is by the formula, with equal stages and messages that take no time.
+            it is by the schedule, with equal stages and messages that take no time (see stage_schedules).
         """
         actions = [(str(action), start, end) for action, start, end in self.times.actions]
         mine = {"actions": actions, "busy": self.times.busy, "peak_live": self.times.peak_live}
@@ -267,8 +284,14 @@ class PipelineEngine(ZeroEngine):
             "stages": stages,
             "seconds": seconds,
             "idle_share": 1 - busy / (seconds * self.num_stages) if seconds else 0.0,
-            "bubble_share": bubble_share(self.num_stages, self.accumulation_steps, self.place.virtual_stages),
+            "bubble_share": self._bubble_share(),
         }
+
+    def _bubble_share(self) -> float:
+        times = self.times
+        if not times.num_micros:  # there was no batch
+            return 0.0
+        return bubble_share(times.schedule, self.num_stages, times.num_micros, self.place.virtual_stages)
 
     # ---------------------------------------------------------------- inside a batch
     def _read(self, data_iter: Iterator[Any] | None, count: int) -> Batch:
@@ -281,8 +304,7 @@ class PipelineEngine(ZeroEngine):
         self._run = run = BatchRun(self._passes, self.place, self._messages, batch, around_backward)
         return run
 
-    def _order(self, count: int) -> list[Action]:
-        schedule = self.config.pipeline.schedule
+    def _order(self, schedule: str, count: int) -> list[Action]:
         return order_of(schedule, self.stage_id, self.num_stages, count, self.place.virtual_stages)
 
     @contextlib.contextmanager
@@ -309,8 +331,9 @@ class PipelineEngine(ZeroEngine):
         dtype = torch.promote_types(found[0][1], torch.float32)  # a mean of 16-bit losses has more digits than they
         return torch.tensor(mean, dtype=dtype, device=self.device)
 
-    def _keep_times(self, run: BatchRun) -> None:
+    def _keep_times(self, run: BatchRun, schedule: str, count: int) -> None:
         self.times = run.times
+        self.times.schedule, self.times.num_micros = schedule, count
         self.times.total = time.perf_counter() - run.began
 
     # ---------------------------------------------------------------- gradients
@@ -394,6 +417,12 @@ def _refuse(config: ResolvedConfig, module: PipelineModule) -> None:
         problems.append("flops_profiler counts one model in one process: turn it off for a pipeline.")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+_GROUPS_REMEDY = (
+    "A checkpoint has one list of groups: give every stage the same ones, with the same values. A group may be empty "
+    'on a stage ({"params": []}).'
+)
 
 
 def _no_data() -> Iterator[Any]:

@@ -41,6 +41,7 @@ class Action:
 
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
+EVALUATION = "evaluation"  # the forwards alone
 
 
 def order_of(schedule: str, stage: int, stages: int, micros: int, virtual_stages: int = 1) -> list[Action]:
@@ -50,23 +51,19 @@ def order_of(schedule: str, stage: int, stages: int, micros: int, virtual_stages
         "1f1b": _interleaved if virtual_stages > 1 else _one_forward_one_backward,
         "interleaved": _interleaved,
         "zero_bubble": _zero_bubble,
+        EVALUATION: _forwards,
     }
     return make[schedule](stage, stages, micros, virtual_stages)
 
 
-def forward_order(stages: int, micros: int, virtual_stages: int = 1) -> list[Action]:
-    """The forwards of an evaluation: of any stage."""
-    return _forwards(stages, micros, virtual_stages)
-
-
 def _gpipe(stage: int, stages: int, micros: int, virtual_stages: int) -> list[Action]:
     return [
-        *_forwards(stages, micros, virtual_stages),
+        *_forwards(stage, stages, micros, virtual_stages),
         *(Action(Kind.BACKWARD, chunk, micro) for chunk in reversed(range(virtual_stages)) for micro in range(micros)),
     ]
 
 
-def _forwards(stages: int, micros: int, virtual_stages: int) -> list[Action]:
+def _forwards(stage: int, stages: int, micros: int, virtual_stages: int) -> list[Action]:
     return [Action(Kind.FORWARD, chunk, micro) for chunk in range(virtual_stages) for micro in range(micros)]
 
 
@@ -137,24 +134,33 @@ def peak_live(order: Sequence[Action]) -> int:
     return peak
 
 
-def bubble_share(stages: int, micros: int, virtual_stages: int = 1) -> float:
-    """The idle share of GPipe and 1F1B: (p - 1) / (v m + p - 1), with forwards and backwards of equal stages."""
-    return (stages - 1) / (virtual_stages * micros + stages - 1)
+# Of equal stages: a backward costs two forwards, and each of its halves one.
+_COSTS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
 
 
-def simulate(
-    orders: Sequence[Sequence[Action]], virtual_stages: int = 1, cost: Callable[[Kind], float] = lambda kind: 1.0
-) -> list[list[tuple[float, float]]]:
-    """When each action of each stage starts and ends, if messages take no time.
+def bubble_share(schedule: str, stages: int, micros: int, virtual_stages: int = 1) -> float:
+    """The part of all stages' time in which they compute nothing, if they are equal and messages take no time.
+
+    With p stages and m micro-batches it is (p - 1) / (m + p - 1) of GPipe and 1F1B, (p - 1) / (v m + p - 1) of
+    interleaved 1F1B where p divides m, and (p - 1) / (3 m + p - 1) of zero bubble where m is at least p.
+    """
+    orders = [order_of(schedule, stage, stages, micros, virtual_stages) for stage in range(stages)]
+    spans = [span for times in simulate(orders, virtual_stages) for span in times]
+    room = stages * max(end for _, end in spans)
+    return (room - sum(end - start for start, end in spans)) / room
+
+
+def simulate(orders: Sequence[Sequence[Action]], virtual_stages: int = 1) -> list[list[tuple[int, int]]]:
+    """When each action of each stage starts and ends, counted in forwards, if messages take no time.
 
     Raises:
         AssertionError: The orders wait for each other for ever.
     """
     stages = len(orders)
     last = stages * virtual_stages - 1
-    ended: dict[tuple[str, int, int], float] = {}  # (F or B, part of the model, micro-batch) -> time
-    times: list[list[tuple[float, float]]] = [[] for _ in orders]
-    clock = [0.0] * stages
+    ended: dict[tuple[str, int, int], int] = {}  # (F or B, part of the model, micro-batch) -> time
+    times: list[list[tuple[int, int]]] = [[] for _ in orders]
+    clock = [0] * stages
     while any(len(done) < len(order) for done, order in zip(times, orders, strict=True)):
         moved = False
         for stage, order in enumerate(orders):
@@ -171,7 +177,7 @@ def simulate(
                 if not all(need in ended for need in needs):
                     break
                 start = max([clock[stage], *(ended[need] for need in needs)])
-                clock[stage] = start + cost(action.kind)
+                clock[stage] = start + _COSTS[action.kind]
                 times[stage].append((start, clock[stage]))
                 if action.kind is not Kind.BACKWARD_WEIGHT:
                     ended["F" if action.kind is Kind.FORWARD else "B", part, action.micro] = clock[stage]

@@ -9,6 +9,7 @@ from typing import Any
 # Forward, backward, and the two halves of a split backward, as in the papers' figures.
 COLOURS = {"F": "#4c78a8", "B": "#59a14f", "I": "#8cd17d", "W": "#f1ce63"}
 _LEAST_SHARE = 0.01  # of the width, which a number needs
+_PALE = 0.65  # opacity
 MEANING = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
@@ -17,32 +18,34 @@ def draw(report: Mapping[str, Any], title: str, path: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise SystemExit('--picture needs matplotlib: pip install "hf_zero[recipes]"') from error
+        raise SystemExit('--pictures needs matplotlib: pip install "hf_zero[recipes]"') from error
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Patch
 
     stages = report["stages"]
     figure, axes = pyplot.subplots(figsize=(12, 1.2 + 0.6 * len(stages)), layout="constrained")
-    seen: dict[str, Any] = {}
+    kinds: dict[str, None] = {}  # in the order in which they come
     for row, stage in enumerate(stages):
         for name, start, end in stage["actions"]:
             kind, (micro, _, chunk) = name[0], name[1:].partition(".")
-            bars = axes.barh(
+            kinds[kind if not chunk else "chunk"] = None
+            axes.barh(
                 row, 1e3 * (end - start), left=1e3 * start, height=0.86, color=COLOURS[kind], edgecolor="white",
-                alpha=0.65 if chunk else 1.0, linewidth=0.6,
+                alpha=_PALE if chunk else 1.0, linewidth=0.6,
             )  # fmt: skip
-            seen.setdefault(kind, bars)
             if end - start > _LEAST_SHARE * report["seconds"]:
                 axes.text(500 * (start + end), row, str(int(micro) + 1), ha="center", va="center", fontsize=8)
     axes.set_yticks(range(len(stages)), [f"stage {row}" for row in range(len(stages))])
     axes.invert_yaxis()
     axes.set_xlim(0, 1e3 * report["seconds"])
-    axes.set_xlabel("ms")
+    axes.set_xlabel("ms; numbers are those of micro-batches")
     idle, bubble = f"{report['idle_share']:.0%}", f"{report['bubble_share']:.0%}"
     axes.set_title(f"{title}: idle {idle} of the time, {bubble} by the formula", fontsize=10, loc="left")
-    axes.legend(
-        seen.values(), [MEANING[kind] for kind in seen], ncols=4, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1)
-    )
+    shown = [Patch(color=COLOURS[kind], label=MEANING[kind]) for kind in kinds if kind in COLOURS]
+    if "chunk" in kinds:
+        shown.append(Patch(color="grey", alpha=_PALE, label="pale: a further chunk of layers of the stage"))
+    axes.legend(handles=shown, ncols=5, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1))
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=150)

@@ -51,9 +51,12 @@ MODELS = {
     "opt": _opt,
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**_LLAMA, sliding_window=3)),  # and two rotary ones
     "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=3, n_head=2)),
+    "ctrl": lambda: hf.CTRLLMHeadModel(hf.CTRLConfig(**_BASE, dff=24)),  # changes its embeddings in place
+    "bert": lambda: hf.BertLMHeadModel(hf.BertConfig(**_BASE, intermediate_size=24, is_decoder=True)),
     "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**_LLAMA, num_local_experts=4)),
 }
 STORED_OTHERWISE = ("mixtral",)
+WITHOUT_POSITIONS = ("bloom", "ctrl")
 
 
 def made(name: str) -> Any:
@@ -90,7 +93,7 @@ def test_stages_in_a_row_are_the_model(name: str, tmp_path: Path) -> None:
     stages = stages_of(source, 3)
     ids, mask = given["input_ids"], given["attention_mask"]
     torch.testing.assert_close(run(stages, ids), model(ids).logits, rtol=0, atol=0)
-    if name != "bloom":  # it has no positions
+    if name not in WITHOUT_POSITIONS:
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         want = model(**given, position_ids=positions).logits
         torch.testing.assert_close(run(stages, (ids, mask, positions)), want, rtol=0, atol=0)
@@ -213,11 +216,15 @@ def test_models_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     routed = hf.MixtralConfig(**_LLAMA, num_local_experts=4, output_router_logits=True)
     refused.append((hf.MixtralForCausalLM(routed), "output_router_logits adds a loss"))
     refused.append((_opt(layerdrop=0.1), "OPTForCausalLM .* layerdrop leaves out layers"))
+    refused.append((hf.OpenAIGPTLMHeadModel(hf.OpenAIGPTConfig(**_BASE)), "its parts do not run by themselves"))
+    other_loss = hf.TrOCRForCausalLM(hf.TrOCRConfig(vocab_size=VOCABULARY, d_model=16, decoder_layers=2))
+    refused.append((other_loss, r"TrOCRForCausalLM .* its loss is not that of the next token. Give .* a loss_fn"))
     made("mixtral").save_pretrained(tmp_path / "mixtral")
     refused.append((tmp_path / "mixtral", "in another form than they are stored in: load the model"))
     for source, problem in refused:
         with pytest.raises(ConfigError, match=problem):
             hf_zero.pipeline.from_transformers(source, 1)
+    stages_of(other_loss, 1, loss_fn=nn.functional.cross_entropy)
     (whole,) = stages_of(made("opt"), 1)
     with pytest.raises(ConfigError, match=r"inputs of this pipeline are tuple with NoneType.*expected a tensor"):
         whole((None,))

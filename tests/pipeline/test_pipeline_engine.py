@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero
@@ -124,6 +125,9 @@ def run_pipeline(name: str) -> dict[str, Any]:
         ("first weight", "0", engine.is_first_stage()),
     ):
         found[key] = module.get_submodule(place).weight.detach().float().clone() if is_here else None
+    found["state"] = engine.full_state_dict(keep=engine.is_last_stage())
+    if stages == 2:
+        engine.load_full_state_dict(found["state"] or dict(module.state_dict()))
     engine.teardown()
     return found
 
@@ -152,6 +156,7 @@ def run_plain(name: str) -> dict[str, Any]:
     found = history(engine, losses)
     found["last weight"] = model[7].weight.detach().float().clone()
     found["first weight"] = model[0].weight.detach().float().clone()
+    found["state"] = engine.full_state_dict(keep=True)
     engine.teardown()
     return found
 
@@ -212,6 +217,7 @@ def data_and_lines(folder: str) -> dict[str, Any]:
     found["repeated"] = [engine.train_batch(one).item() > 0 for _ in range(2)]
     found["samples"] = engine.global_samples
     found["parallel"] = (engine.is_pipe_parallel, engine.is_data_parallel, engine.is_model_parallel)
+    engine.save_16bit_model(folder, "model.safetensors")
     report = engine.schedule_report()
     found["report"] = sorted(report)
     found["idle"] = (0 <= report["idle_share"] < 1, report["bubble_share"])
@@ -274,6 +280,17 @@ def test_without_clipping_weights_have_the_same_bits(
     assert torch.equal(pipelines[1][name]["last weight"], plain[name]["last weight"])
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16 tied", "offload, one stage"])
+def test_the_weights_of_all_stages_in_one_state_dict(
+    pipelines: list[dict[str, Any]], plain: dict[str, Any], name: str
+) -> None:
+    first, last = (one[name]["state"] for one in pipelines)
+    assert (first == {}) == (PRECISIONS[name][2] == 2)
+    assert list(last) == list(plain[name]["state"])
+    for key, value in last.items():
+        torch.testing.assert_close(value, plain[name]["state"][key], rtol=5e-2, atol=5e-2)
+
+
 @pytest.mark.parametrize("name", [name for name, (_, variant, _) in PRECISIONS.items() if variant == "tied"])
 def test_tied_copies_stay_equal_to_the_bit(pipelines: list[dict[str, Any]], name: str) -> None:
     assert torch.equal(pipelines[0][name]["first weight"], pipelines[1][name]["last weight"])
@@ -291,6 +308,11 @@ def test_data_of_all_sorts(pipelines: list[dict[str, Any]], folder: Path) -> Non
     assert first["report"] == ["bubble_share", "idle_share", "seconds", "stages"]
     assert first["idle"] == (True, 1 / (MICROS + 1))
     assert first["actions"] == [["F0", "F1", "B0", "F2", "B1", "B2"], ["F0", "B0", "F1", "B1", "F2", "B2"]]
+
+
+def test_one_file_has_the_weights_of_all_stages(pipelines: list[dict[str, Any]], folder: Path) -> None:
+    names = [f"{layer}.inner.{kind}" for layer in range(3) for kind in ("weight", "bias")]
+    assert sorted(load_file(folder / "model.safetensors")) == sorted(names)
 
 
 def test_one_rank_logs(pipelines: list[dict[str, Any]], folder: Path) -> None:

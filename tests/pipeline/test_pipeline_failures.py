@@ -193,10 +193,22 @@ def wrong_uses() -> dict[str, str]:
     }.items():
         other = PipelineModule(layers_with("", 1), num_stages=2, loss_fn=models.loss_of)
         note(what, functools.partial(hf_zero.initialize, model=other, config={**CONFIG, **block}))
+    note("layers", lambda: PipelineModule([*layers_with("", 1), nn.ReLU()][: 8 + last], num_stages=2))
+    note("wider", lambda: PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2 + last)], num_stages=2))
+    note("seeds", lambda: PipelineModule(layers_with("", 1), num_stages=2, seed_layers=last))
+    for what, block in {
+        "number": {"gradient_accumulation_steps": MICROS + last},
+        "order": {"pipeline": {"schedule": "gpipe" if last else "1f1b"}},
+    }.items():
+        other = PipelineModule(layers_with("", 1), num_stages=2, loss_fn=models.loss_of)
+        note(what, functools.partial(hf_zero.initialize, model=other, config={**CONFIG, **block}))
     other = PipelineModule(layers_with("", 1), num_stages=2, loss_fn=models.loss_of)
     bare = {key: value for key, value in CONFIG.items() if key != "optimizer"}
     untrained, *_ = hf_zero.initialize(model=other, config=bare)
     note("no optimizer", lambda: untrained.train_batch(data()))
+    rated = torch.optim.SGD([{"params": list(other.parameters()), "lr": 0.5 if last else 0.25}])
+    note("rates", lambda: untrained.attach_optimizer(rated))
+    note("sizes", lambda: untrained.eval_batch(data(), num_micro_batches=1 + last))
     told["evaluates"] = f"{untrained.eval_batch(data()).item():.4f} {untrained.module.training}"
     untrained.teardown()
     before = engine.global_steps
@@ -238,6 +250,19 @@ def told() -> list[dict[str, str]]:
         ("stage 3", "zero_optimization.stage is 3: a pipeline takes 0 or 1"),
         ("chunks", 'pipeline.schedule "interleaved" needs pipeline.virtual_stages of 2 or more'),
         ("batch", "ConfigError: "),
+        (
+            "layers",
+            "ConfigError: PipelineModule: the number of layers is 9 on rank 1, and 8 on rank 0.\nAll ranks must",
+        ),
+        ("wider", "layer 1 is Linear(1.weight[6], 1.bias[3]) on rank 1, and Linear(1.weight[4], 1.bias[2]) on rank 0"),
+        ("seeds", "seed_layers is True on rank 1, and False on rank 0"),
+        ("number", "configuration of a pipeline: gradient_accumulation_steps is 4 on rank 1, and 3 on rank 0"),
+        ("order", "pipeline.schedule is 'gpipe' on rank 1, and '1f1b' on rank 0"),
+        (
+            "rates",
+            "optimizer of a pipeline: lr of parameter group 0 is 0.5 on rank 1, and 0.25 on rank 0",
+        ),
+        ("sizes", "StateError: rank 1 is at a batch of 2 micro-batches, rank 0 at one of 1"),
         ("no optimizer", "StateError: train_batch: this engine has no optimizer"),
         ("evaluates", " True"),
         ("trains", "0 True 1"),

@@ -69,11 +69,11 @@ class _LeftOut(nn.Module):
     """In the place of a module whose result does not matter: hidden states pass, all else becomes a zero."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        first = args[0] if args else None
-        if isinstance(first, torch.Tensor) and first.is_floating_point() and first.dim() >= 3:
-            return first
-        device = first.device if isinstance(first, torch.Tensor) else None
-        return torch.zeros((), device=device)
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        for tensor in tensors:
+            if tensor.is_floating_point() and tensor.dim() >= 3:
+                return tensor
+        return torch.zeros((), device=tensors[0].device if tensors else None)
 
 
 class Anatomy:
@@ -108,6 +108,13 @@ class Anatomy:
         for tensor in self._own_tensors():
             memo[id(tensor)] = tensor if tensors is None else tensors(tensor)
         return copy.deepcopy(self.model, memo)
+
+    def weightless(self) -> Anatomy:
+        """Of a copy of the model that takes no memory: its layers are stand-ins."""
+        other = copy.copy(self)
+        other.model = self.shell(_weightless).eval()
+        other.layers = list(other.model.get_submodule(self.layers_path).children())
+        return other
 
     def _own_tensors(self) -> Iterator[torch.Tensor]:
         yield from self.model.parameters()
@@ -212,10 +219,11 @@ def run_shell(shell: Any, on_call: Callable[[int, LayerCall], Any], **inputs: An
 
 
 def _weightless(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros of this shape that take no memory, on the CPU; a buffer that has values keeps them."""
+    """A tensor of this shape that takes next to no memory, on the CPU; a buffer that has values keeps them."""
     if not isinstance(tensor, nn.Parameter):
         return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu()
-    return nn.Parameter(torch.zeros((), dtype=torch.float32).expand(tensor.shape))
+    row = torch.linspace(0.5, 1.5, tensor.shape[-1] if tensor.dim() else 1, device="cpu")
+    return nn.Parameter((row if tensor.dim() else row[0]).expand(tensor.shape))
 
 
 def _topmost(paths: Sequence[str]) -> list[str]:
@@ -314,7 +322,7 @@ class Calls:
 
         self._shell.train(training)
         _move_buffers(self._shell, hidden.device)
-        base, embeds = self._shell.base_model, hidden.detach()
+        base, embeds = self._shell.base_model, torch.zeros_like(hidden)  # some forwards change them in place
         run_shell(base, on_call, inputs_embeds=embeds, attention_mask=mask, position_ids=positions)
         if len(calls) != self._num_layers:
             raise AssertionError(f"the model called {len(calls)} of its {self._num_layers} layers")
@@ -354,7 +362,7 @@ class Head(_Part):
         def on_call(index: int, call: LayerCall) -> Any:
             return (hidden,) if self._returns_tuple else hidden
 
-        shell, embeds = self.ready_shell(hidden.device), hidden.detach()
+        shell, embeds = self.ready_shell(hidden.device), torch.zeros_like(hidden, requires_grad=False)
         output = run_shell(shell, on_call, inputs_embeds=embeds, attention_mask=mask, position_ids=positions)
         logits: torch.Tensor = output.logits
         return logits

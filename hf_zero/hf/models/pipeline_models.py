@@ -27,6 +27,7 @@ from hf_zero.errors import CheckpointError, ConfigError, ZeroError
 from hf_zero.hf.models.from_pretrained import SETTER, LoadReport, dtype_rule, slice_is_equal
 from hf_zero.hf.models.name_matching import match_stored
 from hf_zero.hf.models.pipeline_layers import Anatomy, Calls, DecoderLayer, Embeddings, Head
+from hf_zero.hf.models.pipeline_trial import check_parts
 from hf_zero.hf.models.stored import LazyTensor, StoredFile, open_files
 from hf_zero.hf.patching import replaced
 from hf_zero.pipeline.module import PipelineModule
@@ -70,6 +71,7 @@ def from_transformers(
     try:
         with wrong_on_all("from_transformers"):
             anatomy = Anatomy(model)
+            check_parts(anatomy, has_loss_fn=loss_fn is not None)
         return TransformersPipeline(anatomy, source, num_stages, topology=topology, loss_fn=loss_fn, **options)
     except BaseException:
         if source is not None:

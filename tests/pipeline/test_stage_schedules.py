@@ -1,0 +1,63 @@
+"""Orders of micro-batches by themselves: complete, without a deadlock, and idle and full as their papers say."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from hf_zero.pipeline.stage_schedules import SCHEDULES, Action, Kind, bubble_share, order_of, peak_live, simulate
+
+HALVES = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def cases() -> Iterator[tuple[str, int, int, int]]:
+    """(schedule, stages, micro-batches, chunks of a stage)"""
+    for schedule, stages, micros in itertools.product(SCHEDULES, range(1, 7), range(1, 15)):
+        for chunks in {"interleaved": (2, 3), "gpipe": (1, 2), "1f1b": (1, 2)}.get(schedule, (1,)):
+            yield schedule, stages, micros, chunks
+
+
+def test_every_stage_does_everything_once_and_none_waits_for_ever() -> None:
+    for schedule, stages, micros, chunks in cases():
+        orders = [order_of(schedule, stage, stages, micros, chunks) for stage in range(stages)]
+        simulate(orders, chunks)  # raises where they wait for each other
+        back = HALVES if schedule == "zero_bubble" else (Kind.BACKWARD,)
+        wanted = {
+            Action(kind, chunk, micro)
+            for kind in (Kind.FORWARD, *back)
+            for chunk in range(chunks)
+            for micro in range(micros)
+        }
+        for order in orders:
+            assert set(order) == wanted and len(order) == len(wanted), (schedule, stages, micros, chunks)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "parts_of_a_micro_batch"),
+    [("gpipe", 1, 1), ("1f1b", 1, 1), ("interleaved", 2, 2), ("interleaved", 3, 3), ("zero_bubble", 1, 3)],
+)
+def test_the_idle_share_is_that_of_the_papers(schedule: str, chunks: int, parts_of_a_micro_batch: int) -> None:
+    for stages, rounds in itertools.product((1, 2, 3, 4, 8), (1, 2, 5)):
+        micros = stages * rounds
+        want = (stages - 1) / (parts_of_a_micro_batch * micros + stages - 1)
+        assert bubble_share(schedule, stages, micros, chunks) == pytest.approx(want)
+
+
+def test_groups_that_are_not_full_leave_more_idle() -> None:
+    assert bubble_share("interleaved", 3, 7, 2) > 2 / (2 * 7 + 2)
+    assert bubble_share("1f1b", 3, 7) == pytest.approx(2 / (7 + 2))
+
+
+def test_live_micro_batches_are_those_of_the_papers() -> None:
+    for schedule, stages, micros, chunks in cases():
+        if chunks > 1:
+            continue
+        for stage in range(stages):
+            most = {"gpipe": micros, "1f1b": min(micros, stages - stage), "zero_bubble": min(micros, stages)}
+            live = peak_live(order_of(schedule, stage, stages, micros))
+            if schedule == "zero_bubble":
+                assert live <= most[schedule]
+            else:
+                assert live == most[schedule]
