@@ -1,4 +1,4 @@
-"""What scripts import from deepspeed.runtime.activation_checkpointing.checkpointing: that of deepspeed.checkpointing."""
+"""What scripts import from deepspeed.runtime.activation_checkpointing.checkpointing: deepspeed.checkpointing."""
 
 from hf_zero.deepspeed.checkpointing import (
     checkpoint,
