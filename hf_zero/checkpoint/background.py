@@ -3,7 +3,8 @@
 [Note: A save in the background]
     1  main threads     agree on the folder, copy what they save into host memory (snapshot.py), and go on; what is on
                         a disk is kept there as it is, and not copied
-    2  a thread each    writes this rank's file, and tells rank 0's thread what it wrote, or why it could not
+    2  a thread each    writes this rank's file once all ranks have copied, and tells rank 0's thread what it wrote, or
+                        why it could not
     3  rank 0's thread  commits the manifest and sets `latest`, or deletes the files; it tells the others which. Where
                         the nodes have folders of their own, a rank of each commits, step by step with all others
     4  main threads     learn with the vote of a step that all threads are through; then all raise what failed, in the
@@ -208,9 +209,11 @@ class _Save(threading.Thread):
 
     def _save(self) -> str:
         """Why the save failed, the same on all ranks, or nothing."""
-        record, problem = self._write()
         if self._letters is None:
+            record, problem = self._write()
             return self._commit([record], problem)
+        self._wait_for_copies(self._letters)
+        record, problem = self._write()
         self._letters.send(f"wrote/{self._rank}", pickle.dumps((record, problem)))
         if self._rank != 0:
             if self._rank in self._others:
@@ -224,6 +227,15 @@ class _Save(threading.Thread):
         self._letters.send(_OUTCOME, outcome.encode())
         self._wait_for_readers(self._letters)
         return outcome
+
+    def _wait_for_copies(self, letters: Letters) -> None:
+        """Whoever wrote while another rank of the host still copies would make that, and all training, wait longer."""
+        try:
+            letters.send(f"copied/{self._rank}", b"1")
+            letters.receive([f"copied/{rank}" for rank in self._ranks])
+        except LostRankError:
+            self._written()
+            raise
 
     def _write(self) -> tuple[FileRecord | None, str]:
         try:
@@ -285,12 +297,13 @@ class _Save(threading.Thread):
 
     def _wait_for_readers(self, letters: Letters) -> None:
         """The store may live in rank 0: it must not end before the others have read the outcome."""
-        heard, wrote = ([f"{subject}/{rank}" for rank in self._ranks] for subject in ("heard", "wrote"))
+        subjects = ("copied", "wrote", "heard")
+        copied, wrote, heard = ([f"{subject}/{rank}" for rank in self._ranks] for subject in subjects)
         phases = (_PREPARE, _PUBLISH, _FOLLOW_UP) if self._others else ()
         led = [f"{phase}/{rank}" for phase in phases for rank in self._others]
         try:
             letters.receive(heard[1:])
-            letters.delete([*heard[1:], *wrote, *phases, *led, _OUTCOME])
+            letters.delete([*heard[1:], *copied, *wrote, *phases, *led, _OUTCOME])
         except LostRankError as error:
             logger.warning("%s was saved; then %s", self._job.folder, error)
 

@@ -164,7 +164,7 @@ def check_patch_points(patch_points: list[PatchPoint]) -> None:
         listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, start=1))
         raise ConfigError(
             f"hf_zero does not fit the installed {installed}:\n{listed}\n"
-            'Install the versions that hf_zero was written for: pip install "transformers>=5.23,<5.24" '
+            'Install the versions that hf_zero was written for: pip install "transformers>=5.23,<5.25" '
             '"accelerate>=1.15,<1.16".'
         )
 
