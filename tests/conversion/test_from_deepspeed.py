@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -256,23 +255,13 @@ def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
         yield from places(value, (*path, key))
 
 
-def one_of_each_kind(content: Any) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """(number, place) of the first of those `places` that differ in numbers alone: of a layer, a group, an entry."""
-    seen = set()
-    for number, place in enumerate(places(content)):
-        kind = re.sub(r"\d+", "#", repr(place))
-        if kind not in seen:
-            seen.add(kind)
-            yield number, place
-
-
 @pytest.mark.parametrize("name", ["stage2", "stage3-subgroups"])
 def test_no_content_is_a_traceback(name: str, tmp_path: Path) -> None:
-    """Every kind of entry of every file in turn is something else: that is refused, or it does not matter."""
+    """Every entry of every file in turn is something else: that is refused, or it does not matter."""
     junk = [None, torch.zeros(3), {"a": 1}, [[]], True, torch.eye(3).to_sparse()]
     refused = 0
     for file in sorted((DATA / name / FILES).glob("*.pt")):
-        for number, place in one_of_each_kind(load_pickle(file, STAND_INS)):
+        for number, place in enumerate(places(load_pickle(file, STAND_INS))):
 
             def load(path: Path, stand_ins: Any, file: Path = file, place: Any = place, new: int = number) -> Any:
                 content = inner = load_pickle(path, stand_ins)
@@ -289,7 +278,7 @@ def test_no_content_is_a_traceback(name: str, tmp_path: Path) -> None:
                 except CheckpointError as error:
                     assert str(DATA / name) in str(error)
                     refused += 1
-    assert refused > 30
+    assert refused > 50
     assert not list(tmp_path.iterdir())
 
 

@@ -27,7 +27,7 @@ from hf_zero.checkpoint.manifest import read_manifest
 from hf_zero.checkpoint.writer import Chunked
 from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError
-from tests.conversion.test_from_deepspeed import DATA, Harmful, one_of_each_kind
+from tests.conversion.test_from_deepspeed import DATA, Harmful, places
 from tests.conversion.tiny_model import ROWS, batch, groups, tiny_model
 from tests.harness.ranks import run_ranks
 
@@ -239,13 +239,13 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 @pytest.mark.parametrize("name", ["stage2", "stage3"])
 def test_no_content_is_a_traceback(name: str, tmp_path: Path) -> None:
-    """Every kind of entry of every file of the run in turn is something else: refused, or it does not matter."""
+    """Every entry of every file of the run in turn is something else: that is refused, or it does not matter."""
     junk = [None, torch.zeros(3), {"a": 1}, [[]], True, torch.eye(3).to_sparse()]
     refused = 0
     for file in sorted((DATA / name / TAG).glob("*_00_model_states.pt")) + [
         DATA / name / TAG / "zero/optimizer_state.pt"
     ]:
-        for number, place in one_of_each_kind(load_pickle(file, STAND_INS)):
+        for number, place in enumerate(places(load_pickle(file, STAND_INS))):
             if name == "stage3" and len(place) > 2:  # as at stage 2
                 continue
 
