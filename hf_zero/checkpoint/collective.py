@@ -242,9 +242,9 @@ def save(
 
     with _discarding(folder, commits):
         told = together(comm, "checkpoint contents", prepare)
+        saved.exchange()
     save_id = next((one.save_id for one in told if one.save_id), "")  # one for all nodes: a file has one name
     info = _info(session, client_state, _shared(session, digests, told))
-    saved.exchange()
     if background is not None:
         background.start(Job(folder, info, _write_of_copy(saved, info, save_id, background), published, committers))
         return
