@@ -161,8 +161,10 @@ def test_a_timeline_has_what_the_step_moved(profiled: Profiled) -> None:
         # Masters and two moments, fp32, of this rank's half. Updates of the step before may run beside this forward,
         # and what is still being written is not read.
         states = 3 * 4 * NUMEL // 2
+        of_a_layer = states // LAYERS
         moved = {lane: sum(span["nbytes"] for span in found) for lane, found in spans.items()}
         assert states <= moved["disk write"] <= 2 * states and 0 < moved["disk read"] <= 2 * states, moved
+        assert all(nbytes % of_a_layer == 0 for nbytes in moved.values()), moved
         phases = [span["name"] for span in one["spans"] if span["lane"] in ("forward", "backward", "step")]
         assert phases == ["forward", "backward", "last reduces", "step"]
         for span in one["spans"]:
