@@ -27,7 +27,7 @@ import hf_zero
 from hf_zero.launcher.node import free_port
 
 _PACKAGE = Path(hf_zero.__file__).parent
-_ENDS = ("group_work.py:HostWork.__init__", "group_work.py:HostWork.wait", ":GradAccumulator.accumulate")
+_ENDS = ("group_work.py:HostWork.__init__", "group_work.py:HostWork.wait", ":GradAccumulator.take")
 _CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0},
@@ -95,7 +95,7 @@ def paths() -> dict[str, list[str]]:
     engine.teardown()
     return {
         "gather of a layer": tree_with(forward, ":Comm.all_gather"),
-        "arrival of a gradient": tree_with(backward, ":GradAccumulator.accumulate"),
+        "arrival of a gradient": tree_with(backward, ":GradAccumulator.take"),
         "reduce of a layer's gradients": tree_with(backward, ":Comm.reduce_scatter"),
     }
 

@@ -195,6 +195,7 @@ class StepSchedule:
             )
 
     def _take_in(self, added: list[GradAccumulator]) -> None:
+        self.reducer.regroup()
         self._on_new_gradients(added)
         if self.optimizer is not None:
             self.optimizer.take_in(added)

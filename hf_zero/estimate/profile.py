@@ -24,6 +24,8 @@ from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.estimate.pretend import PretendedComm, PretendedPlacements
 from hf_zero.estimate.saved_inputs_plan import PlannedCheckpointing, SavedInputsPlan, choices_of
 from hf_zero.estimate.tracker import StorageTracker
+from hf_zero.layout import Slot
+from hf_zero.runtime.arriving_grads import ArrivingGrads
 from hf_zero.runtime.build import BuildSettings, flat_param_specs, make_units, torch_dtype
 from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
 from hf_zero.runtime.loss_scale import LossScale
@@ -65,20 +67,35 @@ class _Recorder(OnDemandParams):
         super().__init__(units, PrefetchLimits(0, 0))
         self.events: list[Event] = []
         self._tracker = tracker
+        self._arriving = {
+            flat: ArrivingGrads(flat.params, functools.partial(self._gradients, flat.layout.slots))
+            for unit in units
+            for flat in unit.flats
+            if flat.layout.trainable
+        }
 
     def record(self, call: str, unit: ShardUnit | None = None, phase: Phase | None = None) -> None:
         peak = self._tracker.restart_peak()
         name = unit.name if unit is not None else ""
         self.events.append(Event(call, name, phase, "", None, peak, self._tracker.live))
 
-    def gradient(self, name: str, grad: torch.Tensor) -> None:
-        peak = self._tracker.restart_peak()
-        self.events.append(Event("gradient", "", None, name, grad.dtype, peak, self._tracker.live))
+    def watch_gradients(self, hooks: ModelHooks) -> None:
+        """Record them from now on."""
+        for flat, arriving in self._arriving.items():
+            hooks.on_gradients(flat.params, arriving)
+
+    def _gradients(self, slots: Sequence[Slot], grads: Mapping[int, torch.Tensor]) -> None:
+        for index, grad in grads.items():
+            peak = self._tracker.restart_peak()
+            self.events.append(Event("gradient", "", None, slots[index].name, grad.dtype, peak, self._tracker.live))
 
     def before_use(self, unit: ShardUnit, phase: Phase) -> None:
         self.record("before_use", unit, phase)
 
     def after_use(self, unit: ShardUnit) -> None:
+        for flat in unit.flats:  # its reduce starts when backward has left it
+            if flat in self._arriving:
+                self._arriving[flat].hand_on()
         self.record("after_use", unit)
 
     def unshard(self, unit: ShardUnit, *, wait: bool = True) -> None:
@@ -97,6 +114,8 @@ class _Recorder(OnDemandParams):
         self.record("begin_backward")
 
     def end_backward(self) -> None:
+        for arriving in self._arriving.values():
+            arriving.end_backward()
         self.record("end_backward")
 
 
@@ -259,10 +278,7 @@ def _recording(
             hooks.on_root(unit, recorder, watch)
         elif unit.on_demand:
             hooks.on_layer(unit, recorder, watch, "cpu")  # a device for autocast, which is off
-        for flat in unit.flats:
-            for slot, param in zip(flat.layout.slots, flat.params, strict=True):
-                if flat.layout.trainable:
-                    hooks.on_gradient(param, functools.partial(recorder.gradient, slot.name))
+    recorder.watch_gradients(hooks)
     try:
         yield
     finally:

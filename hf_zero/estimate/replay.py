@@ -104,10 +104,8 @@ class _Acting:
     ) -> None:
         self._units = {unit.name: unit for unit in built.units if unit.on_demand}
         self._shapes = {slot.name: slot.shape for b in built.grads for slot in b.flat.layout.slots}
-        self._arrivals = {
-            slot.name: reducer.arrivals_of(acc, index)
-            for acc in built.grads
-            for index, slot in enumerate(acc.flat.layout.slots)
+        self._places = {
+            slot.name: (acc.arriving, index) for acc in built.grads for index, slot in enumerate(acc.flat.layout.slots)
         }
         self._params = params
         self._reducer = reducer
@@ -133,7 +131,8 @@ class _Acting:
     def _gradient(self, event: Event) -> None:
         # Its bytes are among the activations: this one is a name for them.
         grad = torch.empty(1, dtype=event.dtype, device="meta").expand(self._shapes[event.param])
-        self._arrivals[event.param](grad)
+        arriving, index = self._places[event.param]
+        arriving.receive(index, grad)
 
 
 def _plain_events(built: BuiltUnits) -> list[Event]:

@@ -280,7 +280,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._factor = 1.0
         if (slice_ := place.slice) is not None and values is not None:
             grads.write_slice(slice_, values)
-        grads.seen[place.index] = True
+        grads.seen.add(place.index)
         self._facts = None  # the norm has changed: the step holds its ballot again
 
     @torch.no_grad()

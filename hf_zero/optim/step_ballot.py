@@ -109,15 +109,14 @@ def _vote(
     norm_sq = local_norm_sq(reducer.accumulators, norms, comm)
     orders = params.orders.values()
     digests = [*(order.digest() for order in orders), groups_digest(param_groups), reducer.shown.digest(norm_sq)]
+    numbers = [len(acc.flat.params) for acc in reducer.accumulators]
     ballot = [0.0, float(not untouched.all()), *digests, *(float(acc.has_rest) for acc in reducer.accumulators)]
-    for acc in reducer.accumulators:
-        ballot += [float(seen) for seen in acc.seen]
+    for acc, number in zip(reducer.accumulators, numbers, strict=True):
+        ballot += [float(index in acc.seen) for index in range(number)]
     values = torch.tensor(ballot, dtype=torch.float64, device="cpu")
     values[0] = norm_sq
     by_rank = comm.vote(values, purpose)
-    norms, lost, equal, rests, seen = by_rank.split(
-        [1, 1, len(digests), len(reducer.accumulators), sum(len(acc.seen) for acc in reducer.accumulators)], dim=1
-    )
+    norms, lost, equal, rests, seen = by_rank.split([1, 1, len(digests), len(numbers), sum(numbers)], dim=1)
     *agreed, same_numbers, same_changes = (equal == equal[0]).all(0).tolist()
     there = iter(seen.any(0).tolist())
     return _Outcome(
@@ -127,7 +126,7 @@ def _vote(
         same_numbers=same_numbers,
         same_changes=same_changes,
         rests=rests.any(0).tolist(),
-        has_grad=[tuple(itertools.islice(there, len(acc.seen))) for acc in reducer.accumulators],
+        has_grad=[tuple(itertools.islice(there, number)) for number in numbers],
     )
 
 

@@ -73,7 +73,7 @@ class PipelineEngine(ZeroEngine):
         self._data: Callable[[], Iterator[Any]] = _no_data
         self._batch_fn: Callable[[Any], Any] | None = None
         # id of a parameter -> its accumulator, and what adds a gradient there
-        self._where: dict[int, tuple[GradAccumulator, Callable[[torch.Tensor], None]]] = {}
+        self._where: dict[int, tuple[GradAccumulator, int]] = {}  # id of a parameter -> its place
         self._run: BatchRun | None = None  # under way, or the last one
         self._is_in_loss_fn = False
         self.times = BatchTimes()  # of the last batch
@@ -349,11 +349,10 @@ class PipelineEngine(ZeroEngine):
         if id(weight) not in self._where:
             for acc in self.reducer.accumulators:
                 for index, param in enumerate(acc.flat.params):
-                    self._where[id(param)] = acc, acc.accumulation_of(index, None)
-        acc, accumulate = self._where[id(weight)]
+                    self._where[id(param)] = acc, index
+        acc, index = self._where[id(weight)]
         with self.loss_scale.received():
-            accumulate(grad)
-        acc.end_backward()
+            acc.take({index: grad})
 
     # ---------------------------------------------------------------- failures
     @contextlib.contextmanager

@@ -121,9 +121,9 @@ class ModelAttachment:
     def on_gradients(self, accumulators: Iterable[GradAccumulator]) -> None:
         """Hand the gradients of their parameters to the reducer."""
         for acc in accumulators:
-            for index, param in enumerate(acc.flat.params):
-                self._hooks.on_gradient(param, self._reducer.arrivals_of(acc, index))
-                if acc.flat.layout.world_size == 1:  # the mean itself may be in param.grad
+            self._hooks.on_gradients(acc.flat.params, acc.arriving)
+            if acc.flat.layout.world_size == 1:  # the mean itself may be in param.grad
+                for param in acc.flat.params:
                     self._hooks.before_gradient(param, self._reducer.shown)
 
     def naming_shards(self) -> contextlib.AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +11,15 @@ import torch
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import Pending
 from hf_zero.layout import Slice
+from hf_zero.runtime.arriving_grads import ArrivingGrads
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.runtime.unreduced_grads import UnreducedGrads, UnreducedPool
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import MemoryShard, ShardTensor
 from hf_zero.storage import HostStore
+
+_DENSE = {torch.strided}
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class GradState(enum.Enum):
     REDUCED = enum.auto()  # `shard` holds what the reduces so far have given
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _PartUnderWay:
     """The reduce of one bucket, and where it goes."""
 
@@ -116,10 +119,9 @@ class GradAccumulator:
         self._norms: list[torch.Tensor] | None = None
         self.unreduced = None
         self.num_reduces = 0  # so far
-        self.seen = [False] * len(flat.params)  # had a gradient on this rank in this window
-        self._written = [False] * len(flat.params)  # has a value in `unreduced`
-        self._number = len(flat.params)
-        self._arrived: set[int] = set()  # in this backward
+        self.seen: set[int] = set()  # parameters that had a gradient on this rank in this window
+        self._written: set[int] = set()  # those that have a value in `unreduced`
+        self.arriving = ArrivingGrads(flat.params, self.take)
         self._under_way: list[_PartUnderWay] = []
         self._reducing: UnreducedGrads | None = None  # what the reduce under way reads
         self._state = GradState.EMPTY
@@ -189,35 +191,27 @@ class GradAccumulator:
             reader.wait()
 
     # ---------------------------------------------------------------- arrival
-    def accumulation_of(self, index: int, on_complete: Callable[[], None] | None) -> Callable[[torch.Tensor], None]:
-        """Returns what adds a gradient of the flat parameter's parameter `index`.
+    def take(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """Add gradients that have come, by the number of their parameter."""
+        self._loss_scale.check(self.flat.layout.slots, grads)
+        place_of = (self.unreduced or self._begin()).of_param.__getitem__
+        if torch.is_grad_enabled() or {grad.layout for grad in grads.values()} != _DENSE:
+            grads = {index: _dense(grad) for index, grad in grads.items()}
+        if self._written.isdisjoint(grads):
+            torch._foreach_copy_(list(map(place_of, grads)), list(grads.values()))
+        else:
+            self._add(grads, place_of)
+        self._written.update(grads)
+        self.seen.update(grads)
 
-        It runs once per parameter and backward, so what can be looked up is bound here.
-
-        Args:
-            on_complete: Called whenever a gradient has come and `is_complete`.
-        """
-        name, number, arrived = self.flat.layout.slots[index].name, self._number, self._arrived
-        check = self._loss_scale.check
-
-        def accumulate(grad: torch.Tensor) -> None:
-            unreduced = self.unreduced or self._begin()
-            if grad.requires_grad:  # create_graph=True
-                grad = grad.detach()
-            if grad.layout is not torch.strided:  # an Embedding with sparse=True
-                grad = grad.to_dense()
-            check(name, grad)
-            if self._written[index]:
-                unreduced.of_param[index].add_(grad)
-            else:
-                unreduced.of_param[index].copy_(grad)
-                self._written[index] = True
-            self.seen[index] = True
-            arrived.add(index)
-            if on_complete is not None and len(arrived) == number:
-                on_complete()
-
-        return accumulate
+    def _add(self, grads: Mapping[int, torch.Tensor], place_of: Callable[[int], torch.Tensor]) -> None:
+        """Add those that another one of their parameter has come before; copy the others."""
+        for op, chosen in (
+            (torch._foreach_add_, grads.keys() & self._written),
+            (torch._foreach_copy_, grads.keys() - self._written),
+        ):
+            if chosen:
+                op(list(map(place_of, chosen)), [grads[index] for index in chosen])
 
     def _begin(self) -> UnreducedGrads:
         """The first gradient since the last reduce, or since the window began, is there."""
@@ -236,19 +230,9 @@ class GradAccumulator:
         return unreduced
 
     @property
-    def has_arrived(self) -> bool:
-        """Some parameter has had its gradient in this backward."""
-        return bool(self._arrived)
-
-    @property
-    def is_complete(self) -> bool:
-        """Every parameter has had its gradient in this backward."""
-        return len(self._arrived) == self._number
-
-    @property
     def has_rest(self) -> bool:
         """Something has arrived that no reduce has taken."""
-        return any(self._written)
+        return bool(self._written)
 
     def use_scale(self, scale: float) -> None:
         """Multiply gradients by `scale`, 1 / (world size x accumulation steps), from the next accumulation window on.
@@ -265,12 +249,13 @@ class GradAccumulator:
     # ---------------------------------------------------------------- reduce
     def reduce_start(self) -> None:
         """Start the reduce of what has arrived. All ranks must call, in the same order."""
+        self.arriving.hand_on()
         unreduced = self.unreduced or self._fresh_unreduced()
-        if not all(self._written):
-            for written, grad in zip(self._written, unreduced.of_param, strict=True):
-                if not written:
+        if len(self._written) < len(unreduced.of_param):
+            for index, grad in enumerate(unreduced.of_param):
+                if index not in self._written:
                     grad.zero_()
-        self._written = [False] * self._number
+        self._written.clear()
         if self._reader is not None:
             self._reclaim()
         layout = self.flat.layout
@@ -280,10 +265,11 @@ class GradAccumulator:
         self._norms = [] if self.on_host else None
         self._state = GradState.REDUCING
         pending: Pending | None
+        brings_back = self._adds and self.on_host
         for bucket, mine in zip(unreduced.buckets, self.shard.parts, strict=True):
             if len(self._under_way) == self._max_under_way:
                 self._finish_oldest()
-            earlier, brought = self._bring_back(mine, bucket.device)
+            earlier, brought = self._bring_back(mine, bucket.device) if brings_back else (None, None)
             if layout.world_size == self._comm.world_size:
                 in_place = not self._adds and not self.on_host
                 result = mine if in_place else torch.empty_like(mine, device=bucket.device)
@@ -295,10 +281,8 @@ class GradAccumulator:
                 pending = self._reduction.everything(self._comm, bucket, layout.name, wire_dtype=self._wire)
             self._under_way.append(_PartUnderWay(pending, result, mine, earlier, brought))
 
-    def _bring_back(self, mine: torch.Tensor, device: torch.device) -> tuple[torch.Tensor | None, torch.Event | None]:
+    def _bring_back(self, mine: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Event | None]:
         """Start to copy a part that is on the host to the device, which adds what a further reduce gives."""
-        if not self._adds or not self.on_host:
-            return None, None
         earlier = torch.empty_like(mine, device=device)
         return earlier, self.flat.placement.copies.upload(earlier, mine, after=self._on_its_way)
 
@@ -411,16 +395,16 @@ class GradAccumulator:
         if mean is None:
             return False
         mean[index].copy_(grad.to_dense() if grad.layout != torch.strided else grad)
-        self.seen[index] = True
+        self.seen.add(index)
         return True
 
     def drop(self, index: int) -> bool:
         """Forget the gradient of a parameter in this window; True if the mean over ranks was here already."""
         slot = self.flat.layout.slots[index]
-        if self.unreduced is not None and self._written[index]:
+        if self.unreduced is not None and index in self._written:
             self.unreduced.of_param[index].zero_()
-            self._written[index] = False
-        self.seen[index] = False
+            self._written.discard(index)
+        self.seen.discard(index)
         if not self.is_reduced:
             return False
         self._before_change()
@@ -430,17 +414,14 @@ class GradAccumulator:
                     tensor.zero_()
         return True
 
-    def end_backward(self) -> None:
-        self._arrived.clear()
-
     def clear(self) -> None:
         """The window is over: its gradients have been used, or are not wanted."""
         if self.unreduced is not None and self.unreduced is not self._resident:
             self._shelf.give(self.unreduced)
         self.unreduced = None
-        self.seen = [False] * len(self.seen)
-        self._written = [False] * len(self._written)
-        self._arrived.clear()
+        self.arriving.drop()
+        self.seen.clear()
+        self._written.clear()
         self._norms = None
         self._state = GradState.EMPTY
 
@@ -459,6 +440,13 @@ class GradAccumulator:
             self._before_change()  # copies of a window that was given up may be under way
             self.shard.zero()
             self._state = GradState.REDUCED
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    """`grad` without a graph (create_graph=True makes one) and without a layout (an Embedding's with sparse=True)."""
+    if grad.requires_grad:
+        grad = grad.detach()
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

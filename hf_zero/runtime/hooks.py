@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,11 +38,12 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
+from hf_zero.runtime.arriving_grads import ArrivingGrads
 from hf_zero.runtime.autocast import AutocastCopies
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.nested import map_tensors, tensors_in
 from hf_zero.runtime.outside_access import OutsideReads
-from hf_zero.runtime.param_grads import GradStandIn, ParamGrads
+from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.runtime.unshard import OnDemandParams, Phase
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import UnitKind
@@ -133,7 +134,6 @@ class ModelHooks:
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._takers: list[tuple[nn.Parameter, int]] = []  # whose gradients are taken, by which hook
-        self._receivers: list[Callable[[torch.Tensor], None]] = []  # of gradients, by number
         self._reads: OutsideReads | None = None
         self._watch: BackwardWatch | None = None
 
@@ -142,41 +142,28 @@ class ModelHooks:
             handle.remove()
         self._handles.clear()
         self._takers.clear()
-        self._receivers.clear()
         if self._reads is not None:
             self._reads.remove()
 
     # ---------------------------------------------------------------- gradients
-    def on_gradient(self, param: nn.Parameter, receive: Callable[[torch.Tensor], None]) -> None:
-        """Call `receive(grad)` whenever autograd has added to `param.grad`, and take the gradient away.
+    def on_gradients(self, params: Sequence[nn.Parameter], arriving: ArrivingGrads) -> None:
+        """Hand gradients on whenever autograd has added to the `.grad` of `params`, and take them away there."""
+        arriving.before_wait = self._before_wait
+        arriving.before_take = functools.partial(self._check_gradients, params)
+        for index, param in enumerate(params):
+            handle = param.register_post_accumulate_grad_hook(arriving.hook(index))
+            self._handles.append(handle)
+            self._takers.append((param, handle.id))
 
-        This object, which keeps `receive`, is referred to weakly: Python's collector does not see what autograd's
-        hooks refer to, and a model that is forgotten without a teardown must be freed with its engine.
-        """
-        mine, number = weakref.ref(self), len(self._receivers)
-        self._receivers.append(receive)
+    def _before_wait(self) -> None:
+        # Nothing that is watched was on its way, if no backward is known to be under way.
+        if self._watch is not None and self._watch.task == -1:
+            self._watch.started()
 
-        def hook(leaf: torch.Tensor) -> None:  # once per parameter and backward: what it costs, every parameter costs
-            hooks = mine()
-            if hooks is None:
-                return
-            grad = leaf.grad
-            if type(grad) is GradStandIn:  # it stays there
-                grad = grad.take_added()
-            else:
-                leaf.grad = None
-            if grad is None:
-                return
-            # Nothing that is watched was on its way, if no backward is known to be under way.
-            if hooks._watch is not None and hooks._watch.task == -1:
-                hooks._watch.started()
-            if hooks._reads is not None and hooks._reads.iterated:
-                hooks._reads.check_gradient(leaf, grad)
-            hooks._receivers[number](grad)
-
-        handle = param.register_post_accumulate_grad_hook(hook)
-        self._handles.append(handle)
-        self._takers.append((param, handle.id))
+    def _check_gradients(self, params: Sequence[nn.Parameter], grads: Mapping[int, torch.Tensor]) -> None:
+        if self._reads is not None and self._reads.iterated:
+            for index, grad in grads.items():
+                self._reads.check_gradient(params[index], grad)
 
     def _take_last(self) -> None:
         """Hooks that were registered since may edit `param.grad`: ours, which takes it away, goes behind them."""

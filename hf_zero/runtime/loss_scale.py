@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hf_zero.errors import StateError
+from hf_zero.layout import Slot
 from hf_zero.runtime.nested import map_tensors, replace_tensors
 
 # Whose scale the loss of the backward under way, or next, was multiplied with.
@@ -97,20 +98,26 @@ class LossScale:
     def _leave(self, grad: torch.Tensor) -> torch.Tensor | None:
         return None if self._in_loss else grad / self.value
 
-    def check(self, name: str, grad: torch.Tensor) -> None:
-        """Look at the gradient that has arrived for parameter `name`. Raises StateError if it was not scaled."""
-        if self.suspects is not None and not torch.isfinite(grad).all():
-            self.suspects.append(name)
-        if _CLAIMED and _claimant() not in (None, self):
+    def check(self, slots: Sequence[Slot], grads: Mapping[int, torch.Tensor]) -> None:
+        """Look at gradients that have arrived, by the number of their parameter in `slots`.
+
+        Raises StateError if they were not scaled.
+        """
+        if self.suspects is not None:
+            self.suspects += [slots[index].name for index, grad in grads.items() if not torch.isfinite(grad).all()]
+        if not _CLAIMED and not self.is_used:
+            return
+        told = f"the gradient of {slots[next(iter(grads))].name}"
+        if _claimant() not in (None, self):
             raise StateError(
-                f"the gradient of {name} came from a loss that was scaled for the fp16 of another engine.\nCall "
-                "backward once for the loss of each engine, or loss.backward() for both together."
+                f"{told} came from a loss that was scaled for the fp16 of another engine.\nCall backward once for the "
+                "loss of each engine, or loss.backward() for both together."
             )
         if self.is_used and not (self._in_loss or self._entered):
             raise StateError(
-                f"the gradient of {name} came from a loss that was not scaled for fp16: it was made from something "
-                "other than what the model's forward returned.\nCall engine.backward(loss) or "
-                "accelerator.backward(loss) instead of loss.backward()."
+                f"{told} came from a loss that was not scaled for fp16: it was made from something other than what "
+                "the model's forward returned.\nCall engine.backward(loss) or accelerator.backward(loss) instead of "
+                "loss.backward()."
             )
 
 

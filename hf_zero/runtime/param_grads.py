@@ -13,7 +13,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,54 +20,7 @@ from torch import nn
 from hf_zero.distributed.digests import digest_of
 from hf_zero.errors import StateError
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-
-_INSTEAD = (
-    "To clip, call engine.clip_grad_norm_(max_norm), under Accelerate and Trainer accelerator.clip_grad_norm_, or set "
-    "gradient_clipping. To read or change a gradient, call hf_zero.full_grad, hf_zero.set_full_grad or "
-    "hf_zero.update_full_grads on all ranks. At stage 0 parameter.grad is the gradient itself, once the last backward "
-    "before a step is over."
-)
-
-_ACCUMULATES = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)  # in autograd; the second with create_graph
-
-
-class GradStandIn(torch.Tensor):
-    """In the place of a gradient that is not complete on this rank. See [Note: parameter.grad]."""
-
-    parameter: str  # its name
-    added: torch.Tensor | None  # what autograd has added meanwhile
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, placeholder: torch.Tensor, name: str) -> GradStandIn:
-        # Over the parameter's placeholder: a storage of its own would look as large as the gradient.
-        self: GradStandIn = torch.Tensor._make_subclass(cls, placeholder)
-        self.parameter, self.added = name, None
-        return self
-
-    def take_added(self) -> torch.Tensor | None:
-        """What autograd has added, for the reducer."""
-        added, self.added = self.added, None
-        return added
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        if func in _ACCUMULATES and isinstance(args[0], GradStandIn) and torch._C._current_graph_task_id() != -1:
-            mine = args[0]
-            mine.added = args[1] if mine.added is None else mine.added + args[1]
-            return mine
-        found = next(one for one in _flat(args) if isinstance(one, GradStandIn))
-        raise StateError(f"parameter.grad of {found.parameter} has no values: its gradient is in shards.\n{_INSTEAD}")
-
-    def __repr__(self, **options: object) -> str:  # type: ignore[override]
-        return f"<gradient of {self.parameter}, in shards; read it with hf_zero.full_grad>"
-
-
-def _flat(values: Any) -> list[Any]:
-    return [one for value in values for one in (_flat(value) if isinstance(value, list | tuple) else [value])]
+from hf_zero.runtime.grad_stand_in import INSTEAD, GradStandIn
 
 
 class _Place:
@@ -77,7 +29,7 @@ class _Place:
     is_used = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Shown:
     """A parameter's place in an accumulator, and what is shown of it. Made once: a backward shows all of them."""
 
@@ -118,20 +70,25 @@ class ParamGrads:
         for acc in self._accumulators[len(self._places) :]:
             self._places.append(_places_of(acc))
         for acc, places in zip(self._accumulators, self._places, strict=True):
-            unsharded = acc.unsharded_mean()
-            for one, param in zip(places, acc.flat.params, strict=True):
-                if unsharded is not None and param.requires_grad:
-                    grad = unsharded[one.index]
-                elif acc.seen[one.index]:
-                    grad = one.stand_in
-                else:
-                    continue
-                if grad.dtype != param.dtype:  # or somebody has cast the live model, which the next forward refuses
-                    param.grad_dtype = grad.dtype
-                param.grad = grad
-                one.param, one.grad, one.version = param, grad, grad._version
-                self._shown.append(one)
+            means = acc.unsharded_mean()
+            trained = [one for one in places if one.param.requires_grad]
+            if means is None:
+                self._show([one for one in places if one.index in acc.seen], None)
+            elif len(trained) == len(places):
+                self._show(trained, means)
+            else:
+                self._show(trained, [means[one.index] for one in trained])
+                self._show([one for one in places if one.index in acc.seen and one not in trained], None)
         self.place.is_used = bool(self._shown)
+
+    def _show(self, places: Sequence[_Shown], means: Sequence[torch.Tensor] | None) -> None:
+        for one, grad in zip(places, means or [one.stand_in for one in places], strict=True):
+            param = one.param
+            if grad.dtype != param.dtype:  # or somebody has cast the live model, which the next forward refuses
+                param.grad_dtype = grad.dtype
+            param.grad = one.grad = grad
+            one.version = grad._version
+        self._shown += places
 
     def hide(self) -> None:
         """Take the user's changes over, and show nothing: autograd is about to accumulate."""
@@ -179,7 +136,8 @@ class ParamGrads:
 
     def _edit(self, one: _Shown, grad: torch.Tensor, mine: torch.Tensor) -> bool:
         # A parameter without gradient is left alone; it is shown zeros, which clipping touches as well.
-        one.acc.seen[one.index] = one.acc.seen[one.index] or bool(mine.count_nonzero())
+        if one.index not in one.acc.seen and mine.count_nonzero():
+            one.acc.seen.add(one.index)
         self._changes.append(f"edited {_name(one)}")
         self._edited = True
         return True
@@ -258,7 +216,7 @@ def _places_of(acc: GradAccumulator) -> list[_Shown]:
 def _lost(acc: GradAccumulator, index: int) -> StateError:
     return StateError(
         f"rank {acc.comm_rank}: the .grad of {acc.flat.layout.slots[index].name} was set by hand, and the step "
-        f"would not use it: gradients are in shards.\n{_INSTEAD}"
+        f"would not use it: gradients are in shards.\n{INSTEAD}"
     )
 
 

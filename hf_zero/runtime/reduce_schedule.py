@@ -16,15 +16,39 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Hashable, Sequence
-
-import torch
+from dataclasses import dataclass, field
 
 from hf_zero.distributed.comm import Comm
+from hf_zero.runtime.arriving_grads import do_nothing
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.sharding.unit import ShardUnit
 
 MAX_REDUCES = 2  # under way at a time
+
+
+@dataclass(slots=True)
+class _Group:
+    """The accumulators that are reduced by one operation."""
+
+    members: list[GradAccumulator] = field(default_factory=list)
+    is_started: bool = False  # its reduce, in this backward
+
+    @property
+    def unit(self) -> str:
+        return self.members[0].unit
+
+    @property
+    def eager(self) -> bool:  # which a unit is as a whole
+        return self.members[0].eager
+
+
+@dataclass(slots=True)
+class _Running:
+    """A reduce that is under way."""
+
+    members: Sequence[GradAccumulator]
+    is_final: bool  # the last one before the step, unless more arrives late
 
 
 class GradReducer:
@@ -41,7 +65,7 @@ class GradReducer:
         on_final: Callable[[GradAccumulator], None] = lambda acc: None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`accumulators` in the order of reduces, the same on all ranks; more may be appended between steps.
+        """`accumulators` in the order of reduces, the same on all ranks.
 
         Args:
             overlap: False makes backward wait for each reduce.
@@ -55,66 +79,57 @@ class GradReducer:
         self._comm = comm
         self.shown = ParamGrads(accumulators, drop_all=self.clear, on_change=on_change)
         self._on_final = on_final
-        self._final: set[int] = set()  # ids of accumulators whose reduce under way is the last of the window
         self._overlap = overlap
         self._on_arrival = on_arrival
         self._is_boundary = is_boundary
-        self._started: set[int] = set()  # ids of accumulators whose reduce has started in this backward
-        self._grouped: list[list[GradAccumulator]] = []  # see `_groups`
-        self._number_grouped = 0  # of the accumulators
+        self._groups: list[_Group] = []  # in the order of reduces
         self._place_of: dict[int, int] = {}  # id of a flat parameter -> its group
-        self._next = 0  # on arrival: the first group in the order whose reduce has not
-        self._under_way: collections.deque[Sequence[GradAccumulator]] = collections.deque()
+        self._next = 0  # on arrival: the first group in the order whose reduce has not started in this backward
+        self._under_way: collections.deque[_Running] = collections.deque()
         self._reduced = False  # stages 0-1: the boundary's reduce of this window has been started everywhere
+        self.regroup()
 
-    def arrivals_of(self, acc: GradAccumulator, index: int) -> Callable[[torch.Tensor], None]:
-        """What to call with every gradient of parameter `index` of an accumulator."""
-        return acc.accumulation_of(index, self._start_complete if self._on_arrival else None)
+    def regroup(self) -> None:
+        """Take in accumulators that were appended, between steps."""
+        by_unit: dict[Hashable, _Group] = {}
+        for acc in self.accumulators:
+            by_unit.setdefault(acc.unit if self._comm.coalesces else id(acc), _Group()).members.append(acc)
+            acc.arriving.on_complete = self._start_complete if self._on_arrival else do_nothing
+        self._groups = list(by_unit.values())
+        self._place_of = {id(acc.flat): place for place, group in enumerate(self._groups) for acc in group.members}
 
     def _start_complete(self) -> None:
         """Start the reduces that are next in the order and have all their gradients."""
-        boundary, groups = self._is_boundary(), self._groups
-        while self._next < len(groups) and all(one.is_complete for one in groups[self._next]):
-            due = self._to_start(groups[self._next], boundary)
-            if not due:
+        groups = self._groups
+        while self._next < len(groups):
+            group = groups[self._next]
+            for acc in group.members:
+                if not acc.arriving.is_complete:
+                    return
+            if not self._start_due(group, self._is_boundary()):
                 return
-            self._start(due, final=boundary)
             self._next += 1
-
-    @property
-    def _groups(self) -> list[list[GradAccumulator]]:
-        """The accumulators that are reduced by one operation, in the order of reduces."""
-        if self._number_grouped != len(self.accumulators):
-            self._group()
-        return self._grouped
-
-    def _group(self) -> None:
-        by_unit: dict[Hashable, list[GradAccumulator]] = {}
-        for acc in self.accumulators:
-            by_unit.setdefault(acc.unit if self._comm.coalesces else id(acc), []).append(acc)
-        self._grouped = list(by_unit.values())
-        self._number_grouped = len(self.accumulators)
-        self._place_of = {id(acc.flat): place for place, group in enumerate(self._grouped) for acc in group}
 
     def unit_left(self, unit: ShardUnit) -> None:
         """Backward has left a unit for good. All ranks must call, in the same order."""
-        boundary, groups = self._is_boundary(), self._groups
-        for place in sorted({self._place_of[id(flat)] for flat in unit.flats if id(flat) in self._place_of}):
-            self._start(self._to_start(groups[place], boundary), final=boundary)
+        boundary, places = self._is_boundary(), self._place_of
+        for place in sorted({places[id(flat)] for flat in unit.flats if id(flat) in places}):
+            self._start_due(self._groups[place], boundary)
 
-    def _to_start(self, group: Sequence[GradAccumulator], boundary: bool) -> list[GradAccumulator]:
-        """Those of a group whose reduce has not started in this backward, and is to."""
-        return [acc for acc in group if id(acc) not in self._started and self._due(acc, boundary)]
-
-    def _due(self, acc: GradAccumulator, boundary: bool) -> bool:
-        return acc.eager or (boundary and not self._reduced)
+    def _start_due(self, group: _Group, boundary: bool) -> bool:
+        """Start the reduce of a group if it has not started in this backward and is to; return whether it was."""
+        if group.is_started or not (group.eager or (boundary and not self._reduced)):
+            return False
+        group.is_started = True
+        self._start(group.members, is_final=boundary)
+        return True
 
     def end_backward(self, *, boundary: bool) -> None:
         """All gradients of this backward are there. All ranks must call."""
-        if not any(acc.has_arrived for acc in self.accumulators):
+        if not any(acc.arriving.is_any for acc in self.accumulators):
             return
         for group in self._groups:
-            self._start(self._to_start(group, boundary), final=boundary)
+            self._start_due(group, boundary)
         self._reduced = self._reduced or boundary
         self._finish()
 
@@ -124,7 +139,8 @@ class GradReducer:
         self.end_backward(boundary=True)
         if not self._reduced:
             for group in self._groups:
-                self._start([acc for acc in group if not acc.eager])
+                if not group.eager:
+                    self._start(group.members)
             self._reduced = True
             self._finish()
 
@@ -132,12 +148,12 @@ class GradReducer:
         """Reduce once more the accumulators for which some rank has a rest."""
         rests = {id(acc) for acc, has_rest in zip(self.accumulators, which, strict=True) if has_rest}
         for group in self._groups:
-            self._start([acc for acc in group if id(acc) in rests])
+            self._start([acc for acc in group.members if id(acc) in rests])
         self._finish()
 
     def clear(self) -> None:
         """The window is over."""
-        self._finish()
+        self._wait()
         self._reduced = False
         self.shown.clear()
         for acc in self.accumulators:
@@ -148,40 +164,37 @@ class GradReducer:
     def forget(self) -> None:
         """A pass was broken off on all ranks, and its connections are closed: no gradient of its window remains."""
         self._under_way.clear()
-        self._final.clear()
         for acc in self.accumulators:
             acc.forget_reduce()
         self.clear()
 
-    def _start(self, accumulators: Sequence[GradAccumulator], *, final: bool = False) -> None:
-        if not accumulators:
+    def _start(self, members: Sequence[GradAccumulator], *, is_final: bool = False) -> None:
+        if not members:
             return
-        for running in [one for one in self._under_way if any(acc in one for acc in accumulators)]:
-            self._under_way.remove(running)
-            self._over(running)
         while len(self._under_way) >= MAX_REDUCES:
             self._over(self._under_way.popleft())
-        with self._comm.coalesced(accumulators[0].unit, in_background=True):
-            for acc in accumulators:
+        with self._comm.coalesced(members[0].unit, in_background=True):
+            for acc in members:
                 acc.reduce_start()
-        self._started.update(map(id, accumulators))
-        if final:
-            self._final.update(map(id, accumulators))
-        self._under_way.append(accumulators)
+        self._under_way.append(_Running(members, is_final))
         if not self._overlap:
             self._over(self._under_way.popleft())
 
-    def _over(self, accumulators: Sequence[GradAccumulator]) -> None:
-        for acc in accumulators:
+    def _over(self, running: _Running) -> None:
+        for acc in running.members:
             acc.reduce_finish()
-            if id(acc) in self._final:
-                self._final.discard(id(acc))
+            if running.is_final:
                 self._on_final(acc)
 
     def _finish(self) -> None:
+        self._wait()
+        for acc in self.accumulators:
+            acc.arriving.end_backward()
+
+    def _wait(self) -> None:
+        """Nothing is under way after it, and a backward may begin."""
         while self._under_way:
             self._over(self._under_way.popleft())
-        self._started.clear()
+        for group in self._groups:
+            group.is_started = False
         self._next = 0
-        for acc in self.accumulators:
-            acc.end_backward()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -234,13 +234,12 @@ def read_in_forward() -> None:
 
 def copy_in_backward() -> None:
     """What has another device than it should, and is copied."""
-    plain = GradAccumulator.accumulation_of
+    plain = GradAccumulator.take
 
-    def accumulation_of(acc: GradAccumulator, index: int, on_complete: Callable[[], None] | None) -> Any:
-        accumulate = plain(acc, index, on_complete)
-        return lambda grad: accumulate(torch.full(grad.shape, 1.0).to(grad.device))
+    def take(acc: GradAccumulator, grads: Mapping[int, torch.Tensor]) -> None:
+        plain(acc, {index: torch.full(grad.shape, 1.0).to(grad.device) for index, grad in grads.items()})
 
-    GradAccumulator.accumulation_of = accumulation_of  # type: ignore[method-assign]
+    GradAccumulator.take = take  # type: ignore[method-assign]
 
 
 def add_host_memory() -> None:
@@ -278,7 +277,7 @@ def count_steps_on_the_host() -> None:
     ("mutate", "place"),
     [
         (read_in_forward, ("runtime/unshard.py:unshard", "value")),
-        (copy_in_backward, ("runtime/hooks.py:hook", "to device")),
+        (copy_in_backward, ("runtime/arriving_grads.py:hand_on", "to device")),
     ],
 )
 def test_a_wait_more_is_found(mutate: Callable[[], None], place: tuple[str, str], tmp_path: Path) -> None:

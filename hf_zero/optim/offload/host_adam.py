@@ -117,7 +117,7 @@ class HostAdam:
             and not self._clipped_last
             and not self._is_delayed()
             and state.master.store.can_stage
-            and all(state.grads.seen[slice_.index] for slice_ in state.owned)
+            and all(slice_.index in state.grads.seen for slice_ in state.owned)
         )
 
     def rollback(self) -> None:
