@@ -611,6 +611,11 @@ class RankFiles:
             else:
                 file.read_past_cache(view, offset, max(end, offset + len(view)), self._window_of(rank))
 
+    def forget(self) -> None:
+        """Read again from the files what was read ahead: they may change until the next read."""
+        for window in self._windows.values():
+            window.clear()
+
     def _window_of(self, rank: int) -> Window:
         if rank not in self._windows:
             if len(self._windows) >= MAX_WINDOWS:
@@ -775,11 +780,14 @@ class Window:
         view[:count] = self._memory[offset - self._start : offset - self._start + count]
         return count
 
+    def clear(self) -> None:
+        self._start = self._end = 0
+
     def fill(self, descriptor: int, offset: int, end: int) -> bool:
         """Read from `offset` on, not beyond the page that `end` is in; returns whether there was anything."""
         start = offset - offset % mmap.PAGESIZE
         count = min(WINDOW_BYTES, end - start + -(end - start) % mmap.PAGESIZE)
-        self._start = self._end = 0
+        self.clear()
         try:
             self._memory = self._memory or transfer_memory(WINDOW_BYTES)
             found = os.preadv(descriptor, [self._memory[:count]], start)

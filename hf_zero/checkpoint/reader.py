@@ -63,6 +63,7 @@ class _Part:
         for start, view in self.reads:
             tensor.read(view, start)
         tensor.finish()
+        files.forget()  # the next read may be much later
         return sum(len(view) for _, view in self.reads)
 
 
