@@ -27,7 +27,7 @@ from tests.checkpoint.test_resume import resume_each, save_each
 from tests.harness import ranks
 
 EXAMPLES = """examples:
-  python scripts/resume_matrix.py                      all 1600 pairs, some 10 minutes on 2 cores
+  python scripts/resume_matrix.py                      all 1600 pairs, 27 minutes on two busy cores
   python scripts/resume_matrix.py --sample 50 --seed 7 as many, drawn by chance
   python scripts/resume_matrix.py --worlds 1,2         fewer ranks
 
