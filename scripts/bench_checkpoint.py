@@ -5,10 +5,12 @@
     python scripts/bench_checkpoint.py FOLDER --peers-python ~/peers/bin/python      # one that has DeepSpeed
     python scripts/bench_checkpoint.py FOLDER --only stall                           # or: --only files
 
-All train the same model in fp32 with AdamW; a save holds weights and both moments. Per round every variant saves and
-loads once in processes of its own, which work on one after the other. "dd" writes the bytes of hf_zero's checkpoint
-with as many processes, through the page cache and past it, each with an fsync; the faster one is the base. Every save
-but DeepSpeed's and DCP's ends with its bytes on the disk, so theirs are followed by an fsync, which counts.
+All train the same model in fp32 with AdamW; a save holds weights and both moments. "ours" and DeepSpeed are at stage
+2, where a load gathers all parameters on every rank; "stage3" is ours with sharded parameters, as FSDP2's are. Per
+round every variant saves and loads once in processes of its own, which work on one after the other. "dd" writes the
+bytes of hf_zero's checkpoint with as many processes, through the page cache and past it, each with an fsync; the
+faster one is the base. Every save but DeepSpeed's and DCP's ends with its bytes on the disk, so theirs are followed by
+an fsync, which counts.
 
 Cold: all files of the checkpoint were evicted from the page cache (fsync, POSIX_FADV_DONTNEED). Warm: they were read
 just before. "cp" copies the consolidated file and syncs the copy. CPU seconds are those of all processes; "anon" is
@@ -143,6 +145,7 @@ def build(millions: float) -> nn.Module:
 class Ours:
     """hf_zero at stage 2, and the base of the others: `step` trains, `optimizer` has the groups."""
 
+    stage = 2
     in_background = False
     syncs = True  # a save's bytes are on the disk when it is over
 
@@ -155,7 +158,7 @@ class Ours:
 
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 2},
+            "zero_optimization": {"stage": self.stage},
             "checkpoint": {"async": self.in_background},
         }
         self.engine: Any = hf_zero.initialize(model=model, optimizer=self.optimizer, config=config)[0]
@@ -195,6 +198,12 @@ class Ours:
                 self.load(folder)
             losses.append(next_losses(self))
         return found, losses[0] == losses[1] == losses[2]
+
+
+class Stage3(Ours):
+    """Parameters are sharded, as FSDP2's are: a load need not gather them."""
+
+    stage = 3
 
 
 class InBackground(Ours):
@@ -289,7 +298,13 @@ class Dcp(Ours):
         )
 
 
-VARIANTS: dict[str, type[Ours]] = {"ours": Ours, "async": InBackground, "deepspeed": DeepSpeed, "dcp": Dcp}
+VARIANTS: dict[str, type[Ours]] = {
+    "ours": Ours,
+    "stage3": Stage3,
+    "async": InBackground,
+    "deepspeed": DeepSpeed,
+    "dcp": Dcp,
+}
 
 
 def run_rank(args: argparse.Namespace) -> None:
@@ -506,7 +521,7 @@ def main() -> None:
         return
     args.folder = args.folder / f"bench_checkpoint-{os.getpid()}"
     args.folder.mkdir(parents=True)
-    names = ["ours", *(["deepspeed"] if has_deepspeed(args.peers_python) else []), "dcp"]
+    names = ["ours", "stage3", *(["deepspeed"] if has_deepspeed(args.peers_python) else []), "dcp"]
     problems = []
     try:
         for world in args.worlds:

@@ -31,7 +31,7 @@ import torch
 
 from hf_zero.checkpoint.manifest import FileRecord, Manifest, SaveInfo
 from hf_zero.checkpoint.snapshot import SnapshotMemory
-from hf_zero.checkpoint.writer import SliceState, build_manifest, delete_replaced, discard, prepare_commit, publish
+from hf_zero.checkpoint.writer import SliceState, abandon, build_manifest, delete_replaced, prepare_commit, publish
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.store_protocol import Letters, LostRankError
 from hf_zero.errors import CheckpointError
@@ -293,7 +293,7 @@ class _Save(threading.Thread):
     def _discard(self) -> None:
         """Delete what was written, where this rank commits. A manifest somewhere may name it once one is published."""
         if self._rank in self._job.committers and not self._may_be_published:
-            discard(self._job.folder)
+            abandon(self._job.folder)
 
     def _wait_for_readers(self, letters: Letters) -> None:
         """The store may live in rank 0: it must not end before the others have read the outcome."""

@@ -47,10 +47,10 @@ from hf_zero.checkpoint.writer import (
     Chunked,
     Scalar,
     SliceState,
+    abandon,
     build_manifest,
     check_info,
     commit,
-    discard,
     prepare_folder,
     wait_for_folder,
     write_rank_file,
@@ -251,11 +251,11 @@ def save(
     with _discarding(folder, commits):
         write = partial(saved.write, info, save_id, f"Saving {folder.name}" if comm.rank == 0 else "")
         records = together(comm, "checkpoint files", lambda: write() if saved.is_mine else None)
-    written = [record for record in records if record is not None]
+        written = [record for record in records if record is not None]
+        if not session.node_local:
+            on_rank_0(comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)))
     if session.node_local:
         commit_everywhere(comm, folder, lambda: build_manifest(info, written), committers)
-    else:
-        on_rank_0(comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)))
     together(comm, "checkpoint tag", lambda: published() if commits else None)
 
 
@@ -299,7 +299,7 @@ def _discarding(folder: Path, commits: bool) -> Iterator[None]:
     except CheckpointError:
         if commits:
             with contextlib.suppress(OSError):  # as what failed here has been
-                discard(folder)
+                abandon(folder)
         raise
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint.agreement import on_rank_0, together
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.writer import delete_replaced, discard, make_folder, prepare_commit, publish
+from hf_zero.checkpoint.writer import abandon, delete_empty, delete_replaced, make_folder, prepare_commit, publish
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError
 
@@ -37,17 +37,24 @@ def find_committers(comm: Comm, folder: Path) -> list[int]:
         except OSError as error:
             raise CheckpointError(f"cannot write into {folder}: {error.strerror or error}") from error
 
+    def delete_token() -> None:
+        with suppress(OSError):
+            token(comm.rank).unlink()
+
     def look() -> int:
         return next(rank for rank in range(comm.world_size) if token(rank).exists())
 
     try:
         together(comm, "checkpoint folder", write)
         committers = together(comm, "checkpoint folder", look)  # and all have looked, before a token is deleted
-    finally:
-        with suppress(OSError):
-            token(comm.rank).unlink()
+    except CheckpointError:
+        delete_token()
+        delete_empty(folder.parent)  # whoever comes last finds it empty
+        raise
+    delete_token()
     strange = [rank for rank, first in enumerate(committers) if committers[first] != first]
     if strange:
+        delete_empty(folder.parent)
         raise CheckpointError(
             f"ranks {strange} see what others have written into {folder}, and those do not see the same: a folder "
             "must be on one file system for all ranks that see it."
@@ -72,7 +79,7 @@ def commit_everywhere(comm: Comm, folder: Path, build: Callable[[], Manifest], c
         together(comm, "checkpoint manifest", lambda: prepare_commit(folder, whole, here) if commits else None)
     except CheckpointError:
         if commits:
-            discard(folder)
+            abandon(folder)
         raise
     together(comm, "checkpoint manifest", lambda: publish(folder) if commits else None)
     together(comm, "replaced files", lambda: delete_replaced(folder, whole) if commits else None)

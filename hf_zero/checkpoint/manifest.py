@@ -153,13 +153,25 @@ def zero_folder(folder: str | Path) -> Path:
 
 def write_scripts(folder: Path, *names: str) -> None:
     """Write copies of consolidate.py, which does under another name what DeepSpeed's script of that name does."""
-    script = importlib.resources.files("hf_zero.checkpoint").joinpath(SCRIPT_NAME).read_bytes()
     for name in names:
         with written_atomically(folder / name) as file:
-            file.write(script if name == SCRIPT_NAME else b"#!/usr/bin/env python3\n" + script)
+            file.write(_script(name))
         if name != SCRIPT_NAME:
             with contextlib.suppress(OSError):  # some file systems have no such mark
                 (folder / name).chmod(0o755)
+
+
+def delete_scripts(folder: Path, *names: str) -> None:
+    """Delete what `write_scripts` wrote; other files of these names stay."""
+    for path in (folder / name for name in names):
+        with contextlib.suppress(OSError):
+            if path.read_bytes() == _script(path.name):
+                path.unlink()
+
+
+def _script(name: str) -> bytes:
+    script = importlib.resources.files("hf_zero.checkpoint").joinpath(SCRIPT_NAME).read_bytes()
+    return script if name == SCRIPT_NAME else b"#!/usr/bin/env python3\n" + script
 
 
 def manifest_path(folder: str | Path) -> Path:

@@ -1,14 +1,17 @@
 """Reads any element of any parameter from a checkpoint folder, whatever layout the reader has.
 
 Which file holds an element follows from the stored layouts alone, so the world size, stage and bucket size of the
-reader do not matter. Bytes go from the file straight into the destination, where their checksums are compared. No
+reader do not matter. Bytes go from the file straight into the destination, where their checksums are compared: several
+threads read large tensors, so that the disk has more than one thing to do, and reads while others are compared. No
 collectives: each rank opens the folder for itself.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +19,15 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.consolidate import WEIGHT_KINDS, RankFiles, RankTensor, SafetensorsFile
+from hf_zero.checkpoint.consolidate import BLOCK_BYTES, WEIGHT_KINDS, RankFiles, SafetensorsFile
 from hf_zero.checkpoint.manifest import BUFFER_KIND, STATE_MARK, Manifest, TensorInfo, offering, read_manifest
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Slice, Slot, UnitLayout
 from hf_zero.native.checksum import crc32_of_bytes
 from hf_zero.progress import Done, ignore
+
+_THREADS = 2
+_PART_BYTES = 2 * BLOCK_BYTES  # what a thread reads at once: one window
 
 
 def open_checkpoint(folder: str | Path) -> CheckpointReader:
@@ -44,6 +50,23 @@ class _Copy:
     numel: int
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Some blocks of one file: which of their bytes are read, and the memory where these belong."""
+
+    rank: int
+    reads: list[tuple[int, memoryview]]  # from which byte of the parameter's slice in the rank file on
+
+    def read(self, files: RankFiles, key: str) -> int:
+        """Returns how many bytes were read, and are right."""
+        tensor = files.tensor(self.rank, key, max(start + len(view) for start, view in self.reads))
+        for start, view in self.reads:
+            tensor.read(view, start)
+        tensor.finish()
+        files.forget()  # the next read may be much later
+        return sum(len(view) for _, view in self.reads)
+
+
 class CheckpointReader:
     """An open checkpoint folder. Files are opened at the first read of them; use as a context manager, or close().
 
@@ -58,6 +81,10 @@ class CheckpointReader:
         self.on_read: Done = ignore  # told the bytes of every read
         with offering(folder):
             self._files = RankFiles(folder, manifest.to_json(), crc32=crc32_of_bytes, elsewhere=elsewhere)
+        # What is elsewhere comes over the process group, which one thread may use.
+        self._in_parallel = not elsewhere
+        self._pool: ThreadPoolExecutor | None = None
+        self._twins: deque[RankFiles] = deque()  # of threads that read nothing now
         # (parameter, rank) -> where its slice starts in that rank's shard
         self._slice_starts: dict[tuple[str, int], int] = {}
 
@@ -68,7 +95,12 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        self._files.close()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+        for files in (self._files, *self._twins):
+            files.close()
+        self._twins.clear()
 
     # ---------------------------------------------------------------- what there is
     @cached_property
@@ -257,18 +289,33 @@ class CheckpointReader:
 
     def _read_into(self, targets: Sequence[torch.Tensor], key: str, copies: Sequence[_Copy]) -> None:
         """Fill `targets`, one behind the other, and compare the checksums of what was read for them."""
-        parts: dict[int, RankTensor] = {}
+        parts = _parts(copies, targets)
         with offering(self.folder):
-            for copy in copies:
-                if copy.rank not in parts:
-                    parts[copy.rank] = self._files.tensor(copy.rank, key)
-                source = copy.source * targets[0].itemsize
-                for view in _views(targets, copy.target, copy.numel):
-                    parts[copy.rank].read(view, source)
-                    source += len(view)
-                    self.on_read(len(view))
-            for part in parts.values():
-                part.finish()
+            if len(parts) == 1 or not self._in_parallel:
+                for part in parts:
+                    self.on_read(part.read(self._files, key))
+                return
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_THREADS, "read-checkpoint")
+            reads = [self._pool.submit(self._read_part, part, key) for part in parts]
+            try:
+                for read in reads:
+                    self.on_read(read.result())
+            finally:  # nobody writes to the targets any more
+                for read in reads:
+                    read.cancel()
+                wait(reads)
+
+    def _read_part(self, part: _Part, key: str) -> int:
+        """On a thread of the pool."""
+        try:
+            files = self._twins.pop()
+        except IndexError:
+            files = self._files.twin()
+        try:
+            return part.read(files, key)
+        finally:
+            self._twins.append(files)
 
     # ---------------------------------------------------------------- names
     def _canonical(self, name: str) -> str:
@@ -283,6 +330,24 @@ class CheckpointReader:
 
 def _ranges(pieces: Slice | Sequence[Piece]) -> Sequence[Piece]:
     return pieces.pieces if isinstance(pieces, Slice) else pieces
+
+
+def _parts(copies: Sequence[_Copy], targets: Sequence[torch.Tensor]) -> Sequence[_Part]:
+    """What threads can read beside each other. They meet where blocks do, so that each block is read by one."""
+    size = targets[0].itemsize
+    most = _PART_BYTES // size
+    found: dict[tuple[int, int], _Part] = {}
+    for copy in copies:
+        at, end = copy.source, copy.source + copy.numel
+        while at < end:
+            until = min(end, at - at % most + most)
+            part = found.setdefault((copy.rank, at // most), _Part(copy.rank, []))
+            byte = at * size
+            for view in _views(targets, copy.target + at - copy.source, until - at):
+                part.reads.append((byte, view))
+                byte += len(view)
+            at = until
+    return list(found.values())
 
 
 def _views(targets: Sequence[torch.Tensor], start: int, numel: int) -> Iterator[memoryview]:

@@ -5,7 +5,7 @@
     1  rank 0      save_id = prepare_folder(folder)            then broadcast save_id
     2  every rank  record = write_rank_file(folder, rank, slices, buffers, save_id=save_id)
     3  every rank  all-gather the records: has every rank written its file?
-    4  rank 0      commit(folder, build_manifest(info, records)); where a rank or this failed, discard(folder)
+    4  rank 0      commit(folder, build_manifest(info, records)); where a rank or this failed, abandon(folder)
     5  every rank  wait for rank 0's result, so that no rank starts the next save into the folder before it is decided
 
 A folder holds a checkpoint exactly if it has a manifest, and the manifest names its files. A save into a folder that
@@ -45,6 +45,7 @@ from hf_zero.checkpoint.manifest import (
     Manifest,
     SaveInfo,
     TensorInfo,
+    delete_scripts,
     encode_manifest,
     manifest_path,
     marks_of,
@@ -328,6 +329,21 @@ def discard(folder: str | Path) -> None:
     _delete_rank_files(folder, keep)
     with suppress(OSError):
         _ready_path(folder).unlink()
+
+
+def abandon(folder: str | Path) -> None:
+    """As `discard`, after a save that failed: where there was no checkpoint before, no file or empty folder stays."""
+    discard(folder)
+    if not manifest_path(folder).exists():
+        delete_scripts(Path(folder), SCRIPT_NAME, DEEPSPEEDS_NAME)
+        delete_empty(folder)
+
+
+def delete_empty(folder: str | Path) -> None:
+    """Delete the folder of a checkpoint if nothing is in it."""
+    with suppress(OSError):  # something is
+        zero_folder(folder).rmdir()
+        Path(folder).rmdir()
 
 
 def _delete_rank_files(folder: str | Path, keep: set[str]) -> None:

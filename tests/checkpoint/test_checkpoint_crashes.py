@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import resource
@@ -16,7 +17,7 @@ import torch
 from hf_zero import load_fp32_state_dict
 from hf_zero.checkpoint.manifest import manifest_path, read_manifest, zero_folder
 from hf_zero.checkpoint.reader import open_checkpoint
-from hf_zero.checkpoint.writer import build_manifest, commit, discard, prepare_folder, write_rank_file
+from hf_zero.checkpoint.writer import abandon, build_manifest, commit, discard, prepare_folder, write_rank_file
 from hf_zero.errors import CheckpointError
 from hf_zero.native.aio import AioFile, AioQueue
 from tests.checkpoint.test_resume import start, steps
@@ -173,9 +174,17 @@ def test_full_disk_is_named_and_loses_nothing(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(CheckpointError, match=f"cannot write {tmp_path}/zero/manifest.ready: No space left"):
         commit(tmp_path, manifest)
+    fresh = tmp_path / "fresh"
+    prepare_folder(fresh)
+    (fresh / "config.json").write_text("the user's")
+    with pytest.raises(CheckpointError, match=r"zero/manifest\.ready: No space left"):
+        commit(fresh, dataclasses.replace(manifest, files=()))
+    abandon(fresh)
+    abandon(tmp_path)
     monkeypatch.undo()
     assert sorted(zero_folder(tmp_path).iterdir()) == before
     assert_holds(tmp_path, old)
+    assert (tmp_path / "consolidate.py").is_file() and [*fresh.iterdir()] == [fresh / "config.json"]
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

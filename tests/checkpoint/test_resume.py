@@ -126,6 +126,16 @@ def save_with_unaligned_parts(stage: int, folder: str) -> dict[str, Any]:
         return save(stage, folder)
 
 
+def save_each(places: list[tuple[int, str, str]]) -> list[dict[str, Any]]:
+    """`save` at each (stage, folder, medium), by the same processes."""
+    return [save(stage, folder, medium=medium) for stage, folder, medium in places]
+
+
+def resume_each(stage: int, folders: list[str], medium: str) -> list[dict[str, Any]]:
+    """`resume` from each folder, by the same processes, into a new model each."""
+    return [resume(stage, folder, medium=medium) for folder in folders]
+
+
 def resume_with_whole_units(stage: int, folder: str) -> dict[str, Any]:
     return resume(stage, folder, bucket=10**9)
 
