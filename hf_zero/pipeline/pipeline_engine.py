@@ -141,6 +141,8 @@ class PipelineEngine(ZeroEngine):
             run = self._start(batch, around_backward=self._around_backward)
             self.schedule.micro_steps += count - 1  # `step` counts the last one
             run.run(self._order(schedule, count))
+            if not self._has_ties:
+                self.reducer.settle()  # beside what other stages still compute: the loss waits for all of them
             loss = self._mean_loss(list(run.results.values()), count)
             self._keep_times(run, schedule, count)
             self._ties.collect(self._feed)

@@ -1,7 +1,7 @@
-"""A script as people have them: Megatron's MLP, tensor-parallel over all ranks, with DeepSpeed's names of checkpointing.
+"""A script as people have them: Megatron's MLP, tensor-parallel over all ranks, and DeepSpeed's checkpointing.
 
-It trains in `two`, with checkpoints and without, and leaves the losses and gradients of both in `results`. With
-`import deepspeed` in the first line it is DeepSpeed's (`python -m torch.distributed.run`).
+It trains with and without checkpoints, and leaves the losses and gradients of all in `results`. With `import deepspeed`
+as its first import it runs with DeepSpeed (`python -m torch.distributed.run`).
 """
 
 # ruff: noqa: I001
