@@ -14,7 +14,7 @@ A stage has `virtual_stages` model chunks: chunk c of stage s is the (c * stages
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -72,7 +72,7 @@ def _forwards(stage: int, stages: int, micros: int, virtual_stages: int) -> list
 
 
 def _one_forward_one_backward(stage: int, stages: int, micros: int, virtual_stages: int) -> list[Action]:
-    order = _turns(stage, stages, micros)
+    order = published_1f1b(stage, stages, micros)
     if stage == 0:  # nobody waits for its gradients of inputs
         return order
     after_forwards = order.index(Action(Kind.FORWARD, 0, micros - 1)) + 1
@@ -80,8 +80,8 @@ def _one_forward_one_backward(stage: int, stages: int, micros: int, virtual_stag
     return order[:after_forwards] + [Action(half, 0, one.micro) for one in order[after_forwards:] for half in halves]
 
 
-def _turns(stage: int, stages: int, micros: int) -> list[Action]:
-    """1F1B with whole backwards."""
+def published_1f1b(stage: int, stages: int, micros: int) -> list[Action]:
+    """1F1B with whole backwards, as in its paper."""
     forwards = [Action(Kind.FORWARD, 0, micro) for micro in range(micros)]
     backwards = [Action(Kind.BACKWARD, 0, micro) for micro in range(micros)]
     return _alternate(forwards, backwards, warm_up=stages - stage - 1)
@@ -126,7 +126,7 @@ def _zero_bubble(stage: int, stages: int, micros: int, virtual_stages: int) -> l
     order: list[Action] = []
     waiting: list[int] = []  # micro-batches whose gradients of weights are to come
     left = micros
-    for action in _turns(stage, stages, micros):
+    for action in published_1f1b(stage, stages, micros):
         if action.kind is Kind.FORWARD:
             order.append(action)
             left -= 1
@@ -149,7 +149,7 @@ def peak_live(order: Sequence[Action]) -> int:
 
 
 # Of equal stages: a backward costs two forwards, and each of its halves one.
-_COSTS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
+_COSTS: dict[Kind, float] = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
 
 
 def bubble_share(schedule: str, stages: int, micros: int, virtual_stages: int = 1) -> float:
@@ -165,17 +165,22 @@ def bubble_share(schedule: str, stages: int, micros: int, virtual_stages: int = 
     return (room - sum(end - start for start, end in spans)) / room
 
 
-def simulate(orders: Sequence[Sequence[Action]], virtual_stages: int = 1) -> list[list[tuple[int, int]]]:
-    """When each action of each stage starts and ends, counted in forwards, if messages take no time.
+def simulate(
+    orders: Sequence[Sequence[Action]], virtual_stages: int = 1, costs: Sequence[Mapping[Kind, float]] | None = None
+) -> list[list[tuple[float, float]]]:
+    """When each action of each stage starts and ends, if messages take no time.
 
+    Args:
+        costs: By stage; None: counted in forwards, of equal stages.
     Raises:
         AssertionError: The orders wait for each other for ever.
     """
     stages = len(orders)
     last = stages * virtual_stages - 1
-    ended: dict[tuple[str, int, int], int] = {}  # (F or B, part of the model, micro-batch) -> time
-    times: list[list[tuple[int, int]]] = [[] for _ in orders]
-    clock = [0] * stages
+    ended: dict[tuple[str, int, int], float] = {}  # (F or B, part of the model, micro-batch) -> time
+    times: list[list[tuple[float, float]]] = [[] for _ in orders]
+    clock = [0.0] * stages
+    costs = costs or [_COSTS] * stages
     while any(len(done) < len(order) for done, order in zip(times, orders, strict=True)):
         moved = False
         for stage, order in enumerate(orders):
@@ -192,7 +197,7 @@ def simulate(orders: Sequence[Sequence[Action]], virtual_stages: int = 1) -> lis
                 if not all(need in ended for need in needs):
                     break
                 start = max([clock[stage], *(ended[need] for need in needs)])
-                clock[stage] = start + _COSTS[action.kind]
+                clock[stage] = start + costs[stage][action.kind]
                 times[stage].append((start, clock[stage]))
                 if action.kind is not Kind.BACKWARD_WEIGHT:
                     ended["F" if action.kind is Kind.FORWARD else "B", part, action.micro] = clock[stage]

@@ -1,6 +1,6 @@
 """A script as people have them: Megatron's MLP, tensor-parallel over all ranks, and DeepSpeed's checkpointing.
 
-It trains with and without checkpoints, and leaves the losses and gradients of all in `results`. With `import deepspeed`
+It trains with and without checkpoints and leaves losses and gradients of all in `results`. With `import deepspeed`
 as its first import it runs with DeepSpeed (`python -m torch.distributed.run`).
 """
 
