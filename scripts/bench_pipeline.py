@@ -8,6 +8,11 @@ interleave. The step is the median of a job's steps behind the first ones; the r
 rounds of its step over DeepSpeed's in the same round (over one process's without DeepSpeed). Memory is the highest
 resident set of the larger rank. "idle" is what ranks measured of their own time, beside the formula.
 
+"CPU" has little to do with other work on the machine: how long the batch's forwards and backwards take by their order,
+if each takes the CPU seconds of the rank's main thread that it was measured to take (the least of all steps, of each
+kind and stage) and messages take no time; with the CPU seconds of the rest of a step on the slower rank. Not for
+interleaved chunks, one process and DDP.
+
 "profiled" splits the layers by measured times (partition_method="profile"); all others have equal numbers of them.
 
 Checked: all variants give the same losses. Exit status 1 if not, or if 1F1B takes more than 1.05 x the time of
@@ -138,6 +143,30 @@ def base_config(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def count_cpu(variant: str, spent: dict[str, list[float]]) -> None:
+    """Have every forward and backward add its CPU seconds to `spent`, under its Kind's letter."""
+
+    def counted(letter: Callable[..., str], function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            result = function(*args, **kwargs)
+            spent.setdefault(letter(*args), []).append(time.thread_time() - began)
+            return result
+
+        return run
+
+    if variant in OURS:
+        from hf_zero.pipeline.batch_run import BatchRun
+
+        BatchRun._compute = counted(lambda run, action, *_: action.kind.value, BatchRun._compute)  # type: ignore[method-assign]
+    elif variant == "deepspeed":
+        from deepspeed.runtime.pipe import engine, schedule  # type: ignore[import-not-found, unused-ignore]
+
+        calls = engine.PipelineEngine._INSTRUCTION_MAP
+        for instruction, letter in ((schedule.ForwardPass, "F"), (schedule.BackwardPass, "B")):
+            calls[instruction] = counted(lambda *_, letter=letter: letter, calls[instruction])
+
+
 def make_plain(args: argparse.Namespace) -> tuple[Step, Callable[[], Any]]:
     """torch alone: one process, or DDP with half of the micro-batches on each rank."""
     model: nn.Module = nn.Sequential(*layers_of(args))
@@ -178,15 +207,22 @@ def run_rank(args: argparse.Namespace) -> None:
     make = make_deepspeed if args.variant == "deepspeed" else make_ours if args.variant in OURS else make_plain
     step, report = make(args)
     seconds, losses = [], []
+    spent: dict[str, list[float]] = {}
+    count_cpu(args.variant, spent)
+    cpu: list[dict[str, float]] = []
     for number, batch in enumerate(batches(args)):
         if number == args.steps + WARM_UP:
             break
-        began = time.perf_counter()
+        spent.clear()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         losses.append(step(batch))
         seconds.append(time.perf_counter() - began)
+        rest = time.thread_time() - cpu_began - sum(map(sum, spent.values()))
+        cpu.append({letter: statistics.mean(each) for letter, each in spent.items()} | {"rest": rest})
     status = Path("/proc/self/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
-    found = {"seconds": statistics.median(seconds[WARM_UP:]), "losses": losses, "peak": peak}
+    found: dict[str, Any] = {"seconds": statistics.median(seconds[WARM_UP:]), "losses": losses, "peak": peak}
+    found["cpu"] = {name: min(one[name] for one in cpu[WARM_UP:]) for name in cpu[-1]}
     if schedule := report():
         found |= {"idle": schedule["idle_share"], "bubble": schedule["bubble_share"]}
         found["live"] = [stage["peak_live"] for stage in schedule["stages"]]
@@ -246,14 +282,37 @@ def main() -> None:
         for number in range(args.rounds):
             order = names if number % 2 == 0 else names[::-1]
             rounds.append({name: run_job(args, name, Path(folder, f"{number}-{name}")) for name in order})
-    sys.exit(show(names, rounds))
+    sys.exit(show(names, rounds, args.micros))
 
 
-def show(names: list[str], rounds: list[dict[str, list[dict[str, Any]]]]) -> int:
+def cpu_of(name: str, rounds: list[dict[str, list[dict[str, Any]]]], micros: int) -> float | None:
+    """What a step takes by its order, of CPU seconds."""
+    from hf_zero.pipeline.stage_schedules import Kind, order_of, published_1f1b, simulate
+
+    schedule = name.partition(" ")[0]
+    if schedule not in ("deepspeed", "1f1b", "gpipe", "zero_bubble"):
+        return None
+    least = [
+        {one: min(each[name][stage]["cpu"][one] for each in rounds) for one in rounds[0][name][stage]["cpu"]}
+        for stage in range(2)
+    ]
+    orders = [
+        published_1f1b(stage, 2, micros) if name == "deepspeed" else order_of(schedule, stage, 2, micros)
+        for stage in range(2)
+    ]
+    costs = [{kind: one.get(kind.value, 0.0) for kind in Kind} for one in least]
+    spans = [span for times in simulate(orders, costs=costs) for span in times]
+    return float(max(end for _, end in spans) + max(one["rest"] for one in least))
+
+
+def show(names: list[str], rounds: list[dict[str, list[dict[str, Any]]]], micros: int) -> int:
     base = "deepspeed" if "deepspeed" in names else "one process"
     wrong = 0
     expected = rounds[0]["one process"][0]["losses"]
-    print(f"| variant | step, s | of {base}'s | peak, MiB | of {base}'s | idle | formula | live |\n|{'---|' * 8}")
+    cpu = {name: cpu_of(name, rounds, micros) for name in names}
+    of_base = f"of {base}'s"
+    print(f"| variant | step, s | {of_base} | CPU, s | {of_base} | peak, MiB | {of_base} | idle | formula | live |")
+    print(f"|{'---|' * 10}")
     ratios, memory = dict[str, float](), dict[str, float]()
     for name in names:
         step = {one: [max(rank["seconds"] for rank in each[one]) for each in rounds] for one in (name, base)}
@@ -265,7 +324,9 @@ def show(names: list[str], rounds: list[dict[str, list[dict[str, Any]]]]) -> int
         first = rounds[0][name][0]
         schedule = [f"{first[key]:.2f}" for key in ("idle", "bubble") if key in first] or ["", ""]
         live = str(first.get("live", ""))
-        cells = [f"{statistics.median(step[name]):.3f}", f"{ratios[name]:.2f}", f"{peak[name]:.0f}"]
+        mine, its = cpu[name], cpu[base]
+        counted = [f"{mine:.3f}" if mine else "", f"{mine / its:.2f}" if mine and its else ""]
+        cells = [f"{statistics.median(step[name]):.3f}", f"{ratios[name]:.2f}", *counted, f"{peak[name]:.0f}"]
         print("| " + " | ".join([name, *cells, f"{memory[name]:.2f}", *schedule, live]) + " |")
         worst = max(
             abs(mine - its) for each in rounds for mine, its in zip(each[name][-1]["losses"], expected, strict=True)

@@ -130,6 +130,7 @@ class Budget:
                 yield
         finally:  # torch ends a recomputation by an exception
             self._bodies[number] = body.nbytes
+            body.let_go()
 
     def measured_bodies(self) -> dict[int, int]:
         """Bytes of the graphs that were measured since the last choice, by the number of the region."""
@@ -193,6 +194,10 @@ class _Storages:
             self._seen.add(storage._cdata)
             self._kept.append(tensor)
             self.nbytes += storage.nbytes()
+
+    def let_go(self) -> None:
+        """Of the tensors. The graph refers to who was shown them, and they to it: a circle that nobody collects."""
+        self._kept.clear()
 
 
 def _also(see: Callable[[torch.Tensor], None]) -> torch.autograd.graph.saved_tensors_hooks:

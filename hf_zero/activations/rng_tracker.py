@@ -83,6 +83,12 @@ def seed_model_parallel(seed: int, rank: int) -> None:
     TRACKER.add(MODEL_PARALLEL, seed + _OFFSET + rank)
 
 
+def reseed_model_parallel(seed: int, rank: int) -> None:
+    """As `seed_model_parallel`, of the rank's own state alone."""
+    with TRACKER.fork():
+        manual_seed(seed + _OFFSET + rank)
+
+
 def manual_seed(seed: int) -> None:
     """Seed the generator of the device that computes."""
     device = default_device()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hf_zero.activations import active
 from hf_zero.activations.checkpoint import checkpoint as _checkpoint
 from hf_zero.activations.checkpoint import non_reentrant_checkpoint
-from hf_zero.activations.rng_tracker import TRACKER, RNGStates, seed_model_parallel
+from hf_zero.activations.rng_tracker import TRACKER, RNGStates, reseed_model_parallel, seed_model_parallel
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.distributed.processes import default_device
@@ -40,7 +40,8 @@ def configure(
 
     Args:
         mpu_: Knows which ranks share the inputs of checkpointed regions: an object with get_model_parallel_group (or
-            get_tensor_model_parallel_group), or the process group itself; None where no ranks do.
+            get_tensor_model_parallel_group), or the process group itself. None: the one that was named before; where
+            there was none, no ranks do.
         deepspeed_config: A configuration with an activation_checkpointing block; None: what holds now.
         partition_activations, ...: The keys of the block in DeepSpeed's order; None leaves a key as it is.
     Raises:
@@ -59,12 +60,23 @@ def configure(
     checked = ZeroConfig.load({_BLOCK: keys}, defer=True)
     if problems := checked.check():
         raise ConfigError("hf_zero.checkpointing.configure: " + "\n".join(map(str, problems)))
-    active.share_inputs(_group_of(mpu_))
+    if mpu_ is not None:
+        active.share_inputs(_group_of(mpu_))
+        _mpu = mpu_
     settings = ActivationCheckpointing(**checked.get(_BLOCK, {}))
     if _end is not None:
         _end()
     _end = active.use(settings, default_device(), dist.get_rank() if dist.is_initialized() else 0)
-    _mpu = mpu_
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Set how many regions of a forward the memory for saved inputs is made for: `configure(num_checkpoints=...)`."""
+    configure(num_checkpoints=nlayers)
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Turn it on or off that each rank of the group keeps its part: `configure(partition_activations=...)`."""
+    configure(partition_activations=partition_activation)
 
 
 def is_configured() -> bool:
@@ -97,8 +109,17 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     The group is that of `configure`; without one this is its rank 0. Inside of `get_cuda_rng_tracker().fork()` random
     numbers are the rank's own.
     """
+    seed_model_parallel(seed, _rank_in_group())
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seed the rank's own state anew, after `model_parallel_cuda_manual_seed`; what ranks compute alike goes on."""
+    reseed_model_parallel(seed, _rank_in_group())
+
+
+def _rank_in_group() -> int:
     group = _group_of(_mpu)
-    seed_model_parallel(seed, 0 if group is None else dist.get_rank(group))
+    return 0 if group is None else dist.get_rank(group)
 
 
 def _keys_now(config: Any) -> dict[str, Any]:
@@ -129,6 +150,9 @@ __all__ = [
     "get_cuda_rng_tracker",
     "is_configured",
     "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
     "reset",
+    "set_num_layers",
 ]

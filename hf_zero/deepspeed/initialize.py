@@ -189,7 +189,8 @@ def _make_optimizer(
         raise ConfigError("both an optimizer and an optimizer block in the configuration: remove one of them")
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
-    chosen = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    own = (param for _, param in model.named_parameters() if param.requires_grad)
+    chosen = list(own if parameters is None else parameters)
     if isinstance(model, PipelineModule) and not chosen:  # all layers of this stage are frozen
         chosen = [{"params": []}]
     if optimizer is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,7 @@ class PipelineModule(nn.Module):
         self.parts: list[int] = []
         self._grid: PipelineGrid | None = None
         self._profile_inputs = profile_inputs
+        self._stand_in = [nn.Parameter(torch.empty(0, device="cpu"))]  # in a list: not registered
         with wrong_on_all("pipeline module"):
             self._rows = describe_layers(self._given)
         if num_stages is not None or topology is not None:
@@ -236,6 +237,18 @@ class PipelineModule(nn.Module):
     def chunk_layers(self, chunk: int = 0) -> list[int]:
         """Indices of the layers of one of this stage's chunks."""
         return self._part_layers(self.grid.stage_id, chunk)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As of every module. Where this stage has nothing to train, one without elements comes too: torch makes no
+        optimizer of an empty list, so `AdamW(stage.parameters())` would fail on this stage alone."""
+        yield from super().parameters(recurse)
+        if self.is_built and not any(param.requires_grad for param in super().parameters()):
+            yield from self._stand_in
+
+    def leave_out_stand_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take what only `parameters` gives out of an optimizer."""
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param is not self._stand_in[0]]
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """Run the layers of a chunk: of one stage's, in a row.

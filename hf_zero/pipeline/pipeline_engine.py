@@ -141,6 +141,8 @@ class PipelineEngine(ZeroEngine):
             run = self._start(batch, around_backward=self._around_backward)
             self.schedule.micro_steps += count - 1  # `step` counts the last one
             run.run(self._order(schedule, count))
+            if not self._has_ties:
+                self.reducer.settle()  # beside what other stages still compute: the loss waits for all of them
             loss = self._mean_loss(list(run.results.values()), count)
             self._keep_times(run, schedule, count)
             self._ties.collect(self._feed)
@@ -224,6 +226,7 @@ class PipelineEngine(ZeroEngine):
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """See ZeroEngine.attach_optimizer: this stage's. Gradients are clipped by the norm over all stages."""
         self._ties.leave_to_owners(optimizer)
+        self.module.leave_out_stand_in(optimizer)
         self._expect_alike(group_settings(optimizer), "optimizer", _GROUPS_REMEDY)
         sharded = super().attach_optimizer(optimizer)
         sharded.norm_of_all = self._norm_of_all
@@ -339,7 +342,7 @@ class PipelineEngine(ZeroEngine):
     # ---------------------------------------------------------------- gradients
     def _weights(self) -> list[torch.Tensor]:
         """The leaves of this stage that get gradients."""
-        own: list[torch.Tensor] = [param for param in self.module.parameters() if param.requires_grad]
+        own: list[torch.Tensor] = [param for _, param in self.module.named_parameters() if param.requires_grad]
         return own + self._ties.weights()
 
     def _feed(self, weight: torch.Tensor, grad: torch.Tensor) -> None:

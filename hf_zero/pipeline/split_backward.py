@@ -13,9 +13,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Grads = tuple[torch.Tensor | None, ...]
+
+
+def can_split(
+    outputs: Sequence[GradientEdge], weights: Sequence[torch.Tensor], apart_from: type[torch.autograd.Function]
+) -> bool:
+    """Whether a backward in two halves does what a whole one does.
+
+    A function of Python, a compiled layer too, may compute both gradients at once: it would run twice, and may have
+    changed what it has saved. A reentrant checkpoint takes no part in halves. Hooks behind a parameter's gradient, of
+    which one is the runtime's, would not be called.
+
+    Args:
+        apart_from: Nodes of this function are no obstacle.
+    """
+    if any(len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) > 1 for weight in weights):
+        return False
+    nodes: list[Any] = list(_users_of([edge.node for edge in outputs]))
+    return all(isinstance(node, apart_from._backward_cls) for node in nodes if isinstance(node, BackwardCFunction))
 
 
 @dataclass

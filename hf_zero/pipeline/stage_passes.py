@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from hf_zero.distributed.messages import TensorType
 from hf_zero.pipeline.module import PipelineModule
-from hf_zero.pipeline.split_backward import SplitBackward
+from hf_zero.pipeline.split_backward import SplitBackward, can_split
 from hf_zero.runtime.loss_scale import LossScale
 
 Key = tuple[int, int]  # (chunk, micro-batch)
@@ -65,6 +67,7 @@ class StagePasses:
         # What waits for the second half of its backward, with its weights.
         self._split: dict[Key, tuple[SplitBackward, list[torch.Tensor]]] = {}
         self.peak_live = 0  # most micro-batches, counted for each chunk, whose activations were held at a time
+        self._recomputes = False  # layers compute their activations again in backward, in every half of one
 
     @property
     def num_live(self) -> int:
@@ -117,15 +120,20 @@ class StagePasses:
     def backward_of_inputs(self, key: Key, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """As `backward`, but the gradients of weights wait for `backward_of_weights`.
 
-        Where no stage waits for gradients of inputs there is nothing to be gained: both come now.
+        Where no stage waits for gradients of inputs there is nothing to be gained, and some graphs cannot be split:
+        both come now.
         """
         live = self._live[key]
-        if not live.inputs or not (live.outputs or live.loss is not None):
+        if not live.inputs or not (live.outputs or live.loss is not None) or self._recomputes:
             return self.backward(key, grads)
         weights = self._weights()
-        with self._begun(live, grads) as (outputs, values):
+        ends = live.outputs if live.loss is None else [get_gradient_edge(live.loss)]
+        if not can_split(ends, weights, apart_from=_PastLeaf):
+            return self.backward(key, grads)
+        with self._begun(live, grads) as (outputs, values), _forwards_noticed() as forwards:
             split = SplitBackward(outputs, values, weights)
             found = split.of_inputs(live.inputs)
+        self._recomputes = bool(forwards)
         del self._live[key]
         self._split[key] = (split, weights)
         return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(live.inputs, found, strict=True)]
@@ -153,6 +161,21 @@ class StagePasses:
             return
         with self._loss_scale.scaled(live.loss) as scaled:
             yield [get_gradient_edge(scaled)], [torch.ones_like(scaled)]
+
+
+@contextlib.contextmanager
+def _forwards_noticed() -> Iterator[list[str]]:
+    """Gives a list of the modules that run inside, in a backward: by their classes."""
+    found: list[str] = []
+
+    def note(module: nn.Module, args: Any) -> None:
+        found.append(type(module).__name__)
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 class _PastLeaf(torch.autograd.Function):

@@ -4,13 +4,17 @@ The orders are those of GPipe (arXiv:1811.06965), PipeDream-Flush or 1F1B (arXiv
 (arXiv:2104.04473, section 2.2) and ZB-H1 (arXiv:2401.10241, section 4.1). All of them end with a flush: an update uses
 gradients of one version of the weights, so the result is that of one process.
 
+What comes after the last forward of 1F1B costs more than its paper says it must: stages wait for each other's whole
+backwards. Here these few are in two halves, as in zero bubble, and a stage sends the gradients of its inputs before it
+computes those of its weights. No activation lives longer for it.
+
 A stage has `virtual_stages` model chunks: chunk c of stage s is the (c * stages + s)-th part of the model.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -68,6 +72,16 @@ def _forwards(stage: int, stages: int, micros: int, virtual_stages: int) -> list
 
 
 def _one_forward_one_backward(stage: int, stages: int, micros: int, virtual_stages: int) -> list[Action]:
+    order = published_1f1b(stage, stages, micros)
+    if stage == 0:  # nobody waits for its gradients of inputs
+        return order
+    after_forwards = order.index(Action(Kind.FORWARD, 0, micros - 1)) + 1
+    halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    return order[:after_forwards] + [Action(half, 0, one.micro) for one in order[after_forwards:] for half in halves]
+
+
+def published_1f1b(stage: int, stages: int, micros: int) -> list[Action]:
+    """1F1B with whole backwards, as in its paper."""
     forwards = [Action(Kind.FORWARD, 0, micro) for micro in range(micros)]
     backwards = [Action(Kind.BACKWARD, 0, micro) for micro in range(micros)]
     return _alternate(forwards, backwards, warm_up=stages - stage - 1)
@@ -112,7 +126,7 @@ def _zero_bubble(stage: int, stages: int, micros: int, virtual_stages: int) -> l
     order: list[Action] = []
     waiting: list[int] = []  # micro-batches whose gradients of weights are to come
     left = micros
-    for action in _one_forward_one_backward(stage, stages, micros, 1):
+    for action in published_1f1b(stage, stages, micros):
         if action.kind is Kind.FORWARD:
             order.append(action)
             left -= 1
@@ -135,14 +149,15 @@ def peak_live(order: Sequence[Action]) -> int:
 
 
 # Of equal stages: a backward costs two forwards, and each of its halves one.
-_COSTS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
+_COSTS: dict[Kind, float] = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
 
 
 def bubble_share(schedule: str, stages: int, micros: int, virtual_stages: int = 1) -> float:
     """The part of all stages' time in which they compute nothing, if they are equal and messages take no time.
 
-    With p stages and m micro-batches it is (p - 1) / (m + p - 1) of GPipe and 1F1B, (p - 1) / (v m + p - 1) of
-    interleaved 1F1B where p divides m, and (p - 1) / (3 m + p - 1) of zero bubble where m is at least p.
+    With p stages and m micro-batches it is (p - 1) / (m + p - 1) of GPipe, 2 (p - 1) / (3 m + 2 (p - 1)) of 1F1B,
+    (p - 1) / (v m + p - 1) of interleaved 1F1B where p divides m, and (p - 1) / (3 m + p - 1) of zero bubble where m
+    is at least p.
     """
     orders = [order_of(schedule, stage, stages, micros, virtual_stages) for stage in range(stages)]
     spans = [span for times in simulate(orders, virtual_stages) for span in times]
@@ -150,17 +165,22 @@ def bubble_share(schedule: str, stages: int, micros: int, virtual_stages: int = 
     return (room - sum(end - start for start, end in spans)) / room
 
 
-def simulate(orders: Sequence[Sequence[Action]], virtual_stages: int = 1) -> list[list[tuple[int, int]]]:
-    """When each action of each stage starts and ends, counted in forwards, if messages take no time.
+def simulate(
+    orders: Sequence[Sequence[Action]], virtual_stages: int = 1, costs: Sequence[Mapping[Kind, float]] | None = None
+) -> list[list[tuple[float, float]]]:
+    """When each action of each stage starts and ends, if messages take no time.
 
+    Args:
+        costs: By stage; None: counted in forwards, of equal stages.
     Raises:
         AssertionError: The orders wait for each other for ever.
     """
     stages = len(orders)
     last = stages * virtual_stages - 1
-    ended: dict[tuple[str, int, int], int] = {}  # (F or B, part of the model, micro-batch) -> time
-    times: list[list[tuple[int, int]]] = [[] for _ in orders]
-    clock = [0] * stages
+    ended: dict[tuple[str, int, int], float] = {}  # (F or B, part of the model, micro-batch) -> time
+    times: list[list[tuple[float, float]]] = [[] for _ in orders]
+    clock = [0.0] * stages
+    costs = costs or [_COSTS] * stages
     while any(len(done) < len(order) for done, order in zip(times, orders, strict=True)):
         moved = False
         for stage, order in enumerate(orders):
@@ -177,7 +197,7 @@ def simulate(orders: Sequence[Sequence[Action]], virtual_stages: int = 1) -> lis
                 if not all(need in ended for need in needs):
                     break
                 start = max([clock[stage], *(ended[need] for need in needs)])
-                clock[stage] = start + _COSTS[action.kind]
+                clock[stage] = start + costs[stage][action.kind]
                 times[stage].append((start, clock[stage]))
                 if action.kind is not Kind.BACKWARD_WEIGHT:
                     ended["F" if action.kind is Kind.FORWARD else "B", part, action.micro] = clock[stage]

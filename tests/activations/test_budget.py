@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -13,12 +15,14 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_zero
 from hf_zero.activations import active
 from hf_zero.activations.budget import Choice, RegionBytes, choose, least, peak_of
 from hf_zero.config import ZeroConfig
+from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.errors import ConfigError
 from tests.harness.ranks import run_ranks
 
@@ -138,6 +142,31 @@ def test_budgets_of_a_llama() -> None:
         assert all(0.9 * peak < counted <= memory + 500 * rank for memory, _, peak, counted in found), found
         assert text.startswith(f"rank {rank}: activation_checkpointing.activation_memory = 1000 bytes cannot be met")
         assert f"take {smallest} bytes" in text
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_was_measured_is_freed(reentrant: bool) -> None:
+    """Nothing of the first step's graphs lives after its backward."""
+    layer, made = torch.nn.Linear(4, 4), list[weakref.ref[torch.Tensor]]()
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        inner = layer(x).exp()
+        made.append(weakref.ref(inner))
+        return inner.exp()
+
+    end = active.use(ActivationCheckpointing(activation_memory=10**9), torch.device("cpu"), 0)
+    try:
+        x = torch.ones(2, 4, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(region, x * 0.1, use_reentrant=reentrant)
+        x.sum().backward()
+        now = active.current()
+        assert now is not None and now.budget is not None and set(now.budget.measured_bodies()) == {0, 1}
+        del x
+        gc.collect()
+        assert len(made) == 4 and [one() for one in made] == [None] * 4
+    finally:
+        end()
 
 
 @pytest.mark.parametrize("value", ["lots", 0, "-1GB", "4 apples"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import runpy
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,6 +236,29 @@ def test_a_group_whose_inputs_differ_is_detected() -> None:
     for failure in run_ranks(partitioned, 2, False, expect_error=True):
         assert failure.kind == "DivergenceError" and "the inputs differ" in failure.message, failure
         assert f"rank {failure.rank}: " in failure.message
+
+
+def as_deepspeed_does() -> Any:
+    """The results of megatron_script.py, and what it leaves behind."""
+    try:
+        results = runpy.run_path(str(Path(__file__).with_name("megatron_script.py")))["results"]
+        now = active.current()
+        assert now is not None
+        return results, now.settings, now.saved.usage()["device_peak"]
+    finally:
+        assert checkpointing._end is not None
+        checkpointing._end()
+        active.share_inputs(None)
+
+
+def test_a_script_with_deepspeeds_names_gives_what_deepspeed_gives() -> None:
+    """The losses are those of DeepSpeed 0.19.8, of the same script with `import deepspeed`."""
+    for results, settings, peak in run_ranks(as_deepspeed_does, 2):
+        for losses, grads in results.values():
+            torch.testing.assert_close(losses, [1.8279138346803416, 1.015233097884128], rtol=1e-12, atol=0)
+            assert all(torch.equal(one, other) for one, other in zip(grads, results["plain"][1], strict=True))
+        assert settings.number_checkpoints == 3 and settings.partition_activations is True
+        assert peak == 3 * 4 * 8 * 8 // 2, "each rank keeps half of the inputs of three layers of 4 x 8 in fp64"
 
 
 def test_profile_logs_the_time_of_every_border(caplog: pytest.LogCaptureFixture) -> None:

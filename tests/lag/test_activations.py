@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero import checkpointing
@@ -184,6 +185,33 @@ def test_two_ranks_keep_a_half_each_on_the_host(tmp_path: Path) -> None:
             assert [usage["device"] for usage in usages] == [0] * STEPS
             assert [usage["host"] for usage in usages] == [LAYERS * slot] * STEPS, usages
             assert usages[-1]["allocations"] == usages[0]["allocations"] == 1
+
+
+# ---------------------------------------------------------------- waits at every border
+def borders() -> list[list[str]]:
+    """Of a step of two regions, without and with synchronize_checkpoint_boundary: what the host waits for there."""
+    device.enable()
+    device.set_schedule("late")
+    found = []
+    for synchronize in (False, True):
+        for is_reentrant in (True, False):
+            checkpointing.configure(synchronize=synchronize)
+            region = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).to(device.NAME)
+            x = torch.ones(2, 4, device=device.NAME, requires_grad=True)
+            device.take_syncs()
+            hidden = checkpoint(region, x * 2, use_reentrant=is_reentrant)
+            checkpoint(region, hidden * 2, use_reentrant=is_reentrant).sum().backward()
+            found.append([kind for kind, where in device.take_syncs() if "active.py" in where])
+            assert checkpointing._end is not None
+            checkpointing._end()
+            torch.accelerator.synchronize()
+    return found
+
+
+def test_synchronize_waits_before_and_after_every_forward_and_recomputation() -> None:
+    ((*without, first, second),) = run_ranks(borders, 1, init_group=False)
+    assert without == [[], []]
+    assert first == second == ["device.synchronize"] * 2 * 4
 
 
 # ---------------------------------------------------------------- a budget

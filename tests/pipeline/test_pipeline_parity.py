@@ -9,6 +9,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -146,3 +147,52 @@ def test_the_activations_that_live_are_those_of_the_schedule(runs: list[tuple[Se
                 assert outcome.peak_live == setting.micros, setting
             if setting.schedule == "1f1b":
                 assert outcome.peak_live == min(setting.micros, setting.stages - outcome.stage), setting
+
+
+# ---------------------------------------------------------------- a stage that has nothing to train
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def front(*, frozen: bool) -> list[torch.nn.Module]:
+    """Beside `twice` on the other stage; or that is frozen."""
+    torch.manual_seed(SEED)
+    embedding, block, head = models.Embedding(), models.Block(), torch.nn.Linear(models.WIDTH, models.WORDS)
+    return [embedding.requires_grad_(not frozen), block.requires_grad_(not frozen), head]
+
+
+def train_over(params: Any, layers: list[Any]) -> list[float]:
+    module = PipelineModule(layers, num_stages=2, loss_fn=models.loss_of, partition_method="uniform")
+    optimizer = torch.optim.AdamW(params(module), lr=models.RATE)
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    engine, *_ = hf_zero.initialize(model=module, optimizer=optimizer, config=config)
+    losses = [engine.train_batch(iter(batch[0])).item() for batch in models.batches(3, 1, 2)]
+    engine.teardown()
+    return losses
+
+
+def train_each() -> list[list[float]]:
+    torch.set_default_dtype(torch.float64)
+    return [
+        train_over(lambda module: module.parameters(), [*front(frozen=False), twice, twice, twice]),
+        train_over(lambda module: [p for p in module.parameters() if p.requires_grad], [*front(frozen=True), twice]),
+    ]
+
+
+@pytest.mark.usefixtures("in_doubles")
+def test_an_optimizer_can_be_made_over_a_stage_without_parameters() -> None:
+    expected = []
+    for frozen, doublings in ((False, 3), (True, 1)):
+        layers = torch.nn.Sequential(*front(frozen=frozen))
+        steps = torch.optim.AdamW([p for p in layers.parameters() if p.requires_grad], lr=models.RATE)
+        losses = []
+        for batch in models.batches(3, 1, 2):
+            parts = [models.loss_of(2**doublings * layers(words), labels) / 2 for words, labels in batch[0]]
+            sum(parts).backward()  # type: ignore[union-attr]
+            losses.append(sum(part.item() for part in parts))
+            steps.step()
+            steps.zero_grad()
+        expected.append(losses)
+    for found in run_ranks(train_each, 2):
+        for mine, its in zip(found, expected, strict=True):
+            assert mine == pytest.approx(its, abs=1e-9, rel=0)

@@ -6,8 +6,11 @@ from hf_zero.deepspeed.checkpointing import (
     get_cuda_rng_tracker,
     is_configured,
     model_parallel_cuda_manual_seed,
+    model_parallel_reconfigure_tp_seed,
     non_reentrant_checkpoint,
+    partition_activations_in_checkpoint,
     reset,
+    set_num_layers,
 )
 
 __all__ = [
@@ -16,6 +19,9 @@ __all__ = [
     "get_cuda_rng_tracker",
     "is_configured",
     "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
     "reset",
+    "set_num_layers",
 ]
