@@ -33,7 +33,9 @@ def tmp_path_factory(
 
 
 def _has_room() -> bool:
-    return os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > NEEDED_BYTES and _takes_direct()
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        return False
+    return shutil.disk_usage(SHARED_MEMORY).free > NEEDED_BYTES and _takes_direct()
 
 
 def _takes_direct() -> bool:
