@@ -3,6 +3,7 @@ a disk to sync and to delete them. Tests of the disk itself, and what is offload
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
@@ -24,18 +25,21 @@ def tmp_path_factory(
     Where there is no memory for that, or --basetemp was given to one process, it is pytest's as it is.
     """
     is_worker = hasattr(request.config, "workerinput")  # which always has a --basetemp
-    if not _has_room() or (request.config.option.basetemp and not is_worker):
+    root = memory_folder()
+    if root is None or (request.config.option.basetemp and not is_worker):
         yield tmp_path_factory
         return
-    folder = Path(tempfile.mkdtemp(prefix="hf-zero-tests-", dir=SHARED_MEMORY))
+    folder = Path(tempfile.mkdtemp(prefix="hf-zero-tests-", dir=root))
     yield pytest.TempPathFactory(folder / "tests", 0, "failed", lambda *_: None, _ispytest=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _has_room() -> bool:
-    if not os.access(SHARED_MEMORY, os.W_OK):
-        return False
-    return shutil.disk_usage(SHARED_MEMORY).free > NEEDED_BYTES and _takes_direct()
+@functools.cache
+def memory_folder() -> Path | None:
+    """Where files are memory, if there is enough of it and they can be used as those of a disk."""
+    if not os.access(SHARED_MEMORY, os.W_OK) or shutil.disk_usage(SHARED_MEMORY).free < NEEDED_BYTES:
+        return None
+    return SHARED_MEMORY if _takes_direct() else None
 
 
 def _takes_direct() -> bool:
