@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -14,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +61,13 @@ def _leave_nothing_in_force() -> Iterator[None]:
         enabled.disable()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def disk_path() -> Iterator[Path]:
+    """An empty folder for what is offloaded to a disk; `tmp_path` may lie in memory (tests.harness.in_memory)."""
+    with tempfile.TemporaryDirectory(prefix="hf-zero-test-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -91,7 +91,7 @@ def weights_bytes(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_digests_instead_of_frozen_weights(stage: int, tmp_path: Path) -> None:
+def test_digests_instead_of_frozen_weights(stage: int, tmp_path: Path, disk_path: Path) -> None:
     want = run_ranks(save, 2, stage, str(tmp_path), True)[0]
     trainable = 3 * 2 * RANK * HIDDEN
     frozen = 4 * (HIDDEN + 1) * HIDDEN
@@ -99,7 +99,7 @@ def test_digests_instead_of_frozen_weights(stage: int, tmp_path: Path) -> None:
     for world_size, other_stage in ((2, stage), (3, 3), (1, 2)):
         got = run_ranks(resume, world_size, other_stage, str(tmp_path), 0)[0]
         assert got == pytest.approx(want, rel=1e-6), (world_size, other_stage)
-    offloaded = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "swap"), "max_in_cpu": 0}}
+    offloaded = {"offload_param": {"device": "nvme", "nvme_path": str(disk_path), "max_in_cpu": 0}}
     assert run_ranks(resume, 2, 3, str(tmp_path), 0, offloaded)[0] == pytest.approx(want, rel=1e-6)
     for text in run_ranks(resume, 2, stage, str(tmp_path), 1):
         assert "other values" in text and "layers.0.base.weight" in text and "base model" in text

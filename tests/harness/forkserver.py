@@ -48,14 +48,19 @@ _WITH = {
     "hf_zero": ["torch.utils.serialization.config", "torch.profiler._cupti_monitor"],
     "transformers": [
         "transformers.trainer",
+        "transformers.hf_argparser",
         "transformers.models.auto.tokenization_auto",
         "transformers.models.auto.processing_auto",
         "torch.distributed.algorithms.ddp_comm_hooks",
         "datasets",
         "peft.tuners.lora",
+        "peft.utils.transformers_weight_conversion",
+        "numpy.ctypeslib",
     ],
     "trl": ["trl.trainer.sft_trainer"],
 }
+# Packages that a job imports in a function: imported here where its module says so, for no other test waits for them.
+_NAMED = {"from trl import": "trl"}
 # Tables that are made at the first call: transformers compiles a thousand regular expressions before it saves a model.
 _MADE_AT_A_CALL = {"transformers": ("transformers.conversion_mapping", "get_checkpoint_conversion_mapping", "llama")}
 _ON_TRANSFORMERS = ("hf_zero.hf.", "hf_zero.run", "hf_zero.deepspeed.zero", "hf_zero.cli.meta_model")
@@ -99,8 +104,8 @@ def serve(connection: Connection) -> None:
             return
         with contextlib.suppress(Exception):  # the rank fails in the same import and reports it
             importlib.import_module(job.module)
+        _import_what_is_named(_read_source(job.module))
         _warm_up()
-        _read_source(job.module)
         if len(sys.modules) > imported:
             imported = len(sys.modules)
             _ask_for_kinds()
@@ -156,10 +161,15 @@ def _ask_for_kinds() -> None:
             isinstance(value, kind)
 
 
-def _read_source(module: str) -> None:
-    """Keep the lines of a job's module for the stacks that `torch.manual_seed` notes."""
-    if module in sys.modules:
-        linecache.getlines(sys.modules[module].__file__ or "")
+def _read_source(module: str) -> list[str]:
+    """The lines of a job's module, kept for the stacks that `torch.manual_seed` notes."""
+    return linecache.getlines(sys.modules[module].__file__ or "") if module in sys.modules else []
+
+
+def _import_what_is_named(lines: list[str]) -> None:
+    for text in [text for text in _NAMED if any(text in line for line in lines)]:
+        with contextlib.suppress(Exception):  # not installed, or broken: a rank that needs it reports it
+            importlib.import_module(_NAMED.pop(text))
 
 
 def _modules_of_hf_zero() -> list[str]:

@@ -25,6 +25,7 @@ import pytest
 from hf_zero.launcher.node import free_port
 from tests.harness import transport
 from tests.harness.forkserver import Job, Report
+from tests.harness.in_memory import memory_folder
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -156,7 +157,7 @@ def try_ranks(
     Args:
         wait_for_all: False kills the other ranks some seconds after one has failed.
     """
-    folder = tempfile.mkdtemp(prefix="hf-zero-test-")
+    folder = tempfile.mkdtemp(prefix="hf-zero-test-", dir=memory_folder())
     try:
         with open(os.path.join(folder, "call.pkl"), "wb") as file:
             file.write(transport.dumps(job))

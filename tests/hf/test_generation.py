@@ -181,8 +181,8 @@ def test_texts_on_three_ranks(choice: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_texts_with_offloaded_parameters(world_size: int, device: str, tmp_path: Path) -> None:
-    zero = {"offload_param": {"device": device, "nvme_path": str(tmp_path)}}
+def test_texts_with_offloaded_parameters(world_size: int, device: str, disk_path: Path) -> None:
+    zero = {"offload_param": {"device": device, "nvme_path": str(disk_path)}}
     for choice in ("once", "stream"):
         results = run_ranks(compare, world_size, "llama", choice, ["stop", "sampling"], zero)
         if world_size > 1:

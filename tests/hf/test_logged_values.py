@@ -29,16 +29,16 @@ def train(folder: str, report_to: str, **zero: Any) -> tuple[list[dict[str, floa
     return history, engine.memory_report(), 2 * sum(param.numel() for param in trainer.model.parameters())
 
 
-def both(folder: str) -> Any:
-    disk = {"device": "nvme", "nvme_path": folder}
+def both(folder: str, disk_folder: str) -> Any:
+    disk = {"device": "nvme", "nvme_path": disk_folder}
     return train(folder, "tensorboard", offload_optimizer=disk), train(folder, "none")
 
 
-def test_tensorboard_gets_zeros_values(tmp_path: Path) -> None:
+def test_tensorboard_gets_zeros_values(tmp_path: Path, disk_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (history, report, nbytes), (silent, _, _) = run_ranks(
-        both, 2, str(tmp_path), env={"TENSORBOARD_LOGGING_DIR": str(tmp_path / "board")}
+        both, 2, str(tmp_path), str(disk_path), env={"TENSORBOARD_LOGGING_DIR": str(tmp_path / "board")}
     )[0]
     assert len(silent) == STEPS and not [key for entry in silent for key in entry if key.startswith("zero/")]
     events: Any = EventAccumulator(str(tmp_path / "board"))

@@ -21,6 +21,8 @@ COMBINATIONS = [
 ]
 # Shards whose offsets are no multiple of 512 bytes, and tiles that cut parameters at odd places.
 SMALL_TILES = (("sub_group_size", 307), ("reduce_bucket_size", 850))
+# The same of convnet, which is fifteen times as large: its largest parameter lies in ten tiles and four buckets.
+TILES_OF_CONVNET = (("sub_group_size", 2767), ("reduce_bucket_size", 7649))
 
 
 def offload(folder: Path, optimizer: str, param: str = "none", **more: Any) -> tuple[tuple[str, Any], ...]:
@@ -50,10 +52,11 @@ def check(runs: list[tuple[Case, Options]]) -> list[Trace]:
 def matrix(
     model: str, world: int, folder: Path, *, single: bool = False, accumulations: tuple[int, ...] = (1, 3)
 ) -> list[tuple[Case, Options]]:
+    tiles = TILES_OF_CONVNET if model == "convnet" else SMALL_TILES
     return [
         (
             Case(model, world, accumulation, steps=3, single=single),
-            Options(stage, zero=(*offload(folder, optimizer, param), *SMALL_TILES)),
+            Options(stage, zero=(*offload(folder, optimizer, param), *tiles)),
         )
         for (stage, optimizer, param), accumulation in itertools.product(COMBINATIONS, accumulations)
     ]

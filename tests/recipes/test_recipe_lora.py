@@ -19,6 +19,7 @@ from hf_zero import ZeroConfig
 from recipes.causal_lm.report import load_summary, loss_pairs
 from recipes.lora.check import check
 from recipes.lora.train import LoraArguments
+from tests.harness import in_memory
 from tests.harness.scripts import run_script
 from tests.recipes.test_recipe_zero_inference import save_model
 
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "lora"
 FILES = ["zero2", "zero3", "zero3_offload"]
 STEPS = 6
+tmp_path_factory = in_memory.tmp_path_factory
 
 
 @pytest.mark.parametrize("name", FILES)

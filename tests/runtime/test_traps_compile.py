@@ -17,10 +17,12 @@ from tests.harness.sharded import Options, record, zero_config
 
 CASE = Case("plain", 2, 1, "sgd", steps=3)
 STAGES = (0, 2, 3)
+WHEN = ("before", "after", "wrapped", "whole")
 
 
-def train_compiled(stages: tuple[int, ...], when: str) -> list[tuple[Trace, int]]:
-    return [_train_one(stage, when) for stage in stages]
+def train_compiled(stages: tuple[int, ...]) -> dict[str, list[tuple[Trace, int]]]:
+    """Every way in one job: the first compilation of a process imports for seconds."""
+    return {when: [_train_one(stage, when) for stage in stages] for when in WHEN}
 
 
 def _train_one(stage: int, when: str) -> tuple[Trace, int]:
@@ -55,14 +57,16 @@ def _train_one(stage: int, when: str) -> tuple[Trace, int]:
     return trace, len(graphs)
 
 
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[tuple[Trace, int]]]:
+    return run_ranks(train_compiled, 2, STAGES, timeout=400)[0]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "when", ["before", *(pytest.param(when, marks=pytest.mark.slow) for when in ("after", "wrapped", "whole"))]
-)
-def test_compiled_layers_follow_one_process(when: str) -> None:
+@pytest.mark.parametrize("when", WHEN)
+def test_compiled_layers_follow_one_process(when: str, compiled: dict[str, list[tuple[Trace, int]]]) -> None:
     want = train_reference(CASE)
-    results = run_ranks(train_compiled, 2, STAGES, when, timeout=150)[0]
-    for stage, (trace, num_graphs) in zip(STAGES, results, strict=True):
+    for stage, (trace, num_graphs) in zip(STAGES, compiled[when], strict=True):
         trace.params = [
             {name.replace("_orig_mod.", ""): value for name, value in params.items()} for params in trace.params
         ]
