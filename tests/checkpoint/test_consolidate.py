@@ -28,6 +28,7 @@ from hf_zero.checkpoint import consolidate as script
 from hf_zero.checkpoint.consolidate import ConsolidateError, Options, consolidate
 from hf_zero.checkpoint.manifest import manifest_path, zero_folder
 from tests.harness.checkpoints import WholeModel, assert_holds, assert_same, make_model, save
+from tests.harness.in_memory import SHARED_MEMORY
 
 TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -127,6 +128,14 @@ def test_weights_are_the_masters_bit_for_bit(
     assert_equal(read_folder(tmp_path / "cut"), expected(model))
 
 
+def forget_cached(folder: Path) -> None:
+    """Have the page cache give up the rank files."""
+    for path in zero_folder(folder).glob("rank-*"):
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def test_threads_write_parts_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that begin and end inside blocks of rank files, written past the page cache and through it."""
     monkeypatch.setattr(script, "CHUNK_BYTES", mmap.PAGESIZE)
@@ -134,9 +143,16 @@ def test_threads_write_parts_of_one_file(tmp_path: Path, monkeypatch: pytest.Mon
     state = {name: {"master": master} for name, master in masters.items()}
     save(tmp_path / "c", WholeModel({"all": ("float32", True, list(masters))}, masters, state, {}, {}), 3, 120_000)
     threads = set()
+    assert not tmp_path.is_relative_to(SHARED_MEMORY), "conftest.py: files in memory are not read past the page cache"
+    file_system = subprocess.check_output(["stat", "-f", "-c", "%T", tmp_path]).strip()
+    fills, fill = [], script.Window.fill
+    monkeypatch.setattr(script.Window, "fill", lambda *arguments: fills.append(fill(*arguments)) or fills[-1])
     for name, dtype in (("fp32", None), ("bf16", torch.bfloat16)):
         first, second = (tmp_path / f"{name}-{way}.safetensors" for way in ("direct", "plain"))
+        forget_cached(tmp_path / "c")
         consolidate(tmp_path / "c", first, Options(dtype=name), lambda *_: threads.add(threading.get_ident()))
+        assert any(fills) or file_system == b"tmpfs", "nothing was read past the page cache"
+        fills.clear()
         assert_equal(load_file(first), {key: master.to(dtype or master.dtype) for key, master in masters.items()})
         with monkeypatch.context() as patch:
             patch.delattr(os, "O_DIRECT", raising=False)
