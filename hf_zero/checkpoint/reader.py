@@ -291,7 +291,8 @@ class CheckpointReader:
         """Fill `targets`, one behind the other, and compare the checksums of what was read for them."""
         parts = _parts(copies, targets)
         with offering(self.folder):
-            if len(parts) == 1 or not self._in_parallel:
+            # A small tensor costs less than a second thread with files of its own.
+            if sum(target.nbytes for target in targets) <= _PART_BYTES or not self._in_parallel:
                 for part in parts:
                     self.on_read(part.read(self._files, key))
                 return

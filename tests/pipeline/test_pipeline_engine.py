@@ -307,7 +307,7 @@ def test_data_of_all_sorts(pipelines: list[dict[str, Any]], folder: Path) -> Non
     assert first["parallel"] == (True, False, False)
     assert first["report"] == ["bubble_share", "idle_share", "seconds", "stages"]
     assert first["idle"] == (True, 2 / (3 * MICROS + 2))
-    assert first["actions"] == [["F0", "F1", "B0", "F2", "B1", "B2"], ["F0", "B0", "F1", "B1", "F2", "B2"]]
+    assert first["actions"] == [["F0", "F1", "B0", "F2", "B1", "B2"], ["F0", "B0", "F1", "B1", "F2", "I2", "W2"]]
 
 
 def test_one_file_has_the_weights_of_all_stages(pipelines: list[dict[str, Any]], folder: Path) -> None:
