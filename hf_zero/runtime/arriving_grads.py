@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,8 +22,24 @@ MAX_WAITING = 16
 LARGE_NUMEL = 1 << 20
 
 
-def do_nothing() -> None:
+def do_nothing(*arguments: object) -> None:
     """In the place of what nobody asked for."""
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a method of an object that it does not keep.
+
+    Updates that run beside the training refer to the memory of gradients. Through it they must not keep the rest of an
+    engine whose model was forgotten: it would take Python's collector another turn to free it.
+    """
+    mine = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        there = mine()
+        if there is not None:
+            there(*arguments)
+
+    return call
 
 
 class ArrivingGrads:
@@ -34,6 +51,7 @@ class ArrivingGrads:
     """
 
     def __init__(self, params: Sequence[nn.Parameter], take: Callable[[Mapping[int, torch.Tensor]], None]) -> None:
+        self._params = params
         self._number = len(params)
         self._take = take
         self._numels = [param.numel() for param in params]
@@ -41,7 +59,8 @@ class ArrivingGrads:
         self._arrived: set[int] = set()  # of this backward, without what waits
         self._most = 1  # that may wait
         self.before_wait: Callable[[], None] = do_nothing  # called when a gradient comes and none waits
-        self.before_take: Callable[[Mapping[int, torch.Tensor]], None] = lambda grads: None  # with what waits
+        # With `params` and what waits.
+        self.before_take: Callable[[Sequence[nn.Parameter], Mapping[int, torch.Tensor]], None] = do_nothing
         self.on_complete: Callable[[], None] = do_nothing  # when the last one has come
         self.end_backward()
 
@@ -86,7 +105,7 @@ class ArrivingGrads:
         waiting = self._waiting
         if not waiting:
             return
-        self.before_take(waiting)
+        self.before_take(self._params, waiting)
         self._take(waiting)
         self._arrived.update(waiting)
         waiting.clear()

@@ -11,7 +11,7 @@ import torch
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import Pending
 from hf_zero.layout import Slice
-from hf_zero.runtime.arriving_grads import ArrivingGrads
+from hf_zero.runtime.arriving_grads import ArrivingGrads, weakly
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.runtime.unreduced_grads import UnreducedGrads, UnreducedPool
@@ -121,7 +121,7 @@ class GradAccumulator:
         self.num_reduces = 0  # so far
         self.seen: set[int] = set()  # parameters that had a gradient on this rank in this window
         self._written: set[int] = set()  # those that have a value in `unreduced`
-        self.arriving = ArrivingGrads(flat.params, self.take)
+        self.arriving = ArrivingGrads(flat.params, weakly(self.take))
         self._under_way: list[_PartUnderWay] = []
         self._reducing: UnreducedGrads | None = None  # what the reduce under way reads
         self._state = GradState.EMPTY

@@ -38,7 +38,7 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
-from hf_zero.runtime.arriving_grads import ArrivingGrads
+from hf_zero.runtime.arriving_grads import ArrivingGrads, weakly
 from hf_zero.runtime.autocast import AutocastCopies
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.nested import map_tensors, tensors_in
@@ -148,8 +148,8 @@ class ModelHooks:
     # ---------------------------------------------------------------- gradients
     def on_gradients(self, params: Sequence[nn.Parameter], arriving: ArrivingGrads) -> None:
         """Hand gradients on whenever autograd has added to the `.grad` of `params`, and take them away there."""
-        arriving.before_wait = self._before_wait
-        arriving.before_take = functools.partial(self._check_gradients, params)
+        arriving.before_wait = weakly(self._before_wait)
+        arriving.before_take = weakly(self._check_gradients)
         for index, param in enumerate(params):
             handle = param.register_post_accumulate_grad_hook(arriving.hook(index))
             self._handles.append(handle)

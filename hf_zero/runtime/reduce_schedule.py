@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from hf_zero.distributed.comm import Comm
-from hf_zero.runtime.arriving_grads import do_nothing
+from hf_zero.runtime.arriving_grads import do_nothing, weakly
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.sharding.unit import ShardUnit
@@ -91,10 +91,11 @@ class GradReducer:
 
     def regroup(self) -> None:
         """Take in accumulators that were appended, between steps."""
+        on_complete = weakly(self._start_complete) if self._on_arrival else do_nothing
         by_unit: dict[Hashable, _Group] = {}
         for acc in self.accumulators:
             by_unit.setdefault(acc.unit if self._comm.coalesces else id(acc), _Group()).members.append(acc)
-            acc.arriving.on_complete = self._start_complete if self._on_arrival else do_nothing
+            acc.arriving.on_complete = on_complete
         self._groups = list(by_unit.values())
         self._place_of = {id(acc.flat): place for place, group in enumerate(self._groups) for acc in group.members}
 

@@ -106,7 +106,13 @@ def train_with_each(bads: dict[str, tuple[int, str]]) -> dict[str, tuple[str, st
     [
         ("forward", 5, 2, 4, "rank 2, stage 1 of 2, forward of micro-batch 2, layer 5 (Bad): ValueError: no more"),
         ("backward", 1, 3, 3, "rank 0, stage 0 of 3, backward of micro-batch 2, layers 0 to 2: ValueError: not this"),
-        ("backward", 5, 3, 3, "rank 1, stage 1 of 3, backward of input of micro-batch 2, layers 3 to 5: ValueError: not this"),
+        (
+            "backward",
+            5,
+            3,
+            3,
+            "rank 1, stage 1 of 3, backward of input of micro-batch 2, layers 3 to 5: ValueError: not this",
+        ),
         (
             "a set",
             3,
