@@ -57,12 +57,11 @@ class ArrivingGrads:
         self._numels = [param.numel() for param in params]
         self._waiting: dict[int, torch.Tensor] = {}
         self._arrived: set[int] = set()  # of this backward, without what waits
-        self._most = 1  # that may wait
+        self._most = min(self._number, MAX_WAITING)  # that may wait
         self.before_wait: Callable[[], None] = do_nothing  # called when a gradient comes and none waits
         # With `params` and what waits.
         self.before_take: Callable[[Sequence[nn.Parameter], Mapping[int, torch.Tensor]], None] = do_nothing
         self.on_complete: Callable[[], None] = do_nothing  # when the last one has come
-        self.end_backward()
 
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """For autograd, to call when it has added to the `.grad` of parameter `index`.

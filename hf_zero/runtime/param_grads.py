@@ -82,7 +82,8 @@ class ParamGrads:
         self.place.is_used = bool(self._shown)
 
     def _show(self, places: Sequence[_Shown], means: Sequence[torch.Tensor] | None) -> None:
-        for one, grad in zip(places, means or [one.stand_in for one in places], strict=True):
+        grads = [one.stand_in for one in places] if means is None else means
+        for one, grad in zip(places, grads, strict=True):
             param = one.param
             if grad.dtype != param.dtype:  # or somebody has cast the live model, which the next forward refuses
                 param.grad_dtype = grad.dtype
