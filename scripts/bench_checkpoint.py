@@ -1,6 +1,7 @@
 """Checkpoints of hf_zero beside DeepSpeed's, torch DCP's (FSDP2) and the disk: save, load, consolidation, in one run.
 
     python scripts/bench_checkpoint.py FOLDER                      # 500 M parameters, 2 and then 4 ranks, some 20 GB
+    python scripts/bench_checkpoint.py FOLDER --params 350         # 4 ranks within 24 GB of memory
     python scripts/bench_checkpoint.py FOLDER --params 50 --worlds 2 --rounds 3
     python scripts/bench_checkpoint.py FOLDER --peers-python ~/peers/bin/python      # one that has DeepSpeed
     python scripts/bench_checkpoint.py FOLDER --only stall                           # or: --only files
@@ -16,8 +17,8 @@ Cold: all files of the checkpoint were evicted from the page cache (fsync, POSIX
 just before. "cp" copies the consolidated file and syncs the copy. CPU seconds are those of all processes; "anon" is
 the highest anonymous memory of a process over that before (RssAnon, sampled).
 
-Stall: what a save in the background (`checkpoint.async`) keeps the training for, the first of a process and later
-ones (the median of 7). "memory copy" copies as many bytes within memory that was used before, after each save.
+Stall: what a save in the background (`checkpoint.async`) at stage 3 keeps the training for, the first of a process and
+later ones (the median of 7). "memory copy" copies as many bytes within memory that was used before, after each save.
 
 Checked: after each load the next losses are those after the save, to the bit; consolidated weights are those of the
 model, to the bit. Exit status 1 if not, or if a limit is missed: save 1.3 x dd and ahead of peers, stall 1.2 x memory
@@ -206,8 +207,8 @@ class Stage3(Ours):
     stage = 3
 
 
-class InBackground(Ours):
-    """With `checkpoint.async`: what a save keeps the training for."""
+class InBackground(Stage3):
+    """With `checkpoint.async`: what a save keeps the training for. At stage 3 there is memory for the copy."""
 
     in_background = True
 
@@ -349,8 +350,7 @@ def job(args: argparse.Namespace, name: str, world: int) -> dict[str, Any]:
     paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
     call = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), __file__]
-    millions = min(args.params, args.params_async) if name == "async" else args.params
-    call += [str(args.folder), "--params", str(millions), "--rank-of", name, "--out", str(out)]
+    call += [str(args.folder), "--params", str(args.params), "--rank-of", name, "--out", str(out)]
     done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=args.timeout)
     if done.returncode:
         sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
@@ -503,7 +503,6 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("folder", type=Path, help="on the disk to be measured; what the script makes there it deletes")
     add("--params", type=float, default=500.0, help="millions")
-    add("--params-async", type=float, default=200.0, help="at most as many millions where the copy needs memory too")
     add("--only", choices=["files", "stall"], help="all but the saves in the background, or these alone")
     add("--worlds", type=lambda text: [int(one) for one in text.split(",")], default=[2, 4])
     add("--rounds", type=int, default=3)

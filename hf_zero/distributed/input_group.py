@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hf_zero.errors import DivergenceError
 
+_WORD = 8  # bytes
 _PIECES = 64  # of an input that are added up: what moves inside of one piece is not seen
 _FACTOR = 1_000_003  # odd, so that no difference of an earlier input is lost modulo 2 ** 64
 
@@ -80,13 +81,15 @@ class InputGroup:
 
 
 def _digest(flat: torch.Tensor) -> torch.Tensor:
-    """int64 [_PIECES + 2]: sums over pieces of the bits, read as integers, the rest behind the pieces, the size.
+    """int64 [_PIECES + 2]: sums over pieces of the bits, read as int64, the rest behind the pieces, the size.
 
     A change anywhere changes a sum, unless changes inside of a piece cancel out.
     """
-    bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
-    numel = bits.numel() // _PIECES * _PIECES
-    pieces = bits[:numel].view(_PIECES, numel // _PIECES).sum(1, dtype=torch.int64)
-    rest = bits[numel:].sum(dtype=torch.int64)
-    size = torch.full((), bits.numel(), dtype=torch.int64, device=flat.device)
+    data = flat.view(torch.uint8)
+    if data.storage_offset() % _WORD:  # it may start elsewhere on another rank
+        data = data.clone()
+    numel = data.numel() // (_PIECES * _WORD) * _PIECES
+    pieces = data[: numel * _WORD].view(torch.int64).view(_PIECES, numel // _PIECES).sum(1)
+    rest = data[numel * _WORD :].sum(dtype=torch.int64)
+    size = torch.full((), data.numel(), dtype=torch.int64, device=flat.device)
     return torch.cat([pieces, torch.stack([rest, size])])

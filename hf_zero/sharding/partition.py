@@ -15,8 +15,11 @@ from torch import nn
 
 from hf_zero.errors import ConfigError
 
-# The size rule: a module whose own parameters (units below it not counted) reach this share of the model is a unit.
+# The size rule: a module whose own parameters (units below it not counted) reach this share of the model is a unit. The
+# layers of a deeper stack are smaller than that, so it is lowered while some unit would take together more than
+# _MAX_TOGETHER of the model from modules below it: a unit is gathered as a whole.
 _MIN_UNIT_SHARE = 1 / 32
+_MAX_TOGETHER = 1 / 4
 _MIN_UNIT_NUMEL = 1 << 14
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -156,26 +159,48 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _by_size(model: nn.Module) -> list[str]:
-    """Post-order: a module becomes a unit once the parameters under it, without those of units below, are enough."""
+    """Paths of the units by the size rule, in registration order."""
     total = sum(param.numel() for param in model.parameters())
-    enough = max(int(total * _MIN_UNIT_SHARE), _MIN_UNIT_NUMEL)
-    chosen: set[str] = set()
+    found = _at_least(model, max(int(total * _MIN_UNIT_SHARE), _MIN_UNIT_NUMEL))
+    while found.together > total * _MAX_TOGETHER and found.next_size >= _MIN_UNIT_NUMEL:
+        found = _at_least(model, found.next_size)
+    return [path for path, _ in model.named_modules() if path in found.paths]
+
+
+@dataclass
+class _BySize:
+    """The units of at least a size."""
+
+    paths: set[str]
+    together: int = 0  # the most elements that one of them, or the root unit, has of modules below it
+    next_size: int = 0  # of the largest modules that are too small
+
+
+def _at_least(model: nn.Module, enough: int) -> _BySize:
+    """Post-order: a module becomes a unit once the parameters under it, without those of units below, are enough."""
+    found = _BySize(set())
     seen: set[int] = set()
 
     def visit(path: str, module: nn.Module) -> int:
         if id(module) in seen:
             return 0
         seen.add(id(module))
-        left = sum(param.numel() for param in module.parameters(recurse=False))
+        below = 0
         for name, child in module.named_children():
-            left += visit(f"{path}.{name}" if path else name, child)
-        if path and left >= enough and _forward_runs(path, model):
-            chosen.add(path)
+            below += visit(f"{path}.{name}" if path else name, child)
+        left = below + sum(param.numel() for param in module.parameters(recurse=False))
+        runs = not path or _forward_runs(path, model)
+        if runs and (not path or left >= enough):
+            found.paths.add(path)
+            found.together = max(found.together, below)
             return 0
+        if runs:
+            found.next_size = max(found.next_size, left)
         return left
 
     visit("", model)
-    return [path for path, _ in model.named_modules() if path in chosen]
+    found.paths.discard("")  # the root unit
+    return found
 
 
 def _forward_runs(path: str, model: nn.Module) -> bool:

@@ -77,6 +77,52 @@ def test_the_size_rule_makes_units_of_modules_that_are_called() -> None:
     assert sorted(together) == sorted(name for name, _ in model.named_parameters())
 
 
+class Layer(nn.Module):
+    """As in a decoder that knows nothing of transformers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+class Decoder(nn.Module):
+    def __init__(self, depth: int, container: type[nn.Module]) -> None:
+        super().__init__()
+        layers = [Layer(256) for _ in range(depth)]
+        self.embed, self.head = nn.Embedding(1000, 256), nn.Linear(256, 1000)
+        self.layers = nn.ModuleList(layers) if container is nn.ModuleList else container(*layers)
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential])
+@pytest.mark.parametrize("depth", [24, 33, 48, 65, 100])
+def test_every_layer_of_a_deep_stack_is_a_unit(depth: int, container: type[nn.Module]) -> None:
+    """However small a part of the model it is: what is no unit is gathered with all the others, as is a Sequential."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"inner": Decoder(depth, container)})
+    units = names(model)
+    assert {name for name in units if ".layers" in name} == {f"inner.layers.{number}" for number in range(depth)}
+    total = sum(param.numel() for param in model.parameters())
+    sizes = {spec.name: sum(param.numel() for _, param in spec.params) for spec in partition(model)}
+    assert max(sizes.values()) <= total / min(depth, 24)
+    together = [name for members in units.values() for name in members]
+    assert sorted(together) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_what_has_no_modules_to_split_it_into_stays_whole() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.empty(1000, 1000))
+            self.a, self.b = nn.Linear(200, 200), nn.Linear(200, 200)
+
+    assert names(Own()) == {
+        "a": ["a.weight", "a.bias"],
+        "b": ["b.weight", "b.bias"],
+        "root": ["table"],
+    }
+
+
 def test_compiled_layers_keep_their_plain_names() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=16))
     plain = names(model)
