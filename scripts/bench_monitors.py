@@ -4,8 +4,8 @@
     PYTHONPATH=OTHER_CHECKOUT python scripts/bench_monitors.py --only off    # calls of another version
 
 Calls are those of Python functions in the main thread, counted in one step, so they do not depend on what else the
-machine does. Times are CPU seconds of the process, its threads included, of blocks of steps that take turns: the median
-of their ratios. One rank, stage 2, small Llama; monitors write at every step. Exit status 1 if one costs 1 % or more.
+machine does. Times are CPU seconds of the process with its threads, of blocks of steps that take turns: the median of
+their ratios. One rank, stage 2, small Llama; monitors write at every step. Exit status 1 if one costs 1 % or more.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from torch import nn
 
 from hf_zero.errors import ConfigError
 
-# The size rule: a module whose own parameters (units below it not counted) reach this share of the model is a unit. The
-# layers of a deeper stack are smaller than that, so it is lowered while some unit would take together more than
+# The size rule: a module whose own parameters (units below it not counted) reach this share of the model is a unit.
+# The layers of a deeper stack are smaller than that, so it is lowered while some unit would take together more than
 # _MAX_TOGETHER of the model from modules below it: a unit is gathered as a whole.
 _MIN_UNIT_SHARE = 1 / 32
 _MAX_TOGETHER = 1 / 4
@@ -181,15 +181,15 @@ def _at_least(model: nn.Module, enough: int) -> _BySize:
     found = _BySize(set())
     seen: set[int] = set()
 
-    def visit(path: str, module: nn.Module) -> int:
+    def visit(path: str, module: nn.Module, parent: nn.Module | None) -> int:
         if id(module) in seen:
             return 0
         seen.add(id(module))
         below = 0
         for name, child in module.named_children():
-            below += visit(f"{path}.{name}" if path else name, child)
+            below += visit(f"{path}.{name}" if path else name, child, module)
         left = below + sum(param.numel() for param in module.parameters(recurse=False))
-        runs = not path or _forward_runs(path, model)
+        runs = _forward_runs(path, module, parent)
         if runs and (not path or left >= enough):
             found.paths.add(path)
             found.together = max(found.together, below)
@@ -198,17 +198,16 @@ def _at_least(model: nn.Module, enough: int) -> _BySize:
             found.next_size = max(found.next_size, left)
         return left
 
-    visit("", model)
+    visit("", model, None)
     found.paths.discard("")  # the root unit
     return found
 
 
-def _forward_runs(path: str, model: nn.Module) -> bool:
+def _forward_runs(path: str, module: nn.Module, parent: nn.Module | None) -> bool:
     """Whether calling the model calls this module: not containers, nor the inside of MultiheadAttention."""
-    parent_path = path.rpartition(".")[0]
-    if isinstance(model.get_submodule(parent_path), nn.MultiheadAttention) or ".parametrizations" in f".{path}":
+    if isinstance(parent, nn.MultiheadAttention) or ".parametrizations" in f".{path}":
         return False
-    return not isinstance(model.get_submodule(path), _CONTAINERS)
+    return parent is None or not isinstance(module, _CONTAINERS)
 
 
 def _owners(model: nn.Module, unit_paths: list[str]) -> dict[int, str]:
