@@ -16,6 +16,7 @@ from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import ConfigError, DivergenceError
 from hf_zero.layout import UnitLayout
+from hf_zero.native.host_memory import return_freed_memory
 from hf_zero.progress import Done, ignore, progress
 from hf_zero.runtime.device_types import refuse_missing_types
 from hf_zero.runtime.grad_accumulator import GradAccumulator, GradSettings
@@ -191,7 +192,9 @@ def build_units(
     on_disk = "nvme" in (settings.offload.param.device, settings.offload.optimizer.device)
     title = "Writing shards to disk" if on_disk else "Partitioning parameters"
     with progress(title, total, shown=comm.rank == 0) as done:
-        return make_units(drafted, settings, comm, initialize, reuse=reuse, done=done)
+        built = make_units(drafted, settings, comm, initialize, reuse=reuse, done=done)
+    return_freed_memory()  # the whole parameters'
+    return built
 
 
 def _shard_bytes(flat_spec: FlatParamSpec) -> int:
