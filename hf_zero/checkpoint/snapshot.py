@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from hf_zero.checkpoint.writer import Chunked, SliceState
+from hf_zero.native.host_copy import copy_past_caches
 from hf_zero.native.host_memory import PAGE
 from hf_zero.native.pinning import HostMemory
 from hf_zero.sharding.shard import KeptElements
@@ -111,7 +112,7 @@ class SnapshotMemory:
         target = self._take(numel * tensor.dtype.itemsize).view(tensor.dtype)
         start = 0
         for chunk in tensor.chunks() if isinstance(tensor, Chunked) else [tensor.detach()]:
-            target[start : start + chunk.numel()].copy_(chunk)
+            copy_past_caches(target[start : start + chunk.numel()], chunk)
             start += chunk.numel()
         return target
 

@@ -8,8 +8,7 @@ from functools import cache
 
 import torch
 
-from hf_zero.errors import NativeError
-from hf_zero.native.library import library
+from hf_zero.native.library import has_library, library
 
 AUTO, BY_TABLES = -1, 0  # hz_simd: what this CPU is fastest at, and what every CPU can do
 
@@ -33,18 +32,9 @@ def crc32(data: torch.Tensor, crc: int = 0, *, copy_to: torch.Tensor | None = No
 
 def crc32_of_bytes(data: memoryview, crc: int = 0) -> int:
     """zlib.crc32 of writable memory that is not empty, by zlib itself where the native library is missing."""
-    if not _has_library():
+    if not has_library():
         return zlib.crc32(data, crc)
     return crc32(torch.frombuffer(data, dtype=torch.uint8), crc)
-
-
-@cache
-def _has_library() -> bool:
-    try:
-        library()
-    except NativeError:
-        return False
-    return True
 
 
 @cache

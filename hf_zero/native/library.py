@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hf_zero.errors import NativeError
 
-ABI_VERSION = 2  # HZ_ABI_VERSION of csrc/hz_api.h: the C structures that this package fills
+ABI_VERSION = 3  # HZ_ABI_VERSION of csrc/hz_api.h: the C structures that this package fills
 LIBRARY_VARIABLE = "HF_ZERO_LIBRARY"
 _FILE = "libhf_zero_native.so"
 _REMEDY = (
@@ -47,6 +47,16 @@ def library() -> ctypes.CDLL:
             f"this package needs {ABI_VERSION}.\n{_REMEDY}"
         )
     return loaded
+
+
+@cache
+def has_library() -> bool:
+    """Whether `library` gives one, for what can do without."""
+    try:
+        library()
+    except NativeError:
+        return False
+    return True
 
 
 def library_path() -> Path:

@@ -14,20 +14,20 @@ namespace hz {
 
 constexpr int64_t kLine = 64;
 
-// Copies whole lines; both addresses are at a line. The caller owes a stream_fence before it tells others.
+// Copies whole lines; `to` is at the start of one. The caller owes a stream_fence before it tells others.
 using StreamLines = void (*)(char* to, const char* from, int64_t num_lines);
 
 #if defined(__x86_64__)
 inline void stream_lines_default(char* to, const char* from, int64_t num_lines) {
     for (int64_t i = 0; i < num_lines * kLine; i += 16) {
-        const __m128i part = _mm_load_si128(reinterpret_cast<const __m128i*>(from + i));
+        const __m128i part = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
         _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), part);
     }
 }
 
 inline HZ_TARGET_V4 void stream_lines_v4(char* to, const char* from, int64_t num_lines) {
     for (int64_t i = 0; i < num_lines * kLine; i += kLine) {
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_load_si512(from + i));
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
     }
 }
 
