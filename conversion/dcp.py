@@ -1,7 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), as FSDP2 users save them, to and from those of hf_zero.
 
 The form is `dcp.save({"model": ..., "optim": ...})` of what `get_state_dict` returns with
-`StateDictOptions(flatten_optimizer_state_dict=True)`; the nested form of the optimizer's state is read as well.
+`StateDictOptions(flatten_optimizer_state_dict=True)`. Read are also the nested form of the optimizer's state, any
+other name of it, both below another name ("app"), and the two folders that Trainer and Accelerate write for FSDP.
 
 One tensor is in memory at a time, and of a source the one chunk that it is put together from; nothing else grows with
 the model but the metadata. No process group is needed. DCP's metadata is a pickle: it is read with a closed list of
@@ -17,7 +18,7 @@ import pathlib
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -45,6 +46,7 @@ from hf_zero.progress import progress
 logger = logging.getLogger(__name__)
 
 _METADATA = ".metadata"
+_OF_ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")  # folders with "model" and "optimizer"
 STATISTICS = ("running_mean", "running_var")  # buffers of floats that every batch norm has
 _CLASSES = (
     *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
@@ -59,6 +61,7 @@ _ALLOWED |= {
 }
 _ALLOWED |= {(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")}
 _ALLOWED |= {(module, "WindowsPath"): pathlib.PureWindowsPath for module in ("pathlib", "pathlib._local")}
+_BELOW = re.compile(r"([^.]+)\.model\.")
 # State of a parameter -> the optimizer of torch that keeps it: DCP does not say which it was.
 _OPTIMIZERS = {
     frozenset(["step", "exp_avg", "exp_avg_sq"]): "AdamW",
@@ -351,8 +354,34 @@ def _owner(source: _Source, rest: str) -> str:
     return name
 
 
+def _folders(src: Path) -> list[Path]:
+    """The DCP folders of one checkpoint: it may be in two."""
+    weights, optimizer = _OF_ACCELERATE
+    if (src / _METADATA).is_file() or not (src / weights / _METADATA).is_file():
+        if src.name == weights and (src.parent / optimizer / _METADATA).is_file():
+            logger.warning("%s is converted without its optimizer, which %s has: convert that", src, src.parent)
+        return [src]
+    if (src / optimizer / _METADATA).is_file():
+        return [src / weights, src / optimizer]
+    logger.warning("%s has no %s: it is converted without its optimizer", src, optimizer)
+    return [src / weights]
+
+
+def _prefixes(keys: Iterable[str], folder: Path) -> tuple[str, str]:
+    """Below which names the model and the optimizer lie; the scripts that save choose them."""
+    keys = list(keys)
+    found = {match[1] for key in keys if (match := re.match(r"(.+?)\.param_groups\.", key))}
+    found -= {name for name in found if name == "model" or name.startswith("model.")}
+    if len(found) > 1:
+        raise CheckpointError(f"{folder} holds several optimizers: {', '.join(sorted(found))}. Save it with one.")
+    optimizer = next(iter(found), "optim")
+    above = {optimizer.rpartition(".")[0]} if found else {match[1] for key in keys if (match := _BELOW.match(key))}
+    name = next(iter(above)) if len(above) == 1 and not any(key.startswith("model.") for key in keys) else ""
+    return (f"{name}.model" if name else "model"), optimizer
+
+
 class _Source:
-    """An open DCP folder: its tensors and values under their keys, read one by one.
+    """An open DCP checkpoint: its tensors and values under their keys, read one by one.
 
     Raises:
         CheckpointError: Something of it is missing, damaged, or not of DCP.
@@ -360,40 +389,35 @@ class _Source:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._metadata = _read_metadata(folder / _METADATA)
+        self._parts = {one: _read_metadata(one / _METADATA) for one in _folders(folder)}
+        self._part_of = {key: one for one, found in self._parts.items() for key in found.state_dict_metadata}
         self.tensors = {
             key: info
-            for key, info in self._metadata.state_dict_metadata.items()
+            for found in self._parts.values()
+            for key, info in found.state_dict_metadata.items()
             if isinstance(info, metadata.TensorStorageMetadata)
         }
-        self.model = self._below("model")
-        self.optim = self._below("optim")
+        model, optimizer = _prefixes(self._part_of, folder)
+        self.model, self.optim = self._below(model), self._below(optimizer)
+        others = {".".join(key.split(".")[: model.count(".") + 1]) for key in self._part_of}
+        others -= {model, optimizer}
         if not self.model:
+            there = ", ".join(sorted({key.split(".")[0] for key in self._part_of})) or "nothing at all"
             raise CheckpointError(
-                f"{folder} holds nothing under 'model': save it as dcp.save({{'model': ..., 'optim': ...}})."
+                f"{folder} holds nothing under 'model', but {there}: save it as dcp.save({{'model': ..., "
+                "'optim': ...})."
             )
-        self._check_files()
+        if others:
+            logger.warning(
+                "%s: neither weights nor an optimizer, and left out: %s", folder, ", ".join(sorted(others)[:5])
+            )
+        for one, found in self._parts.items():
+            _check_files(one, found)
 
     def _below(self, part: str) -> dict[str, str]:
         """Name below `part` -> key."""
         start = f"{part}."
-        return {key.removeprefix(start): key for key in self._metadata.state_dict_metadata if key.startswith(start)}
-
-    def _check_files(self) -> None:
-        ends: dict[str, int] = {}
-        for one in self._metadata.storage_data.values():
-            if Path(one.relative_path).name != one.relative_path or getattr(one, "transform_descriptors", None):
-                raise CheckpointError(f"{self.folder}: {one.relative_path} is packed, or outside. Save it without.")
-            ends[one.relative_path] = max(ends.get(one.relative_path, 0), one.offset + one.length)
-        wrong = []
-        for name, end in ends.items():
-            path = self.folder / name
-            if not path.is_file():
-                wrong.append(f"{path} is missing")
-            elif path.stat().st_size < end:
-                wrong.append(f"{path} is torn: it has {path.stat().st_size} of {end} bytes")
-        if wrong:
-            raise CheckpointError(f"{self.folder} is not complete: {'; '.join(wrong)}. Copy these files again.")
+        return {key.removeprefix(start): key for key in self._part_of if key.startswith(start)}
 
     def tensor(self, key: str) -> metadata.TensorStorageMetadata:
         if key not in self.tensors:
@@ -439,10 +463,11 @@ class _Source:
         return self._load(metadata.MetadataIndex(key))
 
     def _load(self, index: metadata.MetadataIndex) -> Any:
-        place = self._metadata.storage_data.get(index)
+        folder = self._part_of[index.fqn]
+        place = self._parts[folder].storage_data.get(index)
         if place is None:
-            raise CheckpointError(f"{self.folder}: {_METADATA} does not say where {index.fqn} is. Save it again.")
-        path = self.folder / place.relative_path
+            raise CheckpointError(f"{folder}: {_METADATA} does not say where {index.fqn} is. Save it again.")
+        path = folder / place.relative_path
         try:
             with path.open("rb") as file:
                 file.seek(place.offset)
@@ -454,6 +479,23 @@ class _Source:
             ) from error
         except Exception as error:  # a damaged archive may raise anything
             raise CheckpointError(f"{path}: cannot read {index.fqn}: {error}. Copy the file again.") from error
+
+
+def _check_files(folder: Path, found: metadata.Metadata) -> None:
+    ends: dict[str, int] = {}
+    for one in found.storage_data.values():
+        if Path(one.relative_path).name != one.relative_path or getattr(one, "transform_descriptors", None):
+            raise CheckpointError(f"{folder}: {one.relative_path} is packed, or outside. Save it without.")
+        ends[one.relative_path] = max(ends.get(one.relative_path, 0), one.offset + one.length)
+    wrong = []
+    for name, end in ends.items():
+        path = folder / name
+        if not path.is_file():
+            wrong.append(f"{path} is missing")
+        elif path.stat().st_size < end:
+            wrong.append(f"{path} is torn: it has {path.stat().st_size} of {end} bytes")
+    if wrong:
+        raise CheckpointError(f"{folder} is not complete: {'; '.join(wrong)}. Copy these files again.")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -142,6 +146,50 @@ def test_hf_zero_goes_on_in_fsdp2(ranks: int, stage: int, offload: bool, kind: s
     to_dcp(tmp_path / "zero", tmp_path / "fsdp")
     losses = run_ranks(fsdp_resumes, 2, str(tmp_path / "fsdp"), kind)[0]
     assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def saves_under_names(folder: str, where: str) -> list[float]:
+    """As scripts and tools do that do not say "optim"."""
+    model, optimizer = sharded()
+    fsdp_steps(model, optimizer, 0, BEFORE)
+    if where == "accelerate":
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+        save_fsdp_model(plugin, Accelerator(cpu=True), model, folder)
+        save_fsdp_optimizer(plugin, Accelerator(cpu=True), optimizer, model, folder)
+    else:
+        weights, state = get_state_dict(model, optimizer)
+        both = {"model": weights, "optimizer": state} if where == "optimizer" else {"model": weights, "optim": state}
+        app = {"app": both, "scheduler": {"last_epoch": 3}}
+        dcp.save(both if where == "optimizer" else app, checkpoint_id=folder)
+    return fsdp_steps(model, optimizer, BEFORE, BEFORE + AFTER)
+
+
+@pytest.mark.parametrize("where", ["optimizer", "app", "accelerate"])
+def test_the_optimizer_is_found_under_any_name(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = run_ranks(saves_under_names, 2, str(tmp_path / "fsdp"), where)[0]
+    from_dcp(tmp_path / "fsdp", tmp_path / "zero")
+    losses = run_ranks(engine_resumes, 2, str(tmp_path / "zero"), 3)[0]
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert ("left out: scheduler.last_epoch" in caplog.text) == (where == "app")
+
+
+def test_half_of_a_checkpoint_of_accelerate_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = tmp_path / "fsdp"
+    run_ranks(saves_under_names, 2, str(source), "accelerate")
+    from_dcp(source / "pytorch_model_fsdp_0", tmp_path / "half")
+    assert f"without its optimizer, which {source} has" in caplog.text
+    refused(source / "optimizer_0", "holds nothing under 'model', but optimizer")
+    shutil.rmtree(source / "optimizer_0")
+    from_dcp(source, tmp_path / "weights")
+    assert f"{source} has no optimizer_0" in caplog.text
+
+
+def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+    model = Net()
+    group = {"param_groups": {"0": {"params": ["a"], "lr": torch.tensor(0.1)}}}
+    state = {"model": model.state_dict(), "first": group, "second": group}
+    dcp.save(state, checkpoint_id=tmp_path / "two", no_dist=True)
+    refused(tmp_path / "two", "several optimizers: first, second")
 
 
 # -------------------------------------------------------------------- bad input
