@@ -137,6 +137,7 @@ def stores_on_disk(engine: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_states_on_a_disk_are_saved_as_they_were(tmp_path: Path) -> None:
     for found in run_ranks(slow_saves_from_disk, 2, str(tmp_path), timeout=120):
         for name, (losses, kept) in found.items():

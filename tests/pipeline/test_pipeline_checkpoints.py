@@ -104,6 +104,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder, found
 
 
+@pytest.mark.slow
 def test_every_run_goes_on_with_every_checkpoint(outcomes: tuple[Path, dict[str, Any]]) -> None:
     _, found = outcomes
     straight = {name: value for name, value in found.items() if "->" not in name}

@@ -103,7 +103,7 @@ def alone(setting: Setting) -> models.Trained:
     return models.train_alone(module, setting.pipelines, setting.micros)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 def runs(request: pytest.FixtureRequest) -> list[tuple[Setting, list[Outcome]]]:
     settings = settings_for(request.param)[: SAMPLE[request.param]]
     by_rank = run_ranks(run_all, request.param, settings, timeout=180)
