@@ -133,6 +133,7 @@ def budgets() -> Any:
     return found, str(raised.value), smallest
 
 
+@pytest.mark.slow
 def test_budgets_of_a_llama() -> None:
     for rank, (found, text, smallest) in enumerate(run_ranks(budgets, 2)):
         counts = [recomputed for _, recomputed, _, _ in found]

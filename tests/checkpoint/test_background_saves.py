@@ -99,6 +99,7 @@ def slow_saves(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_slow_writer_stops_nobody(tmp_path: Path) -> None:
     for found in run_ranks(slow_saves, 2, str(tmp_path)):
         assert found["stall"] < 1 and found["steps"] < 1.4
@@ -349,6 +350,7 @@ def train_in_background(folder: str, in_background: bool) -> dict[str, Any]:
     return {"seen": looks.seen, "left": left, "losses": losses, "limit": args.save_total_limit}
 
 
+@pytest.mark.slow
 def test_trainer_keeps_the_last_published_checkpoint(tmp_path: Path) -> None:
     plain = run_ranks(train_in_background, 2, str(tmp_path / "plain"), False)[0]
     found = run_ranks(train_in_background, 2, str(tmp_path / "async"), True)[0]

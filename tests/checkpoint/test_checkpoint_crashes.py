@@ -69,7 +69,8 @@ def die_at_call(number: int) -> None:
     AioQueue.write = lethal(AioQueue.write, False)  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("overwrites", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("overwrites", [False, True])
 def test_death_of_one_process_that_writes_all_files(tmp_path: Path, overwrites: bool) -> None:
     """At any system call: the folder holds the old checkpoint or the new one. Ranks of their own are killed below."""
     old, new = only_frozen(make_model(1)), only_frozen(make_model(2))

@@ -57,10 +57,8 @@ def wait_for_the_dead(name: str) -> None:
         assert time.monotonic() - began < SOON_S
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [*(pytest.param(name, 3, marks=pytest.mark.slow) for name in OPERATIONS), ("all_gather", 2)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world_size"), [*((name, 3) for name in OPERATIONS), ("all_gather", 2)])
 def test_a_rank_dies_in_the_middle_of(name: str, world_size: int) -> None:
     failures = run_ranks(wait_for_the_dead, world_size, name, timeout=40, expect_error=True)
     assert failures[1].kind == "Died"

@@ -293,7 +293,8 @@ def torn_down_alone(stage: int) -> str:
     return text
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_teardown_on_one_rank_says_so(stage: int) -> None:
     text = run_ranks(torn_down_alone, 2, stage)[0]
     assert "rank 0 called engine.teardown, but rank(s) [1] did not within" in text
