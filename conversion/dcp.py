@@ -399,8 +399,8 @@ class _Source:
         }
         model, optimizer = _prefixes(self._part_of, folder)
         self.model, self.optim = self._below(model), self._below(optimizer)
-        others = {".".join(key.split(".")[: model.count(".") + 1]) for key in self._part_of}
-        others -= {model, optimizer}
+        left = self._part_of.keys() - {*self.model.values(), *self.optim.values()}
+        others = {".".join(key.split(".")[: model.count(".") + 1]) for key in left}
         if not self.model:
             there = ", ".join(sorted({key.split(".")[0] for key in self._part_of})) or "nothing at all"
             raise CheckpointError(

@@ -20,6 +20,7 @@ from hf_zero.errors import ConfigError
 # _MAX_TOGETHER of the model from modules below it: a unit is gathered as a whole.
 _MIN_UNIT_SHARE = 1 / 32
 _MAX_TOGETHER = 1 / 4
+_LOWER = 0.9
 _MIN_UNIT_NUMEL = 1 << 14
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -161,9 +162,12 @@ def _class_name(module: nn.Module) -> str:
 def _by_size(model: nn.Module) -> list[str]:
     """Paths of the units by the size rule, in registration order."""
     total = sum(param.numel() for param in model.parameters())
-    found = _at_least(model, max(int(total * _MIN_UNIT_SHARE), _MIN_UNIT_NUMEL))
+    enough = max(int(total * _MIN_UNIT_SHARE), _MIN_UNIT_NUMEL)
+    found = _at_least(model, enough)
     while found.together > total * _MAX_TOGETHER and found.next_size >= _MIN_UNIT_NUMEL:
-        found = _at_least(model, found.next_size)
+        # Not size by size where all of many modules have their own.
+        enough = max(min(found.next_size, int(enough * _LOWER)), _MIN_UNIT_NUMEL)
+        found = _at_least(model, enough)
     return [path for path, _ in model.named_modules() if path in found.paths]
 
 
