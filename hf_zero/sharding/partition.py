@@ -20,7 +20,7 @@ from hf_zero.errors import ConfigError
 # _MAX_TOGETHER of the model from modules below it: a unit is gathered as a whole.
 _MIN_UNIT_SHARE = 1 / 32
 _MAX_TOGETHER = 1 / 4
-_LOWER = 0.9
+_LOWER = 0.9  # at least so much at a time
 _MIN_UNIT_NUMEL = 1 << 14
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine.engine import ZeroEngine
+from tests.harness.memory import anonymous_bytes
 from tests.harness.ranks import run_ranks
 
 WIDTH, LAYERS = 1024, 12
@@ -42,12 +42,6 @@ def start(device: str, folder: str, width: int, layers: int, **zero: Any) -> Zer
 def step(engine: ZeroEngine, width: int) -> None:
     engine.backward(engine(torch.randn(2, width)))
     engine.step()
-
-
-def anonymous_bytes() -> int:
-    found = re.search(r"^RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(), re.M)
-    assert found is not None
-    return int(found.group(1)) << 10
 
 
 def grown(device: str, folder: str) -> tuple[int, int, int]:

@@ -25,6 +25,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine.engine import ZeroEngine
+from tests.harness.memory import anonymous_bytes
 from tests.harness.ranks import run_ranks
 
 WIDTH, INNER, VOCAB, NUM_LAYERS = 61, 131, 67, 6
@@ -194,16 +195,11 @@ def test_peak_inside_backward(world: int) -> None:
 
 def growth_of_a_start() -> tuple[int, int]:
     """(bytes by which the process has grown from before the model was made, bytes that the engine says it holds)"""
-    before = anonymous_memory()
+    before = anonymous_bytes()
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(64)))
     optimizer = torch.optim.AdamW(model.parameters())
     engine = hf_zero.initialize(model=model, optimizer=optimizer, config={"zero_optimization": {"stage": 3}})[0]
-    return anonymous_memory() - before, engine.memory_report()["total"]
-
-
-def anonymous_memory() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+    return anonymous_bytes() - before, engine.memory_report()["total"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory of a process is read from Linux's /proc")

@@ -15,6 +15,7 @@ import torch
 
 from hf_zero.config.resolved import Aio
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, SwapFolder
+from tests.harness.memory import anonymous_bytes
 from tests.storage.conftest import GPU, CountedPages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -276,22 +277,22 @@ def test_memory_stores_lease_the_tensor_itself() -> None:
 
 def test_host_memory_is_page_aligned_and_free_until_it_is_touched() -> None:
     store = HostStore(CPU, pin=False)
-    before = resident_bytes()
+    before = anonymous_bytes()
     store.create("large", 256 << 20, torch.float32)
     store.create("small", 3, torch.float32)
-    assert resident_bytes() - before < 32 << 20
+    assert anonymous_bytes() - before < 32 << 20
     assert all(store.tensor(key).data_ptr() % 4096 == 0 for key in ("large", "small"))
     store.tensor("large")[: 16 << 20].fill_(1)
-    assert resident_bytes() - before >= 60 << 20, "vacuous: touching memory did not show"
+    assert anonymous_bytes() - before >= 60 << 20, "vacuous: touching memory did not show"
     store.drop("large")
-    assert resident_bytes() - before < 32 << 20
+    assert anonymous_bytes() - before < 32 << 20
 
 
 _CYCLE = """
 import sys, torch
 from hf_zero.config.resolved import Aio
 from hf_zero.storage import DiskStore, StagingPool, SwapFolder
-from tests.storage.test_stores import resident_bytes
+from tests.harness.memory import anonymous_bytes
 pool = StagingPool(16 << 20, device=torch.device("cpu"), pin=False)
 store = DiskStore(SwapFolder(sys.argv[1], 0), "s", aio=Aio(), pool=pool, preallocate=False)
 keys = [f"k{i}" for i in range(40)]
@@ -302,14 +303,14 @@ for key in keys[:2]:  # what a first use costs anyway
         borrow.tensors[0].fill_(0)
 store.flush()
 pool.close()
-before, most = resident_bytes(), 0
+before, most = anonymous_bytes(), 0
 for again in range(2):
     for i, key in enumerate(keys):
         store.prefetch(keys[i + 1 : i + 3])
         with store.borrow([key], write=True) as borrow:
             assert (borrow.tensors[0][::999] == again).all()
             borrow.tensors[0].add_(1)
-            most = max(most, resident_bytes())
+            most = max(most, anonymous_bytes())
 print(most - before, pool.peak_bytes)
 """
 
@@ -320,13 +321,6 @@ def test_resident_memory_is_bounded(tmp_path: Path) -> None:
     grown, peak = (int(word) for word in run_python(_CYCLE, tmp_path).split())
     assert peak == 16 << 20
     assert 12 << 20 <= grown <= 20 << 20
-
-
-def resident_bytes() -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("no RssAnon in /proc/self/status")
 
 
 def run_threads(functions: list[Callable[[], None]]) -> None:
