@@ -7,9 +7,9 @@ Under a random schedule all ranks must have the same seed: a task that runs wait
 
 from __future__ import annotations
 
+import atexit
 import functools
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -151,11 +151,13 @@ class LagGroup(dist.ProcessGroup):
 def register() -> None:
     """Make it the backend that torch takes for the lag device, which goes on by itself where all ranks wait."""
     dist.Backend.register_backend(NAME, LagGroup, devices=[device.NAME])
-    threading.Thread(target=_let_it_run, name="lag-device", daemon=True).start()
+    over = threading.Event()
+    thread = threading.Thread(target=_let_it_run, args=(over,), name="lag-device", daemon=True)
+    thread.start()
+    atexit.register(lambda: (over.set(), thread.join()))  # Python must not end inside of a call of the library
 
 
-def _let_it_run() -> None:
+def _let_it_run(over: threading.Event) -> None:
     calls = 0
-    while True:
-        time.sleep(_STALL_S)
+    while not over.wait(_STALL_S):
         calls = device.library().let_a_stalled_device_run(calls)

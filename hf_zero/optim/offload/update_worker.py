@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from hf_zero.distributed.processes import use_device
+
+
+_ENDS_WITHIN_S = 30.0  # the job under way, where Python ends
 
 
 class Job(Protocol):
@@ -46,6 +51,7 @@ class UpdateWorker:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="hf_zero-update", daemon=True)
                 self._thread.start()
+                atexit.register(_end, weakref.ref(self))
             self._wake.notify()
 
     def bring_forward(self, jobs: Sequence[Job]) -> None:
@@ -69,6 +75,15 @@ class UpdateWorker:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
+
+    def abandon(self) -> None:
+        """As `close`, without the jobs that wait."""
+        with self._wake:
+            self._closed = True
+            self._jobs.clear()
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join(_ENDS_WITHIN_S)
 
     def _work(self) -> None:
         use_device(self._device)
@@ -97,3 +112,9 @@ class UpdateWorker:
             following = self._jobs[0] if self._jobs else None
         if following is not None:
             following.prefetch()
+
+
+def _end(worker: weakref.ref[UpdateWorker]) -> None:
+    """torch aborts a process, with status 134, whose Python ends while another thread of Python runs one of its calls."""
+    if (found := worker()) is not None:
+        found.abandon()
