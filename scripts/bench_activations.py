@@ -20,6 +20,7 @@ import argparse
 import gc
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -166,7 +167,7 @@ class Bench:
 
     def step(self, checkpoint: Checkpoint, found: dict[str, float] | None = None) -> list[torch.Tensor]:
         """Gradients; in `found` the memory between forward and backward."""
-        x = self._batch.clone().requires_grad_()
+        x = self._batch.clone().requires_grad_().clone()  # of a leaf, DeepSpeed empties the tensor itself
         for block in self._blocks:
             x = checkpoint(block, x)
         if found is not None:
@@ -211,7 +212,9 @@ def rank_main(args: argparse.Namespace) -> None:
     want = [one.clone() for one in bench.step(lambda function, *given: function(*given))]
     bench.forget()
     for turn in range(args.rounds + 1):  # the first one warms up
-        for name, make in variants(args.layers, peers=args.rank_of == "peers").items():
+        order = list(variants(args.layers, peers=args.rank_of == "peers").items())
+        random.Random(turn).shuffle(order)  # a variant's time depends on the one before it, by a percent
+        for name, make in order:
             for figure, value in bench.measure(make, want).items():
                 if turn:
                     rows.setdefault(name, {}).setdefault(figure, []).append(value)
@@ -265,7 +268,8 @@ def summary(rows: Rows) -> dict[str, Mapping[str, float]]:
         return statistics.median(a / b for a, b in zip(figures[figure], rows[BASE][figure], strict=True))
 
     found = {}
-    for name, figures in rows.items():
+    for name in (name for name in variants(1, peers=any("deepspeed" in name for name in rows)) if name in rows):
+        figures = rows[name]
         held, peak = statistics.median(figures["held"]), statistics.median(figures["peak"])
         found[name] = {
             "time": ratio(figures, "seconds"),
