@@ -1,7 +1,7 @@
 """Checkpoints of hf_zero beside DeepSpeed's, torch DCP's (FSDP2) and the disk: save, load, consolidation, in one run.
 
     python scripts/bench_checkpoint.py FOLDER                      # 500 M parameters, 2 and then 4 ranks, some 20 GB
-    python scripts/bench_checkpoint.py FOLDER --params 350         # 4 ranks within 24 GB of memory
+    MALLOC_MMAP_THRESHOLD_=8388608 python scripts/bench_checkpoint.py FOLDER --worlds 4      # within 24 GB of memory
     python scripts/bench_checkpoint.py FOLDER --params 50 --worlds 2 --rounds 3
     python scripts/bench_checkpoint.py FOLDER --peers-python ~/peers/bin/python      # one that has DeepSpeed
     python scripts/bench_checkpoint.py FOLDER --only stall                           # or: --only files
