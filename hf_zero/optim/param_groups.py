@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.errors import ConfigError
 from hf_zero.layout import Slice
+from hf_zero.optim.registry import check_unsharded_types
 from hf_zero.optim.updates.owners import OwnedParam, Owners
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.sharding.param_index import ParamPlace
@@ -86,6 +87,8 @@ class ShardedGroups:
     def __init__(self, optimizer: torch.optim.Optimizer, owners: Owners | None = None) -> None:
         """`owners` deals out the parameters that the optimizer needs in full."""
         self._owners = owners
+        self._optimizer = optimizer
+        self._unsharded_types: dict[int, set[torch.dtype]] = {}  # of what each group, by id, holds unsharded
         self._state = dict(optimizer.state)
         self._live_state = optimizer.state
         self._live_state.clear()
@@ -128,8 +131,13 @@ class ShardedGroups:
         """Owners of those of the waiting parameters that are needed unsharded, by parameter."""
         if self._owners is None:
             return {}
-        wanted = [param for group, param in self._waiting if param in places and self._owners.wants(group)]
-        return dict(zip(wanted, self._owners.adopt([places[one] for one in wanted]), strict=True))
+        wanted = [(group, param) for group, param in self._waiting if param in places and self._owners.wants(group)]
+        adopted = self._owners.adopt([places[param] for _, param in wanted])
+        for (group, _), one in zip(wanted, adopted, strict=True):
+            types = self._unsharded_types.setdefault(id(group), set())
+            types.add(one.dtype)
+            check_unsharded_types(self._optimizer, group, types)
+        return {param: one for (_, param), one in zip(wanted, adopted, strict=True)}
 
     def _hold_unsharded(self, group: dict[str, Any], param: torch.Tensor, adopted: OwnedParam) -> None:
         state = self._state.pop(param, None)

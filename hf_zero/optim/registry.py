@@ -7,7 +7,7 @@ full matrix, at its shape, or at all parameters together needs more, or is refus
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +180,24 @@ def check_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], para
     """
     if isinstance(optimizer, CheckedOptimizer):
         optimizer.check_group({**optimizer.defaults, **group, "params": params})
+
+
+def check_unsharded_types(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], types: Collection[torch.dtype]
+) -> None:
+    """Raise ConfigError if one rank's part of a group, of parameters of these types, is updated otherwise than all.
+
+    torch's Adafactor without an eps of its own takes that of the first parameter's type for the whole group, and the
+    first one of a rank is another one.
+    """
+    if type(optimizer) is torch.optim.Adafactor and group["eps"][0] is None and len(types) > 1:
+        listed = ", ".join(sorted(str(one) for one in types))
+        raise ConfigError(
+            f"optimizer torch.optim.Adafactor has a param group with parameters of several types ({listed}) and no eps "
+            "of its own: torch then takes that of the first parameter's type for all of them, and at stages 1-3 every "
+            "rank has another first parameter.\nGive it one, as in Adafactor(..., eps=(1e-30, 1e-3)), or make a group "
+            "for each type."
+        )
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:

@@ -268,4 +268,6 @@ def expected_errors(case: Case) -> Mapping[str, str]:
         expected["StateError"] = "weight"
     if offloaded and case.optimizer not in NATIVE:
         expected["ConfigError"] = "offload"
+    if case.row.has("typed") and case.optimizer == "Adafactor" and any(phase.stage > 0 for phase in case.phases):
+        expected["ConfigError"] = "several types"
     return expected

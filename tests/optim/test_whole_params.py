@@ -430,3 +430,70 @@ def test_masters_of_a_bf16_model_are_updated(make: Make) -> None:
     for whole, sharded in run_ranks(train_in_bf16, 2, case, make):
         torch.testing.assert_close(sharded, whole, rtol=0, atol=1e-3)
         assert 0.01 < float((whole - before).abs().max()) < 1
+
+
+# ---------------------------------------------------------------- several types in one group
+class TwoTypes(nn.Module):
+    """The gradient of `low` is so small that the eps of its type counts."""
+
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.low = nn.Linear(12, 12).double(), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1e-3 * self.low(torch.tanh(self.first(x)).float()).double().square().mean()
+
+
+def two_types(make: Callable[[nn.Module], torch.optim.Optimizer], stage: int) -> dict[str, torch.Tensor]:
+    model = TwoTypes()
+    optimizer = make(model)
+    batch = torch.linspace(-1, 1, 60, dtype=torch.float64).view(5, 12)
+    if stage < 0:  # one process
+        for _ in range(3):
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.0}
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    for _ in range(3):
+        engine.backward(engine(batch))
+        engine.step()
+    return engine.full_state_dict(keep=True)
+
+
+def one_group(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=0.02)
+
+
+def one_group_with_eps(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=0.02, eps=(1e-9, 1e-3))
+
+
+def group_for_each_type(model: nn.Module) -> torch.optim.Optimizer:
+    groups = [{"params": list(model.get_submodule(name).parameters())} for name in ("first", "low")]
+    return torch.optim.Adafactor(groups, lr=0.02)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("make", [one_group_with_eps, group_for_each_type])
+def test_parameters_of_several_types(make: Callable[[nn.Module], torch.optim.Optimizer], stage: int) -> None:
+    before, want = TwoTypes().state_dict(), two_types(make, -1)
+    assert all(float((want[name] - before[name]).abs().max()) > 1e-3 for name in want)
+    for got in run_ranks(two_types, 2, make, stage):
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def test_several_types_in_one_group_need_an_eps() -> None:
+    """torch takes the eps of the first one's type for all: one process itself gives something else."""
+    one, other = two_types(one_group, -1), two_types(group_for_each_type, -1)
+    assert float((one["low.weight"] - other["low.weight"]).abs().max()) > 1e-4
+    for stage in (1, 2, 3):
+        for failure in run_ranks(two_types, 2, one_group, stage, expect_error=True):
+            assert failure.kind == "ConfigError"
+            assert "several types (torch.float32, torch.float64)" in failure.message
+    assert run_ranks(two_types, 2, one_group, 0)[0]["low.weight"].equal(one["low.weight"])
