@@ -13,7 +13,6 @@ import torch
 
 from hf_zero.distributed.processes import use_device
 
-
 _ENDS_WITHIN_S = 30.0  # the job under way, where Python ends
 
 
@@ -115,6 +114,6 @@ class UpdateWorker:
 
 
 def _end(worker: weakref.ref[UpdateWorker]) -> None:
-    """torch aborts a process, with status 134, whose Python ends while another thread of Python runs one of its calls."""
+    """torch aborts a process, status 134, whose Python ends while another thread of Python is in one of its calls."""
     if (found := worker()) is not None:
         found.abandon()
