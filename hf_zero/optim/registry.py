@@ -194,9 +194,9 @@ def check_unsharded_types(
         listed = ", ".join(sorted(str(one) for one in types))
         raise ConfigError(
             f"optimizer torch.optim.Adafactor has a param group with parameters of several types ({listed}) and no "
-            "eps of its own: torch then takes that of the first parameter's type for all of them, and at stages 1-3 every "
-            "rank has another first parameter.\nGive it one, as in Adafactor(..., eps=(1e-30, 1e-3)), or make a group "
-            "for each type."
+            "eps of its own: torch then takes that of the first parameter's type for all of them, and at stages 1-3 "
+            "every rank has another first parameter.\nGive it one, as in Adafactor(..., eps=(1e-30, 1e-3)), or make a "
+            "group for each type."
         )
 
 
