@@ -6,9 +6,9 @@
 Two ranks, which share the inputs of their regions as ranks of tensor parallelism do, run a stack of blocks forward and
 backward. "held" is the anonymous memory between a forward and its backward, over that before the variant's first step
 (so what a variant keeps between steps counts), also as a share of the run without checkpoints; "peak" the highest of a
-step. Times are of a step over that of torch's reentrant checkpointing in the same process, median of the rounds, so
-two versions of torch can be compared; "cpu" the least CPU seconds of all rounds, on which other work has little
-influence.
+step. Times are of a step over that of torch's reentrant checkpointing in the same process, median of the rounds (each
+in another order of the variants), so two versions of torch can be compared; "cpu" the least CPU seconds of all rounds,
+on which other work has little influence.
 
 Checked: gradients of every variant are those of the run without checkpoints, to the bit. Exit status 1 if not, or if a
 way of ours takes more than 1.1 x the CPU time of torch's or DeepSpeed's same way.

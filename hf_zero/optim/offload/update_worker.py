@@ -66,23 +66,20 @@ class UpdateWorker:
         with self._wake:
             self._wake.wait_for(lambda: not self._jobs and not self._is_running)
 
-    def close(self) -> None:
-        """End the thread when its jobs are done."""
+    def close(self, wait_s: float | None = None) -> None:
+        """End the thread when its jobs are done; return before that after `wait_s` seconds."""
         with self._wake:
             self._closed = True
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(wait_s)
             self._thread = None
 
     def abandon(self) -> None:
-        """As `close`, without the jobs that wait."""
+        """As `close`, without the jobs that have not begun, where Python ends."""
         with self._wake:
-            self._closed = True
             self._jobs.clear()
-            self._wake.notify()
-        if self._thread is not None:
-            self._thread.join(_ENDS_WITHIN_S)
+        self.close(_ENDS_WITHIN_S)
 
     def _work(self) -> None:
         use_device(self._device)
