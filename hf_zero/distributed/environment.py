@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from hf_zero.errors import ConfigError
 
 DEFAULT_PORT = 29500  # torch's and DeepSpeed's
+MOST_HOSTS = 1 << 16  # of a list of hosts; what is beyond is damage
 # SLURM numbers steps that are no tasks of a job (batch script, interactive shell, ...) from here up.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
@@ -54,11 +56,27 @@ def described_processes(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in environment}
 
 
+def number_in(environment: Mapping[str, str], *names: str) -> int:
+    """What the first of these variables that is set says; 0 where none is.
+
+    Raises:
+        ConfigError: That is no number.
+    """
+    name = next((name for name in names if environment.get(name)), None)
+    if name is None:
+        return 0
+    if not re.fullmatch(r"[0-9]{1,18}", environment[name]):
+        raise ConfigError(f"{name}={environment[name]!r}: expected a number")
+    return int(environment[name])
+
+
 def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID")
+    steps = ("SLURM_STEP_ID", "SLURM_STEPID")
+    in_step = any(environment.get(name) for name in steps)
+    step = number_in(environment, *steps)
     # The tasks of this step: an interactive shell inside an allocation of four tasks is a step of one.
-    count = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or "1"
-    if not step or int(step) >= _FIRST_SPECIAL_STEP or int(count) <= 1:
+    count = number_in(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if not in_step or step >= _FIRST_SPECIAL_STEP or count <= 1:
         return {}
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST")
     nodes = nodes or environment.get("SLURM_JOB_NODELIST", "")
@@ -68,25 +86,26 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         missing.append("SLURM_NODELIST")
     if missing:
         raise ConfigError(f"this is one of {count} tasks of a SLURM step, but {', '.join(missing)} is not set")
-    job = int(environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID") or 0)
+    job = number_in(environment, "SLURM_JOB_ID", "SLURM_JOBID")
     return {
         "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": count,
+        "WORLD_SIZE": str(count),
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(_tasks_here(environment, int(count))),
+        "LOCAL_WORLD_SIZE": str(_tasks_here(environment, count)),
         "MASTER_ADDR": expand_hosts(nodes)[0] if nodes else "",
-        "MASTER_PORT": str(slurm_port(job, int(step))),
+        "MASTER_PORT": str(slurm_port(job, step)),
     }
 
 
 def _tasks_here(environment: Mapping[str, str], count: int) -> int:
     """SLURM_STEP_TASKS_PER_NODE is `4(x2),3`: so many tasks on so many nodes, one after the other."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(count)
-    tasks: list[int] = []
-    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        tasks += [int(number)] * int(times or 1)
-    node = int(environment.get("SLURM_NODEID") or 0)
-    return tasks[node] if node < len(tasks) else tasks[-1]
+    node, tasks = number_in(environment, "SLURM_NODEID"), count
+    for number, times in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", text):
+        node, tasks = node - int(times or 1), int(number)
+        if node < 0:
+            break
+    return tasks
 
 
 def slurm_port(job: int, step: int) -> int:
@@ -98,36 +117,36 @@ def expand_hosts(text: str) -> list[str]:
     """`gpu[01-03,7]-ib,login1` as [gpu01-ib, gpu02-ib, gpu03-ib, gpu7-ib, login1], as SLURM writes lists of hosts.
 
     Raises:
-        ConfigError: A bracket is not closed, or holds no numbers.
+        ConfigError: A bracket is not closed, or holds no numbers, or there are more than MOST_HOSTS.
     """
-    hosts: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
-        hosts += _expand_brackets(item, text)
+    items = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
+    hosts = list(islice((host for item in items for host in _expand_brackets(item, text)), MOST_HOSTS + 1))
+    if len(hosts) > MOST_HOSTS:
+        raise ConfigError(f"{text[:200]!r} are more than {MOST_HOSTS} hosts")
     if not hosts or text.count("[") != text.count("]"):
         raise ConfigError(f"{text!r} is no list of hosts such as node[1-3,7]")
     return hosts
 
 
-def _expand_brackets(item: str, text: str) -> list[str]:
+def _expand_brackets(item: str, text: str) -> Iterator[str]:
     bracket = re.search(r"\[([^\]]*)\]", item)
     if bracket is None:
-        return [item]
+        yield item
+        return
     before, after = item[: bracket.start()], item[bracket.end() :]
-    expanded = []
     for part in bracket[1].split(","):
-        bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        bounds = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part, re.ASCII)
         if bounds is None:
             raise ConfigError(f"{text!r} is no list of hosts such as node[1-3,7]: {part!r} is no number or range")
         first, last = bounds[1], bounds[2] or bounds[1]
         for number in range(int(first), int(last) + 1):
-            expanded += _expand_brackets(f"{before}{number:0{len(first)}d}{after}", text)
-    return expanded
+            yield from _expand_brackets(f"{before}{number:0{len(first)}d}{after}", text)
 
 
 def _from_mpi(environment: Mapping[str, str]) -> dict[str, str]:
     for mpi in _MPIS:
-        size = environment.get(mpi.size)
-        if size is None or int(size) <= 1:
+        size = number_in(environment, mpi.size)
+        if size <= 1:
             continue
         rank, local_rank = environment.get(mpi.rank), environment.get(mpi.local_rank)
         local_size = environment.get(mpi.local_size)
@@ -136,16 +155,16 @@ def _from_mpi(environment: Mapping[str, str]) -> dict[str, str]:
                 f"{mpi.size}={size}: this is one of several processes, but {mpi.rank} or {mpi.local_rank} is not set, "
                 "so that each would train a model of its own.\nStart one torchrun per node, or hf-zero launch"
             )
-        if "MASTER_ADDR" not in environment and local_size != size:
+        if "MASTER_ADDR" not in environment and local_size != str(size):
             raise ConfigError(
                 f"{mpi.size}={size} processes on several hosts, and MASTER_ADDR is not set: {mpi.name} does not say "
                 "where rank 0 is.\nAdd its host to the line: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ..."
             )
         return {
             "RANK": rank,
-            "WORLD_SIZE": size,
+            "WORLD_SIZE": str(size),
             "LOCAL_RANK": local_rank,
-            "LOCAL_WORLD_SIZE": local_size or size,
+            "LOCAL_WORLD_SIZE": local_size or str(size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_mpi_port(mpi, environment)),
         }

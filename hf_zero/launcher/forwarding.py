@@ -24,7 +24,7 @@ def exported(environment: Mapping[str, str], folder: str) -> dict[str, str]:
         name: value
         for name, value in environment.items()
         # A shell can only export names; PYTHON* also matches functions that bash exports as BASH_FUNC_python%%.
-        if name.startswith(PREFIXES) and name not in kept_back and re.fullmatch(r"\w+", name)
+        if name.startswith(PREFIXES) and name not in kept_back and re.fullmatch(r"\w+", name, re.ASCII)
     }
     chosen["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, environment.get("PYTHONPATH")]))
     return chosen
@@ -41,15 +41,19 @@ def read_environment_file(path: Path) -> dict[str, str]:
     """NAME=VALUE lines; blank lines and those that begin with # do not count.
 
     Raises:
-        LaunchUsageError: A line is neither.
+        LaunchUsageError: A line is neither, or the file is no text.
     """
     found = {}
-    for number, raw in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise LaunchUsageError(f"{path} is no text in UTF-8: {error}") from None
+    for number, raw in enumerate(lines, start=1):
         line = raw.strip().removeprefix("export ")
         if not line or line.startswith("#"):
             continue
         name, equals, value = line.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name.strip()):
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name.strip(), re.ASCII) or "\0" in value:
             raise LaunchUsageError(f"{path}, line {number}: {line!r} is not of the form NAME=VALUE")
         value = value.strip()
         if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'":
@@ -59,9 +63,10 @@ def read_environment_file(path: Path) -> dict[str, str]:
 
 
 def shell_exports(exports: Mapping[str, str], from_files: Mapping[str, str]) -> str:
-    """`export A=...; export B=...; ` for a remote shell. It expands $NAME in what the files say, and only there."""
+    """`export A=...; export B=...; ` for a remote shell. It expands $NAME and ${NAME} in what the files say,
+    and nothing else: no command is run by them."""
     parts = [f"export {name}={shlex.quote(value)}; " for name, value in exports.items() if name not in from_files]
     for name, value in from_files.items():
-        quoted = re.sub(r'(["`\\])', r"\\\1", value)
+        quoted = re.sub(r'(["`\\]|\$(?!\w|\{\w+\}))', r"\\\1", value, flags=re.ASCII)
         parts.append(f'export {name}="{quoted}"; ')
     return "".join(parts)

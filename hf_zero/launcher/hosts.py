@@ -45,9 +45,9 @@ class Transport:
     def command(self, host: str, remote: str) -> list[str]:
         if self.kind == "pdsh":
             # pdsh puts the host's name and number in the place of %h and %n.
-            return ["pdsh", "-S", *self.arguments, "-w", host, remote.replace("%", "%%")]
+            return ["pdsh", "-S", *self.arguments, "-w", host, "--", remote.replace("%", "%%")]
         port = () if self.port is None else ("-p", str(self.port))
-        return ["ssh", *_SSH_OPTIONS, *port, *self.arguments, host, remote]
+        return ["ssh", *_SSH_OPTIONS, *port, *self.arguments, "--", host, remote]
 
     def environment(self) -> dict[str, str]:
         """Of the program itself, on this host."""

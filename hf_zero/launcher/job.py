@@ -11,13 +11,13 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from hf_zero.distributed.environment import DEFAULT_PORT, expand_hosts, slurm_port
+from hf_zero.distributed.environment import DEFAULT_PORT, expand_hosts, number_in, slurm_port
 from hf_zero.launcher.forwarding import environment_files, exported, read_environment_file, shell_exports
 from hf_zero.launcher.hosts import RemoteJob, Transport, address_of, check_reachable, run_srun
 from hf_zero.launcher.launch_errors import LaunchUsageError
 from hf_zero.launcher.launch_plan import JobPlan, visible_devices_variable
 from hf_zero.launcher.node import free_port, port_is_free, run_node
-from hf_zero.launcher.resources import Slots, parse_node_specs, read_hostfile, select, trim
+from hf_zero.launcher.resources import Slots, check_host, parse_node_specs, read_hostfile, select, slot_number, trim
 
 DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's
 LAUNCHERS = ("ssh", "pdsh", "slurm")
@@ -97,8 +97,13 @@ def _check(options: LaunchOptions) -> None:
         raise LaunchUsageError("--module and --no_python exclude each other")
     if (options.include or options.exclude) and (options.num_nodes is not None or options.num_gpus is not None):
         raise LaunchUsageError("--num_nodes and --num_gpus cannot be given with --include or --exclude")
-    if options.master_port is not None and not 0 < options.master_port < 65536:
-        raise LaunchUsageError(f"--master_port {options.master_port}: give a number from 1 to 65535")
+    for option, port in (("--master_port", options.master_port), ("--ssh_port", options.ssh_port)):
+        if port is not None and not 0 < port < 65536:
+            raise LaunchUsageError(f"{option} {port}: give a number from 1 to 65535")
+    if options.master_addr:
+        check_host(options.master_addr, "--master_addr")
+    if options.num_gpus is not None:
+        slot_number(str(max(options.num_gpus, 0)), "--num_gpus")
     if options.node_rank is not None and not options.no_ssh:
         raise LaunchUsageError("--node_rank is for --no_ssh: otherwise this line is given once, for all hosts")
 
@@ -184,7 +189,7 @@ def _launch_part(options: LaunchOptions, slots: Slots) -> None:
 
 # -------------------------------------------------------------------- several hosts
 def _launch_on(options: LaunchOptions, slots: Slots) -> None:
-    transport = Transport(options.launcher, options.ssh_port, tuple(shlex.split(options.launcher_args)))
+    transport = Transport(options.launcher, options.ssh_port, tuple(_words(options.launcher_args)))
     transport.check()
     hosts = list(slots)
     if not options.no_ssh_check:
@@ -211,13 +216,14 @@ def _launch_by_slurm(options: LaunchOptions, hosts: Mapping[str, int] | None) ->
         hosts = _allocated(options)
     slots = trim(select(hosts, options.include, options.exclude), options.num_nodes, options.num_gpus)
     allocation = os.environ.get("SLURM_JOB_ID")
-    port = options.master_port or (DEFAULT_PORT if allocation is None else slurm_port(int(allocation), 0))
+    job = number_in(os.environ, "SLURM_JOB_ID")
+    port = options.master_port or (DEFAULT_PORT if allocation is None else slurm_port(job, 0))
     plan = dataclasses.replace(
         _plan(options, _names(slots), options.master_addr, port),
         job=uuid.uuid4().hex,
         use_devices=False,  # SLURM sets what a task may see
     )
-    arguments = shlex.split(options.launcher_args)
+    arguments = _words(options.launcher_args)
     if options.num_gpus is not None and allocation is None:
         arguments += ["--gpus-per-node", str(options.num_gpus)]  # srun makes one
     files = {name: os.path.expandvars(value) for name, value in _from_files().items()}
@@ -230,10 +236,20 @@ def _allocated(options: LaunchOptions) -> dict[str, int]:
     nodes = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST")
     if not nodes:
         raise LaunchUsageError("--launcher slurm: give a --hostfile, or start inside an allocation (salloc, sbatch)")
-    count = options.num_gpus or int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    count = options.num_gpus or number_in(os.environ, "SLURM_GPUS_ON_NODE")
     if count < 1:
         raise LaunchUsageError("--launcher slurm: this allocation has no GPUs; give --num_gpus processes")
-    return dict.fromkeys(expand_hosts(nodes), count)
+    hosts = expand_hosts(nodes)
+    for host in hosts:
+        check_host(host, "SLURM_JOB_NODELIST")
+    return dict.fromkeys(hosts, slot_number(str(count), "SLURM_GPUS_ON_NODE"))
+
+
+def _words(arguments: str) -> list[str]:
+    try:
+        return shlex.split(arguments)
+    except ValueError as error:
+        raise LaunchUsageError(f"--launcher_args {arguments}: {error}") from None
 
 
 def _from_files() -> dict[str, str]:

@@ -14,14 +14,34 @@ from hf_zero.launcher.launch_errors import LaunchUsageError
 Slots = dict[str, list[int]]  # the chosen slots of each host, in the order of the hostfile
 
 # max_slots is Open MPI's, whose hostfiles these are; it has no effect here.
-_ENTRY = re.compile(r"(\S+)\s+slots=(\d+)(\s+max[_-]slots=\d+)?\s*(#.*)?")
+_ENTRY = re.compile(r"(\S+)\s+slots=(\d+)(\s+max[_-]slots=\d+)?\s*(#.*)?", re.ASCII)
+# A name or an IPv6 address, with or without a user. ssh, pdsh and srun take it for a host and for nothing else: it is
+# no option ("-o..."), no list or range of hosts, and no shell finds anything to expand in it.
+_HOST = re.compile(r"(\w[\w.-]*@)?(\w[\w.-]*|[\dA-Fa-f]*:[\dA-Fa-f:.]*)", re.ASCII)
+MOST_SLOTS = 4096  # of one host; every slot is a process
+
+
+def check_host(host: str, where: str) -> None:
+    """Raise LaunchUsageError, which begins with `where`, unless `host` can be the name or address of a host."""
+    if not _HOST.fullmatch(host):
+        raise LaunchUsageError(
+            f"{where}: {host!r} is no host: expected a name or an address of letters, digits, '.', '-', '_' (and ':' "
+            "in IPv6), which does not begin with '-'"
+        )
+
+
+def slot_number(digits: str, where: str) -> int:
+    """`digits` as a number of slots, or of one slot. Raises LaunchUsageError where no host has so many."""
+    if len(digits) > 9 or int(digits) > MOST_SLOTS:
+        raise LaunchUsageError(f"{where}: {digits[:20]} is too much: a host has at most {MOST_SLOTS} slots")
+    return int(digits)
 
 
 def read_hostfile(path: str | Path) -> dict[str, int] | None:
     """Number of slots of each host, in the file's order; None where there is no such file.
 
     Raises:
-        LaunchUsageError: A line is malformed, a host stands there twice, or there is no host at all.
+        LaunchUsageError: A line is malformed, names no host, a host stands there twice, or there is no host at all.
     """
     path = Path(path)
     if not path.is_file():
@@ -39,13 +59,13 @@ def parse_hostfile(lines: Iterable[str], name: str = "hostfile") -> dict[str, in
         entry = _ENTRY.fullmatch(line)
         if entry is None:
             raise LaunchUsageError(f"{name}, line {number}: {line!r} is not of the form 'worker-1 slots=8'")
-        host, slots = entry[1], int(entry[2])
+        where = f"{name}, line {number}"
+        host, slots = entry[1], slot_number(entry[2], where)
+        check_host(host, where)
         if host in hosts:
-            raise LaunchUsageError(
-                f"{name}, line {number}: host {host} stands there twice; add its slots up in one line"
-            )
+            raise LaunchUsageError(f"{where}: host {host} stands there twice; add its slots up in one line")
         if slots < 1:
-            raise LaunchUsageError(f"{name}, line {number}: host {host} has no slots; remove the line")
+            raise LaunchUsageError(f"{where}: host {host} has no slots; remove the line")
         hosts[host] = slots
     if not hosts:
         raise LaunchUsageError(f"{name} names no host; write one 'worker-1 slots=8' per line")
@@ -57,10 +77,10 @@ def parse_node_specs(text: str, option: str) -> Slots:
     chosen: Slots = {}
     for spec in text.split("@"):
         host, colon, numbers = spec.partition(":")
-        if not host or (colon and not re.fullmatch(r"\d+(,\d+)*", numbers)):
+        if not host or (colon and not re.fullmatch(r"\d+(,\d+)*", numbers, re.ASCII)):
             raise LaunchUsageError(f"{option} {text}: {spec!r} is not of the form HOST or HOST:0,2")
         slots = chosen.setdefault(host, [])
-        slots += [int(number) for number in numbers.split(",")] if colon else []
+        slots += [slot_number(number, f"{option} {text}") for number in numbers.split(",")] if colon else []
     return {host: sorted(set(slots)) for host, slots in chosen.items()}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 
@@ -21,11 +22,12 @@ def parse_cores(text: str) -> list[int]:
         LaunchUsageError: It is none of that, or names a core that this process may not use.
     """
     cores: list[int] = []
+    most = cores_here()[-1]
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
+        if not re.fullmatch(r"\d{1,9}(-\d{1,9})?", part, re.ASCII) or (dash and int(last) < int(first)):
             raise LaunchUsageError(f"--bind_core_list {text}: {part!r} is not of the form 3 or 3-5")
-        cores += range(int(first), int(last or first) + 1)
+        cores += range(int(first), min(int(last or first), max(int(first), most + 1)) + 1)
     missing = sorted(set(cores) - set(cores_here()))
     if missing:
         raise LaunchUsageError(f"--bind_core_list {text}: there is no core {missing[0]} to use on this host")

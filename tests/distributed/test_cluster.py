@@ -47,6 +47,19 @@ def test_lists_of_hosts(text: str, hosts: list[str]) -> None:
     assert expand_hosts(text) == hosts
 
 
+def test_numbers_of_slurm_are_checked() -> None:
+    """What is no number, or more hosts than there can be, is an error that names it, and takes no memory."""
+    for text in ("n[1-999999999999]", "n[0-99999]x[0-99999]"):
+        with pytest.raises(hf_zero.ConfigError, match="are more than 65536 hosts"):
+            expand_hosts(text)
+    tasks = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x99999999),4", "SLURM_NODEID": "99999998"}
+    assert described_processes(tasks)["LOCAL_WORLD_SIZE"] == "2"
+    assert described_processes({**tasks, "SLURM_NODEID": "99999999"})["LOCAL_WORLD_SIZE"] == "4"
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_NODEID"):
+        with pytest.raises(hf_zero.ConfigError, match=f"{name}='x9': expected a number"):
+            described_processes({**SLURM, name: "x9"})
+
+
 @pytest.mark.parametrize("text", ["", "n[1-2", "n[a-b]", "n[]"])
 def test_bad_lists_of_hosts(text: str) -> None:
     with pytest.raises(hf_zero.ConfigError, match="is no list of hosts such as"):

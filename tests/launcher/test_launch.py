@@ -291,6 +291,11 @@ def usage_error(capsys: pytest.CaptureFixture[str], line: str) -> str:
         ("--enable_each_rank_log hosts train.py", "--enable_each_rank_log hosts: File exists"),
         ("--no_python nonesuch", "there is no program 'nonesuch'"),
         ("--master_port 70000 train.py", "give a number from 1 to 65535"),
+        ("--ssh_port -1 train.py", "--ssh_port -1: give a number from 1 to 65535"),
+        ("--num_gpus 999999999999 train.py", "--num_gpus: 999999999999 is too much: a host has at most 4096 slots"),
+        ("--include localhost:999999999 train.py", "999999999 is too much"),
+        ("--master_addr=-x train.py", "--master_addr: '-x' is no host"),
+        ("-H hosts --launcher_args=' train.py", "--launcher_args ': No closing quotation"),
         ("--bogus train.py", "unrecognized arguments: --bogus"),
         ("-H hosts train.py", "host down-b cannot be reached by ssh without a password"),
     ],
@@ -306,6 +311,38 @@ def test_bad_lines_are_status_2(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert message in usage_error(capsys, line)
+
+
+def test_hosts_are_no_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the ssh of this machine, where there is one: nothing of the file reaches it as an option."""
+    marker = tmp_path / "ran"
+    (tmp_path / "hosts").write_text(f"-oProxyCommand=touch${{IFS}}{marker} slots=2\n-oFoo slots=2\n")
+    script = write_script(tmp_path, TELL)
+    for more in ("", "--no_ssh_check ", "--launcher slurm ", "--no_ssh --node_rank 0 "):
+        assert "hosts, line 1: '-oProxyCommand" in usage_error(capsys, f"-H {tmp_path / 'hosts'} {more}{script}")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("SLURM_JOB_NODELIST", "-oFoo,a", "SLURM_JOB_NODELIST: '-oFoo' is no host"),
+        ("SLURM_GPUS_ON_NODE", "999999999999", "SLURM_GPUS_ON_NODE: 999999999999 is too much"),
+    ],
+)
+def test_what_slurm_says_is_checked(
+    variable: str,
+    value: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = write_script(tmp_path, TELL)
+    monkeypatch.setenv("PATH", fake_transports(tmp_path / "bin")["PATH"])
+    for name, usual in (("SLURM_JOB_NODELIST", "a,b"), ("SLURM_GPUS_ON_NODE", "1"), (variable, value)):
+        monkeypatch.setenv(name, usual)
+    assert message in usage_error(capsys, f"--launcher slurm {script}")
 
 
 def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

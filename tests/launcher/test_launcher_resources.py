@@ -36,11 +36,28 @@ def test_hostfile(tmp_path: Path) -> None:
         ("worker-0 slots=4\n\nworker-0 slots=2", "line 3: host worker-0 stands there twice"),
         ("worker-0 slots=0", "host worker-0 has no slots"),
         ("# nothing\n\n", "names no host"),
+        ("-oProxyCommand=touch${IFS}pwned slots=2", "hostfile, line 1: '-oProxyCommand=.*' is no host"),
+        ("a slots=1\n-w slots=1", "line 2: '-w' is no host: .* which does not begin with '-'"),
+        ("me@-oX slots=1", "is no host"),
+        ("ssh://a slots=1", "is no host"),
+        ("exec:a slots=1", "is no host"),  # pdsh would run the command here
+        ("^hosts slots=1", "is no host"),  # pdsh would read a file
+        ("n[1-3] slots=1", "is no host"),  # pdsh and srun would go to three
+        ("a,b slots=1", "is no host"),
+        ("$(id) slots=1", "is no host"),
+        ("a slots=999999999999", "line 1: 999999999999 is too much: a host has at most 4096 slots"),
+        ("a slots=4097", "at most 4096"),
+        (f"a slots={'9' * 5000}", "at most 4096"),
     ],
 )
 def test_bad_hostfiles(text: str, message: str) -> None:
     with pytest.raises(LaunchUsageError, match=message):
         parse_hostfile(text.splitlines())
+
+
+@pytest.mark.parametrize("host", ["a", "gpu-07.x_y", "10.0.0.1", "fe80::1", "::1", "me@gpu-1"])
+def test_hosts(host: str) -> None:
+    assert parse_hostfile([f"{host} slots=4096"]) == {host: 4096}
 
 
 @pytest.mark.parametrize(
@@ -70,6 +87,8 @@ def test_include_and_exclude(include: str, exclude: str, expected: dict[str, lis
         ("worker-0:", "", "is not of the form"),
         ("worker-0:a", "", "is not of the form"),
         ("worker-0@@worker-1", "", "is not of the form"),
+        ("worker-0:999999999999", "", "--include worker-0:9*: 9* is too much: a host has at most 4096 slots"),
+        ("", f"worker-0:{'9' * 5000}", "at most 4096"),
         ("", "worker-0@worker-1", "leaves no slot"),
     ],
 )
@@ -123,21 +142,38 @@ def test_environment_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert os.popen(f'{text} printf \'%s|%s\' "$A" "$B"').read() == f"$x 'y'|{home} \"z\""
 
 
+def test_values_of_environment_files_run_nothing(tmp_path: Path) -> None:
+    """The shell of the other host expands $NAME and ${NAME}; all else comes through as it stands in the file."""
+    marker = tmp_path / "ran"
+    values = ["$", "5$"]
+    values += [f"$(touch {marker})", f"${{X:-$(touch {marker})}}", f"`touch {marker}`", f'";touch {marker};"']
+    for value in values:
+        line = forwarding.shell_exports({}, {"A": value, "B": "${HOME}/x"}) + 'printf \'%s|%s\' "$A" "$B"'
+        assert os.popen(line).read() == f"{value}|{os.environ['HOME']}/x"
+    assert not marker.exists()
+    names = {"NCCL_X": "1", "NCCL_X;touch y": "1", "PYTHON\N{LATIN SMALL LETTER E WITH ACUTE}": "1"}
+    assert {*forwarding.exported(names, "/w")} == {"NCCL_X", "PYTHONPATH"}
+    for content, message in ((b"A=\xff\n", "is no text in UTF-8"), (b"A=a\0b\n", "line 1")):
+        (tmp_path / "env").write_bytes(content)
+        with pytest.raises(LaunchUsageError, match=message):
+            forwarding.read_environment_file(tmp_path / "env")
+
+
 def test_cores_are_shared_out() -> None:
     cores = sorted(os.sched_getaffinity(0))
     text = ",".join(map(str, cores))
     assert worker.parse_cores(text) == cores
     assert worker.parse_cores(f"{cores[0]}-{cores[0]}") == cores[:1]
-    for bad in ("", "1-", "3-1", "x", f"{max(cores) + 1}"):
+    for bad in ("", "1-", "3-1", "x", f"{max(cores) + 1}", "0-999999999", "9" * 5000):
         with pytest.raises(LaunchUsageError, match="--bind_core_list"):
             worker.parse_cores(bad)
     assert [worker.share([0, 1, 2, 3, 8], rank, 2) for rank in (0, 1)] == [[0, 1], [2, 3]]
 
 
 def test_commands_for_other_hosts() -> None:
-    assert Transport("ssh", 2222, ("-v",)).command("a", "run 50%")[-5:] == ["-p", "2222", "-v", "a", "run 50%"]
+    assert Transport("ssh", 2222, ("-v",)).command("a", "run 50%")[-5:] == ["2222", "-v", "--", "a", "run 50%"]
     pdsh = Transport("pdsh", 2222, ("-u", "5"))
-    assert pdsh.command("a", "run 50%") == ["pdsh", "-S", "-u", "5", "-w", "a", "run 50%%"]
+    assert pdsh.command("a", "run 50%") == ["pdsh", "-S", "-u", "5", "-w", "a", "--", "run 50%%"]
     assert pdsh.environment()["PDSH_RCMD_TYPE"] == "ssh"
     assert pdsh.environment()["PDSH_SSH_ARGS_APPEND"].endswith("-p 2222")
     plan = JobPlan((("0", "1"), ("0", "1")), "", 29500, ("python", "train.py"), 2)
