@@ -128,7 +128,7 @@ class ZeroEngine(ModuleWrapper):
             announce_engine(config, self.device, self.world_size, self.units, self.reducer, trains=train)
 
     def _open_checkpoints(self, built: BuiltUnits) -> Checkpointing:
-        return Checkpointing(self.module, built, self.schedule, self.config, self._check_model)
+        return Checkpointing(self.module, built, self.schedule, self.config, self._check_saved)
 
     def _attach(self) -> ModelAttachment:
         """Put the engine on its model."""
@@ -407,11 +407,16 @@ class ZeroEngine(ModuleWrapper):
             "model.save_pretrained, save engine.full_state_dict, or call engine.teardown() before torch.save(model)."
         )
 
-    def _check_model(self) -> None:
+    def _check_saved(self) -> None:
+        """As `_check_model`, for a checkpoint: it holds parameters under the names that the engine knows."""
+        self._check_model(self._attachment.check_names)
+
+    def _check_model(self, *more: Callable[[], None]) -> None:
         """Raise StateError on every rank if one has a model that does not hold what would be saved."""
 
         def check() -> None:
-            self._attachment.check_model()
+            for one in (self._attachment.check_model, *more):
+                one()
             for flat in (flat for unit in self.units for flat in unit.flats):
                 flat.check_views()
 

@@ -84,7 +84,7 @@ class PipelineEngine(ZeroEngine):
         return self.world
 
     def _open_checkpoints(self, built: BuiltUnits) -> Checkpointing:
-        given = (built, self.schedule, self.config, self._check_model)
+        given = (built, self.schedule, self.config, self._check_saved)
         return StageCheckpointing(self.module, *given, world=self.world, place=self.place)
 
     # ---------------------------------------------------------------- places

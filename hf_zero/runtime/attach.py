@@ -118,6 +118,11 @@ class ModelAttachment:
         if self._tree is not None:
             self._tree.check(self._rank)
 
+    def check_names(self) -> None:
+        """Raise StateError if parameters of the model have other names than the engine knows them by."""
+        if self._tree is not None:
+            self._tree.check_names(self._rank)
+
     def on_gradients(self, accumulators: Iterable[GradAccumulator]) -> None:
         """Hand the gradients of their parameters to the reducer."""
         for acc in accumulators:

@@ -167,20 +167,19 @@ class FullWeights:
 
     def state_dict(self, keep: bool, *, trainable_only: bool) -> dict[str, torch.Tensor]:
         """See ZeroEngine.full_state_dict."""
-        whole: dict[str, torch.Tensor] = {}
+        whole: dict[int, torch.Tensor] = {}  # by parameter: adapters and wrappers may have renamed it
         for unit in self._units:
             with self.gathered([unit]):
                 for flat in unit.flats:
                     if keep and (flat.layout.trainable or not trainable_only):
-                        for slot, param in zip(flat.layout.slots, flat.params, strict=True):
-                            whole[slot.name] = param.detach().to("cpu", copy=True)
+                        for param in flat.params:
+                            whole[id(param)] = param.detach().to("cpu", copy=True)
         if not keep:
             return {}
-        aliases = tied_names(self._model)
         ordered: dict[str, torch.Tensor] = {}
         for name, tensor in own_tensors(self._model):
-            if aliases.get(name, name) in whole:
-                ordered[name] = whole[aliases.get(name, name)]
+            if id(tensor) in whole:
+                ordered[name] = whole[id(tensor)]
             elif not trainable_only:  # buffers, and parameters that are in no unit: integers, packed ones
                 ordered[name] = tensor.detach().to("cpu", copy=True)
         return ordered
@@ -194,30 +193,25 @@ class FullWeights:
 
     def for_ranks(self, wanted: Sequence[Set[str]]) -> dict[str, torch.Tensor]:
         """See ZeroEngine.weights_for_ranks."""
-        aliases = tied_names(self._model)
-        canonical = [{aliases.get(name, name) for name in names} for names in wanted]
-        mine = canonical[self._comm.rank] if self._comm.rank < len(canonical) else set()
-        anyones = set().union(*canonical)
-        whole: dict[str, torch.Tensor] = {}
-        in_units: set[str] = set()
+        own = dict(own_tensors(self._model))
+        names = wanted[self._comm.rank] if self._comm.rank < len(wanted) else set[str]()
+        mine = {id(own[name]) for name in names}
+        anyones = {id(own[name]) for theirs in wanted for name in theirs}
+        whole: dict[int, torch.Tensor] = {}
+        in_units: set[int] = set()
         for unit in self._units:
-            names = {slot.name for flat in unit.flats for slot in flat.layout.slots}
-            in_units |= names
-            if not names & anyones:
+            params = {id(param): param for flat in unit.flats for param in flat.params}
+            in_units |= params.keys()
+            if not params.keys() & anyones:
                 continue
             with self.gathered([unit]):
-                for flat in unit.flats:
-                    for slot, param in zip(flat.layout.slots, flat.params, strict=True):
-                        if slot.name in mine:
-                            whole[slot.name] = param.detach().to("cpu", copy=True)
-        outside = anyones - in_units
-        for name, tensor in own_tensors(self._model):  # buffers, and parameters that are in no unit
-            if name in outside:
-                values = self._from_rank_0(name, tensor)
-                if name in mine:
-                    whole[name] = values
-        own = wanted[self._comm.rank] if self._comm.rank < len(wanted) else set()
-        return {name: whole[aliases.get(name, name)] for name in own}
+                whole.update({key: params[key].detach().to("cpu", copy=True) for key in params.keys() & mine})
+        outside = {id(tensor): (name, tensor) for name, tensor in own.items() if id(tensor) in anyones - in_units}
+        for key, (name, tensor) in outside.items():  # buffers, and parameters that are in no unit
+            values = self._from_rank_0(name, tensor)
+            if key in mine:
+                whole[key] = values
+        return {name: whole[id(own[name])] for name in names}
 
     def _from_rank_0(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The values that rank 0 has, on the CPU: ranks may have different buffers, and rank 0's are saved."""
@@ -246,14 +240,17 @@ class FullWeights:
         if shapes:
             raise CheckpointError(f"rank {self._comm.run_rank}: shapes differ:\n  " + "\n  ".join(shapes))
         with torch.no_grad():
-            left = wanted
+            sources = {id(tensor): given[name] for name, tensor in wanted.items() if name in given}
             for unit in self._units:
-                mine = {slot.name for flat in unit.flats for slot in flat.layout.slots}
-                self.set_unit(unit, {name: state[given[name]] for name in mine & given.keys()})
-                left = {name: tensor for name, tensor in left.items() if name not in mine}
-            for name, tensor in left.items():  # buffers, and parameters that are in no unit
-                if name in given:
-                    tensor.copy_(state[given[name]])
+                mine: dict[str, torch.Tensor] = {}
+                for flat in unit.flats:
+                    for slot, param in zip(flat.layout.slots, flat.params, strict=True):
+                        if id(param) in sources:
+                            mine[slot.name] = state[sources.pop(id(param))]
+                self.set_unit(unit, mine)
+            for tensor in wanted.values():  # buffers, and parameters that are in no unit
+                if id(tensor) in sources:
+                    tensor.copy_(state[sources[id(tensor)]])
 
     def set_unit(self, unit: ShardUnit, state: Mapping[str, torch.Tensor]) -> None:
         """Set parameters of a unit that is not in use, masters too, from full tensors. No communication.

@@ -111,12 +111,14 @@ class ModelTree:
     """Which parameter is where in a model, as the engine took it over: training would use others, saves hold these.
 
     A check costs a comparison per module and per parameter. Modules may change (wrappers, activation checkpointing,
-    parts that are dropped) as long as the parameters stay.
+    parts that are dropped) as long as the parameters stay. Frozen parameters may come as long as they stay frozen:
+    each rank has its own, weights and checkpoints are saved with those of rank 0.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[ShardUnit]) -> None:
         self._model = model
         self._units = units
+        self._first = {id(param) for param in model.parameters()}  # what is in no unit is trained by another engine
         self._look()
 
     def _look(self) -> None:
@@ -124,16 +126,36 @@ class ModelTree:
         modules = list(self._model.modules())
         self._places = [(module, _ids(module._parameters), _ids(module._modules)) for module in modules]
         self._held = [(list(module._parameters.values()), list(module._modules.values())) for module in modules]
+        self._late = [param for _, param in named_parameters(self._model) if id(param) not in self._first]
 
     def check(self, rank: int) -> None:
-        """Raise StateError if a parameter was put in the place of one of the engine's, or a trainable one added."""
+        """Raise StateError if a parameter was put in the place of one of the engine's, or one came that is trained."""
         for module, params, modules in self._places:
             if _ids(module._parameters) != params or _ids(module._modules) != modules:
                 break
         else:
+            if any(param.requires_grad for param in self._late):
+                self._refuse_strangers(rank)
             return
         self._refuse_strangers(rank)
         self._look()
+
+    def check_names(self, rank: int) -> None:
+        """Raise StateError if parameters have other names by now: a checkpoint would hold them under the old ones."""
+        live = {id(param): clean_name(name) for name, param in self._model.named_parameters()}
+        renamed = [
+            f"{slot.name} ({live.get(id(param), 'no longer there')})"
+            for unit in self._units
+            for flat in unit.flats
+            for slot, param in zip(flat.layout.slots, flat.params, strict=True)
+            if live.get(id(param)) != slot.name
+        ]
+        if renamed:
+            raise StateError(
+                f"rank {rank}: {len(renamed)} parameter(s) have other names since hf_zero took over the model: "
+                f"{', '.join(renamed[:_MOST_NAMES])}.\nSave the checkpoint before such a change (new adapters, "
+                "wrappers), or call hf_zero.initialize again after it, with a new optimizer."
+            )
 
     def _refuse_strangers(self, rank: int) -> None:
         known = ParamIndex(self._units)
@@ -150,6 +172,6 @@ class ModelTree:
                 f"rank {rank}: {len(strangers)} parameter(s) came into the model after hf_zero had taken it over, and "
                 f"would be neither trained nor saved: {', '.join(strangers[:_MOST_NAMES])}.\nTo change values, call "
                 "hf_zero.set_full_param(model, tensor, name), or write in place inside `with hf_zero.gathered_params("
-                "model, write_rank=0):`. To change modules, do it before the model is handed to hf_zero, or call "
-                "engine.teardown() first and initialize after."
+                "model, write_rank=0):`. To train new modules, add them before the model is handed to hf_zero, or "
+                "call hf_zero.initialize again, with a new optimizer."
             )

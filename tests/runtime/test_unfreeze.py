@@ -1,4 +1,4 @@
-"""Parameters frozen and unfrozen during a run train as in one process, at every stage and medium."""
+"""Parameters frozen and unfrozen during a run train as in one process, at every stage and medium; late ones too."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import hf_zero
 from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.manifest import read_manifest
 from hf_zero.checkpoint.optimizer_state import GROUP_OF
+from hf_zero.errors import StateError
 from tests.harness.ranks import run_ranks
 from tests.runtime.test_second_model import Net
 
@@ -168,3 +169,118 @@ def unfreeze_wrongly(folder: str, between: bool) -> None:
 def test_where_unfreezing_is_refused(between: bool, tmp_path: Any) -> None:
     for failure in run_ranks(unfreeze_wrongly, 2, str(tmp_path), between, expect_error=True):
         assert failure.kind == "StateError" and "require gradients" in failure.message
+
+
+# ---------------------------------------------------------------- parameters that come later
+class Adapted(nn.Module):
+    """A layer with a factor beside it, which was not there when the engine was made."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.factor = nn.Linear(7, 7, dtype=torch.float64).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.factor(x)
+
+
+def adapt(model: Net, *, renames: bool) -> None:
+    """Put a frozen adapter on the second layer, or a frozen module beside the layers that none calls."""
+    torch.manual_seed(8)
+    adapted = Adapted(model.layers[1])
+    if renames:
+        model.layers[1] = adapted
+    else:
+        model.beside = adapted.factor
+
+
+class Run:
+    """Steps of one model; under an engine if there is a stage."""
+
+    def __init__(self, stage: int | None) -> None:
+        self.model = build()
+        self.stage = stage
+        self.share = slice(None)
+        self.start()
+
+    def start(self) -> None:
+        self.optimizer: Any = make(self.model, False)
+        if self.stage is not None:
+            zero = {"stage": self.stage, "stage3_param_persistence_threshold": 0}
+            config = {"zero_optimization": zero, "gradient_clipping": 0.0}
+            self.engine = hf_zero.initialize(model=self.model, optimizer=self.optimizer, config=config)[0]
+            self.share = slice(self.engine.rank, None, self.engine.world_size)
+
+    def step(self, number: int) -> None:
+        self.model(rows(number)[self.share]).square().mean().backward()
+        if self.stage is None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        else:
+            self.engine.step()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        if self.stage is not None:
+            return self.engine.full_state_dict(keep=True)
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+def with_late_adapter(stage: int | None) -> list[dict[str, torch.Tensor]]:
+    """Weights while the adapter is frozen, after other weights were loaded, and after a new start with it."""
+    run = Run(stage)
+    run.step(0)
+    adapt(run.model, renames=True)
+    run.step(1)
+    seen = [run.weights()]
+    if stage is None:
+        run.model.load_state_dict({name: value * 0.5 for name, value in seen[0].items()})
+    else:
+        run.engine.load_full_state_dict({name: value * 0.5 for name, value in seen[0].items()})
+    run.step(2)
+    seen.append(run.weights())
+    run.model.layers[1].factor.requires_grad_(True)
+    if stage is not None:
+        for _ in range(2):  # it stays an error
+            with pytest.raises(StateError, match=r"layers\.1\.factor\.weight, "):
+                run.step(3)
+    run.start()
+    for number in (3, 4):
+        run.step(number)
+    return [*seen, run.weights()]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_adapters_that_come_late_stay_frozen_or_are_refused_until_a_new_start(stage: int) -> None:
+    want = with_late_adapter(None)
+    factors = [weights["layers.1.factor.weight"] for weights in want]
+    assert torch.equal(factors[1], factors[0] * 0.5) and not torch.equal(factors[2], factors[1])
+    for got in run_ranks(with_late_adapter, 2, stage):
+        for mine, theirs in zip(got, want, strict=True):
+            assert list(mine) == list(theirs)
+            for name, value in theirs.items():
+                torch.testing.assert_close(mine[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def saved_late(stage: int, folder: str) -> list[bool]:
+    run = Run(stage)
+    run.step(0)
+    adapt(run.model, renames=False)
+    run.step(1)
+    run.engine.save_checkpoint(folder)
+    weights = run.weights()
+    again = Run(stage)
+    adapt(again.model, renames=False)
+    with torch.no_grad():
+        again.model.beside.weight.zero_()
+    again.engine.load_checkpoint(folder)
+    same = [torch.equal(value, weights[name]) for name, value in again.weights().items()]
+    adapt(run.model, renames=True)
+    run.step(2)
+    with pytest.raises(StateError, match=r"layers\.1\.weight \(layers\.1\.base\.weight\)"):
+        run.engine.save_checkpoint(folder + "/renamed")
+    return same
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_frozen_parameters_that_came_late_are_in_checkpoints(stage: int, tmp_path: Any) -> None:
+    assert all(len(same) == 9 and all(same) for same in run_ranks(saved_late, 2, stage, str(tmp_path)))
