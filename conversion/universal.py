@@ -201,7 +201,7 @@ class _Run:
             "lr_scheduler": _scheduler_state(manifest.extra),
             "data_sampler": None,
             "random_ltd": None,
-            "skipped_steps": manifest.extra.get("step_guard", {}).get("skipped_steps", 0),
+            "skipped_steps": manifest.skipped_steps,
             "global_steps": manifest.global_step,
             "dp_world_size": manifest.extra.get("processes", manifest.world_size),
             "mp_world_size": 1,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -188,7 +190,7 @@ class ShardedEMA:
             self._shards.popitem()[1].drop()
 
 
-def _checked(decay: float) -> float:
-    if not 0.0 <= decay <= 1.0:
-        raise ConfigError(f"decay={decay}: expected a number from 0 (no average) to 1 (no change)")
-    return decay
+def _checked(decay: Any) -> float:
+    if isinstance(decay, bool) or not isinstance(decay, numbers.Real) or not 0.0 <= float(decay) <= 1.0:
+        raise ConfigError(f"decay={decay!r}: expected a number from 0 (no average) to 1 (no change)")
+    return float(decay)

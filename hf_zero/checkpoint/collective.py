@@ -83,6 +83,7 @@ class Session:
     lr_scheduler: Any
     stage: int
     global_step: int
+    skipped_steps: int
     node_local: bool = False  # each node saves into a folder of its own, and loads what is missing from the others
     exclude_frozen: bool = False  # frozen weights are not saved, but their digests: [Note: Digests of frozen weights]
     # While saving: optimizer state that is not where its parameter is.
@@ -319,7 +320,7 @@ def _info(session: Session, client_state: Any, shared: dict[str, Any]) -> SaveIn
     extra.update(scheduler_content(session.lr_scheduler))
     if optimizer is not None:
         extra["optimizer"] = type(optimizer.optimizer).__name__
-        extra["step_guard"] = optimizer.guard.state_dict()
+        extra["step_guard"] = {**optimizer.guard.scaler.state_dict(), "skipped_steps": session.skipped_steps}
         extra["optimizer_package"] = package_of(optimizer)
     return SaveInfo(
         world_size=session.num_writers,

@@ -107,6 +107,11 @@ class Manifest(SaveInfo):
     files: tuple[FileInfo, ...]  # by rank
 
     @property
+    def skipped_steps(self) -> int:
+        """How many of the steps were left out because a gradient was not finite."""
+        return int(self.extra.get("step_guard", {}).get("skipped_steps", 0))
+
+    @property
     def nbytes(self) -> int:
         """Of the ranks' files."""
         return sum(file.size for file in self.files)

@@ -70,6 +70,11 @@ class ZeroConfig:
         return stage if isinstance(stage, int) else 0
 
     @property
+    def desync_timeout(self) -> float:
+        """Seconds after which a rank that waits for others gives up, which needs no resolving."""
+        return float(self.get("desync_timeout", ResolvedConfig.desync_timeout))
+
+    @property
     def pipeline(self) -> PipelineSection:
         """The pipeline block, which needs no resolving: the number of ranks that share data follows from it."""
         return pipeline_section(self._parsed.values)

@@ -7,11 +7,12 @@ import contextlib
 import datetime
 import functools
 import os
+import pickle
 import socket
 import sys
-import time
-import traceback
-from collections.abc import Iterable, Iterator
+import sysconfig
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from torch._C._distributed_c10d import HashStore
 from hf_zero.distributed.environment import described_processes
 from hf_zero.distributed.unusable_device import unusable_accelerator
 from hf_zero.errors import ConfigError, DivergenceError
+
+# Where the files of other frames than the user's begin; torchrun and `python -m` run frozen ones.
+_NOT_THE_USERS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), sysconfig.get_path("stdlib"), "<frozen")
 
 
 def adopt_cluster_variables() -> None:
@@ -192,9 +196,9 @@ def refuse_shared_device(device: torch.device) -> None:
     Raises:
         ConfigError: On every rank; names the ranks that share a device.
     """
-    if device.type == "cpu" or not dist.is_initialized() or dist.get_world_size() < 2:
+    if device.type == "cpu":
         return
-    named = _given_by_all("hf_zero/device", _identity(device))
+    named = all_ranks_give(_identity(device), "devices")
     shared = [[rank for rank, name in enumerate(named) if name == one] for one in dict.fromkeys(named)]
     if doubled := next((ranks for ranks in shared if len(ranks) > 1), None):
         wait_for_others("device")
@@ -221,35 +225,44 @@ def backend_for(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device.type)
 
 
-def named_by_all(names: Iterable[str], purpose: str) -> set[str]:
-    """Those of `names` that every rank gives, through the key-value store. All ranks must call, alike."""
-    if not dist.is_initialized() or dist.get_world_size() < 2:
-        return set(names)
-    store = dist.distributed_c10d._get_default_store()
-    rank, key = dist.get_rank(), f"hf_zero/{purpose}"
-    turn = store.add(f"{key}/turns/{rank}", 1)  # this rank's calls so far, as many as on the others
-    given = _given_by_all(f"{key}/{turn}", "\n".join(names))
-    return set.intersection(*(set(lines.split("\n")) for lines in given))
+def all_ranks_give(value: Any, what: str, timeout_s: float | None = None) -> list[Any]:
+    """`value` of every rank of the world, in rank order, also where no engine is there yet. All ranks must call.
 
+    Goes through the key-value store, not through a collective, so a rank that is alone can say so. Returns when all
+    ranks have read: the process that holds the store may end after it.
 
-def _given_by_all(key: str, value: str) -> list[str]:
-    """`value` of every rank, through the key-value store. All ranks must call, alike.
-
+    Args:
+        value: Small, and picklable.
+        what: What the ranks are doing, for the message: the same on all of them.
+        timeout_s: Seconds; None means the store's own limit.
     Raises:
-        DivergenceError: A rank did not come before the store's time-out; names it.
+        DivergenceError: Some ranks did not come in time; names them.
     """
-    store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    store.set(f"{key}/{rank}", value)
-    keys = [f"{key}/{other}" for other in range(world_size)]
-    began = time.monotonic()
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        return [value]
+    store: Any = dist.distributed_c10d._get_default_store()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    turn = store.add(f"hf_zero/{what}/turns/{rank}", 1)  # this rank's calls so far, as many as on the others
+    keys = [f"hf_zero/{what}/{turn}/{other}" for other in range(world_size)]
+    limit = store.timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    store.set(keys[rank], pickle.dumps(value))
     try:
-        return [given.decode() for given in store.multi_get(keys)]
-    except dist.DistStoreError as error:
-        missing = [other for other in range(world_size) if not store.check([keys[other]])]
+        store.wait(keys, limit)
+        everyone = [pickle.loads(given) for given in store.multi_get(keys)]
+    except RuntimeError as error:  # of each kind of store another one
+        missing: Any = "some"
+        with contextlib.suppress(RuntimeError):  # the store has gone with the process that held it
+            missing = [other for other in range(world_size) if not store.check([keys[other]])]
+            store.delete_key(keys[rank])
         raise DivergenceError(
-            f"rank {rank}: ranks {missing} did not come to {key} within {time.monotonic() - began:.0f} s. They "
-            "have ended, and say why themselves, or need a longer timeout of torch.distributed.init_process_group."
+            f"rank {rank}: {what}: rank(s) {missing} did not come within {limit.total_seconds():.0f} s. They have "
+            "ended, and say why themselves, or do not make this call, or need a longer time.\n"
+            f"Called from: {call_site()}"
         ) from error
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{keys[rank]}/read", "")
+        store.wait([f"{key}/read" for key in keys], limit)
+    return everyone
 
 
 def wait_for_others(purpose: str, timeout_s: float = 10.0) -> None:
@@ -278,18 +291,11 @@ def wrong_on_all(purpose: str) -> Iterator[None]:
 
 
 def call_site() -> str:
-    """File and line of the innermost frame that is the user's own: not hf_zero's, nor of an installed library."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(here) and "site-packages" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno} ({frame.name})"
-    return "hf_zero"
-
-
-def all_ranks_give(value: Any) -> list[Any]:
-    """`value` of every rank of the world, in rank order, where no engine is there yet. All ranks must call."""
-    if not dist.is_initialized():
-        return [value]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    """File and line of the innermost frame that is the user's own: not hf_zero's, Python's or a library's."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_NOT_THE_USERS) and "site-packages" not in code.co_filename:
+            return f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
+        frame = frame.f_back
+    return "a thread without code of yours"

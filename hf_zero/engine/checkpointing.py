@@ -65,6 +65,7 @@ class Checkpointing:
             schedule.lr_scheduler,
             self._built.settings.stage,
             schedule.global_steps,
+            schedule.skipped_steps,
             node_local=self._settings.use_node_local_storage,
         )
 
@@ -156,7 +157,7 @@ class Checkpointing:
         schedule.zero_grad()
         loaded = collective.load(self.session(), Path(folder), parts)
         if parts.counters:
-            schedule.restart_at(loaded.global_step)
+            schedule.restart_at(loaded.global_step, loaded.skipped_steps)
             if schedule.optimizer is not None:
                 schedule.optimizer.restart_at(loaded.global_step)
         return {} if loaded.client_state is None else loaded.client_state

@@ -13,7 +13,7 @@ import traceback
 
 import torch
 
-from hf_zero.distributed.processes import named_by_all
+from hf_zero.distributed.processes import all_ranks_give
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.errors import OffloadError, OutOfMemoryError, StateError
 
@@ -53,7 +53,8 @@ def recover() -> None:
     for engine in live_engines():
         _drop_pending(engine)
     # A model that was given up may have gone on some ranks only: nobody uses it any more.
-    shared = named_by_all([engine.comm.name for engine in live_engines()], "recovery")
+    names = all_ranks_give({engine.comm.name for engine in live_engines()}, "recovery")
+    shared = set.intersection(*names)
     engines = sorted((engine for engine in live_engines() if engine.comm.name in shared), key=_order)
     for engine in engines:
         engine.comm.reconnect()
@@ -100,4 +101,4 @@ def _forget_pass(engine: ZeroEngine) -> None:
         engine.loss_scale.forget()
         engine.reports.forget()
     engine.zero_grad()
-    engine.schedule.restart_at(engine.global_steps)
+    engine.schedule.restart_at(engine.global_steps, engine.skipped_steps)

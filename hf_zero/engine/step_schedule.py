@@ -45,6 +45,7 @@ class StepSchedule:
         on_new_gradients: Callable[[list[GradAccumulator]], None],
     ) -> None:
         self.global_steps = 0
+        self.skipped_steps = 0  # updates that were left out on all ranks: a gradient was not finite
         self.step_applied = False  # the last `step` updated the parameters
         self.forced_boundary: bool | None = None  # the script's own answer, in the place of the count
         self.optimizer: ShardedOptimizer | None = None
@@ -91,15 +92,15 @@ class StepSchedule:
         finally:
             self._no_sync = before
 
-    def restart_at(self, global_steps: int) -> None:
-        """So many updates have been made, and the next micro-batch is the first of its accumulation window."""
-        self.global_steps = global_steps
+    def restart_at(self, global_steps: int, skipped_steps: int) -> None:
+        """So many updates have been made or left out, and the next micro-batch is the first of its window."""
+        self.global_steps, self.skipped_steps = global_steps, skipped_steps
         self.micro_steps = global_steps * self.accumulation_steps
 
     def accumulate_over(self, steps: int) -> None:
         """Set the number of micro-batches of an update, between two updates."""
         self.accumulation_steps = steps
-        self.restart_at(self.global_steps)
+        self.restart_at(self.global_steps, self.skipped_steps)
         scale = 1 / (self._comm.world_size * steps)
         for acc in self.reducer.accumulators:
             acc.use_scale(scale)
@@ -141,11 +142,6 @@ class StepSchedule:
         self._loss_scale.end_backward()
 
     # ---------------------------------------------------------------- update
-    @property
-    def skipped_steps(self) -> int:
-        """Updates that were left out on all ranks, because a gradient was not finite."""
-        return 0 if self.optimizer is None else self.optimizer.guard.skipped_steps
-
     def step(self, lr_kwargs: Mapping[str, Any]) -> bool:
         """End a micro-batch; returns whether it was the last one before an update, which has then been made.
 
@@ -184,6 +180,7 @@ class StepSchedule:
         self.params.end_step()
         self.global_steps += 1
         self.step_applied = self.optimizer is not None and not self.optimizer.overflow
+        self.skipped_steps += not self.step_applied
 
     def check_current(self) -> None:
         """Raise StateError where parameters are to be read that do not have the last update yet."""

@@ -173,7 +173,6 @@ class StepGuard:
         scale.is_used = precision.scaling is not None
         self._publish()
         self.overflow = False  # in the last step
-        self.skipped_steps = 0
 
     def accepts(self, norm: float) -> bool:
         """Whether a gradient of this norm can be applied."""
@@ -190,7 +189,6 @@ class StepGuard:
             raise StateError(self._exhausted(comm))
         lines = self.scaler.update(self.overflow)
         self._publish()
-        self.skipped_steps += self.overflow
         if comm.rank == 0:
             for line in lines:
                 logger.log(logging.WARNING if self.overflow else logging.INFO, line)
@@ -207,17 +205,12 @@ class StepGuard:
         where = [f"on rank {rank}: {', '.join(names[:_MOST_NAMES])}" for rank, names in enumerate(found) if names]
         return (
             "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.\n"
-            f"Gradients that are not finite, last layers first, {'; '.join(where) or 'after their reduce only'}. "
-            f"{self.skipped_steps} steps have been skipped.\n"
+            f"Gradients that are not finite, last layers first, {'; '.join(where) or 'after their reduce only'}.\n"
             'Where the device has bfloat16, use "bf16": {"enabled": true}, which needs no loss scaling; else look for '
             "what overflows in the forward of these layers."
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self.scaler.state_dict(), "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a checkpoint was written, by whatever kind of scaler."""
         self.scaler.load_state_dict(state)
         self._publish()
-        self.skipped_steps = int(state.get("skipped_steps", 0))

@@ -346,7 +346,7 @@ class PipelineModule(nn.Module):
             "seed_layers": self.seed_layers,
             "base_seed": self.base_seed,
         }
-        if found := difference(all_ranks_give(layers_settings(self._rows, settings))):
+        if found := difference(all_ranks_give(layers_settings(self._rows, settings), "PipelineModule")):
             raise ConfigError(
                 f"PipelineModule: {found}.\nAll ranks must make it alike, from the same layers, stages and options."
             )
@@ -373,7 +373,7 @@ class PipelineModule(nn.Module):
                 mine = measure_layers(self._given, self._profile_inputs)
             except ConfigError as error:
                 mine = str(error)
-        measured = mine if is_alone else all_ranks_give(mine)[0]
+        measured = mine if is_alone else all_ranks_give(mine, "times of layers")[0]
         if isinstance(measured, str):
             raise ConfigError(measured)
         return list(measured)

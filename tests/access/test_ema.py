@@ -217,6 +217,11 @@ def without(folder: str, log: str) -> tuple[Weights, Weights]:
     engine.load_checkpoint(log)
     with pytest.raises(hf_zero.ConfigError, match=r"decay=1\.5"):
         ema.update(1.5)
+    for wrong in ("0.9", True, float("nan"), torch.tensor([0.5, 0.5])):
+        with pytest.raises(hf_zero.ConfigError, match="expected a number from 0"):
+            ema.update(wrong)
+        with pytest.raises(hf_zero.ConfigError, match="expected a number from 0"):
+            hf_zero.ShardedEMA(engine.module, wrong, name="another")
     average = ema.full_state_dict(keep=True)
     held = engine.memory_report()["optimizer"]
     ema.close()

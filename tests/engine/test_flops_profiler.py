@@ -156,7 +156,7 @@ def broken_off(engine: Any, x: torch.Tensor) -> None:
 
 
 def late(engine: Any, x: torch.Tensor) -> None:
-    engine.schedule.restart_at(7)
+    engine.schedule.restart_at(7, 0)
     engine(x)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import resource
 import shutil
 import time
@@ -99,6 +100,23 @@ def resume(folder: str, asked: Any) -> int:
     finally:
         assert time.monotonic() - began < SOON_S
     return int(trainer.state.global_step)
+
+
+def resume_where(folder: str, asked: list[Any]) -> int:
+    return resume(folder, asked[int(os.environ["RANK"])])
+
+
+@pytest.mark.parametrize("asked", [[True, None], [None, "checkpoint-2"], ["checkpoint-1", False]])
+def test_a_resume_that_is_asked_for_on_some_ranks_only(saved: Path, asked: list[Any]) -> None:
+    """A rank that looks for a checkpoint by itself, or too early: all ranks say so, at once."""
+    paths = [str(saved / one) if isinstance(one, str) else one for one in asked]
+    first, second = run_ranks(resume_where, 2, str(saved), paths, init_group=False, expect_error=True)
+    assert first.kind == second.kind == "CheckpointError", first.traceback
+    resuming = 0 if asked[0] else 1
+    for failure in (first, second):
+        assert f"rank(s) [{resuming}] would resume from {paths[resuming]}" in failure.message
+        assert f"rank(s) [{1 - resuming}] would start anew" in failure.message
+        assert f"Called from: {__file__}:" in failure.message
 
 
 def damage(path: Path, how: str) -> None:

@@ -321,6 +321,46 @@ def test_the_scale_goes_on_from_a_checkpoint_at_another_stage(tmp_path: Path) ->
         assert torch.allclose(value.float(), resumed[3][name].float(), atol=1e-3), name
 
 
+def counts(engine: ZeroEngine) -> tuple[int, int, int]:
+    return engine.global_steps, engine.skipped_steps, engine.micro_steps
+
+
+def load_parts(folder: str, stage: int) -> dict[str, Any]:
+    """Of two steps that were left out and one that was made, what engines of another stage know after a load."""
+    block = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+    engine = start({**block, "zero_optimization": {"stage": stage}})
+    for number, factor in enumerate([float("inf"), float("inf"), 1.0]):
+        step(engine, number, factor)
+    engine.save_checkpoint(folder)
+    found: dict[str, Any] = {"saved": (counts(engine), engine.optimizer.cur_scale)}
+    engine.attach_optimizer(torch.optim.SGD(engine.module.parameters(), lr=0.1))
+    found["another optimizer"] = counts(engine)
+    block = {**block, "zero_optimization": {"stage": 3 - stage}}
+    for name, options in {
+        "all": {},
+        "without states": {"load_optimizer_states": False},
+        "without states and rates": {"load_optimizer_states": False, "load_lr_scheduler_states": False},
+        "module only": {"load_module_only": True},
+    }.items():
+        engine = start(block)
+        engine.load_checkpoint(folder, **options)
+        found[name] = counts(engine), engine.optimizer.cur_scale
+    engine = hf_zero.initialize(model=Net(), config=block)[0]
+    engine.load_checkpoint(folder)
+    found["inference"] = counts(engine)
+    return found
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_a_load_takes_both_counts_or_none(stage: int, tmp_path: Path) -> None:
+    """The scale belongs to the optimizer's state, as in DeepSpeed; the number of skipped steps to that of steps."""
+    for found in run_ranks(load_parts, 2, str(tmp_path), stage):
+        assert found["saved"] == found["all"] == ((3, 2, 3), 64.0)
+        assert found["without states"] == found["without states and rates"] == ((3, 2, 3), 256.0)
+        assert found["module only"] == ((0, 0, 0), 256.0)
+        assert found["inference"] == found["another optimizer"] == (3, 2, 3)
+
+
 def into_fp16(folder: str) -> tuple[float, int]:
     engine = start({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
     step(engine, 0)

@@ -124,7 +124,7 @@ class TransformersPipeline(PipelineModule):
         finally:
             source.close()
             self._source = [None]
-        problems = [problem] if stage is not None else all_ranks_give(problem)
+        problems = [problem] if stage is not None else all_ranks_give(problem, "loading layers")
         if first := next((one for one in problems if one is not None), None):
             raise CheckpointError(first)
 
@@ -212,7 +212,7 @@ class _StoredWeights:
             self._files = open_files(files)
         except CheckpointError as error:
             problem = str(error)
-        problems = [problem] if self._is_alone else all_ranks_give(problem)
+        problems = [problem] if self._is_alone else all_ranks_give(problem, "opening weight files")
         if first := next((one for one in problems if one is not None), None):
             raise CheckpointError(first)
 
@@ -221,7 +221,7 @@ class _StoredWeights:
         tied = model.all_tied_weights_keys.items()
         pairs = [(key_of[name], key_of[other]) for name, other in tied if {name, other} <= key_of.keys()]
         mine = [slice_is_equal(stored[one], stored[two], self._rank, self._world_size) for one, two in pairs]
-        votes = [mine] if self._is_alone else all_ranks_give(mine)
+        votes = [mine] if self._is_alone else all_ranks_give(mine, "tied weights")
         return {pair[0] for pair, *equal in zip(pairs, *votes, strict=True) if all(equal)}
 
     def _remember(

@@ -28,6 +28,8 @@ from hf_zero.hf.trainer.resume import numbered, usable
 
 logger = logging.getLogger(__name__)
 
+_RESUME = "resume_from_checkpoint"
+
 # TrainingArguments, by id, between whose ranks the writers are agreed: a callback may save inside.
 _inside: set[int] = set()
 
@@ -91,14 +93,14 @@ class _View:
     missing: frozenset[str] = frozenset()  # rank files
 
 
-def agree_on_nodes(args: Any, asked: str | bool) -> str:
+def agree_on_nodes(args: Any, asked: Any) -> str:
     """As `agree_on_checkpoint`, where each node has a part. What a node lacks of the small files is brought there.
 
     A checkpoint is complete if no node has a damaged part, all have parts of one save, and together they have all
     files. All ranks must call; raises CheckpointError on every rank.
     """
     paths = numbered(Path(args.output_dir), "checkpoint-") if asked is True else [Path(str(asked))]
-    everyone: list[dict[str, _View | None]] = all_ranks_give({str(path): _view(path) for path in paths})
+    everyone: list[dict[str, _View | None]] = all_ranks_give({str(path): _view(path) for path in paths}, _RESUME)
     names = list(dict.fromkeys(name for views in everyone for name in views))
     if asked is not True and len(names) > 1:
         raise CheckpointError(f"ranks would resume from different checkpoints: {names}.")
@@ -165,10 +167,10 @@ def _bring_small_files(args: Any, folder: Path) -> None:
     rng = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
     names = [TRAINER_STATE_NAME, SCHEDULER_NAME, str(manifest_path(folder).relative_to(folder)), rng]
     lacking = [name for name in names if not (folder / name).is_file()]
-    wanted = sorted({name for one in all_ranks_give(lacking) for name in one})
+    wanted = sorted({name for one in all_ranks_give(lacking, _RESUME) for name in one})
     if not wanted:
         return
-    owned: list[list[str]] = all_ranks_give([name for name in wanted if (folder / name).is_file()])
+    owned: list[list[str]] = all_ranks_give([name for name in wanted if (folder / name).is_file()], _RESUME)
     first = {name: rank for rank, mine in reversed(list(enumerate(owned))) for name in mine}
     given: dict[str, bytes] = {}
     problem = ""
@@ -176,7 +178,7 @@ def _bring_small_files(args: Any, folder: Path) -> None:
         mine = {name: (folder / name).read_bytes() for name, rank in first.items() if rank == args.process_index}
     except OSError as error:
         mine, problem = {}, f"cannot read {error.filename}: {error.strerror}"
-    for files in all_ranks_give(mine):
+    for files in all_ranks_give(mine, _RESUME):
         given.update(files)
     try:
         for name in (name for name in lacking if name in given):
@@ -188,6 +190,6 @@ def _bring_small_files(args: Any, folder: Path) -> None:
             os.replace(temporary, target)
     except OSError as error:
         problem = f"cannot write {error.filename}: {error.strerror}"
-    problems = [f"rank {rank}: {text}" for rank, text in enumerate(all_ranks_give(problem)) if text]
+    problems = [f"rank {rank}: {text}" for rank, text in enumerate(all_ranks_give(problem, _RESUME)) if text]
     if problems:
         raise CheckpointError("\n".join(problems))

@@ -23,7 +23,7 @@ from hf_zero.checkpoint.file_list import SMALL_BYTES, changed_files, read_list
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, check_files, manifest_path, offer, read_manifest, zero_folder
 from hf_zero.checkpoint.published_weights import damaged_files
 from hf_zero.distributed.comm import Comm
-from hf_zero.distributed.processes import all_ranks_give
+from hf_zero.distributed.processes import all_ranks_give, call_site
 from hf_zero.errors import CheckpointError
 from hf_zero.hf.local_files import read_on_all, writing
 from hf_zero.optim.schedules.base import Schedule
@@ -68,7 +68,26 @@ def warn_of_changes(folder: str | Path) -> None:
         logger.warning("resuming from %s all the same: %s", folder, texts)
 
 
-def agree_on_checkpoint(args: Any, asked: str | bool) -> str:
+def is_resumed(asked: str | bool | None, timeout_s: float) -> bool:
+    """Whether `train` was asked to resume: on all ranks, or on none. All ranks must call.
+
+    Raises:
+        CheckpointError: On every rank: some were asked to, and others were not.
+        DivergenceError: Some ranks did not come within `timeout_s` seconds.
+    """
+    everyone = all_ranks_give(asked or None, "Trainer.train", timeout_s)
+    given = {rank: one for rank, one in enumerate(everyone) if one is not None}
+    if given and len(given) < len(everyone):
+        raise CheckpointError(
+            f"train(resume_from_checkpoint=...) was given on some ranks only: rank(s) {list(given)} would resume from "
+            f"{next(iter(given.values()))}, and rank(s) {[rank for rank, one in enumerate(everyone) if one is None]} "
+            "would start anew.\nGive it on every rank; where it depends on the checkpoints that are there, let rank 0 "
+            f"look and tell the others.\nCalled from: {call_site()}"
+        )
+    return bool(given)
+
+
+def agree_on_checkpoint(args: Any, asked: Any) -> str:
     """What all ranks resume from: `checkpoint_to_resume` in the folder of the TrainingArguments. All ranks must call.
 
     Raises CheckpointError on every rank, before training begins, if one of them cannot resume, or from another folder.
@@ -78,7 +97,7 @@ def agree_on_checkpoint(args: Any, asked: str | bool) -> str:
         chosen = checkpoint_to_resume(args.output_dir, asked, quiet=args.process_index != 0)
     except CheckpointError as error:
         problem = str(error)
-    everyone = all_ranks_give((chosen, problem))
+    everyone = all_ranks_give((chosen, problem), "resume_from_checkpoint")
     problems = list(dict.fromkeys(text for _, text in everyone if text))
     if problems:
         raise CheckpointError("\n".join(problems))

@@ -43,6 +43,7 @@ from hf_zero.hf.trainer.resume import (
     agree_on_checkpoint,
     delete_older,
     has_sharded_state,
+    is_resumed,
     lacks_frozen_weights,
     read_scheduler,
     rng_state_file,
@@ -161,7 +162,7 @@ def train(
     **kwargs: Any,
 ) -> Any:
     """Resume from the newest complete checkpoint where the stock Trainer takes the newest of all."""
-    if resume_from_checkpoint:
+    if is_resumed(resume_from_checkpoint, plugin.config.desync_timeout):
         agree = agree_on_nodes if self.args.save_on_each_node else agree_on_checkpoint
         resume_from_checkpoint = agree(self.args, resume_from_checkpoint)
     _mix_references_by_shards(self)
