@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.manifest import SaveInfo, TensorInfo
+from hf_zero.checkpoint.consolidate import DEEPSPEEDS_NAME
+from hf_zero.checkpoint.manifest import SCRIPT_NAME, SaveInfo, TensorInfo, scripts
 from hf_zero.checkpoint.writer import (
     Chunked,
     Scalar,
@@ -85,7 +86,7 @@ def write_checkpoint(
         save_id = prepare_folder(folder)
         bar = f"Writing {target.name}"
         record = write_rank_file(folder, 0, states, buffers, save_id=save_id, info=info, bar=bar)
-        commit(folder, build_manifest(info, [record]))
+        commit(folder, build_manifest(info, [record]), scripts(folder, SCRIPT_NAME, DEEPSPEEDS_NAME))
         for path in beside:
             shutil.copyfile(path, folder / path.name)
 

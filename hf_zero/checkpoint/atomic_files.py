@@ -32,14 +32,20 @@ class OpenFile:
             view = view[os.write(self.descriptor, view) :]
 
 
+def temporary_name(path: Path) -> Path:
+    return path.with_name(path.name + TEMPORARY_SUFFIX)
+
+
 @contextmanager
-def written_atomically(path: Path) -> Iterator[OpenFile]:
-    """Write `path`: on a clean exit it is on the disk and named, on an exception nothing of it is left.
+def staged(path: Path) -> Iterator[OpenFile]:
+    """Write what will be `path`: on a clean exit it is on the disk, and `give_name` cannot fail for want of space.
+
+    On an exception nothing of it is left.
 
     Raises:
         CheckpointError: The operating system refused (disk full, no permission, ...).
     """
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    temporary = temporary_name(path)
     done = False
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666)
@@ -48,15 +54,43 @@ def written_atomically(path: Path) -> Iterator[OpenFile]:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(temporary, path)
         done = True
-        sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        if not done:
-            with suppress(OSError):  # the error that led here says more
-                temporary.unlink()
+        if not done:  # the error that led here says more than one of `forget`
+            forget(path)
+
+
+def give_name(path: Path) -> None:
+    """Let what was staged for `path` take its place, by one rename. Raises CheckpointError."""
+    try:
+        os.replace(temporary_name(path), path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def forget(path: Path) -> None:
+    """Delete what was staged for `path`, if anything was."""
+    with suppress(OSError):
+        temporary_name(path).unlink()
+
+
+@contextmanager
+def written_atomically(path: Path) -> Iterator[OpenFile]:
+    """Write `path`: on a clean exit it is on the disk and named, on an exception nothing of it is left.
+
+    Raises:
+        CheckpointError: The operating system refused (disk full, no permission, ...).
+    """
+    with staged(path) as file:
+        yield file
+    try:
+        give_name(path)
+    except CheckpointError:
+        forget(path)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

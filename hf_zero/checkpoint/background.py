@@ -31,7 +31,7 @@ import torch
 
 from hf_zero.checkpoint.manifest import FileRecord, Manifest, SaveInfo
 from hf_zero.checkpoint.snapshot import SnapshotMemory
-from hf_zero.checkpoint.writer import SliceState, abandon, build_manifest, delete_replaced, prepare_commit, publish
+from hf_zero.checkpoint.writer import SliceState, abandon, build_manifest, follow_up, prepare_commit, publish
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.store_protocol import Letters, LostRankError
 from hf_zero.errors import CheckpointError
@@ -51,14 +51,14 @@ class Job:
 
     Args:
         write: Writes this rank's file; None where other ranks hold everything.
-        published: Called on those that commit, once the manifest is there.
+        beside: What those that commit write beside `zero/`; see [Note: Commit order].
         committers: By rank, who commits what it has written; rank 0 is one of them.
     """
 
     folder: Path
     info: SaveInfo
     write: Callable[[], FileRecord] | None
-    published: Callable[[], None]
+    beside: Mapping[Path, bytes]
     committers: Sequence[int]
 
 
@@ -279,13 +279,13 @@ class _Save(threading.Thread):
         folder, here = self._job.folder, self._job.committers
         try:
             if phase == _PREPARE:
-                prepare_commit(folder, whole, [rank for rank in range(whole.world_size) if here[rank] == self._rank])
+                ranks = [rank for rank in range(whole.world_size) if here[rank] == self._rank]
+                prepare_commit(folder, whole, ranks, self._job.beside)
             elif phase == _PUBLISH:
                 self._may_be_published = True
                 publish(folder)
             else:
-                delete_replaced(folder, whole)
-                self._job.published()
+                follow_up(folder, whole, self._job.beside)
         except Exception as error:  # who leads waits to hear of it, whatever it is
             return f"rank {self._rank}: {_text(error)}"
         return ""
@@ -293,7 +293,7 @@ class _Save(threading.Thread):
     def _discard(self) -> None:
         """Delete what was written, where this rank commits. A manifest somewhere may name it once one is published."""
         if self._rank in self._job.committers and not self._may_be_published:
-            abandon(self._job.folder)
+            abandon(self._job.folder, self._job.beside)
 
     def _wait_for_readers(self, letters: Letters) -> None:
         """The store may live in rank 0: it must not end before the others have read the outcome."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +18,19 @@ from hf_zero.checkpoint import differences
 from hf_zero.checkpoint.agreement import check_same, on_rank_0, together
 from hf_zero.checkpoint.background import BackgroundSaves, Job
 from hf_zero.checkpoint.committers import commit_everywhere, find_committers, is_committer
+from hf_zero.checkpoint.consolidate import DEEPSPEEDS_NAME
 from hf_zero.checkpoint.file_exchange import FileExchange, open_on_nodes
 from hf_zero.checkpoint.frozen_digests import FrozenShards, check_frozen, full_digests
 from hf_zero.checkpoint.manifest import (
     FROZEN_DIGESTS,
     HOSTS,
+    SCRIPT_NAME,
     STATE_MARK,
     FileRecord,
     Manifest,
     SaveInfo,
     TensorInfo,
+    scripts,
     zero_folder,
 )
 from hf_zero.checkpoint.optimizer_state import (
@@ -211,13 +214,13 @@ def save(
     client_state: Any,
     *,
     exclude_frozen: bool = False,
-    published: Callable[[], None] = lambda: None,
+    beside: Mapping[Path, bytes] | None = None,
     background: BackgroundSaves | None = None,
 ) -> None:
     """Write a checkpoint into `folder`, with `exclude_frozen` without the weights of frozen parameters.
 
-    All ranks must call. See [Note: Commit order] in writer.py. `published` is called on rank 0 when it is there;
-    with `node_local`, on the first rank of each file system.
+    All ranks must call. See [Note: Commit order] in writer.py. `beside`, in which order counts, and copies of
+    consolidate.py are written with it by rank 0; with `node_local`, by the first rank of each file system.
 
     With `background` this returns when everything is copied, and the rest follows: [Note: A save in the background].
     What is on a disk is not copied, but kept there as it is until it is written.
@@ -234,30 +237,31 @@ def save(
     committers = find_committers(comm, zero_folder(folder)) if session.node_local else [0] * comm.world_size
     commits = is_committer(comm, committers)
     saved = _Saved(session, folder)
+    beside = {**scripts(folder, SCRIPT_NAME, DEEPSPEEDS_NAME), **(beside or {})}
 
     def prepare() -> _Told:
         saved.collect()
         check_info(_info(session, client_state, {}))
         groups = {} if session.optimizer is None else group_numbers(session.optimizer)
-        return _Told(prepare_folder(folder) if commits else "", groups, (session.file_number, socket.gethostname()))
+        save_id = prepare_folder(folder, beside) if commits else ""
+        return _Told(save_id, groups, (session.file_number, socket.gethostname()))
 
-    with _discarding(folder, commits):
+    with _discarding(folder, beside, commits):
         told = together(comm, "checkpoint contents", prepare)
         saved.exchange()
     save_id = next((one.save_id for one in told if one.save_id), "")  # one for all nodes: a file has one name
     info = _info(session, client_state, _shared(session, digests, told))
     if background is not None:
-        background.start(Job(folder, info, _write_of_copy(saved, info, save_id, background), published, committers))
+        background.start(Job(folder, info, _write_of_copy(saved, info, save_id, background), beside, committers))
         return
-    with _discarding(folder, commits):
+    with _discarding(folder, beside, commits):
         write = partial(saved.write, info, save_id, f"Saving {folder.name}" if comm.rank == 0 else "")
         records = together(comm, "checkpoint files", lambda: write() if saved.is_mine else None)
         written = [record for record in records if record is not None]
         if not session.node_local:
-            on_rank_0(comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written)))
+            on_rank_0(comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written), beside))
     if session.node_local:
-        commit_everywhere(comm, folder, lambda: build_manifest(info, written), committers)
-    together(comm, "checkpoint tag", lambda: published() if commits else None)
+        commit_everywhere(comm, folder, lambda: build_manifest(info, written), committers, beside)
 
 
 def _write_of_copy(
@@ -293,14 +297,14 @@ def _shared(session: Session, digests: dict[str, str], told: Sequence[_Told]) ->
 
 
 @contextlib.contextmanager
-def _discarding(folder: Path, commits: bool) -> Iterator[None]:
+def _discarding(folder: Path, beside: Iterable[Path], commits: bool) -> Iterator[None]:
     """Delete what was written if the ranks fail inside."""
     try:
         yield
     except CheckpointError:
         if commits:
             with contextlib.suppress(OSError):  # as what failed here has been
-                abandon(folder)
+                abandon(folder, beside)
         raise
 
 

@@ -7,13 +7,13 @@ Names of hosts say nothing of that, so the ranks look for what the others have w
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from hf_zero.checkpoint.agreement import on_rank_0, together
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.writer import abandon, delete_empty, delete_replaced, make_folder, prepare_commit, publish
+from hf_zero.checkpoint.writer import abandon, delete_empty, follow_up, make_folder, prepare_commit, publish
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError
 
@@ -66,7 +66,13 @@ def is_committer(comm: Comm, committers: Sequence[int]) -> bool:
     return committers[comm.rank] == comm.rank
 
 
-def commit_everywhere(comm: Comm, folder: Path, build: Callable[[], Manifest], committers: Sequence[int]) -> None:
+def commit_everywhere(
+    comm: Comm,
+    folder: Path,
+    build: Callable[[], Manifest],
+    committers: Sequence[int],
+    beside: Mapping[Path, bytes],
+) -> None:
     """Publish the manifest that rank 0 builds, in the folder of each file system.
 
     Everything that may fail for want of space comes before the first rename, and old files go after the last: where
@@ -76,10 +82,10 @@ def commit_everywhere(comm: Comm, folder: Path, build: Callable[[], Manifest], c
     whole = on_rank_0(comm, "checkpoint manifest", build)
     here = [rank for rank in range(whole.world_size) if committers[rank] == comm.rank]
     try:
-        together(comm, "checkpoint manifest", lambda: prepare_commit(folder, whole, here) if commits else None)
+        together(comm, "checkpoint manifest", lambda: prepare_commit(folder, whole, here, beside) if commits else None)
     except CheckpointError:
         if commits:
-            abandon(folder)
+            abandon(folder, beside)
         raise
     together(comm, "checkpoint manifest", lambda: publish(folder) if commits else None)
-    together(comm, "replaced files", lambda: delete_replaced(folder, whole) if commits else None)
+    together(comm, "replaced files", lambda: follow_up(folder, whole, beside) if commits else None)

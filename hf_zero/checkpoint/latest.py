@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path, PurePath
 
-from hf_zero.checkpoint.atomic_files import written_atomically
 from hf_zero.checkpoint.consolidate import DEEPSPEEDS_NAME, foreign
-from hf_zero.checkpoint.manifest import newest_complete_checkpoint, offer, write_scripts, zero_folder
+from hf_zero.checkpoint.manifest import newest_complete_checkpoint, offer, scripts, zero_folder
 from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -75,12 +74,6 @@ def holds_nothing(folder: Path) -> bool:
     return not zero_folder(folder).exists() and newest_complete_checkpoint(folder) is None
 
 
-def set_latest(folder: Path, tag: str) -> None:
-    """Note in `folder` that `tag` was saved last, and write zero_to_fp32.py there, where DeepSpeed has it.
-
-    Raises:
-        CheckpointError: The operating system refused.
-    """
-    write_scripts(folder, DEEPSPEEDS_NAME)
-    with written_atomically(folder / LATEST_NAME) as out:
-        out.write(tag.encode())
+def latest_files(folder: Path, tag: str) -> dict[Path, bytes]:
+    """What notes in `folder` that `tag` was saved last, and zero_to_fp32.py there, where DeepSpeed has it."""
+    return {**scripts(folder, DEEPSPEEDS_NAME), folder / LATEST_NAME: tag.encode()}

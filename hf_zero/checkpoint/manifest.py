@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint import consolidate
-from hf_zero.checkpoint.atomic_files import written_atomically
 from hf_zero.checkpoint.consolidate import ConsolidateError, check_sizes, content_crc32, decode_manifest, file_marks
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import UnitLayout
@@ -156,22 +155,9 @@ def zero_folder(folder: str | Path) -> Path:
     return Path(folder) / ZERO_FOLDER
 
 
-def write_scripts(folder: Path, *names: str) -> None:
-    """Write copies of consolidate.py, which does under another name what DeepSpeed's script of that name does."""
-    for name in names:
-        with written_atomically(folder / name) as file:
-            file.write(_script(name))
-        if name != SCRIPT_NAME:
-            with contextlib.suppress(OSError):  # some file systems have no such mark
-                (folder / name).chmod(0o755)
-
-
-def delete_scripts(folder: Path, *names: str) -> None:
-    """Delete what `write_scripts` wrote; other files of these names stay."""
-    for path in (folder / name for name in names):
-        with contextlib.suppress(OSError):
-            if path.read_bytes() == _script(path.name):
-                path.unlink()
+def scripts(folder: Path, *names: str) -> dict[Path, bytes]:
+    """Copies of consolidate.py in `folder`; under another name it does what DeepSpeed's script of that name does."""
+    return {folder / name: _script(name) for name in names}
 
 
 def _script(name: str) -> bytes:

@@ -5,18 +5,25 @@
     1  rank 0      save_id = prepare_folder(folder)            then broadcast save_id
     2  every rank  record = write_rank_file(folder, rank, slices, buffers, save_id=save_id)
     3  every rank  all-gather the records: has every rank written its file?
-    4  rank 0      commit(folder, build_manifest(info, records)); where a rank or this failed, abandon(folder)
+    4  rank 0      commit(folder, build_manifest(info, records), beside); where a rank or this failed, abandon(folder)
     5  every rank  wait for rank 0's result, so that no rank starts the next save into the folder before it is decided
 
 A folder holds a checkpoint exactly if it has a manifest, and the manifest names its files. A save into a folder that
 holds a checkpoint already writes rank files under new names, so the old checkpoint stays complete until one rename
 replaces the manifest; only then its files are deleted. Whenever the processes die, what the folder holds is the old
 checkpoint or the new one (or none, if there was none).
+
+All other files of a save (`beside`: the scripts, a pipeline's config.json, `latest`) are written before that rename
+under temporary names, and get their own after it. So a save that fails has replaced none of them, and what takes space
+has been taken before anything is replaced. Processes that die between these renames leave the new checkpoint beside
+older ones of these files; the next save deletes what has kept its temporary name.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import secrets
 import time
 import zlib
@@ -28,10 +35,9 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.atomic_files import sync_folder, written_atomically
+from hf_zero.checkpoint.atomic_files import forget, give_name, staged, temporary_name, written_atomically
 from hf_zero.checkpoint.consolidate import (
     CODES,
-    DEEPSPEEDS_NAME,
     ITEM_BYTES,
     check_manifest,
     check_sizes,
@@ -39,20 +45,17 @@ from hf_zero.checkpoint.consolidate import (
 )
 from hf_zero.checkpoint.manifest import (
     BUFFER_KIND,
-    SCRIPT_NAME,
     FileInfo,
     FileRecord,
     Manifest,
     SaveInfo,
     TensorInfo,
-    delete_scripts,
     encode_manifest,
     manifest_path,
     marks_of,
     offering,
     package_version,
     read_manifest,
-    write_scripts,
     zero_folder,
 )
 from hf_zero.checkpoint.rank_file import DataWriter
@@ -114,14 +117,14 @@ def check_info(info: SaveInfo) -> None:
 
 
 # -------------------------------------------------------------------- phase 1: rank 0
-def prepare_folder(folder: str | Path) -> str:
+def prepare_folder(folder: str | Path, beside: Iterable[Path] = ()) -> str:
     """Make `folder` ready for a save and return the save id that every rank must pass to `write_rank_file`.
 
     Rank 0 only, before any rank writes. The id is empty for a new folder; it sets the file names apart from those of
     the checkpoint that the folder holds already.
     """
     make_folder(zero_folder(folder))
-    discard(folder)
+    discard(folder, beside)
     return secrets.token_hex(4) if manifest_path(folder).exists() else ""
 
 
@@ -265,37 +268,38 @@ def build_manifest(info: SaveInfo, records: Sequence[FileRecord]) -> Manifest:
     return manifest
 
 
-def commit(folder: str | Path, manifest: Manifest) -> None:
+def commit(folder: str | Path, manifest: Manifest, beside: Mapping[Path, bytes]) -> None:
     """Publish what the ranks wrote, then delete the files of the checkpoint that it replaces. Rank 0 only."""
-    prepare_commit(folder, manifest, range(len(manifest.files)))
+    prepare_commit(folder, manifest, range(len(manifest.files)), beside)
     publish(folder)
-    delete_replaced(folder, manifest)
+    follow_up(folder, manifest, beside)
 
 
-def prepare_commit(folder: str | Path, manifest: Manifest, ranks: Sequence[int]) -> None:
+def prepare_commit(folder: str | Path, manifest: Manifest, ranks: Sequence[int], beside: Mapping[Path, bytes]) -> None:
     """All that may fail, where the files of these ranks are in the folder; then comes `publish`."""
-    write_scripts(Path(folder), SCRIPT_NAME, DEEPSPEEDS_NAME)
+    for path, content in beside.items():
+        if path.is_dir():
+            raise CheckpointError(f"cannot write {path}: {os.strerror(errno.EISDIR)}")
+        with staged(path) as file:
+            file.write(content)
+        if content.startswith(b"#!"):
+            with suppress(OSError):  # some file systems have no such mark
+                temporary_name(path).chmod(0o755)
     _wait_for_files(folder, [manifest.files[rank] for rank in ranks])
-    with written_atomically(_ready_path(folder)) as file:
+    with staged(manifest_path(folder)) as file:
         file.write(encode_manifest(manifest))
 
 
 def publish(folder: str | Path) -> None:
     """Publish what `prepare_commit` has written, by one rename."""
-    try:
-        _ready_path(folder).replace(manifest_path(folder))
-    except OSError as error:
-        raise CheckpointError(f"cannot write {manifest_path(folder)}: {error.strerror or error}") from error
-    sync_folder(zero_folder(folder))
+    give_name(manifest_path(folder))
 
 
-def delete_replaced(folder: str | Path, manifest: Manifest) -> None:
-    """Delete the rank files that `manifest`, which is published, does not name."""
+def follow_up(folder: str | Path, manifest: Manifest, beside: Iterable[Path]) -> None:
+    """Name the files beside the manifest, which is published, and delete the rank files that it does not list."""
+    for path in beside:
+        give_name(path)
     _delete_rank_files(folder, keep={file.name for file in manifest.files})
-
-
-def _ready_path(folder: str | Path) -> Path:
-    return manifest_path(folder).with_suffix(".ready")
 
 
 def _wait_for_files(folder: str | Path, files: Sequence[FileInfo]) -> None:
@@ -314,8 +318,8 @@ def _wait_for_files(folder: str | Path, files: Sequence[FileInfo]) -> None:
             time.sleep(0.1)
 
 
-def discard(folder: str | Path) -> None:
-    """Delete what unfinished saves wrote. Rank 0 only, when no rank is writing.
+def discard(folder: str | Path, beside: Iterable[Path] = ()) -> None:
+    """Delete what unfinished saves wrote, `beside` it too. Rank 0 only, when no rank is writing.
 
     A checkpoint that the folder holds is untouched: files that the manifest names are never deleted here.
     """
@@ -327,15 +331,14 @@ def discard(folder: str | Path) -> None:
             logger.warning("nothing is deleted in %s: %s", zero_folder(folder), error)
             return
     _delete_rank_files(folder, keep)
-    with suppress(OSError):
-        _ready_path(folder).unlink()
+    for path in (*beside, manifest_path(folder)):
+        forget(path)
 
 
-def abandon(folder: str | Path) -> None:
+def abandon(folder: str | Path, beside: Iterable[Path] = ()) -> None:
     """As `discard`, after a save that failed: where there was no checkpoint before, no file or empty folder stays."""
-    discard(folder)
+    discard(folder, beside)
     if not manifest_path(folder).exists():
-        delete_scripts(Path(folder), SCRIPT_NAME, DEEPSPEEDS_NAME)
         delete_empty(folder)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,13 @@ from hf_zero.checkpoint import collective
 from hf_zero.checkpoint.agreement import agree_on_source, agree_on_target
 from hf_zero.checkpoint.background import BackgroundSaves
 from hf_zero.checkpoint.collective import Parts, Session
-from hf_zero.checkpoint.latest import set_latest
+from hf_zero.checkpoint.latest import latest_files
 from hf_zero.config.resolved import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.runtime.build import BuiltUnits
 
 logger = logging.getLogger(__name__)
-
-
-def _nothing() -> None:
-    """Nothing is left to do when a checkpoint is published."""
 
 
 class Checkpointing:
@@ -83,16 +78,16 @@ class Checkpointing:
         options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
         default = f"global_step{self._schedule.global_steps}"
         target = agree_on_target(self._comm, save_dir, tag, default, options, self._settings.tag_validation)
-        published = partial(set_latest, target.root, target.tag) if save_latest else _nothing
-        self._write(target.folder, client_state, exclude_frozen, published)
+        beside = latest_files(target.root, target.tag) if save_latest else {}
+        self._write(target.folder, client_state, exclude_frozen, beside)
 
     def write(self, folder: str | Path, *, exclude_frozen: bool) -> None:
         """Write into `folder` itself: no tag, no `latest`."""
         self._comm.wait_for_all_ranks("write_checkpoint")
         options = {"exclude_frozen_parameters": exclude_frozen}
-        self._write(agree_on_target(self._comm, folder, None, "", options).folder, None, exclude_frozen, _nothing)
+        self._write(agree_on_target(self._comm, folder, None, "", options).folder, None, exclude_frozen, {})
 
-    def _write(self, folder: Path, client_state: Any, exclude_frozen: bool, published: Callable[[], None]) -> None:
+    def _write(self, folder: Path, client_state: Any, exclude_frozen: bool, beside: Mapping[Path, bytes]) -> None:
         self.finish()
         self._check_model()
         self._schedule.finish_updates()
@@ -101,7 +96,7 @@ class Checkpointing:
             folder,
             client_state,
             exclude_frozen=exclude_frozen,
-            published=published,
+            beside=beside,
             background=self._background,
         )
 

@@ -7,7 +7,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -299,8 +298,9 @@ class PipelineModule(nn.Module):
         part = next(part for part, stop in enumerate(self.parts[1:]) if layer_idx < stop)
         return part % stages
 
-    def describe_in(self, folder: Path) -> None:
-        """Write into a checkpoint's folder what belongs to the model beside its weights. Called on one rank."""
+    def description(self) -> dict[str, bytes]:
+        """Files, by name, that belong into a checkpoint's folder beside the weights. Called on one rank."""
+        return {}
 
     def layer_title(self, layer_idx: int) -> str:
         """A layer for messages: "3 (GPT2Block)"."""

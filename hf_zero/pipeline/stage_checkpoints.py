@@ -7,7 +7,7 @@ checkpoint loads with another number of stages, in another pipeline schedule, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from hf_zero.checkpoint.agreement import on_rank_0
 from hf_zero.checkpoint.collective import Session
 from hf_zero.checkpoint.manifest import TensorInfo
 from hf_zero.checkpoint.scheduler_state import plain
-from hf_zero.checkpoint.writer import make_folder
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
@@ -137,17 +136,16 @@ class StageCheckpointing(Checkpointing):
         self._place = place
         self._aliases = model.canonical_names
 
-    def _write(self, folder: Path, *given: Any) -> None:
-        self.finish()
-        on_rank_0(self._comm, "description of the model", lambda: self._describe_in(folder))
-        super()._write(folder, *given)
+    def _write(self, folder: Path, client_state: Any, exclude_frozen: bool, beside: Mapping[Path, bytes]) -> None:
+        files = on_rank_0(self._comm, "description of the model", self._description)
+        own = {folder / name: content for name, content in files.items()}
+        super()._write(folder, client_state, exclude_frozen, {**own, **beside})
 
-    def _describe_in(self, folder: Path) -> None:
-        make_folder(folder)
+    def _description(self) -> dict[str, bytes]:
         try:
-            self._module.describe_in(folder)
+            return self._module.description()
         except OSError as error:
-            raise CheckpointError(f"cannot write into {folder}: {error.strerror or error}") from error
+            raise CheckpointError(f"cannot describe the model: {error}") from error
 
     def session(self) -> Session:
         own = super().session()

@@ -173,19 +173,20 @@ def test_full_disk_is_named_and_loses_nothing(tmp_path: Path, monkeypatch: pytes
 
     manifest = read_manifest(tmp_path)
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path}/zero/manifest.ready: No space left"):
-        commit(tmp_path, manifest)
+    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path}/zero/manifest.json: No space left"):
+        commit(tmp_path, manifest, {})
     fresh = tmp_path / "fresh"
     prepare_folder(fresh)
     (fresh / "config.json").write_text("the user's")
-    with pytest.raises(CheckpointError, match=r"zero/manifest\.ready: No space left"):
-        commit(fresh, dataclasses.replace(manifest, files=()))
-    abandon(fresh)
+    with pytest.raises(CheckpointError, match=r"zero/manifest\.json: No space left"):
+        commit(fresh, dataclasses.replace(manifest, files=()), {fresh / "config.json": b"new"})
+    abandon(fresh, [fresh / "config.json"])
     abandon(tmp_path)
     monkeypatch.undo()
     assert sorted(zero_folder(tmp_path).iterdir()) == before
     assert_holds(tmp_path, old)
     assert (tmp_path / "consolidate.py").is_file() and [*fresh.iterdir()] == [fresh / "config.json"]
+    assert (fresh / "config.json").read_text() == "the user's"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

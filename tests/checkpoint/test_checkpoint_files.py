@@ -124,7 +124,7 @@ def test_non_contiguous_tensors_are_written(tmp_path: Path) -> None:
     prepare_folder(tmp_path)
     record = write_rank_file(tmp_path, 0, [SliceState(layout.slices(0)[0], {"master": strided})])
     info = SaveInfo(world_size=1, stage=0, layouts=(layout,), params=(TensorInfo("w", (6,), "float32"),))
-    commit(tmp_path, build_manifest(info, [record]))
+    commit(tmp_path, build_manifest(info, [record]), {})
     with open_checkpoint(tmp_path) as reader:
         assert_same(reader.read_full("w", torch.float32), strided.contiguous())
 
@@ -140,7 +140,7 @@ def write_and_read_in_little_memory(folder: Path) -> None:
     with pytest.raises(RuntimeError, match="allocate"):
         state.tensors["master"].clone()  # 100 MB: not vacuous
     prepare_folder(folder)
-    commit(folder, build_manifest(info, [write_rank_file(folder, 0, [state])]))
+    commit(folder, build_manifest(info, [write_rank_file(folder, 0, [state])]), {})
     with open_checkpoint(folder) as reader:
         reader.verify()
         resource.setrlimit(resource.RLIMIT_DATA, (used + (180 << 20), resource.RLIM_INFINITY))

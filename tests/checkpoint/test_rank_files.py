@@ -43,7 +43,7 @@ def large(folder: Path, world_size: int, bucket: int | None) -> torch.Tensor:
         [run] = layout.slices(rank)
         mine = torch.cat([values[piece.start : piece.end] for piece in run.pieces])
         records.append(write_rank_file(folder, rank, [SliceState(run, {"master": mine})], info=info))
-    commit(folder, build_manifest(info, records))
+    commit(folder, build_manifest(info, records), {})
     return values
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_zero.checkpoint.latest import set_latest
+from hf_zero.checkpoint.latest import latest_files
 from tests.checkpoint.test_consolidate import assert_equal, expected, run_alone
 from tests.harness.checkpoints import WholeModel, make_model, save
 
@@ -24,8 +24,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WholeModel:
     monkeypatch.chdir(tmp_path)
     for seed, tag in enumerate(["first", "second"]):
         model = make_model(seed)
-        save(tmp_path / tag, model, 2, 16)
-        set_latest(tmp_path, tag)
+        save(tmp_path / tag, model, 2, 16, beside=latest_files(tmp_path, tag))
     return model
 
 

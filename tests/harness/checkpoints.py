@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.manifest import FileRecord, SaveInfo, TensorInfo
+from hf_zero.checkpoint.consolidate import DEEPSPEEDS_NAME
+from hf_zero.checkpoint.manifest import SCRIPT_NAME, FileRecord, SaveInfo, TensorInfo, scripts
 from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.checkpoint.writer import SliceState, build_manifest, check_info, commit, prepare_folder, write_rank_file
 from hf_zero.layout import Slice, UnitLayout
@@ -127,6 +128,7 @@ def save(
     bucket: int | None = None,
     *,
     unaligned: bool = False,
+    beside: Mapping[Path, bytes] | None = None,
     **changes: Any,
 ) -> SaveInfo:
     """All phases of a save, for all ranks one after the other."""
@@ -141,7 +143,8 @@ def save(
         buffers = model.buffers if rank == 0 else None
         states = model.rank_states(layouts, rank)
         records.append(write_rank_file(folder, rank, states, buffers, save_id=save_id, info=info))
-    commit(folder, build_manifest(info, records[::-1]))
+    own = scripts(folder, SCRIPT_NAME, DEEPSPEEDS_NAME)
+    commit(folder, build_manifest(info, records[::-1]), {**own, **(beside or {})})
     return info
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from hf_zero.checkpoint import atomic_files, background, collective, rank_file, writer
 from hf_zero.checkpoint.snapshot import SnapshotMemory
 from hf_zero.distributed.store_protocol import Letters
-from hf_zero.engine import checkpointing
 
 # Name -> what is called there: an object, and an attribute of it.
 POINTS: dict[str, tuple[Any, str]] = {
@@ -28,17 +27,20 @@ POINTS: dict[str, tuple[Any, str]] = {
     "rank 0 is told": (Letters, "send"),
     "the manifest is made": (background, "build_manifest"),
     "the manifest is written": (writer, "encode_manifest"),
-    "the folder is synced": (writer, "sync_folder"),
+    "the folder is synced": (atomic_files, "sync_folder"),
+    "the manifest gets its name": (writer, "give_name"),
     "old files are deleted": (writer, "_delete_rank_files"),
-    "latest is set": (checkpointing, "set_latest"),
+    "latest is set": (writer, "give_name"),
 }
+# Which call of it is meant, where it is not the first: that of the manifest; then come three scripts.
+_CALLS = {"the folder is synced": 2, "latest is set": 5}
 
 
-def at(point: str, act: Callable[[], None], *, call: int = 1) -> None:
+def at(point: str, act: Callable[[], None], *, call: int | None = None) -> None:
     """In this process, `act` before the n-th call of `point` from now on, and do nothing else."""
     place, name = POINTS[point]
     original = getattr(place, name)
-    left = call
+    left = _CALLS.get(point, 1) if call is None else call
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

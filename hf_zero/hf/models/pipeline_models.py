@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -128,11 +129,12 @@ class TransformersPipeline(PipelineModule):
         if first := next((one for one in problems if one is not None), None):
             raise CheckpointError(first)
 
-    def describe_in(self, folder: Path) -> None:
-        """See PipelineModule.describe_in: the model's configuration, and its names for `hf-zero consolidate`."""
-        self.config.save_pretrained(folder)
-        names = folder / ORIGINAL_NAMES
-        names.write_text(json.dumps(self.hf_names, indent=1) + "\n", encoding="utf-8")
+    def description(self) -> dict[str, bytes]:
+        """See PipelineModule.description: the model's configuration, and its names for `hf-zero consolidate`."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.config.save_pretrained(folder)
+            files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+        return {**files, ORIGINAL_NAMES: f"{json.dumps(self.hf_names, indent=1)}\n".encode()}
 
 
 def _causal_loss(logits: torch.Tensor, labels: torch.Tensor, *, vocab_size: int) -> torch.Tensor:
