@@ -33,7 +33,8 @@ def gathered_params(
 
     May be nested, and entered between forward and backward, for reading. Forwards and `generate` inside need no
     further communication. Peak extra memory: the units of the named parameters at full size; where parameters are
-    never sharded (stages 0-2), a copy of them on the host of the writing rank.
+    never sharded (stages 0-2), a copy of them on the host of the writing rank. What is kept from inside
+    (`state_dict()`, `param.data`) stays valid after the block at stage 3, and with it the memory of its unit.
 
     Args:
         target: A model, a module inside one, a parameter, or an iterable of these (a generator too). What hf_zero

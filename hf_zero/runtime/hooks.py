@@ -47,6 +47,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.runtime.arriving_grads import ArrivingGrads, weakly
 from hf_zero.runtime.autocast import AutocastCopies
+from hf_zero.runtime.autograd_graph import SavedViews, next_node
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.nested import map_tensors, tensors_in
 from hf_zero.runtime.outside_access import OutsideReads
@@ -122,29 +123,39 @@ class BackwardWatch:
             call()
 
 
+class Call:
+    """A call of a unit's module, from forward to backward."""
+
+    __slots__ = ("first", "saved")
+
+    def __init__(self) -> None:
+        self.first = next_node()  # that it makes
+        self.saved: list[int] = []  # how many views of the unit's memory its graph keeps, by flat parameter
+
+
 class BackwardCalls:
-    """Which calls of one unit's module the backward has entered and not left. A call is an object of its own.
+    """Which calls of one unit's module the backward has entered and not left.
 
     Calls whose inputs need no gradient are never left; the end of the backward forgets them.
     """
 
     def __init__(self) -> None:
-        self._forwards: list[object] = []  # under way, the innermost last: a module may call itself
-        self._entered: set[object] = set()
+        self._forwards: list[Call] = []  # under way, the innermost last: a module may call itself
+        self._entered: set[Call] = set()
 
-    def begin(self) -> object:
+    def begin(self) -> Call:
         """A forward starts."""
-        self._forwards.append(object())
+        self._forwards.append(Call())
         return self._forwards[-1]
 
-    def end(self) -> object:
+    def end(self) -> Call | None:
         """The innermost forward is over, by an exception too (of a hook before ours, then it never began)."""
         return self._forwards.pop() if self._forwards else None
 
-    def enter(self, call: object) -> None:
+    def enter(self, call: Call) -> None:
         self._entered.add(call)
 
-    def leave(self, call: object) -> bool:
+    def leave(self, call: Call) -> bool:
         """Whether no other call is in backward."""
         self._entered.discard(call)
         return not self._entered
@@ -298,16 +309,20 @@ class ModelHooks:
 
         casts = AutocastCopies(unit, device_type)
         calls = BackwardCalls()
+        views = SavedViews(unit)
         watch.at_end(calls.forget)
 
-        def enter_backward(call: object, recomputed: bool, grad: torch.Tensor) -> None:
+        def enter_backward(call: Call, recomputed: bool, grad: torch.Tensor) -> None:
             if not recomputed:  # else the hook may belong to a backward inside the outermost one
                 watch.started()
                 params.builds_graph |= torch.is_grad_enabled()  # [Note: Double backward]
             calls.enter(call)
             params.before_use(unit, Phase.BACKWARD)
+            if call.saved and not torch._C._autograd._get_current_graph_task_keep_graph():
+                views.release(call.saved)
+                call.saved = []
 
-        def leave_backward(call: object, grad: torch.Tensor) -> None:
+        def leave_backward(call: Call, grad: torch.Tensor) -> None:
             if calls.leave(call):
                 params.after_use(unit)
 
@@ -329,7 +344,9 @@ class ModelHooks:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             casts.leave()
             call = calls.end()
-            if torch.is_grad_enabled() and not in_transform():
+            if call is not None and torch.is_grad_enabled() and not in_transform():
+                if not in_backward():
+                    call.saved = views.note(output, call.first)
                 enter = functools.partial(enter_backward, call, in_backward())
                 for tensor in tensors_in(output):  # none after an exception
                     if tensor.requires_grad:

@@ -1,10 +1,13 @@
 """One flat parameter: parameters of one type that are unsharded and resharded together.
 
-[Note: Views outlive a reshard]
-Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So `full` is one
-tensor for all of the training whose storage is resized to 0 at a reshard and refilled at the next gather: a view saved
-in forward sees the data again once the unit is gathered in backward. The parameters themselves are pointed at
-placeholders before the memory goes, so that reading a sharded parameter gives NaN, not freed memory.
+[Note: Whose memory]
+Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the storage of
+`full` is resized to 0 at a reshard and refilled at the next gather: a view saved in forward sees the data again once
+the unit is gathered in backward. The parameters themselves are pointed at placeholders before the memory goes.
+Whatever else refers to the memory then (a state_dict, `param.data`, a view that a layer returned, an array of numpy)
+would read what is freed, and other values later. torch counts who refers to a storage: where that is more than this
+object and the views that graphs have saved (`in_graphs`), the memory is left to its holders, and the next gather takes
+new memory. That is right for graphs too, whose views hold the values until they go; it only frees later.
 
 [Note: Lost writes]
 Torch lets `fill_`, `zero_` and writes of one element pass on a placeholder, and the next gather would lose them. Where
@@ -44,6 +47,8 @@ class FlatParam:
     """
 
     full: torch.Tensor  # 1-D [padded_numel], the parameters' type
+    storage: torch.UntypedStorage  # of `full`
+    in_graphs: int  # views of `full` that graphs have saved, whose backward gathers again
     shard: Shard  # the parameters' type
     master: Shard | None  # fp32 (fp64 for fp64 parameters)
     update: Pending | None
@@ -156,9 +161,10 @@ class FlatParam:
             self.master = self._own_master(self.shard)
 
     def _set_full(self, full: torch.Tensor) -> None:
-        self.full = full
+        self.full, self.storage, self.in_graphs = full, full.untyped_storage(), 0
         self._views = [full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
         self.buckets = [full[start : start + numel] for start, numel in self.layout.buckets()]
+        self._own_uses = 2 + len(self._views) + len(self.buckets)  # and those of `full` and `storage`
 
     def _set_shards(self, values: Shard | None) -> None:
         """Make shard and master, with these values or zeros."""
@@ -200,7 +206,9 @@ class FlatParam:
             return
         self.check_placeholders()
         self.check_views()
-        self.full.untyped_storage().resize_(self.full_bytes)
+        if self.in_graphs:
+            self.in_graphs = min(self.in_graphs, self.uses())  # some may have gone unused
+        self.storage.resize_(self.full_bytes)
         if self._device.type == "cpu":
             use_huge_pages(self.full)
 
@@ -264,10 +272,17 @@ class FlatParam:
         self._borrowed = self._copied = None
 
     def reshard(self) -> None:
-        """Point the parameters at placeholders and give the memory back. See [Note: Views outlive a reshard]."""
+        """Point the parameters at placeholders and give the memory up. See [Note: Whose memory]."""
         self._bind(self.placeholders)
         self.mark_written()
-        self.full.untyped_storage().resize_(0)
+        if self.uses() > self.in_graphs or not self.storage.resizable():
+            self._set_full(torch.empty_like(self.full))
+        self.storage.resize_(0)
+
+    def uses(self) -> int:
+        """How many tensors refer to the memory of `full`, without this object's own and the parameters."""
+        bound = len(self.params) if self._bound is self._views else 0
+        return torch._C._storage_Use_Count(self.storage._cdata) - self._own_uses - bound
 
     def bind_views(self) -> None:
         self._bind(self._views)
@@ -403,6 +418,7 @@ class FlatParam:
             shard.drop()
         # Whoever still knows this one (an engine that another one replaces) must not keep the memory.
         self.full = self.full.new_empty(0)
+        self.storage = self.full.untyped_storage()
         self._views, self.buckets, self.master = [], [], None
         del self.shard
 
