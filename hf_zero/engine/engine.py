@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -38,8 +38,6 @@ from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_
 from hf_zero.runtime.captured_graphs import REMEDY, recording_problem
 from hf_zero.runtime.full_weights import FullWeights, own_tensors
 from hf_zero.runtime.memory_report import allocation_counts, announce_engine, memory_report
-from hf_zero.runtime.shape_only import ShapeOnly
-from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import check_parameters, clean_name
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
@@ -334,20 +332,6 @@ class ZeroEngine(ModuleWrapper):
         """Take weights from a mapping of full tensors, given on every rank. Masters start from these values."""
         self.finish_updates()
         self.weights.load_state_dict(state, strict=strict)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """nn.Module's: live tensors. A sharded parameter has name, shape and type; reading its values raises.
-
-        No communication. For the values see `full_state_dict`.
-        """
-        with self._attachment.naming_shards():
-            state = cast(dict[str, Any], super().state_dict(*args, **kwargs))
-        hidden = ParamIndex(unit for unit in self.units if unit.on_demand and unit.state is not UnitState.UNSHARDED)
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        for name, param in self.named_parameters(remove_duplicate=False):
-            if param in hidden and prefix + name in state:
-                state[prefix + name] = ShapeOnly(param, clean_name(name.removeprefix(_CHILD)))
-        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Set weights and buffers from full tensors, the same on every rank, master weights too. All ranks must call.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -130,9 +129,6 @@ class ModelAttachment:
             if acc.flat.layout.world_size == 1:  # the mean itself may be in param.grad
                 for param in acc.flat.params:
                     self._hooks.before_gradient(param, self._reducer.shown)
-
-    def naming_shards(self) -> contextlib.AbstractContextManager[None]:
-        return self._guards.naming_shards()
 
     def uninstall(self) -> None:
         self._hooks.remove()

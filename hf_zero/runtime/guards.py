@@ -1,10 +1,9 @@
-"""Turns silent damage to a model into errors: reading or moving placeholders, or putting other parameters in."""
+"""Turns silent damage to a model into errors: saving or moving placeholders, or putting other parameters in."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.errors import StateError
+from hf_zero.runtime.shape_only import ShapeOnly
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import clean_name, named_parameters
 from hf_zero.sharding.unit import ShardUnit, UnitState
@@ -27,14 +27,13 @@ class ModelGuards:
         """`deepcopy(module, memo)` copies the model, or a module in it."""
         self._handles: list[RemovableHandle] = []
         self._overridden: list[tuple[nn.Module, str]] = []
-        self._names_only = False
         index = ParamIndex(unit for unit in units if unit.on_demand)
         if not index:
             return
         for path, module in model.named_modules():
             mine = {name: index[p].unit for name, p in module.named_parameters(recurse=False) if p in index}
             if mine:
-                self._guard_state_dict(module, path, mine)
+                self._guard_state_dict(module, clean_name(path), mine)
                 self._guard_apply(module, path, mine)
         for module in model.modules():
             if any(param in index for param in module.parameters()):
@@ -48,31 +47,19 @@ class ModelGuards:
         self._handles.clear()
         self._overridden.clear()
 
-    @contextlib.contextmanager
-    def naming_shards(self) -> Iterator[None]:
-        """Inside, `state_dict()` holds placeholders: for a caller that reads names and shapes alone."""
-        before, self._names_only = self._names_only, True
-        try:
-            yield
-        finally:
-            self._names_only = before
-
     def _override(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         module.__dict__[name] = function
         self._overridden.append((module, name))
 
     def _guard_state_dict(self, module: nn.Module, path: str, mine: dict[str, ShardUnit]) -> None:
-        def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            sharded = [name for name, unit in mine.items() if unit.state is not UnitState.UNSHARDED]
-            if sharded and not self._names_only:
-                raise StateError(
-                    "state_dict() of a sharded model would hold placeholders instead of weights (first: "
-                    f"{path + '.' if path else ''}{sharded[0]}).\nOn all ranks call trainer.save_model(), "
-                    "model.save_pretrained(), accelerator.get_state_dict(model) or "
-                    "engine.full_state_dict(keep=rank == 0); or read inside `with hf_zero.gathered_params(model):`."
-                )
+        """Where parameters are sharded, a state dict has their names, shapes and types: loaders read no more."""
 
-        self._handles.append(module.register_state_dict_pre_hook(before))
+        def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            for name, unit in mine.items():
+                if unit.state is not UnitState.UNSHARDED and prefix + name in state:
+                    state[prefix + name] = ShapeOnly(state[prefix + name], f"{path + '.' if path else ''}{name}")
+
+        self._handles.append(module.register_state_dict_post_hook(after))
 
     def _guard_apply(self, module: nn.Module, path: str, mine: dict[str, ShardUnit]) -> None:
         """`.to`, `.half`, `.cuda` would build whole NaN tensors; where they change nothing they touch buffers only."""

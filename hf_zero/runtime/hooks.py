@@ -52,6 +52,7 @@ from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.nested import map_tensors, tensors_in
 from hf_zero.runtime.outside_access import OutsideReads
 from hf_zero.runtime.param_grads import ParamGrads
+from hf_zero.runtime.shape_only import ShapeOnly
 from hf_zero.runtime.unshard import OnDemandParams, Phase
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import UnitKind
@@ -294,7 +295,9 @@ class ModelHooks:
 
         def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and not value.requires_grad and value.numel():
+                if isinstance(value, ShapeOnly) or not isinstance(value, torch.Tensor):
+                    continue
+                if value.numel() and not value.requires_grad:
                     state[name] = torch.utils.dlpack.from_dlpack(value)
 
         def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -1,4 +1,4 @@
-"""A tensor that has a shape, a type and a device, and no values: what `engine.state_dict()` shows of a shard."""
+"""A tensor that has a shape, a type and a device, and no values: what `state_dict()` shows of a shard."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ class ShapeOnly(torch.Tensor):
     def data_ptr(self) -> NoReturn:
         _refuse(self.parameter_name)
 
+    def storage(self) -> NoReturn:
+        _refuse(self.parameter_name)
+
+    def untyped_storage(self) -> NoReturn:
+        _refuse(self.parameter_name)
+
     def numpy(self, *, force: bool = False) -> NoReturn:
         _refuse(self.parameter_name)
 
@@ -49,6 +55,7 @@ class ShapeOnly(torch.Tensor):
 
 def _refuse(name: str) -> NoReturn:
     raise StateError(
-        f"{name} is sharded: engine.state_dict() knows its name, shape and type, not its values.\nFor values call, on "
-        "all ranks, engine.full_state_dict(keep=rank == 0), or read inside `with hf_zero.gathered_params(model):`."
+        f"{name} is sharded: state_dict() knows its name, shape and type, not its values.\nOn all ranks call "
+        "trainer.save_model(), model.save_pretrained(), accelerator.get_state_dict(model) or "
+        "engine.full_state_dict(keep=rank == 0); or read inside `with hf_zero.gathered_params(model):`."
     )

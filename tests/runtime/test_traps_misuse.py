@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -135,8 +137,22 @@ def test_a_placeholder_has_the_logical_shape_and_no_memory() -> None:
 
 # ---------------------------------------------------------------- whole-model calls
 MISUSES: dict[str, tuple[Callable[[ZeroEngine], Any], tuple[str, ...]]] = {
-    "state_dict": (lambda engine: engine.module.state_dict(), ("full_state_dict", "gathered_params")),
-    "state_dict of a layer": (lambda engine: engine.module.layers[1].state_dict(), ("layers.1.", "full_state_dict")),
+    "state_dict": (
+        lambda engine: torch.save(engine.module.state_dict(), io.BytesIO()),
+        ("full_state_dict", "gathered_params"),
+    ),
+    "state_dict of a layer": (
+        lambda engine: safetensors.torch.save(engine.module.layers[1].state_dict()),
+        ("layers.1.", "full_state_dict"),
+    ),
+    "hash of a state_dict": (
+        lambda engine: [one.cpu().numpy().tobytes() for one in engine.module.state_dict().values()],
+        ("positions", "full_state_dict"),
+    ),
+    "load of a state_dict": (
+        lambda engine: torch.zeros(17, 11, dtype=torch.float64).copy_(engine.module.state_dict()["head.weight"]),
+        ("head.weight", "full_state_dict"),
+    ),
     "half": (lambda engine: engine.module.half(), ("sharded", "float16")),
     "to(dtype)": (lambda engine: engine.module.to(torch.bfloat16), ("sharded", "bfloat16")),
     "float": (lambda engine: engine.module.float(), ("sharded", "float32")),

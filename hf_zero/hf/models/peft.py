@@ -7,7 +7,6 @@ data under the live names; the tensors that come back show which live name each 
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,27 +49,6 @@ def keeps_base(model: Any) -> bool:
 def computes_its_adapters(model: Any) -> bool:
     """Whether the adapter files of a PeftModel hold what it computes (prompt learning), and no weight itself."""
     return is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values())
-
-
-@contextlib.contextmanager
-def names_of_saved_modules(model: nn.Module) -> Iterator[None]:
-    """Inside, PEFT may ask the modules that it saves in full (`modules_to_save`) for names while they are sharded.
-
-    It takes the keys of their state dict, and the tensors from the state dict it was given.
-    """
-    asked: list[nn.Module] = []
-    if is_peft_model(model):
-        from peft.utils.other import ModulesToSaveWrapper
-
-        wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
-        asked = [module for wrapper in wrappers for module in wrapper.modules_to_save.values()]
-    try:
-        for module in asked:
-            module.__dict__["state_dict"] = functools.partial(live_state, module)
-        yield
-    finally:
-        for module in asked:
-            module.__dict__.pop("state_dict", None)
 
 
 @contextlib.contextmanager
@@ -129,7 +107,7 @@ def _stored_names(
         return {}
     marks = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in live.items()}
     name_of = {id(mark): name for name, mark in marks.items()}
-    with warnings.catch_warnings(), names_of_saved_modules(model):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         selected = get_peft_model_state_dict(
             model, state_dict=marks, adapter_name=adapter, save_embedding_layers=embeddings

@@ -16,7 +16,6 @@ from hf_zero.hf.models.peft import (
     adapter_names,
     is_peft_model,
     live_state,
-    names_of_saved_modules,
     unsharded_prompt_encoders,
 )
 from hf_zero.hf.models.shard_files import WrittenFiles, publish, shard_files
@@ -100,8 +99,7 @@ class _Saving:
         if isinstance(given.get("state_dict"), WrittenFiles):
             return publish(original, given, given["state_dict"])
         if given.get("state_dict") is not None:
-            with names_of_saved_modules(self._model):
-                return original(*args, **kwargs)
+            return original(*args, **kwargs)
         engine = self._engine
         engine.require_all_ranks("save_pretrained")
         writes = bool(given.get("is_main_process", engine.rank == 0))
@@ -135,5 +133,5 @@ class _Saving:
             self._gathered = None
 
     def _write(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with names_of_saved_modules(self._model), unsharded_prompt_encoders(self._model):
+        with unsharded_prompt_encoders(self._model):
             return original(*args, **kwargs)
