@@ -64,11 +64,16 @@ def run(args: argparse.Namespace) -> None:
 # -------------------------------------------------------------------- check
 def _check(args: argparse.Namespace) -> None:
     config = _load(args.file)
-    _report_problems(config, config.check(), as_json=args.json)
+    outcome = config.alone()
+    _report_problems(config, outcome.problems, as_json=args.json)
+    assert outcome.config is not None, "no problems"
+    notices = list(outcome.config.notices)
     if args.json:
-        print(json.dumps({"source": config.source, "stage": config.stage, "problems": []}))
-    else:
-        print(f"{config.source}: no problems (stage {config.stage})")
+        print(json.dumps({"source": config.source, "stage": config.stage, "problems": [], "notices": notices}))
+        return
+    for notice in notices:
+        print(f"note: {notice}")
+    print(f"{config.source}: no problems (stage {config.stage})")
 
 
 def _load(source: str) -> ZeroConfig:

@@ -30,6 +30,10 @@ def _warmup(steps: int, warmup: float) -> int:
     return max(1, int(warmup) if warmup >= 1 else math.ceil(steps * warmup))
 
 
+def _at_least_1(steps: int) -> int:
+    return max(1, steps)
+
+
 @dataclass(frozen=True)
 class Rule:
     """Where one key's value comes from when the file leaves it to TrainingArguments."""
@@ -39,6 +43,7 @@ class Rule:
     value: Callable[..., Any] = _same
     name: str = ""  # what messages call the source; "" is the attribute
     must_match: bool = True
+    normal: Callable[[Any], Any] = _same  # of the file's value, before it is compared
     batch: bool = False  # auto_find_batch_size may change it, so the arguments win over the file then
     fills_missing: bool = False
     takes_none: bool = False  # None is a value to it, not the lack of one
@@ -67,7 +72,13 @@ RULES: tuple[Rule, ...] = (
     Rule("scheduler.params.warmup_min_lr", (), lambda: 0.0, must_match=False),
     Rule("scheduler.params.warmup_max_lr", ("learning_rate",)),
     Rule("scheduler.params.total_num_steps", ("num_training_steps",), name="num_training_steps (calculated)"),
-    Rule("scheduler.params.warmup_num_steps", ("num_training_steps", "warmup_steps"), _warmup, "warmup_steps"),
+    Rule(
+        "scheduler.params.warmup_num_steps",
+        ("num_training_steps", "warmup_steps"),
+        _warmup,
+        "warmup_steps",
+        normal=_at_least_1,
+    ),
     Rule("fp16.enabled", ("fp16", "fp16_full_eval"), _either, "fp16|fp16_full_eval", takes_none=True),
     Rule("bf16.enabled", ("bf16", "bf16_full_eval"), _either, "bf16|bf16_full_eval", takes_none=True),
     Rule("amp.enabled", ("fp16",), bool, must_match=False, takes_none=True),

@@ -1,37 +1,42 @@
-"""What only shows when several keys are seen together: contradictions, refusals of keys that are on, and notices."""
+"""What only shows when several keys are seen together: contradictions, and refusals of keys that are on."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hf_zero.config.keys import ROOT, ZERO
-from hf_zero.config.optimizers import NOT_TAKEN, OTHER_OPTIMIZERS
+from hf_zero.config.conditions import (
+    ACTIVATIONS,
+    FORCE,
+    NATIVE,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    STAGE,
+    Get,
+    is_known,
+    runs_in_torch,
+)
+from hf_zero.config.conditions import PARAMS as _PARAMS
+from hf_zero.config.keys import ROOT
+from hf_zero.config.optimizers import OTHER_OPTIMIZERS
+from hf_zero.config.precision import MAX_SCALE, MIN_SCALE
 from hf_zero.config.problems import Problems, either, show
-from hf_zero.config.schema import Alias, Block, Key, look_up, walk
+from hf_zero.config.schema import Alias, Block, look_up, walk
 
-STAGE = f"{ZERO}.stage"
-OFFLOAD_PARAM, OFFLOAD_OPTIMIZER = f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer"
-FORCE = "zero_force_ds_cpu_optimizer"
-ACTIVATIONS = "activation_checkpointing"
 CONTIGUOUS, NUMBER_CHECKPOINTS = f"{ACTIVATIONS}.contiguous_memory_optimization", f"{ACTIVATIONS}.number_checkpoints"
 _BUDGET = f"{ACTIVATIONS}.activation_memory"
 _ON_DISK = f"{ACTIVATIONS}.nvme_path"
-MOMENTS = "optimizer.params.fp32_optimizer_states"
+MOMENTS = f"{_PARAMS}.fp32_optimizer_states"
 _OFFLOAD = f"{OFFLOAD_OPTIMIZER}.device"
 _PROF_OPS = "comms_logger.prof_ops"
+_PIPELINE = "pipeline"
+PARTITIONS = 'expected "parameters", "uniform", "type:REGEX" (of class names) or "profile"'
 _DELAYED = f"{OFFLOAD_OPTIMIZER}.delayed_update"
-_PARAMS = "optimizer.params"
-# Types whose offloaded states are updated by native code.
-NATIVE = ("Adam", "AdamW")
 # Of an engine, by DeepSpeed's names.
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast")
 # What torch's Adam has and Adam without bias correction has not.
-_NOT_UNCORRECTED = ("torch_adam", "amsgrad", "maximize", "capturable", "differentiable")
-
-Get = Callable[[str], Any]  # the value at a dotted path, or None
+_NOT_UNCORRECTED = ("torch_adam", "amsgrad", "maximize", "capturable")
 
 
 class Conflict(NamedTuple):
@@ -68,9 +73,8 @@ def _switch(path: str, value: Any) -> tuple[str, Any]:
     return next((found for found in inner if found[0].endswith(".enabled")), (path, value))
 
 
-def cross_problems(values: Mapping[str, Any], args: Any, problems: Problems) -> None:
-    """Add the problems that show only when several keys, or the training arguments, are seen together."""
-    get = partial(look_up, values)
+def cross_problems(get: Get, args: Any, problems: Problems) -> None:
+    """Add the problems that show only when several keys, facts or the training arguments are seen together."""
     for conflicts in _CONFLICTS:
         for key, wrong, remedy in conflicts(get):
             problems.add(key, get(key), wrong, remedy)
@@ -110,9 +114,13 @@ def _of_types(get: Get) -> Iterator[Conflict]:
             'Use "torch_autocast": {"enabled": true, "dtype": "fp16"}, which computes the same at every stage.',
         )
     if not _is_scale(get("amp.loss_scale")):
-        yield Conflict("amp.loss_scale", 'expected a number above 0 or "dynamic"', 'Write "dynamic".')
+        yield Conflict(
+            "amp.loss_scale", 'expected a number from 2 ** -24 to 2 ** 127, or "dynamic"', 'Write "dynamic".'
+        )
     if autocast and get("torch_autocast.dtype") == "float32":
         yield Conflict("torch_autocast.dtype", "it is no 16-bit type", 'Write "bf16" or "fp16".')
+    if 0 < get("fp16.loss_scale") < MIN_SCALE:
+        yield Conflict("fp16.loss_scale", "expected 0 (dynamic) or at least 2 ** -24", "Write 0.")
     if "fp16.enabled" in on and not get("fp16.loss_scale"):
         least, power = get("fp16.min_loss_scale"), get("fp16.initial_scale_power")
         if least == 0:
@@ -132,7 +140,7 @@ def _is_scale(value: Any) -> bool:
     if value is None or value == "dynamic":
         return True
     try:
-        return not isinstance(value, bool) and math.isfinite(float(value)) and float(value) > 0
+        return not isinstance(value, bool) and MIN_SCALE <= float(value) <= MAX_SCALE
     except (TypeError, ValueError, OverflowError):  # the last one: an integer of 400 digits
         return False
 
@@ -167,7 +175,7 @@ def _is_offloaded(get: Get) -> bool:
 def _of_native_update(get: Get) -> Iterator[Conflict]:
     """16-bit moments and the delayed update belong to the native Adam, which updates offloaded states only."""
     wanted = [key for key, on in ((MOMENTS, False), (_DELAYED, True)) if get(key) is on]
-    by_torch = runs_in_torch(get("optimizer.type"))
+    by_torch = runs_in_torch(get)
     for key in wanted:
         if not _is_offloaded(get):
             yield Conflict(
@@ -178,27 +186,36 @@ def _of_native_update(get: Get) -> Iterator[Conflict]:
                 f'Remove it, or set {_OFFLOAD} to "cpu" or "nvme".',
             )
         elif get(_OFFLOAD) == "cpu" and (by_torch or get(FORCE) is False):
-            why = f"optimizer.type = {show(get('optimizer.type'))}" if by_torch else f"{FORCE} = false"
-            yield Conflict(
-                key,
-                f"it belongs to the native Adam, and {why} leaves the update to torch",
-                'Remove it, or use "AdamW".' if by_torch else f"Remove it, or remove {FORCE}.",
-            )
-
-
-def runs_in_torch(kind: str | None) -> bool:
-    """Whether an optimizer block names a type that only torch updates, wherever its states are."""
-    return kind is not None and kind not in NATIVE
+            why, remedy = f"{FORCE} = false", f"Remove it, or remove {FORCE}."
+            if by_torch and get("optimizer.type") in NATIVE:
+                why, remedy = f"{_PARAMS}.torch_adam = true", "Remove one of them."
+            elif by_torch:
+                why, remedy = f"optimizer.type = {show(get('optimizer.type'))}", 'Remove it, or use "AdamW".'
+            yield Conflict(key, f"it belongs to the native Adam, and {why} leaves the update to torch", remedy)
 
 
 def _of_optimizer(get: Get) -> Iterator[Conflict]:
     kind = get("optimizer.type")
+    decoupled, mode = (get(f"{_PARAMS}.{name}") for name in ("decoupled_weight_decay", "adam_w_mode"))
+    if kind == "Adam" and None not in (decoupled, mode) and decoupled is not mode:
+        yield Conflict(
+            f"{_PARAMS}.decoupled_weight_decay",
+            f"adam_w_mode = {show(mode)} says the opposite of it",
+            "Remove one of them.",
+        )
+    if kind in NATIVE and get(f"{_PARAMS}.torch_adam") is True and get(_OFFLOAD) == "nvme":
+        yield Conflict(
+            f"{_PARAMS}.torch_adam",
+            f'it does not go with {_OFFLOAD} = "nvme": what is on disk is updated by native code',
+            'Remove it, or offload to "cpu".',
+        )
     if kind in NATIVE and get(f"{_PARAMS}.bias_correction") is False:
         for name in _NOT_UNCORRECTED:
             if get(f"{_PARAMS}.{name}") is True:
                 yield Conflict(
                     f"{_PARAMS}.{name}", "it does not go with bias_correction = false", "Remove one of them."
                 )
+    yield from _of_torch_arguments(get)
     if kind == "Lamb" and _is_offloaded(get):
         yield Conflict(
             "optimizer.type",
@@ -223,6 +240,19 @@ def _of_optimizer(get: Get) -> Iterator[Conflict]:
         yield Conflict(f"{_PARAMS}.eps_inside_sqrt", "OneBitAdam adds eps to the square root", "Remove it.")
 
 
+def _of_torch_arguments(get: Get) -> Iterator[Conflict]:
+    """What torch's classes refuse when they are made."""
+    if get(f"{_PARAMS}.fused") is True and get(f"{_PARAMS}.foreach") is True:
+        yield Conflict(f"{_PARAMS}.foreach", "it does not go with fused = true", "Remove one of them.")
+    if get(f"{_PARAMS}.nesterov") is True and (not get(f"{_PARAMS}.momentum") or get(f"{_PARAMS}.dampening")):
+        yield Conflict(f"{_PARAMS}.nesterov", "it needs a momentum above 0 and no dampening", "Remove it.")
+    etas = get(f"{_PARAMS}.etas")
+    if etas is not None and not 0 < etas[0] < 1 < etas[1]:
+        yield Conflict(
+            f"{_PARAMS}.etas", "expected a factor between 0 and 1, and one above 1", "Write [0.5, 1.2], the default."
+        )
+
+
 def _of_reduction(get: Get) -> Iterator[Conflict]:
     if get("gradient_allreduce_op") != "sum":
         return
@@ -236,6 +266,51 @@ def _of_reduction(get: Get) -> Iterator[Conflict]:
             "stage 3 has the mean only, as in DeepSpeed",
             'Set it to "mean" and multiply the loss by the number of ranks, or use stage 0, 1 or 2.',
         )
+
+
+def partition_fault(method: str) -> str | None:
+    """What is wrong with a partition_method; None where nothing is."""
+    kind, _, pattern = method.partition(":")
+    if kind.lower() == "type" and pattern:
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            return f"{pattern!r} is no regular expression: {error}"
+    elif kind.lower() not in ("uniform", "parameters", "profile") or pattern:
+        return f"no method has this name: {PARTITIONS}"
+    return None
+
+
+def _of_pipeline(get: Get) -> Iterator[Conflict]:
+    """What stages cannot do. With a PipelineModule, its own settings are those of the block."""
+    schedule, chunks = get(f"{_PIPELINE}.schedule"), get(f"{_PIPELINE}.virtual_stages")
+    partition = get(f"{_PIPELINE}.partition")
+    if partition != "best" and (fault := partition_fault(partition)) is not None:
+        yield Conflict(f"{_PIPELINE}.partition", fault, 'Correct it, or write "best", the module\'s own.')
+    if schedule == "interleaved" and chunks < 2:
+        yield Conflict(
+            f"{_PIPELINE}.schedule",
+            "it needs pipeline.virtual_stages of 2 or more",
+            'Write "virtual_stages": 2 beside it, or use "1f1b".',
+        )
+    if schedule == "zero_bubble" and chunks > 1:
+        yield Conflict(
+            f"{_PIPELINE}.schedule",
+            f"it goes with pipeline.virtual_stages 1, not {chunks}",
+            'Remove virtual_stages, or use "interleaved".',
+        )
+    if (get(f"{_PIPELINE}.stages") or 1) == 1 and not is_known(get, "@pipeline"):
+        return
+    if get(STAGE) > 1:
+        yield Conflict(
+            STAGE,
+            "a pipeline takes 0 or 1. Several micro-batches are in a stage at once, and each of their backwards would "
+            "have to reduce gradients (stage 2) or gather parameters (stage 3) again, which costs more than the "
+            "memory is worth",
+            "Set it to 0 or 1, and add stages to the pipeline where memory is short.",
+        )
+    if get("flops_profiler.enabled") is True:
+        yield Conflict("flops_profiler.enabled", "it counts one model in one process", "Turn it off for a pipeline.")
 
 
 def _of_activations(get: Get) -> Iterator[Conflict]:
@@ -284,39 +359,5 @@ _CONFLICTS = (
     _of_optimizer,
     _of_reduction,
     _of_activations,
+    _of_pipeline,
 )
-
-
-def notices(given: Mapping[str, Any]) -> list[str]:
-    """One line for each key the user gave that does nothing here, and for weights that will not be written."""
-    get = partial(look_up, given)
-    lines = []
-    device = f"{OFFLOAD_PARAM}.device"
-    if get(device) not in (None, "none") and get(STAGE) != 3:
-        lines.append(
-            f"{device} = {show(get(device))} has no effect: the stage is {get(STAGE) or 0}, and below stage 3 "
-            "parameters stay unsharded on the device (offload_optimizer works at stages 1 to 3)"
-        )
-    for path, row in walk(ROOT):
-        if isinstance(row, Alias) or not row.no_effect:
-            continue
-        default = row.default if isinstance(row, Key) else None
-        if get(path) not in (None, default, "auto", {}):
-            lines.append(f"{path} = {show(get(path))} has no effect: {row.no_effect}")
-    kind = get("optimizer.type")
-    for name in sorted(NOT_TAKEN.get(kind or "", ())):
-        if get(f"{_PARAMS}.{name}") is True:
-            lines.append(f"{_PARAMS}.{name} = true has no effect: {kind} has one way to run")
-    if runs_in_torch(kind) and get(_OFFLOAD) == "cpu":
-        lines.append(f"optimizer.type = {kind} has no native update: torch runs it on the host")
-    gather = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
-    if get(gather) is False and get(STAGE) == 3:
-        lines.append(f"{gather} = false: checkpoints will have no model.safetensors; hf-zero consolidate makes it")
-    on_disk = [device for device in (_OFFLOAD, f"{ZERO}.offload_param.device") if get(device) == "nvme"]
-    if get("checkpoint.async") and on_disk:
-        lines.append(f'checkpoint.async = true has no effect: with {on_disk[0]} = "nvme" what is saved is on the disk')
-    if get(NUMBER_CHECKPOINTS) is not None and get(CONTIGUOUS) is not True:
-        lines.append(
-            f"{NUMBER_CHECKPOINTS} = {get(NUMBER_CHECKPOINTS)} has no effect: contiguous_memory_optimization is off"
-        )
-    return lines

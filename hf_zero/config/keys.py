@@ -6,6 +6,15 @@ value is a field of the resolved configuration are declared there, in `resolved.
 
 from __future__ import annotations
 
+from hf_zero.config.conditions import (
+    ANY_DISK,
+    FORCE,
+    IN_PIPELINE,
+    OPTIMIZER_ON_HOST,
+    PRINTS,
+    SCALED_LEVEL,
+    ZERO,
+)
 from hf_zero.config.optimizers import (
     OPTIMIZER_PARAMS,
     OPTIMIZERS,
@@ -35,14 +44,13 @@ from hf_zero.config.schema import (
     dtype,
     flag,
     no_effect,
+    only,
     real,
     refused,
     refused_block,
     rows_of,
     texts,
 )
-
-ZERO = "zero_optimization"
 
 _FP32_MASTERS = "Remove it: masters are kept in fp32."
 _ZEROPP = "Remove it: parameters and gradients are exchanged in their own precision."
@@ -77,9 +85,7 @@ FP16 = Block(
     always=True,
     keys={
         "enabled": flag(False, auto=True),
-        "auto_cast": no_effect(
-            flag(False, auto=True), "floating inputs are always cast to the type of the parameters"
-        ),
+        "auto_cast": no_effect(flag(True, auto=True), "floating inputs are always cast to the type of the parameters"),
         **rows_of(LossScaling),
         "fp16_master_weights_and_grads": refused(flag(False, auto=True), _FP32_MASTERS),
     },
@@ -100,7 +106,7 @@ AMP = Block(
     keys={
         "enabled": flag(False, auto=True),
         "opt_level": choice("O1", "O0", "O1", "O2", "O3", auto=True),
-        "loss_scale": anything(),
+        "loss_scale": only(anything(), SCALED_LEVEL),
         **dict.fromkeys(
             "cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights cast_model_outputs".split(),
             no_effect(anything(), _APEX),
@@ -196,7 +202,7 @@ ZERO_KEYS: dict[str, Entry] = {
 AIO = Block(
     always=True,
     keys={
-        **rows_of(Aio),
+        **rows_of(Aio, ANY_DISK),
         "thread_count": Alias(target="aio.intra_op_parallelism"),
         "use_gds": refused(flag(False), _DROP),
     },
@@ -245,7 +251,7 @@ CHECKPOINT = Block(
 PIPELINE = Block(
     always=True,
     keys={
-        **rows_of(PipelineSection),
+        **rows_of(PipelineSection, IN_PIPELINE),
         **dict.fromkeys(
             ("pipe_partitioned", "grad_partitioned"),
             no_effect(flag(True), "it is about layers that are split between ranks (tensor parallelism)"),
@@ -301,7 +307,7 @@ ROOT = Block(
         "aio": AIO,
         "optimizer": OPTIMIZER,
         "scheduler": SCHEDULER,
-        "zero_force_ds_cpu_optimizer": flag(True),
+        FORCE: only(flag(True), OPTIMIZER_ON_HOST),
         "managed_gradient_accumulation": refused(
             flag(True), "Remove it; engine.no_sync() skips the reduction where wanted."
         ),
@@ -321,7 +327,7 @@ ROOT = Block(
             keys={
                 "throughput": Block(
                     keys={
-                        "enabled": flag(True),
+                        "enabled": only(flag(None), PRINTS),  # None: on
                         "synchronized": no_effect(
                             flag(True), "times are the device's own, taken without waiting for it"
                         ),

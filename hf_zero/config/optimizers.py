@@ -8,7 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.config.schema import Block, Entry, Key, choice, count, flag, floats, no_effect, real, refused, text
+from hf_zero.config.conditions import CORRECTED, CYCLES_BETAS, DECAYS, NAMED_ADAM, NATIVE, NOT_NATIVE
+from hf_zero.config.schema import (
+    Block,
+    Entry,
+    Key,
+    choice,
+    count,
+    flag,
+    floats,
+    no_effect,
+    only,
+    real,
+    refused,
+    text,
+)
 
 
 def _names(table: Mapping[str, str]) -> dict[str, frozenset[str]]:
@@ -78,7 +92,8 @@ OPTIMIZER_PARAMS: dict[str, Entry] = {
     "betas": floats(size=2, low=0, below=1, auto=True),
     "eps": real(auto=True),
     "weight_decay": real(auto=True),
-    **dict.fromkeys("momentum dampening rho lr_decay initial_accumulator_value alpha lambd t0".split(), real()),
+    "rho": real(high=1),
+    **dict.fromkeys("momentum dampening lr_decay initial_accumulator_value alpha lambd t0".split(), real()),
     **dict.fromkeys("momentum_decay max_coeff min_coeff muon_lr adam_lr".split(), real()),
     "freeze_step": count(low=1),
     "beta2_decay": real(low=None, high=0),
@@ -89,8 +104,11 @@ OPTIMIZER_PARAMS: dict[str, Entry] = {
     "comm_backend_name": no_effect(text(), _BY_GROUP),
     "etas": floats(size=2),
     "step_sizes": floats(size=2),
-    **dict.fromkeys("amsgrad fused foreach maximize capturable differentiable nesterov".split(), flag(None)),
-    **dict.fromkeys(f"centered decoupled_weight_decay eps_inside_sqrt {_DEEPSPEED_ADAM}".split(), flag(None)),
+    **dict.fromkeys("amsgrad maximize capturable nesterov centered".split(), flag(None)),
+    "differentiable": refused(flag(None), "Remove it: a step is part of no graph."),
+    **dict.fromkeys(("fused", "foreach"), only(flag(None), NOT_NATIVE, CORRECTED)),
+    **dict.fromkeys(f"decoupled_weight_decay eps_inside_sqrt {_DEEPSPEED_ADAM}".split(), flag(None)),
+    "adam_w_mode": only(flag(None), NAMED_ADAM),
 }
 
 _WARMUP = "warmup_num_steps warmup_type"
@@ -114,14 +132,16 @@ SCHEDULERS = tuple(SCHEDULER_TYPES)
 SCHEDULER_PARAMS: dict[str, Entry] = {
     "warmup_min_lr": floats(low=0, auto=True),
     "warmup_max_lr": floats(low=0, auto=True),
-    "warmup_num_steps": count(low=1, auto=True),
+    "warmup_num_steps": count(auto=True),
     "total_num_steps": count(low=1, auto=True),
     "warmup_type": choice(None, "log", "linear"),
     "warmup_min_ratio": real(high=1),
     "cos_min_ratio": real(high=1),
     **dict.fromkeys("cycle_min_lr cycle_max_lr lr_range_test_min_lr".split(), floats(low=0)),
-    **dict.fromkeys("cycle_min_mom cycle_max_mom".split(), floats(low=0, below=1)),
-    **dict.fromkeys("decay_lr_rate decay_mom_rate lr_range_test_step_rate".split(), real()),
+    **dict.fromkeys("cycle_min_mom cycle_max_mom".split(), only(floats(low=0, below=1), CYCLES_BETAS)),
+    "decay_lr_rate": only(real(), DECAYS),
+    "decay_mom_rate": only(real(), CYCLES_BETAS, DECAYS),
+    "lr_range_test_step_rate": real(),
     "cycle_first_step_size": count(low=1),
     **dict.fromkeys("cycle_second_step_size decay_step_size".split(), count()),
     **dict.fromkeys("cycle_first_stair_count cycle_second_stair_count".split(), count()),
@@ -146,7 +166,7 @@ def params_of(block: str, data: Mapping[str, Any]) -> Block:
     names = TORCH_OPTIMIZERS.get(kind or "") or OWN_OPTIMIZERS.get(kind or "") or SCHEDULER_TYPES.get(kind or "")
     if names is None:
         return Block(keys=rows)
-    if kind in ("Adam", "AdamW"):
+    if kind in NATIVE:
         names = names.union(_DEEPSPEED_ADAM.split())
     # Adafactor's are two numbers of another meaning, so not TrainingArguments' either.
     own = {"eps": floats(size=2, low=0)} if kind == "Adafactor" else {}
@@ -156,8 +176,9 @@ def params_of(block: str, data: Mapping[str, Any]) -> Block:
 def torch_form(block: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer block as `{"type": a class of torch.optim or hf_zero.optim, "params": its arguments}`.
 
-    DeepSpeed's rules hold: "Adam" means AdamW unless adam_w_mode is false, and Adam's and AdamW's weight decay is 0
-    where none is given (torch's own default for AdamW is 0.01, which DeepSpeed takes only with torch_adam).
+    DeepSpeed's rules hold: "Adam" means AdamW unless adam_w_mode is false (or torch's decoupled_weight_decay is, where
+    that is the one given), and Adam's and AdamW's weight decay is 0 where none is given (torch's own default for AdamW
+    is 0.01, which DeepSpeed takes only with torch_adam).
     """
     kind = block["type"]
     params = dict(block.get("params", {}))
@@ -165,14 +186,12 @@ def torch_form(block: Mapping[str, Any]) -> dict[str, Any]:
         taken = params.keys() - NOT_TAKEN.get(kind, frozenset())
         return {"type": kind, "params": {name: value for name, value in params.items() if name in taken}}
     extras = {name: params.pop(name) for name in _DEEPSPEED_ADAM.split() if name in params}
-    if kind in ("Adam", "AdamW"):
+    if kind in NATIVE:
+        decoupled = kind == "AdamW" or extras.get("adam_w_mode", params.pop("decoupled_weight_decay", True))
         if extras.get("bias_correction") is False:
             kept = {name: value for name, value in params.items() if name in ("lr", "betas", "eps", "weight_decay")}
-            decoupled = kind == "AdamW" or extras.get("adam_w_mode", True)
             return {"type": "UncorrectedAdam", "params": {**kept, "adamw_mode": decoupled}}
         if not extras.get("torch_adam"):
             params.setdefault("weight_decay", 0.0)
-        if kind == "Adam" and extras.get("adam_w_mode", True):
-            kind = "AdamW"
-            params.pop("decoupled_weight_decay", None)  # what AdamW does anyway
+        kind = "AdamW" if decoupled else "Adam"
     return {"type": kind, "params": params}

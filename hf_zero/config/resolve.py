@@ -13,8 +13,10 @@ from typing import Any
 
 from hf_zero.config import batch
 from hf_zero.config.autofill import ABSENT, NEEDS_ARGUMENTS, RULES, Arguments, Rule, bucket_sizes, equal, hidden_size
-from hf_zero.config.cross_checks import FORCE, MOMENTS, STAGE, cross_problems, notices, refusals, runs_in_torch
-from hf_zero.config.keys import ROOT, ZERO
+from hf_zero.config.conditions import FORCE, OFFLOAD_PARAM, STAGE, runs_in_torch
+from hf_zero.config.cross_checks import MOMENTS, cross_problems, refusals
+from hf_zero.config.keys import ROOT
+from hf_zero.config.notices import getter, notices
 from hf_zero.config.optimizers import torch_form
 from hf_zero.config.parse import Parsed
 from hf_zero.config.precision import precision_of
@@ -33,7 +35,7 @@ AUTO_CLIPPING = "auto (accelerate's value: no max_grad_norm is given)"
 BELOW_STAGE_3 = "no effect below stage 3"
 
 CLIPPING = "gradient_clipping"
-OFFLOAD_PARAM = f"{ZERO}.offload_param.device"
+PARAM_DEVICE = f"{OFFLOAD_PARAM}.device"
 # What accelerate puts for "auto" where there are no TrainingArguments.
 CLIPPING_WITHOUT_ARGUMENTS = 1.0
 
@@ -48,6 +50,7 @@ class Surroundings:
     num_training_steps: int | None = None
     client_optimizer: bool = False  # the caller brings the optimizer, so an optimizer block is not built
     client_scheduler: bool = False  # the same of the scheduler; or it is built later, when its numbers are known
+    makes_loader: bool | None = None  # hf_zero makes the loader; None: not known
     file_only: bool = False  # look at the file alone: no batch numbers, nothing that arguments would give
 
 
@@ -89,7 +92,7 @@ class _Resolver:
         self._keep_parameters_below_stage_3()
         self._fill_batch()
         refused = refusals(self.values, self.problems)
-        cross_problems(self.values, self.around.args, self.problems)
+        cross_problems(getter(self._get, self._facts()), self.around.args, self.problems)
         self._check_stages()
         problems = tuple(self.problems.without_details_of(refused))
         return Outcome(problems, None if problems else self._config())
@@ -103,7 +106,7 @@ class _Resolver:
 
     def _check_stages(self) -> None:
         model, stages = self.around.model, self._get("pipeline.stages")
-        if model is not None and stages is not None and stages > 1 and not hasattr(model, "num_pipeline_stages"):
+        if model is not None and stages is not None and stages > 1 and not _has_stages(model):
             self.problems.add(
                 "pipeline.stages",
                 stages,
@@ -130,7 +133,7 @@ class _Resolver:
                     self._set(rule.path, argument, ARGUMENTS)
             elif rule.batch and self.arguments.read("auto_find_batch_size"):
                 self._set(rule.path, argument, ARGUMENTS)
-            elif rule.must_match and not equal(given, argument):
+            elif rule.must_match and not equal(rule.normal(given), argument):
                 self._mismatch(rule, given, argument)
         if self.arguments.read("save_on_each_node"):
             self._set("checkpoint.use_node_local_storage", True, ARGUMENTS)
@@ -195,8 +198,8 @@ class _Resolver:
 
     def _keep_parameters_below_stage_3(self) -> None:
         """DeepSpeed takes offload_param at every stage and offloads at stage 3; a notice says so."""
-        if self._get(STAGE) != 3 and self._get(OFFLOAD_PARAM) != "none":
-            self._set(OFFLOAD_PARAM, "none", BELOW_STAGE_3)
+        if self._get(STAGE) != 3 and self._get(PARAM_DEVICE) != "none":
+            self._set(PARAM_DEVICE, "none", BELOW_STAGE_3)
 
     def _fill_batch(self) -> None:
         if self.around.file_only or any(map(self.problems.has, batch.KEYS)):
@@ -233,7 +236,7 @@ class _Resolver:
             world_size=self.around.world_size,
             precision=precision_of(values),
             grad_accum_dtype=self._get("data_types.grad_accum_dtype"),
-            force_native_adam=values[FORCE] and not runs_in_torch(self._get("optimizer.type")),
+            force_native_adam=values[FORCE] and not runs_in_torch(self._get),
             moments_16bit=self._get(MOMENTS) is False,
             optimizer=torch_form(optimizer) if optimizer else None,
             scheduler=copy.deepcopy(scheduler) if scheduler else None,
@@ -241,8 +244,26 @@ class _Resolver:
             origins={path: self.origins.get(path, FILE) for path in settings},
             raw=copy.deepcopy(self.parsed.raw),
             source=self.parsed.source,
-            notices=(*self.parsed.notices, *notices(self.parsed.values), *self._clipping_notice()),
+            notices=(*self.parsed.notices, *self._notices(), *self._clipping_notice()),
         )
+
+    def _notices(self) -> list[str]:
+        """What was given and does nothing, as far as it can be known without the engine."""
+        given = dict(_leaves(self.parsed.values))
+        left_open = [path for path, value in given.items() if value == AUTO and self.around.file_only]
+        return notices(given, getter(self._get, self._facts(), left_open))
+
+    def _facts(self) -> dict[str, Any]:
+        """Facts of the run; a PipelineModule's settings stand in the place of the block's."""
+        facts: dict[str, Any] = {}
+        model = self.around.model
+        if model is not None:
+            facts["@pipeline"] = _has_stages(model)
+        if facts.get("@pipeline"):
+            facts |= {"pipeline.virtual_stages": model.virtual_stages}
+        if self.around.args is not None or self.around.makes_loader is not None:
+            facts["@loader"] = bool(self.around.makes_loader)
+        return facts
 
     def _clipping_notice(self) -> list[str]:
         if self.origins[CLIPPING] != AUTO_CLIPPING:
@@ -251,6 +272,10 @@ class _Resolver:
             f'{CLIPPING} = "auto" is {CLIPPING_WITHOUT_ARGUMENTS} here, as with accelerate: there are no '
             "TrainingArguments with a max_grad_norm. Gradients are clipped to it; write the number, or 0 for none"
         ]
+
+
+def _has_stages(model: Any) -> bool:
+    return hasattr(model, "num_pipeline_stages")
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from hf_zero.config import batch
+from hf_zero.config import conditions as c
 from hf_zero.config.precision import Precision
 from hf_zero.config.problems import show
 from hf_zero.config.schema import (
@@ -35,21 +36,27 @@ from hf_zero.config.schema import (
 )
 from hf_zero.errors import ConfigError
 
+_MANY = 1 << 16  # of stages, threads or buffers: more is a mistake
+_YEAR_S = 365 * 86400.0  # gloo counts nanoseconds in 63 bits
+
 # Origins of values; resolve.py has the others.
 FILE = "file"
 DEFAULT = "default"
+
+
+_PARAMS_ON_DISK = (c.PARAMS_AWAY, c.PARAMS_ON_DISK)
 
 
 @dataclass(frozen=True)
 class OffloadParam:
     """zero_optimization.offload_param."""
 
-    device: str = key(choice("none", "none", "cpu", "nvme"))
-    nvme_path: str | None = key(text())
-    buffer_count: int = key(count(5, low=1, auto=True))
-    buffer_size: int = key(count(1e8, low=1, auto=True))
-    max_in_cpu: int = key(count(1e9, auto=True))
-    pin_memory: bool = key(flag(True, auto=True))
+    device: str = key(choice("none", "none", "cpu", "nvme"), when=c.PARAMS_AWAY)
+    nvme_path: str | None = key(text(), when=_PARAMS_ON_DISK)
+    buffer_count: int = key(count(5, low=1, high=_MANY, auto=True), when=_PARAMS_ON_DISK)
+    buffer_size: int = key(count(1e8, low=1, auto=True), when=_PARAMS_ON_DISK)
+    max_in_cpu: int = key(count(1e9, auto=True), when=_PARAMS_ON_DISK)
+    pin_memory: bool = key(flag(True, auto=True), when=(c.PARAMS_AWAY, c.PARAMS_OFFLOADED, c.ACCELERATOR))
 
 
 @dataclass(frozen=True)
@@ -57,16 +64,16 @@ class OffloadOptimizer:
     """zero_optimization.offload_optimizer. `delayed_update` and `delayed_update_start` are hf_zero's own."""
 
     device: str = key(choice("none", "none", "cpu", "nvme"))
-    nvme_path: str | None = key(text())
-    buffer_count: int = key(count(4, low=1, auto=True))
-    pin_memory: bool = key(flag(True, auto=True))
+    nvme_path: str | None = key(text(), when=c.OPTIMIZER_ON_DISK)
+    buffer_count: int = key(count(4, low=1, high=_MANY, auto=True), when=c.OPTIMIZER_ON_DISK)
+    pin_memory: bool = key(flag(True, auto=True), when=(c.PINS, c.ACCELERATOR))
     # DeepSpeed: false; here the staging pool bounds the memory either way
-    pipeline_read: bool = key(flag(True, auto=True))
-    pipeline_write: bool = key(flag(True, auto=True))
-    fast_init: bool = key(flag(False, auto=True))
-    ratio: float = key(real(1.0, high=1.0, auto=True))
+    pipeline_read: bool = key(flag(True, auto=True), when=c.OPTIMIZER_ON_DISK)
+    pipeline_write: bool = key(flag(True, auto=True), when=c.OPTIMIZER_ON_DISK)
+    fast_init: bool = key(flag(False, auto=True), when=c.OPTIMIZER_ON_DISK)
+    ratio: float = key(real(1.0, high=1.0, auto=True), when=c.OFFLOADED)
     delayed_update: bool = key(flag(False))
-    delayed_update_start: int = key(count(0))
+    delayed_update_start: int = key(count(0), when=c.DELAYED)
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class Aio:
 
     block_size: int = key(count(1 << 20, low=1, high=1 << 30))  # bytes of one operation
     queue_depth: int = key(count(8, low=1, high=4096))  # operations under way at once, per thread
-    intra_op_parallelism: int = key(count(1, low=1))  # threads that submit
+    intra_op_parallelism: int = key(count(1, low=1, high=_MANY))  # threads that submit
     single_submit: bool = key(flag(False))  # one operation per system call, not as many as there are
     # A free place is filled at once; False: when all operations under way are through.
     overlap_events: bool = key(flag(True))
@@ -95,7 +102,7 @@ class Aio:
 class CheckpointSection:
     """checkpoint. `async` is hf_zero's own."""
 
-    asynchronous: bool = key(flag(False), "async")
+    asynchronous: bool = key(flag(False), "async", when=c.NO_DISK)
     tag_validation: str = key(choice("Warn", "Ignore", "Warn", "Fail"))
     use_node_local_storage: bool = key(flag(False))
 
@@ -153,7 +160,7 @@ class CommsLoggerSection:
     enabled: bool = key(flag(False))
     verbose: bool = key(flag(False))  # a line for each
     prof_all: bool = key(flag(True))
-    prof_ops: tuple[str, ...] = key(texts())  # where not all: which
+    prof_ops: tuple[str, ...] = key(texts(), when=c.SOME_OPS)  # where not all: which
     debug: bool = key(flag(False))  # those of each tensor apart
 
 
@@ -167,8 +174,9 @@ class ActivationCheckpointing:
     partition_activations: bool = key(flag(False))
     cpu_checkpointing: bool = key(flag(False))
     contiguous_memory_optimization: bool = key(flag(False))
-    number_checkpoints: int | None = key(count(low=1))  # regions whose inputs are saved at a time
-    synchronize_checkpoint_boundary: bool = key(flag(False))
+    # Regions whose inputs are saved at a time
+    number_checkpoints: int | None = key(count(low=1, high=_MANY), when=c.CONTIGUOUS_INPUTS)
+    synchronize_checkpoint_boundary: bool = key(flag(False), when=c.ACCELERATOR)
     profile: bool = key(flag(False))
     activation_memory: int | None = key(size())  # bytes that checkpointed regions may take; hf_zero's own
     nvme_path: str | None = key(text())  # a folder on disk for what they save; hf_zero's own
@@ -183,12 +191,13 @@ class ActivationCheckpointing:
 class PipelineSection:
     """pipeline: how a PipelineModule is split and run. `schedule` and `virtual_stages` are hf_zero's own."""
 
-    stages: int | None = key(count(low=1, auto=True))  # None: the module's own, or one for each process
+    # None: the module's own, or one for each process
+    stages: int | None = key(count(low=1, high=_MANY, auto=True))
     partition: str = key(text("best"))  # "best": the module's own partition_method
     seed_layers: bool = key(flag(False))  # True: also where the module was made without
     activation_checkpoint_interval: int = key(count(0))  # 0: the module's own
     schedule: str = key(choice("1f1b", "1f1b", "gpipe", "interleaved", "zero_bubble"))
-    virtual_stages: int = key(count(1, low=1))  # chunks of layers of each stage; 1: the module's own
+    virtual_stages: int = key(count(1, low=1, high=_MANY))  # chunks of layers of each stage; 1: the module's own
 
 
 @dataclass(frozen=True)
@@ -196,20 +205,20 @@ class ZeroSection:
     """zero_optimization. Sizes are in elements."""
 
     stage: int = key(count(0, high=3))
-    reduce_scatter: bool = key(flag(True, auto=True))
-    reduce_bucket_size: int = key(count(5e8, low=1, auto=True))
-    allgather_partitions: bool = key(flag(True, auto=True))
-    allgather_bucket_size: int = key(count(5e8, low=1, auto=True))
+    reduce_scatter: bool = key(flag(True, auto=True), when=c.SHARDED)
+    reduce_bucket_size: int = key(count(5e8, low=1, auto=True), when=(c.REDUCE_BUCKETS, c.REDUCE_COPIES))
+    allgather_partitions: bool = key(flag(True, auto=True), when=c.STAGES_1_2)
+    allgather_bucket_size: int = key(count(5e8, low=1, auto=True), when=(c.GATHER_BUCKETS, c.GATHERS_IN_PARTS))
     overlap_comm: bool = key(flag(True, auto=True))  # DeepSpeed: at stage 3 only; here it costs no buffers
-    sub_group_size: int = key(count(1e9, auto=True))
-    stage3_prefetch_bucket_size: int = key(count(5e7, auto=True))
-    stage3_param_persistence_threshold: int = key(count(1e5, auto=True))
-    stage3_model_persistence_threshold: int = key(count(sys.maxsize, auto=True))
-    stage3_max_live_parameters: int = key(count(1e9, auto=True))
+    sub_group_size: int = key(count(1e9, auto=True), when=c.TILES)
+    stage3_prefetch_bucket_size: int = key(count(5e7, auto=True), when=c.STAGE_3)
+    stage3_param_persistence_threshold: int = key(count(1e5, auto=True), when=c.STAGE_3)
+    stage3_model_persistence_threshold: int = key(count(sys.maxsize, auto=True), when=c.STAGE_3)
+    stage3_max_live_parameters: int = key(count(1e9, auto=True), when=c.STAGE_3)
     # DeepSpeed: 1e9, which never reshards a model of that size between forward and backward
-    stage3_max_reuse_distance: int = key(count(0, auto=True))
+    stage3_max_reuse_distance: int = key(count(0, auto=True), when=c.STAGE_3)
     # None: not set, so weights are written
-    stage3_gather_16bit_weights_on_model_save: bool | None = key(flag(None, auto=True))
+    stage3_gather_16bit_weights_on_model_save: bool | None = key(flag(None, auto=True), when=c.STAGE_3)
     ignore_unused_parameters: bool = key(flag(True, auto=True))
     offload_param: OffloadParam = field(default_factory=OffloadParam)
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
@@ -231,13 +240,13 @@ class ResolvedConfig(Mapping[str, Any]):
     # "float32", "bfloat16", "float16"; None: the dtype of what is reduced
     communication_data_type: str | None = key(dtype())
     prescale_gradients: bool = key(flag(False))
-    gradient_predivide_factor: float = key(real(1.0, low=None, above=0.0))
+    gradient_predivide_factor: float = key(real(1.0, low=1e-6, high=1e6))
     gradient_allreduce_op: str = key(choice("mean", "mean", "sum"))
-    zero_allow_untested_optimizer: bool = key(flag(False))
-    keep_fp32: tuple[str, ...] = key(texts())  # patterns of parameter names
-    desync_timeout: float = key(real(600.0, low=None, above=0.0))  # seconds
-    gather_for_generation: str = key(choice("auto", "auto", "once", "stream"))
-    dataloader_drop_last: bool = key(flag(False))
+    zero_allow_untested_optimizer: bool = key(flag(False), when=c.SHARDED)
+    keep_fp32: tuple[str, ...] = key(texts(), when=c.CASTS)  # patterns of parameter names
+    desync_timeout: float = key(real(600.0, low=1.0, high=_YEAR_S))  # seconds
+    gather_for_generation: str = key(choice("auto", "auto", "once", "stream"), when=c.STAGE_3)
+    dataloader_drop_last: bool = key(flag(False), when=c.OWN_LOADER)
     steps_per_print: int = key(interval())  # 0: never
     wall_clock_breakdown: bool = key(flag(False))
     memory_breakdown: bool = key(flag(False))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from hf_zero.config.problems import either
 
 AUTO = "auto"
 
+_LARGEST_FP32 = 2.0**128 - 2.0**104  # what training computes with
 _NUMBER = re.compile(r"\s*[+-]?(\d{1,400}(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT])(I?)B?\s*", re.IGNORECASE)
 _DTYPES = {
@@ -29,6 +30,18 @@ _DTYPES = {
 
 class BadValue(ValueError):
     """A value does not fit its row; `str()` names what was expected."""
+
+
+@dataclass(frozen=True)
+class When:
+    """What the effect of a key depends on beside its own value; conditions.py has them.
+
+    `holds` gets a function from dotted path to resolved value; `otherwise` is the reason in the notice, with the stage
+    for {stage}.
+    """
+
+    holds: Callable[[Callable[[str], Any]], bool]
+    otherwise: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +65,7 @@ class Key:
     # The key is obeyed unless one of these says otherwise.
     refused: str = ""  # what to do instead: the key is an error when it is on
     no_effect: str = ""  # why there is nothing to do: a value other than the default gives a notice
+    when: tuple[When, ...] = ()  # where one does not hold, a value other than the default gives a notice
 
     def is_on(self, value: Any) -> bool:
         """Whether a checked value asks for more than the default does: what is refused of a refused key."""
@@ -71,7 +85,9 @@ class Key:
         """
         checked = _CHECKS[self.kind](self, value)
         if checked is _WRONG:
-            raise BadValue(self.expected())
+            given, bits = number(value), 63 if self.kind in ("int", "interval", "size") else 128
+            too_large = self.high is None and given is not None and abs(given) >= 2**bits
+            raise BadValue(f"{self.expected()}{f', less than 2 ** {bits}' if too_large else ''}")
         return checked
 
     def expected(self) -> str:
@@ -102,7 +118,7 @@ class Key:
     def holds(self, number: float) -> bool:
         """Whether a number is finite and in the row's range."""
         return (
-            abs(number) <= sys.float_info.max  # false for infinities and NaN
+            abs(number) <= _LARGEST_FP32  # false for infinities and NaN
             and (self.low is None or number >= self.low)
             and (self.above is None or number > self.above)
             and (self.high is None or number <= self.high)
@@ -217,15 +233,21 @@ def anything() -> Key:
     return Key(kind="any")
 
 
-def key(row: Key, name: str = "") -> Any:
+def only(row: Key, *when: When) -> Key:
+    """A row whose key has an effect under these conditions only."""
+    return replace(row, when=when)
+
+
+def key(row: Key, name: str = "", *, when: When | tuple[When, ...] = ()) -> Any:
     """A field of a section with the value of the key `name`, which is the field's own name where none is given."""
+    row = only(row, *((when,) if isinstance(when, When) else when))
     return field(default=row.default, metadata={"row": row, "name": name})
 
 
-def rows_of(section: type[Any]) -> dict[str, Entry]:
-    """The rows and blocks that the fields of a section declare."""
+def rows_of(section: type[Any], *when: When) -> dict[str, Entry]:
+    """The rows and blocks that the fields of a section declare, the rows under these conditions."""
     return {
-        name: entry if isinstance(entry, Key) else Block(always=True, keys=rows_of(entry))
+        name: only(entry, *entry.when, *when) if isinstance(entry, Key) else Block(always=True, keys=rows_of(entry))
         for _, name, entry in _declared(section)
     }
 
@@ -302,7 +324,7 @@ def _check_bool(key: Key, value: Any) -> Any:
 
 def _check_int(key: Key, value: Any) -> Any:
     given = number(value)
-    if given is None or not key.holds(given) or given != int(given):
+    if given is None or not key.holds(given) or given != int(given) or abs(given) > sys.maxsize:
         return _WRONG
     return int(given)
 
@@ -326,7 +348,7 @@ def _check_float(key: Key, value: Any) -> Any:
 
 
 def _check_text(key: Key, value: Any) -> Any:
-    return value if isinstance(value, str) else _WRONG
+    return value if isinstance(value, str) and "\0" not in value else _WRONG  # no path has a null byte
 
 
 def _check_choice(key: Key, value: Any) -> Any:
@@ -349,7 +371,7 @@ def _check_floats(key: Key, value: Any) -> Any:
     if not isinstance(value, list | tuple):
         return _WRONG if key.size else _check_float(key, value)
     items = [number(item) for item in value]
-    if key.size is not None and len(items) != key.size:
+    if len(items) != (key.size or max(len(items), 1)):
         return _WRONG
     if not all(item is not None and key.holds(item) for item in items):
         return _WRONG

@@ -85,7 +85,11 @@ class ZeroConfig:
 
     def check(self) -> list[Problem]:
         """Every problem that the file has by itself: wrong keys and values, contradictions, what is not supported."""
-        return list(resolve(self._parsed, Surroundings(file_only=True)).problems)
+        return list(self.alone().problems)
+
+    def alone(self) -> Outcome:
+        """The outcome of the file by itself, with its problems or its notices."""
+        return resolve(self._parsed, Surroundings(file_only=True))
 
     def outcome(self, args: Any = None, model: Any = None, world_size: int = 1, **others: Any) -> Outcome:
         """As `resolve` with the same arguments, for a caller that reports problems in its own way."""
@@ -104,6 +108,7 @@ class ZeroConfig:
         num_training_steps: int | None = None,
         client_optimizer: bool = False,
         client_scheduler: bool = False,
+        makes_loader: bool | None = None,
     ) -> ResolvedConfig:
         """Fill in "auto" and defaults. No communication: ranks with the same inputs get the same result.
 
@@ -114,6 +119,7 @@ class ZeroConfig:
             num_training_steps: For schedulers; None takes args.max_steps where that is set.
             client_optimizer: The caller brings the optimizer, so an optimizer block needs no learning rate.
             client_scheduler: The caller brings the scheduler, or builds it later, so its block needs no numbers yet.
+            makes_loader: hf_zero makes the loader of the data; None where that is not known.
         Raises:
             ConfigError: All problems at once, each with key, value, what was expected, and remedy.
         """
@@ -124,6 +130,7 @@ class ZeroConfig:
             num_training_steps=num_training_steps,
             client_optimizer=client_optimizer,
             client_scheduler=client_scheduler,
+            makes_loader=makes_loader,
         )
         raise_all(self.source, outcome.problems)
         if outcome.config is None:

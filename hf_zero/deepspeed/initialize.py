@@ -81,6 +81,7 @@ def initialize(
     world_size = _ranks_with_data(model, loaded)
     trains = optimizer is not None or loaded.get("optimizer") is not None
     brought = {"client_optimizer": optimizer is not None, "client_scheduler": lr_scheduler is not None or not trains}
+    brought["makes_loader"] = training_data is not None
     with wrong_on_all("initialize"):
         resolved = loaded.resolve(model=model, world_size=world_size, **brought)
         made = _make_optimizer(optimizer, resolved.optimizer, model, model_parameters)

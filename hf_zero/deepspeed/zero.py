@@ -65,7 +65,7 @@ class Init(_Block):
             )
         given = config_dict_or_path if config is None else config
         if remote_device == "cpu":
-            given = _offloaded(given)
+            given = _offloaded(given, pin_memory)
         self._block = sharded_init(given, enabled=enabled and module is None, dtype=dtype)
         if module is not None and enabled:
             trainable = [param for param in module.parameters() if param.requires_grad]
@@ -103,8 +103,8 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     """Nothing to do, as for register_external_parameter."""
 
 
-def _offloaded(given: Any) -> ZeroConfig:
+def _offloaded(given: Any, pin_memory: bool) -> ZeroConfig:
     raw = {"zero_optimization": {"stage": 3}} if given is None else ZeroConfig.load(given).raw
     zero = {**raw.get("zero_optimization", {})}
-    zero.setdefault("offload_param", {"device": "cpu"})
+    zero.setdefault("offload_param", {"device": "cpu", "pin_memory": pin_memory})
     return ZeroConfig.load({**raw, "zero_optimization": zero})

@@ -123,7 +123,7 @@ class ZeroEngine(ModuleWrapper):
         self.on_uninstall(self.reports.close)
         self._attachment = self._attach()
         if logs:
-            announce_engine(config, self.device, self.world_size, self.units, self.reducer, trains=train)
+            announce_engine(config, self.comm, self.units, self.reducer, trains=train)
 
     def _open_checkpoints(self, built: BuiltUnits) -> Checkpointing:
         return Checkpointing(self.module, built, self.schedule, self.config, self._check_saved)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ResolvedConfig
-from hf_zero.config.announce import start_text
+from hf_zero.config.notices import start_text
 from hf_zero.engine.memory_usage import device_memory, log_memory_usage
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.optim.hyperparameters import learning_rates, momenta
@@ -235,7 +235,7 @@ class Reports:
         watchers: list[Watcher] = []
         if config.steps_per_print > 0:
             watchers.append(ProgressLines(schedule, config.steps_per_print))
-            if config.settings.get("timers.throughput.enabled", True):
+            if config.settings.get("timers.throughput.enabled") is not False:
                 watchers.append(ThroughputLines(clock, config.steps_per_print, batch_size))
         if config.wall_clock_breakdown:
             watchers.append(WallClockLines(clock))

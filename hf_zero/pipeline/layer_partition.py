@@ -6,10 +6,9 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 
+from hf_zero.config.cross_checks import partition_fault
 from hf_zero.errors import ConfigError
 from hf_zero.pipeline.layer_table import LayerRow
-
-METHODS = 'expected "parameters", "uniform", "type:REGEX" (of class names) or "profile"'
 
 
 def split_uniform(num_layers: int, num_parts: int) -> list[int]:
@@ -73,13 +72,9 @@ def matching_layers(names: Sequence[str], pattern: str) -> list[int]:
     """1 for each layer whose class name has `pattern` in it, whatever its case, else 0.
 
     Raises:
-        ConfigError: No name has, or the pattern is none.
+        ConfigError: No name has.
     """
-    try:
-        expression = re.compile(pattern, re.IGNORECASE)
-    except re.error as error:
-        raise ConfigError(f'partition_method="type:{pattern}" is no regular expression: {error}') from None
-    matches = [int(expression.search(name) is not None) for name in names]
+    matches = [int(re.search(pattern, name, re.IGNORECASE) is not None) for name in names]
     if not any(matches):
         raise ConfigError(
             f'partition_method="type:{pattern}" matches no layer: their classes are '
@@ -91,7 +86,7 @@ def matching_layers(names: Sequence[str], pattern: str) -> list[int]:
 def split_layers(
     method: str, rows: Sequence[LayerRow], num_parts: int, measured: Callable[[], list[float]]
 ) -> list[int]:
-    """Bounds of the parts by a method of METHODS: part i has the layers bounds[i] up to bounds[i + 1].
+    """Bounds of the parts by a partition_method: part i has the layers bounds[i] up to bounds[i + 1].
 
     Args:
         rows: Of the layers.
@@ -99,14 +94,13 @@ def split_layers(
     Raises:
         ConfigError: There are fewer layers than parts, or the method is unknown or matches nothing.
     """
+    if (fault := partition_fault(method)) is not None:
+        raise ConfigError(f"partition_method={method!r}: {fault}.")
     kind, _, pattern = method.partition(":")
-    kind = kind.lower()
-    if kind == "uniform" and not pattern:
+    if kind.lower() == "uniform":
         return split_uniform(len(rows), num_parts)
-    if kind == "parameters" and not pattern:
+    if kind.lower() == "parameters":
         return split_balanced([row.num_trainable for row in rows], num_parts)
-    if kind == "type" and pattern:
+    if kind.lower() == "type":
         return split_balanced(matching_layers([row.class_name for row in rows], pattern), num_parts)
-    if kind == "profile" and not pattern:
-        return split_balanced(measured(), num_parts)
-    raise ConfigError(f"partition_method={method!r} is unknown: {METHODS}.")
+    return split_balanced(measured(), num_parts)

@@ -48,7 +48,7 @@ class PipelineEngine(ZeroEngine):
 
     Args:
         module: Built; each rank has its own stage.
-        config: Of stage 0 or 1. Its batch sizes count the ranks of one stage.
+        config: Resolved for `module`: what stages cannot do is found then. Batch sizes count the ranks of one stage.
     All ranks of the run must construct it. Raises ConfigError for what a pipeline cannot do.
     """
 
@@ -56,7 +56,6 @@ class PipelineEngine(ZeroEngine):
     reports_class = BatchReports
 
     def __init__(self, module: PipelineModule, config: ResolvedConfig, *, train: bool = True, **given: Any) -> None:
-        _refuse(config, module)
         grid = module.grid
         ranks = tuple(grid.stage_to_global(stage) for stage in range(grid.pipe_parallel_size))
         self.place = Place(grid.stage_id, grid.pipe_parallel_size, module.virtual_stages, ranks)
@@ -399,26 +398,6 @@ class PipelineEngine(ZeroEngine):
             self._messages.close()
         if self.world is not self.comm:
             self.world.end(is_shared=False)
-
-
-def _refuse(config: ResolvedConfig, module: PipelineModule) -> None:
-    """Raise ConfigError for what a pipeline cannot do."""
-    chunks, schedule = module.virtual_stages, config.pipeline.schedule
-    problems = []
-    if config.stage > 1:
-        problems.append(
-            f"zero_optimization.stage is {config.stage}: a pipeline takes 0 or 1. Several micro-batches are in a "
-            "stage at once, and each of their backwards would have to reduce gradients (stage 2) or gather parameters "
-            "(stage 3) again, which costs more than the memory is worth: add stages to the pipeline instead."
-        )
-    if schedule == "interleaved" and chunks < 2:
-        problems.append('pipeline.schedule "interleaved" needs pipeline.virtual_stages of 2 or more.')
-    if schedule == "zero_bubble" and chunks > 1:
-        problems.append(f'pipeline.schedule "zero_bubble" goes with pipeline.virtual_stages 1, not {chunks}.')
-    if config.flops_profiler.enabled:
-        problems.append("flops_profiler counts one model in one process: turn it off for a pipeline.")
-    if problems:
-        raise ConfigError("\n".join(problems))
 
 
 _GROUPS_REMEDY = (

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hf_zero.config import ResolvedConfig
-from hf_zero.config.announce import start_text
+from hf_zero.config.notices import run_notices, start_text
 from hf_zero.distributed.comm import Comm
 from hf_zero.runtime.log_lines import log_start
 from hf_zero.runtime.prefetch import PrefetchLimits
@@ -26,17 +26,18 @@ logger = logging.getLogger("hf_zero.engine.engine")
 
 def announce_engine(
     config: ResolvedConfig,
-    device: torch.device,
-    world_size: int,
+    comm: Comm,
     units: Sequence[ShardUnit],
     reducer: GradReducer,
     *,
     trains: bool,
 ) -> None:
     """What a reader of the log needs to know, once, from rank 0."""
+    world_size = comm.world_size
     if trains:
-        log_start(zero_line(config, device, world_size, units))
-    for notice in config.notices:
+        log_start(zero_line(config, comm.device, world_size, units))
+    facts = {"@device": comm.device.type, "@whole_units": comm.max_bucket_numel is None}
+    for notice in (*config.notices, *run_notices(config, facts)):
         logger.warning(notice)
     if not config.dump_state:  # which logs it whatever the level
         logger.info("%s", start_text(config))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero.config.conditions import MAX_TILE_NUMEL
 from hf_zero.config.resolved import Aio, OffloadOptimizer, OffloadParam, ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import OffloadError, StateError
@@ -25,8 +26,6 @@ from hf_zero.native.pinning import wait_for_copies
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, ShardStore, StagingPool, StoreStats, SwapFolder
 from hf_zero.storage.copy_stream import CopyStreams
 
-# Elements of one tile: large enough for a disk's full rate, small enough that a few of them are little memory.
-MAX_TILE_NUMEL = 1 << 22
 # Master and two moments: what a tile of the native update has on its store.
 _STATES = 3
 
@@ -86,7 +85,8 @@ class OffloadSettings:
 class Placements:
     """The stores of one engine. All ranks must construct it; what goes wrong on one rank is raised on all of them.
 
-    `host` is what the device copies from and to, so it is pinned: parameter shards, gradients, updated parameters.
+    `host` (gradients, updated parameters) and `host_params` (parameter shards) are what the device copies from and to,
+    so they are pinned: `pin_memory` of offload_optimizer and of offload_param says so.
     `states` is what the processor alone works on: masters and moments of a native update, averages. To pin those
     too would take minutes at the start and most of what a system allows.
     """
@@ -97,19 +97,20 @@ class Placements:
         self._comm = comm
         self.device = DeviceStore(comm.device)
         self.copies = self._make_copies()
-        self.host = self._make_host(pin=settings.optimizer.pin_memory or settings.param.pin_memory)
+        self.host = self._make_host(pin=settings.optimizer.pin_memory)
+        self.host_params = self._make_host(pin=settings.param.pin_memory)
         self.states = self._make_host(pin=False)
         self._folders: dict[str, SwapFolder] = {}
         self.disks: dict[str, ShardStore] = {}  # "optimizer", "parameters"
         self._offloaded = self._choose_offloaded(flat_specs)
         self._on_disk = self._choose_on_disk(flat_specs)
         self._masters: ShardStore = self.states
-        self._params: ShardStore = self.host
+        self._params: ShardStore = self.host_params
         work = functools.partial(self._make_disks, flat_specs)
         comm.together("offload folders", work, catch=(OffloadError,), raise_as=OffloadError)
         # A model that is forgotten without a teardown takes its files and pinned memory with it. At exit the folders
         # remove themselves, and memory goes with the process.
-        stores = ([self.host, self.states], self.disks, self._folders)
+        stores = ([self.host, self.host_params, self.states], self.disks, self._folders)
         self._closing = weakref.finalize(self, _close, comm.device, self.copies, *stores)
         self._closing.atexit = False
 
@@ -119,7 +120,7 @@ class Placements:
         if not flat_spec.on_demand or self._settings.param.device == "none":
             param: ShardStore = self.device
         else:
-            param = self._params if flat_spec.layout.name in self._on_disk else self.host
+            param = self._params if flat_spec.layout.name in self._on_disk else self.host_params
         return Placement(
             param=param,
             master=self._master_store(param) if offloaded else self.device,
@@ -223,7 +224,7 @@ class Placements:
 
     def host_usage(self) -> dict[str, int]:
         """Bytes under each key in the host's memory."""
-        return self.host.usage() | self.states.usage()
+        return self.host.usage() | self.host_params.usage() | self.states.usage()
 
     def host_bytes(self) -> int:
         """Bytes in the host's memory, without copies that wait to be published."""

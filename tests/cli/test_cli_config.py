@@ -15,7 +15,7 @@ import transformers
 import hf_zero
 from hf_zero.cli.main import main
 from hf_zero.config import ZeroConfig
-from hf_zero.config.announce import TITLE, start_text
+from hf_zero.config.notices import TITLE, start_text
 
 Capture = pytest.CaptureFixture[str]
 GOOD: dict[str, Any] = {
@@ -43,7 +43,7 @@ def test_check_of_a_good_file(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path, GOOD)
     assert call(capsys, "check", path) == (0, f"{path}: no problems (stage 3)\n", "")
     status, out, _ = call(capsys, "check", path, "--json")
-    assert status == 0 and json.loads(out) == {"source": path, "stage": 3, "problems": []}
+    assert status == 0 and json.loads(out) == {"source": path, "stage": 3, "problems": [], "notices": []}
 
 
 def test_check_lists_all_problems_with_the_nearest_key(tmp_path: Path, capsys: Capture) -> None:

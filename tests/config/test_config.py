@@ -191,7 +191,7 @@ BAD_VALUES = [
     ("optimizer.params.amsgrad", "auto", "true or false"),
     ("data_types.grad_accum_dtype", "fp8", '"fp32", "bf16" or "fp16"'),
     ("communication_data_type", 32, '"fp32", "bf16" or "fp16"'),
-    ("desync_timeout", 0, "above 0"),
+    ("desync_timeout", 0, "at least 1 and at most 31536000"),
     ("keep_fp32", [1], "a text or a list of texts"),
     ("gather_for_generation", "twice", '"auto", "once" or "stream"'),
     ("checkpoint.tag_validation", "Warm", 'nearest known value is "Warn"'),

@@ -179,10 +179,12 @@ def train_and_look(folder: str) -> set[str]:
         model.eval().generate(torch.tensor([[3, 4]]), max_new_tokens=2, pad_token_id=0)
         engine.teardown()
     layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
-    stages = hf_zero.PipelineModule(layers)
+    stages = hf_zero.PipelineModule(layers, loss_fn=torch.nn.functional.mse_loss)
     adam = {"type": "AdamW", "params": {"lr": 1e-3}}
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": adam, "pipeline": {"stages": 2}}
-    hf_zero.initialize(model=stages, config=config)[0].teardown()
+    engine = hf_zero.initialize(model=stages, config=config)[0]
+    engine.train_batch(iter([(torch.ones(1, 2), torch.zeros(1, 2))]))
+    engine.teardown()
     sys.modules["wandb"] = sys.modules["comet_ml"] = None  # type: ignore[assignment]  # so that nobody is logged in
     with pytest.raises(ConfigError):
         monitors = {"wandb": {"enabled": True}, "comet": {"enabled": True}}

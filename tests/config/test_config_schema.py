@@ -25,6 +25,8 @@ OTHER_DEFAULTS = {
     "checkpoint.tag_validation": "the same choice in the letters of DeepSpeed's documents",
     "compile.passes": "an empty list says the same",
     "data_types.keep_in_fp32_modules": "buffers always keep their dtype",
+    "fp16.auto_cast": "floating inputs are always cast, and false gets a notice",
+    "timers.throughput.enabled": "None: on where steps_per_print prints lines",
     "gradient_clipping": "off unless asked for, as DeepSpeed's documents have it; accelerate and Trainer say 1.0",
     "optimizer.legacy_fusion": "DeepSpeed's constant is false, which it names None where the block is missing",
     "seq_parallel_communication_data_type": "there is no sequence parallelism",

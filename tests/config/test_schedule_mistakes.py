@@ -34,7 +34,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     (block("WarmupCosineLR", warmup_num_steps=3), ["total_num_steps = null: WarmupCosineLR cannot do without it"]),
     ({"scheduler": {"type": "WarmupCosineLR"}}, ["total_num_steps = null", 'or "auto" under Trainer']),
     (block("OneCycle", cycle_min_lr=0.1), ["cycle_max_lr = null: OneCycle cannot do without it: expected a number"]),
-    (block("WarmupLR", warmup_num_steps=0), ["warmup_num_steps = 0: expected an integer of at least 1", "Correct"]),
+    (block("WarmupLR", warmup_num_steps=-1), ["warmup_num_steps = -1: expected an integer of at least 0", "Correct"]),
     (block("WarmupLR", warmup_num_steps=2.5), ["warmup_num_steps = 2.5: expected an integer"]),
     (
         block("WarmupDecayLR", total_num_steps=10, warmup_num_steps=11),
@@ -119,7 +119,7 @@ PYTHON: list[tuple[type[Schedule], dict[str, Any], list[str]]] = [
     ),
     (OneCycle, {**CYCLE, "cycle_min_mom": [0.8]}, ["cycle_min_mom = [0.8]", "each param group"]),
     (LRRangeTest, {"lr_range_test_min_lr": [1.0]}, ["lr_range_test_min_lr = [1.0]", "Give one number for all groups"]),
-    (WarmupLR, {"warmup_num_steps": 0}, ["scheduler.params.warmup_num_steps = 0: expected an integer of at least 1."]),
+    (WarmupLR, {"warmup_num_steps": -1}, ["params.warmup_num_steps = -1: expected an integer of at least 0."]),
     (
         WarmupLR,
         {"warmup_min_lr": -1.0, "warmup_type": "cos"},

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.config.announce import start_text
+from hf_zero.config.notices import start_text
 from hf_zero.errors import ConfigError
 from tests.harness.ranks import run_ranks
 

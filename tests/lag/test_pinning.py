@@ -84,6 +84,11 @@ def trained(config: dict[str, Any], model: torch.nn.Module | None = None, *, ste
     return engine
 
 
+def travelling(placements: Any) -> list[str]:
+    """What the device copies from and to."""
+    return [*placements.host.usage(), *placements.host_params.usage()]
+
+
 def _end_by_teardown(engine: Any, config: dict[str, Any]) -> None:
     engine.teardown()
 
@@ -114,7 +119,7 @@ def _end_by_a_second_engine(engine: Any, config: dict[str, Any]) -> None:
 def _end_by_replacement(engine: Any, config: dict[str, Any]) -> None:
     """An engine that takes over the parameters where they are, and nothing else."""
     replacement = new_engine(engine.module, engine.config, replace=True)
-    assert engine.placements.host.usage() == {}
+    assert travelling(engine.placements) == []
     replacement.teardown()
 
 
@@ -174,7 +179,7 @@ def _pieces(zero: dict[str, Any], more: dict[str, Any]) -> tuple[int, Counter[st
     """(pieces that are pinned, tensors in the host's memory by kind)"""
     _enable(registers=True)
     engine = trained(config_of(zero, more))
-    kinds = Counter(key.removesuffix("/1").rpartition("/")[2] for key in engine.placements.host.usage())
+    kinds = Counter(key.removesuffix("/1").rpartition("/")[2] for key in travelling(engine.placements))
     return device.pinned_ranges(), kinds
 
 
@@ -187,6 +192,19 @@ def test_a_piece_for_every_shard_that_travels_and_none_for_the_others() -> None:
     del zero["offload_param"]
     ((pieces, kinds),) = run_ranks(_pieces, 1, zero, _NATIVE)
     assert pieces == kinds["staged"] + kinds["grad"] and kinds["staged"] > 0
+
+
+def test_each_block_pins_its_own_memory(tmp_path: Path) -> None:
+    """Parameter shards by offload_param.pin_memory, gradients by offload_optimizer.pin_memory."""
+    pageable = {**_HOST, "pin_memory": False}
+    for block, pinned in (("offload_param", _FLATS), ("offload_optimizer", _FLATS)):
+        ((pieces, kinds),) = run_ranks(_pieces, 1, {**_ALL_ON_HOST, block: pageable}, _NATIVE)
+        assert kinds == {"param": _FLATS, "grad": _FLATS} and pieces == pinned, block
+    both = {**_ALL_ON_HOST, "offload_param": pageable, "offload_optimizer": pageable}
+    assert run_ranks(_pieces, 1, both, _NATIVE)[0][0] == 0
+    disk = _all_on_disk(tmp_path)
+    disk["offload_param"] = {**disk["offload_param"], "pin_memory": False}
+    assert run_ranks(_pieces, 1, disk, {})[0][0] == _FLATS, "the gradients; parameters' pool is pageable"
 
 
 def test_memory_between_disk_and_device_is_one_piece_and_the_optimizers_is_none(tmp_path: Path) -> None:

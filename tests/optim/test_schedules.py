@@ -19,6 +19,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from transformers import get_constant_schedule_with_warmup, get_linear_schedule_with_warmup
 
+from hf_zero.config import ZeroConfig
 from hf_zero.config.optimizers import SCHEDULER_TYPES
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -218,9 +219,16 @@ def test_linear_warm_ups_are_those_of_transformers_one_step_later_and_log_is_not
 # Details
 
 
-def test_a_warm_up_of_one_step_takes_two() -> None:
-    one, two = (WarmupLR(make_optimizer(), warmup_num_steps=steps, warmup_type="linear") for steps in (1, 2))
-    assert follow(one, 5) == follow(two, 5) == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.1])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_warm_up_of_less_than_two_steps_takes_two(steps: int) -> None:
+    """As in DeepSpeed, which refuses 0 since 0.19 and took it before; accelerate's DummyScheduler gives 0."""
+    linear = {"warmup_num_steps": steps, "warmup_type": "linear"}
+    assert follow(WarmupLR(make_optimizer(), **linear), 5) == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.1])
+    decay = WarmupDecayLR(make_optimizer(), 4, warmup_max_lr=0.1, **linear)
+    assert follow(decay, 5) == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.05])
+    cosine = WarmupCosineLR(make_optimizer(), 3, cos_min_ratio=0.5, **linear)
+    assert follow(cosine, 4) == pytest.approx([0.0, 0.0, 0.05, 0.05])
+    assert ZeroConfig.load({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": steps}}}).check() == []
 
 
 def test_a_second_scheduler_starts_from_the_optimizers_own_rates() -> None:

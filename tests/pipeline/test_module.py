@@ -346,7 +346,7 @@ LINEAR = [nn.Linear(2, 2), nn.Linear(2, 2)]
         (LINEAR, {"num_stages": 2, "stage": None}, "does not divide the number of processes, 1"),
         (LINEAR, {"topology": PipeDataParallelTopology(1, 1), "num_stages": 2}, "the topology has 1 stages"),
         (LINEAR, {"num_stages": 2, "stage": 2}, "stage=2: there are 2 stages"),
-        (LINEAR, {"num_stages": 1, "partition_method": "best"}, "partition_method='best' is unknown: expected"),
+        (LINEAR, {"num_stages": 1, "partition_method": "best"}, "='best': no method has this name: expected"),
         (LINEAR, {"num_stages": 1, "partition_method": "type:Conv"}, "matches no layer: their classes are Linear"),
         (LINEAR, {"num_stages": 1, "activation_checkpoint_interval": -1}, "activation_checkpoint_interval=-1"),
         ([nn.Linear(2, 2), "relu"], {"num_stages": 1}, r"layer 1 is 'relu' \(str\): expected a module, a function"),

@@ -252,9 +252,9 @@ def told() -> list[dict[str, str]]:
         ),
         ("none", "ConfigError: eval_batch(num_micro_batches=0): expected a number of at least 1, or None"),
         ("again", "StateError: this model already has a hf_zero engine"),
-        ("stage 2", "zero_optimization.stage is 2: a pipeline takes 0 or 1"),
-        ("stage 3", "zero_optimization.stage is 3: a pipeline takes 0 or 1"),
-        ("chunks", 'pipeline.schedule "interleaved" needs pipeline.virtual_stages of 2 or more'),
+        ("stage 2", "zero_optimization.stage = 2: a pipeline takes 0 or 1"),
+        ("stage 3", "zero_optimization.stage = 3: a pipeline takes 0 or 1"),
+        ("chunks", 'pipeline.schedule = "interleaved": it needs pipeline.virtual_stages of 2 or more'),
         ("batch", "ConfigError: "),
         (
             "layers",

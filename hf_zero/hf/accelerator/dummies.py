@@ -182,7 +182,7 @@ class Dummies:
         highest = dummy.optimizer.lr if isinstance(dummy.optimizer, DummyOptim) else optimizer.defaults["lr"]
         values = {
             f"{_PARAMS}.warmup_max_lr": float(highest),
-            f"{_PARAMS}.warmup_num_steps": max(1, dummy.warmup_num_steps),
+            f"{_PARAMS}.warmup_num_steps": dummy.warmup_num_steps,
         }
         if dummy.total_num_steps is not None:
             shares = 1 if self._accelerator.split_batches else self._accelerator.num_processes

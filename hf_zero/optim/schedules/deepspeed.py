@@ -144,10 +144,11 @@ def _warmup_steps(given: int | None) -> int:
 
 
 class WarmupLR(Schedule):
-    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` (at least 2) steps, then constant.
+    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, then constant.
 
     Args:
-        warmup_num_steps: None takes the default, 1000; so do the two schedules below.
+        warmup_num_steps: Less than 2 counts as 2, so the first step has the lowest rate. None takes the default,
+            1000; so do the two schedules below.
         warmup_max_lr: None takes the rates that the optimizer has.
         warmup_type: "log", min + (max - min) * log(i + 1) / log(steps), which is the default, or "linear", i / steps.
     """

@@ -1,0 +1,117 @@
+"""What is said of a configuration at the start and by `hf-zero config`: keys without effect, and every value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from hf_zero.config.conditions import (
+    OFFLOAD_OPTIMIZER,
+    PARAMS,
+    STAGE,
+    ZERO,
+    Get,
+    Unknown,
+    runs_in_torch,
+)
+from hf_zero.config.keys import ROOT
+from hf_zero.config.optimizers import NOT_TAKEN
+from hf_zero.config.problems import show
+from hf_zero.config.resolved import FILE, ResolvedConfig
+from hf_zero.config.schema import AUTO, Block, Entry, Key, find
+
+TITLE = "hf_zero configuration:"
+_GATHER = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
+
+
+def notices(given: Mapping[str, Any], get: Get) -> list[str]:
+    """One line for the keys that do nothing here for the same reason, and for what differs from DeepSpeed.
+
+    Args:
+        given: Dotted path -> what the user gave, "auto" included.
+        get: The resolved value at a dotted path, or a fact of the run; raises Unknown for what is not known.
+    """
+    silent: dict[str, list[str]] = {}
+    for path, value in given.items():
+        if (why := _without_effect(path, value, given, get)) is not None:
+            silent.setdefault(why, []).append(f"{path} = {show(value)}")
+    lines = [
+        f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect: {why}" for why, keys in silent.items()
+    ]
+    return [*lines, *_differences(given, get)]
+
+
+def run_notices(config: ResolvedConfig, facts: Mapping[str, Any]) -> list[str]:
+    """The lines of `notices` that follow from facts of the run, beside `config.notices`."""
+    origins = {path: origin for path, origin in config.origins.items() if origin == FILE or origin.startswith(AUTO)}
+    given = {path: config.settings[path] if origin == FILE else AUTO for path, origin in origins.items()}
+    return [line for line in notices(given, getter(config.settings.get, facts)) if line not in config.notices]
+
+
+def getter(value: Callable[[str], Any], facts: Mapping[str, Any], unknown: Collection[str] = ()) -> Get:
+    """The resolved value at a path, or a fact; a fact that is not in `facts` and a path in `unknown` raise Unknown."""
+
+    def get(path: str) -> Any:
+        if path in unknown or (path.startswith("@") and path not in facts):
+            raise Unknown(path)
+        return facts[path] if path in facts else value(path)
+
+    return get
+
+
+def _without_effect(path: str, value: Any, given: Mapping[str, Any], get: Get) -> str | None:
+    """Why what was given at a path changes nothing; None where it may."""
+    rows = list(_rows_on(path))
+    if rows and isinstance(rows[-1], Key) and value in (None, AUTO, rows[-1].default):
+        return None
+    for row in rows:
+        if isinstance(row, Key | Block) and row.no_effect:
+            return row.no_effect
+    if not rows or not isinstance(rows[-1], Key):
+        return None
+    for when in rows[-1].when:
+        try:
+            holds = when.holds(get)
+        except Unknown:
+            continue
+        if not holds:
+            return when.otherwise.format(stage=get(STAGE) or 0)
+    block, _, name = path.rpartition(".")
+    switch = find(ROOT, f"{block}.enabled") if block and name != "enabled" else None
+    if isinstance(switch, Key) and switch.default is False and f"{block}.enabled" not in given:
+        try:
+            return None if get(f"{block}.enabled") else f"{block}.enabled is not given"
+        except Unknown:
+            return None
+    return None
+
+
+def _rows_on(path: str) -> Iterator[Entry]:
+    """The rows of the blocks around a path, and its own, as far as they are known."""
+    names = path.split(".")
+    for depth in range(len(names)):
+        row = find(ROOT, ".".join(names[: depth + 1]))
+        if row is not None:
+            yield row
+
+
+def _differences(given: Mapping[str, Any], get: Get) -> Iterator[str]:
+    """What has an effect, but another one than its name or DeepSpeed promises."""
+    kind = given.get("optimizer.type")
+    for name in sorted(NOT_TAKEN.get(kind or "", ())):
+        if given.get(f"{PARAMS}.{name}") is True:
+            yield f"{PARAMS}.{name} = true has no effect: {kind} has one way to run"
+    if kind is not None and runs_in_torch(get) and given.get(f"{OFFLOAD_OPTIMIZER}.device") == "cpu":
+        yield f"optimizer.type = {kind} has no native update: torch runs it on the host"
+    if given.get(_GATHER) is False and get(STAGE) == 3:
+        yield f"{_GATHER} = false: checkpoints will have no model.safetensors; hf-zero consolidate makes it"
+    if given.get("amp.opt_level") == "O3" and given.get("amp.enabled") is not False:
+        yield "amp.opt_level = O3 keeps fp32 masters and batch norms, as O2 does; losses are not scaled by default"
+
+
+def start_text(config: ResolvedConfig) -> str:
+    """A line `key ..... value [origin]` for each resolved key, then `json = ...` with what the user gave."""
+    lines = [f"  {line}" for line in config.describe().splitlines()]
+    given = json.dumps(config.public_raw, indent=4, default=str)
+    return "\n".join([f"{TITLE} ({config.source})", *lines, f"  json = {given}"])
