@@ -58,6 +58,7 @@ class ShardedEMA:
         self._shards: dict[FlatParam, ShardTensor] = {}
         if name in self._optimizer.attached:
             raise ConfigError(f"this model has an average called {name!r} already: pass another name=, or close() it")
+        engine.run_comm.note_call(f"ShardedEMA({name!r})")
         engine.finish_updates()
         for _, flat in self._averaged():
             self._shards[flat] = self._make_shard(flat)
@@ -90,6 +91,7 @@ class ShardedEMA:
             StateError: Inside `swapped`; the model was given another engine.
         """
         self._checked_optimizer().check_active("ShardedEMA.update")
+        self._engine.run_comm.note_call(f"ShardedEMA({self.name!r}).update")
         self._engine.finish_updates()
         weight = 1.0 - (self.decay if decay is None else _checked(decay))
         for flat, average in self._shards.items():
@@ -184,7 +186,8 @@ class ShardedEMA:
         collective.load_attached(self._engine.checkpoints.session(), chosen(folder, tag), self.name)
 
     def close(self) -> None:
-        """Give the memory back; checkpoints are without the average from here on."""
+        """Give the memory back; checkpoints are without the average from here on. All ranks must call."""
+        self._engine.run_comm.note_call(f"ShardedEMA({self.name!r}).close")
         self._optimizer.attached.pop(self.name, None)
         while self._shards:
             self._shards.popitem()[1].drop()

@@ -131,6 +131,7 @@ class DeepSpeedEngine(ZeroEngine):
         self.config = dataclasses.replace(
             self.config, train_batch_size=train_batch_size, gradient_accumulation_steps=steps
         )
+        self.run_comm.note_call(f"set_train_batch_size({train_batch_size})")
         self.schedule.accumulate_over(steps)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -142,6 +143,7 @@ class DeepSpeedEngine(ZeroEngine):
 
         For loops that call `step()` once per update. Gradients are still divided by the accumulation steps.
         """
+        self.run_comm.note_call(f"set_gradient_accumulation_boundary({is_boundary})")
         self.schedule.forced_boundary = is_boundary
 
     def was_step_applied(self) -> bool:
@@ -155,6 +157,7 @@ class DeepSpeedEngine(ZeroEngine):
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every param group. All ranks must call, alike. A scheduler overrides it."""
+        self.run_comm.note_call(f"set_lr({lr})")
         for group in self._groups():
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
@@ -254,6 +257,7 @@ class DeepSpeedEngine(ZeroEngine):
     # ---------------------------------------------------------------- memory and end
     def empty_partition_cache(self) -> None:
         """Reshard parameters that were gathered ahead or kept. All ranks must call; not within a step."""
+        self.run_comm.note_call("empty_partition_cache")
         self.params.reshard_all()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
@@ -266,6 +270,8 @@ class DeepSpeedEngine(ZeroEngine):
         """
         if self.placements.closed:
             return
+        if self.run_comm.is_connected:
+            self.run_comm.require_all_ranks("engine.destroy", self.run_comm.timeout_s)
         self.uninstall()
         self.placements.close()
         self.optimizer = None

@@ -27,8 +27,10 @@ from hf_zero.distributed.coalesced import Coalesced
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.group_work import CLOSED, DeviceWork, HostWork
 from hf_zero.distributed.messages import Messages
+from hf_zero.distributed.operation_log import CALL
 from hf_zero.distributed.peer_memory import Gather, PeerMemory, meet_peers
 from hf_zero.distributed.processes import (
+    all_ranks_give,
     backend_for,
     default_device,
     ensure_process_group,
@@ -87,6 +89,7 @@ class Comm:
         groups = [range(dist.get_world_size())] if groups is None else groups
         if all(len(ranks) == 1 for ranks in groups):
             return
+        all_ranks_give(None, "making an engine", self.timeout_s)
         self.backend = backend_for(self.device)
         self._processes = EngineGroup(groups, self.backend, self.timeout_s)
         self.rank, self.world_size = self._processes.rank, self._processes.world_size
@@ -270,6 +273,14 @@ class Comm:
             self._processes.add_to_log("confirm", what)
             self._all_gather_numbers(self._processes, torch.empty(0, dtype=torch.float64, device="cpu"), what)
 
+    def note_call(self, what: str) -> None:
+        """This rank makes a call that exchanges nothing. All ranks must call.
+
+        Where one does not, the next exchange raises StateError on all of them: [Note: Matching] in operation_log.py.
+        """
+        if self._processes is not None and not self._processes.stopped:
+            self._processes.add_to_log(CALL, what)
+
     def broadcast(self, tensor: torch.Tensor, what: str, *, src: int = 0) -> None:
         """Copy `tensor` of group rank `src` to all ranks, in place."""
         self.broadcast_start(tensor, what, src=src).wait()
@@ -287,7 +298,7 @@ class Comm:
             return [value]
         group.add_to_log("objects", what)
         out = [pickle.loads(data) for data in self._all_gather_bytes(pickle.dumps((group.log.digest, value)), what)]
-        group.expect_equal([digest for digest, _ in out])
+        group.expect_equal([digest for digest, _ in out], what)
         return [given for _, given in out]
 
     def exchange_bytes(self, parts: Sequence[torch.Tensor], sizes: Sequence[int], what: str) -> list[torch.Tensor]:
@@ -503,7 +514,7 @@ class Comm:
         mine = torch.cat([torch.tensor([group.log.digest], dtype=torch.float64, device="cpu"), values])
         everyone = torch.empty((self.world_size, mine.numel()), dtype=torch.float64, device="cpu")
         self._exchange(everyone.unbind(), [mine] * self.world_size, what).wait()
-        group.expect_equal(everyone[:, 0].tolist())
+        group.expect_equal(everyone[:, 0].tolist(), what)
         return everyone[:, 1:]
 
     def _record(self, op: str, what: str, full: torch.Tensor, *, equal_sizes: bool = True) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hf_zero.distributed.failure_monitor import FailureMonitor, watch_for
 from hf_zero.distributed.operation_log import OperationCheck, OperationLog
 from hf_zero.distributed.process_group import Link
+from hf_zero.distributed.processes import call_site
 from hf_zero.distributed.store_protocol import publish_reason, published_reason
 from hf_zero.errors import DivergenceError, StateError, ZeroError
 
@@ -75,16 +76,16 @@ class EngineGroup:
 
     def look_for_difference(self) -> None:
         """Raise RuntimeError, and stop all ranks, where a wait has no end because another rank runs other code."""
-        if text := self.check.difference_after_a_stall():
-            self.abandon(DivergenceError(text))
+        if error := self.check.difference_after_a_stall():
+            self.abandon(error)
             raise RuntimeError("ranks started different operations")
 
-    def expect_equal(self, digests: Sequence[float]) -> None:
-        """`digests`: of the operations of every rank, in rank order. All ranks must call."""
+    def expect_equal(self, digests: Sequence[float], what: str) -> None:
+        """`digests`: of the operations of every rank up to `what`, in rank order. All ranks must call."""
         if len(set(digests)) > 1:
-            error = DivergenceError(self.check.difference())
+            error = self.check.difference()
             self.abandon(error)
-            raise error
+            raise self.failure(what, error)
 
     # ---------------------------------------------------------------- the end
     def ended_ranks(self) -> list[int]:
@@ -136,12 +137,15 @@ class EngineGroup:
         reason = published_reason(self.name)
         self.disconnect()  # a third rank may wait for this one, in another operation than that which broke off
         if reason is not None:
-            return type(reason)(f"{reason}\nrank {self.run_rank} was in {what} and stops too.")
+            return type(reason)(
+                f"{reason}\nrank {self.run_rank} was in {what} and stops too. Called from: {call_site()}"
+            )
         last = "\n".join(f"  {line}" for line in self.log.last()[-6:])
         return DivergenceError(
             f"rank {self.run_rank} of {dist.get_world_size()}: {what} did not complete: {_gist(error)}\n"
             f"Another rank has stopped, or runs other code than this one (desync_timeout is {self._timeout_s:.0f} s). "
-            f"The last operations of this rank, to compare with the other ranks' message:\n{last}"
+            f"The last operations of this rank, to compare with the other ranks' message:\n{last}\n"
+            f"Called from: {call_site()}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The collectives that this rank has started, in order, and how ranks find out that theirs differ.
+"""The operations that this rank has started, in order, and how ranks find out that theirs differ.
 
 Collectives are matched by their order. Ranks that start different ones (stage 3, and a module that runs on one rank
 only) would exchange tensors that do not belong together: other weights of the same size, without any error.
@@ -9,6 +9,9 @@ history never meet: both ranks wait. A rank that waits for long publishes the li
 key-value store and compares it with those of the other ranks. What gloo matches by order alone (all-reduce, broadcast)
 and everything on other backends is confirmed before its result counts: the digests of all ranks are compared at the
 end of a forward and before an update (Comm.confirm, Comm.vote).
+
+A call that all ranks must make and that exchanges nothing, such as a backward whose gradients stay on their rank, is
+an operation too (Comm.note_call): where one rank leaves it out, the next exchange finds the difference.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_zero.errors import DivergenceError, StateError, ZeroError
+
 _KEPT = 256  # operations, for the comparison
 _SHOWN = 5  # operations of each rank in a message
 _TAG_BITS = 31
@@ -30,6 +35,8 @@ STALLED_AFTER_S = 1.0
 _LONGEST_PAUSE_S = 8.0
 # What only a unit's parameters and gradients take part in; the rest are calls of the engine.
 _UNIT_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
+CALL = "call"  # an operation without an exchange
+_CALLS = f"{CALL} "
 
 
 @dataclass(frozen=True)
@@ -106,8 +113,8 @@ class OperationCheck:
         """This rank starts to wait for others."""
         self._waits_since = None
 
-    def difference_after_a_stall(self) -> str | None:
-        """What to say where this rank waits for nothing, because another one has started other operations.
+    def difference_after_a_stall(self) -> ZeroError | None:
+        """What to raise where this rank waits for nothing, because another one has started other operations.
 
         Call it again and again during a wait.
         """
@@ -126,25 +133,28 @@ class OperationCheck:
         except RuntimeError:  # the store has gone with the process that held it; the end of the wait will say so
             return None
 
-    def difference(self) -> str:
+    def difference(self) -> ZeroError:
         """The same where every rank knows already that there is one. All ranks must call."""
         last = [f"{key}/last" for key in self._keys]
         self._store().set(last[self._rank], json.dumps(self._log.by_position()))
-        return self._compare(last) or "ranks started different operations, too long ago to say which"
+        text = "ranks started different operations, too long ago to say which"
+        return self._compare(last) or DivergenceError(text)
 
     def _publish(self) -> None:
         if self._published != self._log.position:
             self._published = self._log.position
             self._store().set(self._keys[self._rank], json.dumps(self._log.by_position()))
 
-    def _compare(self, keys: Sequence[str]) -> str | None:
+    def _compare(self, keys: Sequence[str]) -> ZeroError | None:
         store = self._store()
         published = [json.loads(store.get(key)) for key in keys]
-        return describe_difference([{int(at): line for at, line in lines.items()} for lines in published])
+        return difference_of([{int(at): line for at, line in lines.items()} for lines in published])
 
 
-def describe_difference(by_rank: Sequence[Mapping[int, str]]) -> str | None:
-    """Where the lists of operations of the ranks part, in words; None if they agree as far as they reach.
+def difference_of(by_rank: Sequence[Mapping[int, str]]) -> ZeroError | None:
+    """Where the lists of operations of the ranks part; None if they agree as far as they reach.
+
+    StateError if they part at a call that some ranks did not make and exchange the same, else DivergenceError.
 
     Args:
         by_rank: Position -> operation, of the last operations of each rank.
@@ -152,7 +162,10 @@ def describe_difference(by_rank: Sequence[Mapping[int, str]]) -> str | None:
     first = _first_difference(by_rank)
     if first is None:
         return None
+    only_calls = _only_calls_differ(by_rank, first)
     lines = ["ranks started different collective operations, so that each would get the other's tensors:"]
+    if only_calls:
+        lines = ["a call that all ranks must make was made on some of them only:"]
     for rank, operations in enumerate(by_rank):
         shown = [operations[at] for at in sorted(operations) if at >= first][:_SHOWN]
         lines.append(f"  rank {rank}: {', then '.join(shown) or 'none of these yet'}")
@@ -167,7 +180,14 @@ def describe_difference(by_rank: Sequence[Mapping[int, str]]) -> str | None:
         )
     else:
         lines.append("Call the same functions of the engine on every rank, in the same order, and step equally often.")
-    return "\n".join(lines)
+    return (StateError if only_calls else DivergenceError)("\n".join(lines))
+
+
+def _only_calls_differ(by_rank: Sequence[Mapping[int, str]], first: int) -> bool:
+    lists = [[line for at, line in sorted(of_rank.items()) if at >= first] for of_rank in by_rank]
+    exchanges = [[line for line in lines if not line.startswith(_CALLS)] for lines in lists]
+    has_call = any(lines[0].startswith(_CALLS) for lines in lists if lines)
+    return has_call and all(len(set(alike)) == 1 for alike in zip(*exchanges, strict=False))
 
 
 def _first_difference(by_rank: Sequence[Mapping[int, str]]) -> int | None:

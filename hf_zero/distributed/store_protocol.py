@@ -64,13 +64,21 @@ class Presence:
                 f"the key-value store does not answer ({reason}): the process that holds it, often rank 0's, has ended"
             ) from error
         if missing:
+            given_up = "".join(f"\n{text}" for text in _exchange_failures(group, rank, missing, name))
             raise StateError(
                 f"rank {rank} called {name}, but rank(s) {missing} did not within {timeout_s:.0f} s: it "
                 f"needs all {world_size} ranks, because each holds a part of the model.\n"
                 f"Call {name} on every rank (outside `if rank == 0`); it writes on one rank by itself.\n"
-                f"Called from: {call_site()}"
+                f"Called from: {call_site()}{given_up}"
             )
         self._calls[name] += 1
+
+
+def _exchange_failures(group: str, rank: int, missing: Sequence[int], name: str) -> list[str]:
+    """Leave word that this rank has given up; what those that did not come have given up before."""
+    store, prefix = _store(), f"hf_zero/{group}/given up"
+    store.set(f"{prefix}/{rank}", f"Rank {rank} had called {name} before, and given up: {call_site()}")
+    return [store.get(f"{prefix}/{other}").decode() for other in missing if store.check([f"{prefix}/{other}"])]
 
 
 def _missing(keys: list[str], rank: int, timeout_s: float, ended_ranks: Callable[[], list[int]]) -> list[int]:

@@ -228,6 +228,8 @@ class ZeroEngine(ModuleWrapper):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """`loss.backward(**kwargs)`, scaled for fp16; gradients are means over ranks and accumulation either way.
 
+        All ranks must call, equally often: a loss without samples is a zero that the model's outputs take part in.
+
         Returns:
             The loss divided by the accumulation steps: the sum over an accumulation window is the window's mean.
         """
@@ -257,7 +259,7 @@ class ZeroEngine(ModuleWrapper):
             self.checkpoints.after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this accumulation window. `step` does it by itself."""
+        """Forget the gradients of this accumulation window. All ranks must call. `step` does it by itself."""
         self.schedule.zero_grad()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
@@ -329,7 +331,8 @@ class ZeroEngine(ModuleWrapper):
         return self.weights.for_ranks(wanted)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Take weights from a mapping of full tensors, given on every rank. Masters start from these values."""
+        """Take weights from a mapping of full tensors; masters start from these values. All ranks must call, alike."""
+        self.run_comm.note_call("load_full_state_dict")
         self.finish_updates()
         self.weights.load_state_dict(state, strict=strict)
 
@@ -438,6 +441,7 @@ class ZeroEngine(ModuleWrapper):
         All ranks must call. Raises CheckpointError on every rank if it could not be written. The next save, a load and
         `teardown` wait by themselves.
         """
+        self.run_comm.note_call("finish_saves")
         self.checkpoints.finish()
 
     def load_checkpoint(

@@ -138,6 +138,7 @@ class StepSchedule:
         with torch.no_grad():
             self.reducer.end_backward(boundary=self.is_boundary())
             self.reducer.shown.show()
+        self._comm.note_call("backward")
         self.params.end_backward()
         self._loss_scale.end_backward()
 
@@ -156,6 +157,8 @@ class StepSchedule:
             self.optimizer.step()
             if self.lr_scheduler is not None and not self.optimizer.overflow:
                 self.lr_scheduler.step(**lr_kwargs)
+        else:
+            self._comm.note_call("step inside an accumulation window")
         return boundary
 
     def zero_grad(self) -> None:

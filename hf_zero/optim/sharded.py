@@ -132,13 +132,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "add_param_group: these share a flat parameter with others whose offloaded update has begun.\n"
                 "Give the optimizer all trainable parameters from the start, or freeze the new ones until they join."
             )
+        self._comm.note_call("add_param_group")
         check_group(self.optimizer, param_group, params)
         self.optimizer.add_param_group({**param_group, "params": []})
         self._groups.wait_for(self.optimizer.param_groups[-1], params)
         self.take_in([acc for acc in self._reducer.accumulators if acc not in held])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this accumulation window."""
+        """Forget the gradients of this accumulation window. All ranks must call."""
         self._reducer.shown.discard()
         self._facts, self._factor = None, 1.0
 
@@ -207,6 +208,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def finish_updates(self) -> None:
         """Let updates that run beside the training, delayed ones too, be over and seen. All ranks must call."""
+        self._comm.note_call("finish_updates")
         if self._native is not None:
             with self._comm.stop_together():
                 self._native.rollback()

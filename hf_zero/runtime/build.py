@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.processes import call_site
 from hf_zero.errors import ConfigError, DivergenceError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.host_memory import return_freed_memory
@@ -348,7 +349,8 @@ def _check_equal(comm: Comm, layouts: list[UnitLayout]) -> None:
         names = sorted({name for name, _ in set(theirs) ^ set(everyone[0])})
         raise DivergenceError(
             f"rank {rank} built another model than rank 0: units {names[:5]} differ in names, shapes, types or "
-            "requires_grad.\nBuild the same model on every rank, before hf_zero takes it over."
+            "requires_grad.\nBuild the same model on every rank, before hf_zero takes it over, and make this call on "
+            f"every rank.\nCalled from: {call_site()}"
         )
 
 

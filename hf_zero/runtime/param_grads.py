@@ -167,9 +167,9 @@ class ParamGrads:
         self._weights.update(marks)
 
     def discard(self) -> None:
-        """The user drops the gradients of this window: on all ranks, if any have been reduced."""
+        """The user drops the gradients of this window, on all ranks."""
         self._on_change()
-        dropped = [*self._changes, "dropped all"] if any(acc.is_reduced for acc in self._accumulators) else []
+        dropped = [] if all(acc.is_empty for acc in self._accumulators) else [*self._changes, "dropped all"]
         weights = dict(self._weights)
         self._drop_all()
         self._changes, self._weights = dropped, weights

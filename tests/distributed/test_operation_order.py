@@ -23,7 +23,7 @@ import hf_zero
 from hf_zero.distributed import comm, operation_log
 from hf_zero.distributed import comm as comm_module
 from hf_zero.distributed.comm import Comm
-from hf_zero.distributed.operation_log import OperationLog, describe_difference
+from hf_zero.distributed.operation_log import OperationLog, difference_of
 from hf_zero.engine import recovery
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import DivergenceError, StateError
@@ -323,11 +323,16 @@ def test_a_history_has_one_tag() -> None:
 
 def test_where_histories_part() -> None:
     same = {3: "all_gather a", 4: "all_gather b"}
-    assert describe_difference([same, {4: "all_gather b", 5: "all_gather c"}]) is None
-    assert describe_difference([same, {9: "all_gather z"}]) is None  # nothing in common
-    text = describe_difference([{**same, 5: "all_gather c"}, {**same, 5: "vote step"}, same])
-    assert text is not None and "rank 0: all_gather c" in text and "rank 1: vote step" in text
+    assert difference_of([same, {4: "all_gather b", 5: "all_gather c"}]) is None
+    assert difference_of([same, {9: "all_gather z"}]) is None  # nothing in common
+    error = difference_of([{**same, 5: "all_gather c"}, {**same, 5: "vote step"}, same])
+    text = str(error)
+    assert isinstance(error, DivergenceError) and "rank 0: all_gather c" in text and "rank 1: vote step" in text
     assert "rank 2: none of these yet" in text
+    called = {**same, 5: "call update", 6: "vote step"}
+    assert isinstance(difference_of([called, {**same, 5: "vote step"}]), StateError)
+    assert isinstance(difference_of([called, {**same, 5: "all_gather c"}]), DivergenceError)
+    assert isinstance(difference_of([called, {**same, 5: "vote step"}, {**same, 5: "all_gather c"}]), DivergenceError)
 
 
 def gather_in_a_world_of_votes() -> list[float]:
