@@ -1,7 +1,8 @@
-"""Kills ranks at every named point of a save, and looks at what is left; then 50 saves in the background.
+"""Kills ranks at every named point of a save, refuses every write of one, and looks at what is left; then 50 saves in
+the background.
 
     python scripts/checkpoint_faults.py              # all points, rank 0, rank 1 and both, in every way of saving
-    python scripts/checkpoint_faults.py --saves 0    # the kills alone
+    python scripts/checkpoint_faults.py --saves 0    # without the saves in the background
 
 After each kill the newest published checkpoint must load and the next save into the same folder must leave nothing of
 the broken one behind. The points are in tests/harness/save_faults.py. Exit status 1 if something did not hold.
@@ -19,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_zero.checkpoint.manifest import zero_folder
 from hf_zero.checkpoint.reader import open_checkpoint
+from tests.checkpoint import failed_saves
 from tests.checkpoint import test_background_saves as saves
+from tests.checkpoint import test_failed_saves as refused
 from tests.checkpoint import test_node_folders as nodes
 from tests.harness.ranks import Ended, RankFailure, close, try_ranks
 from tests.harness.save_faults import POINTS
@@ -38,6 +41,12 @@ def main() -> int:
             said = killed_on_nodes(root, point, victims) if where == ON_NODES else killed(root, point, victims, where)
         wrong += "WRONG" in said
         print(f"{where:17}  {point:26} ranks {victims!s:8} {said}", flush=True)
+    for kind in failed_saves.KINDS:
+        with tempfile.TemporaryDirectory() as root:
+            found = refused.run(kind, Path(root))
+        del found["seconds"]
+        wrong += any(count["wrong"] for count in found.values())
+        print(f"writes refused, {kind:15} {found}", flush=True)
     if options.saves:
         with tempfile.TemporaryDirectory() as root:
             said = many(root, options.saves)

@@ -114,12 +114,12 @@ class BackgroundSaves:
             if running.problem:
                 raise CheckpointError(running.problem)
 
-    def when_published(self, call: Callable[[], None]) -> None:
-        """Call `call` once the save in flight is published: now if it is, and never if it fails."""
+    def when_published(self, call: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:
+        """Call `call` once the save in flight is published, now if it is, or `otherwise` once it has failed."""
         if self._running is None:
             call()
         else:
-            self._running.when_published(call)
+            self._running.when_over(call, otherwise or (lambda: None))
 
     def close(self) -> None:
         """After `finish`: nothing is saved any more."""
@@ -173,9 +173,9 @@ class _Save(threading.Thread):
         self._rank = rank
         self._ranks = range(world_size)
         self._others = sorted(set(job.committers) - {0})  # beside rank 0, who commit
-        self._may_be_published = False
+        self._may_be_published = False  # on another file system, with these files
         self._lock = threading.Lock()
-        self._calls: list[Callable[[], None]] = []
+        self._calls: list[tuple[Callable[[], None], Callable[[], None]]] = []  # what follows; if it fails
         self.problem = ""  # why it failed
         self.is_through = False
 
@@ -192,20 +192,18 @@ class _Save(threading.Thread):
             calls = self._calls
         if self.problem:
             logger.error("%s", self.problem)
-            return
         try:
-            for call in calls:
-                call()
+            for call, otherwise in calls:
+                (otherwise if self.problem else call)()
         except Exception:  # nobody waits for it
-            logger.exception("%s is saved; what was to follow has failed", self._job.folder)
+            logger.exception("%s: what was to follow the save has failed", self._job.folder)
 
-    def when_published(self, call: Callable[[], None]) -> None:
+    def when_over(self, call: Callable[[], None], otherwise: Callable[[], None]) -> None:
         with self._lock:
             if not self.is_through:
-                self._calls.append(call)
+                self._calls.append((call, otherwise))
                 return
-        if not self.problem:
-            call()
+        (otherwise if self.problem else call)()
 
     def _save(self) -> str:
         """Why the save failed, the same on all ranks, or nothing."""
@@ -282,11 +280,14 @@ class _Save(threading.Thread):
                 ranks = [rank for rank in range(whole.world_size) if here[rank] == self._rank]
                 prepare_commit(folder, whole, ranks, self._job.beside)
             elif phase == _PUBLISH:
-                self._may_be_published = True
+                self._may_be_published = bool(self._others)
                 publish(folder)
+                self._may_be_published = False  # it is, here: the manifest names its files
             else:
                 follow_up(folder, whole, self._job.beside)
         except Exception as error:  # who leads waits to hear of it, whatever it is
+            if phase == _FOLLOW_UP:
+                self._discard()
             return f"rank {self._rank}: {_text(error)}"
         return ""
 

@@ -1,9 +1,9 @@
 """checksums.json: the files beside `zero/` in a checkpoint folder, as they were when the checkpoint was complete.
 
-Other libraries write these files and have no checksums of their own. The list is taken away before a save writes into
-the folder, and written after all else, by one rename: a folder without it is one of before, or of a save that broke
-off. It vouches for nothing that a load needs: files may be edited, added and deleted by whoever has a reason, and then
-`hf-zero inspect --verify` names them, and a resume warns. No torch here.
+Other libraries write these files and have no checksums of their own. The list is set aside before a save writes into
+the folder (replaced_files.py), and written after all else, by one rename: a folder without it is of before, or of a
+save that broke off. It vouches for nothing that a load needs: files may be edited, added and deleted by whoever has a
+reason, and then `hf-zero inspect --verify` names them, and a resume warns. No torch here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from hf_zero.checkpoint.atomic_files import written_atomically
 from hf_zero.checkpoint.manifest import ZERO_FOLDER
+from hf_zero.checkpoint.replaced_files import is_kept
 from hf_zero.errors import CheckpointError
 
 LIST_NAME = "checksums.json"
@@ -32,11 +33,6 @@ class Listed:
 
     size: int
     crc32: int
-
-
-def remove_list(folder: str | Path) -> None:
-    """Before the first write of a save into `folder`. Raises OSError."""
-    (Path(folder) / LIST_NAME).unlink(missing_ok=True)
 
 
 def write_list(folder: str | Path, crc32: _Crc32 = zlib.crc32) -> None:
@@ -100,7 +96,8 @@ def changed_files(folder: str | Path, listed: dict[str, Listed], *, largest: int
 def _present(root: Path) -> Iterator[tuple[str, Path]]:
     for path in root.rglob("*"):
         name = path.relative_to(root).as_posix()
-        if path.is_file() and not name.startswith(f"{ZERO_FOLDER}/") and not name.startswith(LIST_NAME):
+        own = name.startswith((f"{ZERO_FOLDER}/", LIST_NAME)) or is_kept(name)
+        if path.is_file() and not own:
             yield name, path
 
 

@@ -344,9 +344,9 @@ def abandon(folder: str | Path, beside: Iterable[Path] = ()) -> None:
 
 def delete_empty(folder: str | Path) -> None:
     """Delete the folder of a checkpoint if nothing is in it."""
-    with suppress(OSError):  # something is
-        zero_folder(folder).rmdir()
-        Path(folder).rmdir()
+    for path in (zero_folder(folder), Path(folder)):
+        with suppress(OSError):  # something is, or there is none
+            path.rmdir()
 
 
 def _delete_rank_files(folder: str | Path, keep: set[str]) -> None:

@@ -115,12 +115,15 @@ class Checkpointing:
             self._is_prepared = True
             self._background.prepare(collective.snapshot_bytes(self.session()))
 
-    def when_published(self, call: Callable[[], None]) -> None:
-        """Call `call` when what was saved last is published, from any thread: now if it is. Not of all ranks."""
+    def when_published(self, call: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:
+        """Call `call` when what was saved last is published, from any thread: now if it is. Not of all ranks.
+
+        Call `otherwise` if the save fails.
+        """
         if self._background is None:
             call()
         else:
-            self._background.when_published(call)
+            self._background.when_published(call, otherwise)
 
     def close(self) -> None:
         """Wait for the save in flight; nothing is saved any more."""

@@ -35,6 +35,16 @@ def writing(path: Any) -> Iterator[None]:
         raise _LocalError(f"cannot write {path}: {_reason(error)}{_room(path)}") from error
 
 
+@contextlib.contextmanager
+def writing_alone(path: Any) -> Iterator[None]:
+    """As `writing`, where nothing inside talks to other ranks: every error is this rank's own."""
+    try:
+        with writing(path):
+            yield
+    except CheckpointError as error:
+        raise _LocalError(str(error)) from error
+
+
 def write_on_all(comm: Comm, path: Any, work: Callable[[], _T]) -> _T:
     """What `work`, which writes below `path`, gives on this rank. All ranks must call.
 

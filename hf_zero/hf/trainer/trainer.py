@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,15 @@ from transformers.trainer_pt_utils import remove_dummy_checkpoint
 
 from hf_zero.access.copy_weights import copy_weights
 from hf_zero.checkpoint.collective import Parts
-from hf_zero.checkpoint.file_list import remove_list, write_list
+from hf_zero.checkpoint.file_list import write_list
+from hf_zero.checkpoint.replaced_files import drop, put_back, set_aside
 from hf_zero.engine.engine import ZeroEngine, engine_of
-from hf_zero.errors import ConfigError
+from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.estimate.account import log_account
 from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin, ZeroPlugin
 from hf_zero.hf.accelerator.save_state import writes_weights
 from hf_zero.hf.conflicts import check_run
-from hf_zero.hf.local_files import read_on_all, write_on_all, writing
+from hf_zero.hf.local_files import read_on_all, write_on_all, writing, writing_alone
 from hf_zero.hf.models.generation import calls_in_a_row
 from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_base, unsharded_prompt_encoders
 from hf_zero.hf.models.restore import restore_weights
@@ -205,46 +205,61 @@ def save_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, *
     engine.finish_updates()
     self._zero_saves_on_all_ranks = True
     trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
-    folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+    saved = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
     try:
         with one_writer_each(self.args, engine.comm):
-            writes = self.args.should_save
-            write_on_all(engine.comm, folder, lambda: remove_list(folder) if writes else None)
-            with _rotation_when_published(self, engine, trial):
-                write_on_all(engine.comm, folder, lambda: orig(*args, **kwargs))
-            # Every rank has written its files, but for those that follow in the background.
-            if not engine.config.checkpoint.asynchronous:
-                write_on_all(engine.comm, folder, lambda: write_list(folder, crc32_of_bytes) if writes else None)
-            elif writes:
-                engine.checkpoints.when_published(lambda: write_list(folder, crc32_of_bytes))
+            _save_or_put_back(self, engine, saved, lambda: orig(*args, **kwargs))
     finally:
         del self._zero_saves_on_all_ranks
 
 
-@contextlib.contextmanager
-def _rotation_when_published(trainer: Any, engine: ZeroEngine, trial: Any) -> Iterator[None]:
-    """With `checkpoint.async` or folders of several nodes, older checkpoints go when the one that is saved inside is
-    published everywhere: until then it may fail, and they are what a resume takes."""
-    args, limit, checkpoint = trainer.args, trainer.args.save_total_limit, engine.config.checkpoint
-    if limit is None or not (checkpoint.asynchronous or checkpoint.use_node_local_storage):
-        yield
-        return
+def _save_or_put_back(trainer: Any, engine: ZeroEngine, saved: Path, save: Callable[[], None]) -> None:
+    """Let the folder hold all of what `save` writes, or what it held before: nothing, or an earlier checkpoint.
+
+    Older checkpoints go when this one is complete: until then it may fail, and they are what a resume takes.
+    """
+    args, comm, in_background = trainer.args, engine.comm, engine.config.checkpoint.asynchronous
+    writes, limit = args.should_save, args.save_total_limit
+
+    def restore() -> None:
+        with contextlib.suppress(OSError):  # what failed says more
+            put_back(saved)
+
+    write_on_all(comm, saved, lambda: set_aside(saved) if writes else None)
     args.save_total_limit = None
     try:
-        yield
+        write_on_all(comm, saved, save)
+        keep = {saved, Path(trainer.state.best_model_checkpoint or saved)}
+        complete = functools.partial(_complete, trainer, saved, limit, keep)
+        if not in_background:  # every rank has written all its files
+            write_on_all(comm, saved, lambda: complete() if writes else None)
+    except BaseException:
+        if writes:  # in the background a rank may be writing still
+            engine.checkpoints.when_published(restore, otherwise=restore)
+        raise
     finally:
         args.save_total_limit = limit
-    if args.should_save:
-        run, best = Path(trainer._get_output_dir(trial=trial)), trainer.state.best_model_checkpoint
-        saved = run / f"checkpoint-{trainer.state.global_step}"
+    if in_background and writes:
+        engine.checkpoints.when_published(functools.partial(_all_or, restore, complete), otherwise=restore)
 
-        def rotate() -> None:
-            being_written = run / f"checkpoint-{trainer.state.global_step}"
-            delete_older(run, limit, keep={saved, Path(best or saved)}, leave_out=being_written)
 
-        engine.checkpoints.when_published(rotate)
-    if checkpoint.use_node_local_storage:
-        engine.comm.barrier("rotation")
+def _all_or(restore: Callable[[], None], complete: Callable[[], None]) -> None:
+    """Of a save in the background, on one rank: no other one waits to hear of it."""
+    try:
+        complete()
+    except CheckpointError as error:
+        restore()
+        logger.error("the checkpoint was not saved: %s", error)
+
+
+def _complete(trainer: Any, saved: Path, limit: int | None, keep: set[Path]) -> None:
+    """All of a checkpoint is in `saved`."""
+    with writing_alone(saved):
+        write_list(saved, crc32_of_bytes)
+        drop(saved)
+    if limit is not None:
+        being_written = saved.with_name(f"checkpoint-{trainer.state.global_step}")
+        delete_older(saved.parent, limit, keep=keep, leave_out=being_written)
 
 
 @_in_place_of("_push_from_checkpoint", "checkpoint_folder", needs=_engine)
