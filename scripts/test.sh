@@ -4,6 +4,7 @@
 #   scripts/test.sh                 all of them
 #   scripts/test.sh --fast          without those marked slow
 #   scripts/test.sh --lag           those that stand in for a GPU (tests/lag); all others run without them
+#   scripts/test.sh --nightly       whole matrices of what the others run a part of (tests/nightly)
 #   scripts/test.sh [--fast] ARGS   ARGS go to pytest: scripts/test.sh tests/sharding/test_layout.py -k pieces
 #
 # Three files of tests at a time: ranks wait for each other half of their time, and two files leave two cores idle for a
@@ -15,7 +16,7 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"
     exit 0
 fi
-selection=(--ignore=tests/lag)
+selection=(--ignore=tests/lag --ignore=tests/nightly)
 case "${1:-}" in
 --fast)
     selection+=(-m "not slow")
@@ -23,6 +24,10 @@ case "${1:-}" in
     ;;
 --lag)
     selection=(tests/lag --dist load) # its files are few and long
+    shift
+    ;;
+--nightly)
+    selection=(tests/nightly --dist load)
     shift
     ;;
 esac

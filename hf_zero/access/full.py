@@ -53,7 +53,7 @@ def gathered_params(
     """
     chosen = parameters_of(target, names)
     with contextlib.ExitStack() as stack:
-        managed = _units_by_engine(chosen)
+        managed = units_by_engine(chosen)
         construction = open_construction()
         if construction is not None:
             held = ParamIndex(unit for _, units in managed for unit in units)
@@ -231,7 +231,7 @@ def _update_grad(param: nn.Parameter, update: Callable[[torch.Tensor, nn.Paramet
 
 
 # -------------------------------------------------------------------- inside
-def _units_by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ZeroEngine, list[ShardUnit]]]:
+def units_by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ZeroEngine, list[ShardUnit]]]:
     """The units that hold these parameters, in an order that is the same on all ranks."""
     params = list(params)
     indices = [(engine, ParamIndex(engine.units)) for engine in live_engines()]

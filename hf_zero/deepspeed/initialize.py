@@ -154,7 +154,7 @@ def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool, rep
     engine = new_engine(model, resolved, train=train, replace=replace)
     assert isinstance(engine, DeepSpeedEngine)
     engine.before_teardown(log_account)
-    if engine.is_sharded and hasattr(model, "save_pretrained"):  # a model of transformers or PEFT
+    if hasattr(model, "save_pretrained"):  # a model of transformers or PEFT
         from hf_zero.hf.models.install import install_on_model
 
         install_on_model(engine)

@@ -6,6 +6,7 @@ model wrapped in another module) takes effect here: units are built again, and s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,8 @@ from hf_zero.engine.engine import ZeroEngine, end_unless_shared, engine_of
 from hf_zero.engine.factory import engine_class
 from hf_zero.errors import StateError
 from hf_zero.runtime.build import BuildSettings, build_units
+from hf_zero.sharding.param_index import ParamIndex
+from hf_zero.sharding.partition import clean_name
 from hf_zero.sharding.reshard import LayoutChange
 
 
@@ -87,6 +90,9 @@ def replace_engines(
                 "Change the model (resize embeddings, add adapters) before it meets its optimizer."
             )
     comm = engines[0].comm
+    if any(engine.is_sharded for engine in engines):
+        check = functools.partial(_refuse_nan, model, ParamIndex(unit for engine in engines for unit in engine.units))
+        comm.together("the model's new parameters", check, catch=(StateError,), raise_as=StateError)
     for engine in engines:
         engine.uninstall()
     layout_change = LayoutChange((unit for engine in engines for unit in engine.units), comm)
@@ -99,3 +105,25 @@ def replace_engines(
     for other in dict.fromkeys(engine.comm for engine in engines if engine.comm is not comm):
         end_unless_shared(other)
     return replacement
+
+
+def _refuse_nan(model: nn.Module, index: ParamIndex) -> None:
+    """Raise StateError if something that was made while the model was in shards holds NaN, as placeholders do."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    plain = [(name, one) for name, one in named if one not in index and one.is_floating_point() and not one.is_meta]
+    found = [clean_name(name) for name, one in plain if one.layout is torch.strided and bool(torch.isnan(one).any())]
+    if found:
+        raise StateError(
+            f"{len(found)} parameter(s) or buffer(s) that were made beside a sharded model hold NaN: "
+            f"{', '.join(found[:5])}.\nThey were computed from sharded parameters, which have no values between uses. "
+            "Make them inside `with hf_zero.gathered_params(model):`, on all ranks."
+        )
+
+
+def engine_for_part(engine: ZeroEngine, model: nn.Module) -> ZeroEngine:
+    """An engine for inference of `model`, a part of the model of `engine`, which gives way to it. All ranks must call.
+
+    Optimizer state, gradients, and parameters that `model` does not have are given up.
+    """
+    _drop_optimizer(engine)
+    return replace_engines(model, [engine], engine.config, managed=engine.managed, train=False)

@@ -24,6 +24,8 @@ from hf_zero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_VERSIONS = {"accelerate": ">=1.15,<1.16", "peft": ">=0.21,<0.22", "transformers": ">=5.23,<5.25"}
+
 
 @dataclass(frozen=True)
 class PatchPoint:
@@ -68,6 +70,33 @@ def _plain(method: Any) -> Callable[..., Any]:
     return function
 
 
+class Patches:
+    """Patch points that are open: their functions are in their classes."""
+
+    def __init__(self) -> None:
+        self._patches: list[tuple[PatchPoint, Any, Any]] = []  # with the original and ours
+
+    def open(self, patch_points: list[PatchPoint]) -> None:
+        """Put our functions in, if that is not done yet.
+
+        Raises:
+            ConfigError: A method that we act through is not there or takes other arguments.
+        """
+        if not self._patches:
+            check_patch_points(patch_points)
+            self._patches = [_patch(point) for point in patch_points]
+
+    def close(self) -> None:
+        """Put every original back."""
+        for point, original, ours in reversed(self._patches):
+            if point.owner.__dict__.get(point.name) is ours:
+                setattr(point.owner, point.name, original)
+            else:
+                # Somebody wrapped our wrapper. It passes through while nothing is active, so it may stay.
+                logger.warning("%s.%s was patched again by other code and stays so", point.owner.__name__, point.name)
+        self._patches.clear()
+
+
 class Activation:
     """What is in force: at most one configuration, held strongly, and the patch points that were opened for it."""
 
@@ -75,7 +104,7 @@ class Activation:
         self.config: ZeroConfig | None = None
         # Given to `enable`: serves arguments without `zero`, and Accelerators that user code makes.
         self.enabled: ZeroConfig | None = None
-        self._patches: list[tuple[PatchPoint, Any, Any]] = []  # with the original and ours
+        self._patches = Patches()
         self._held_back = 0
 
     def activate(self, config: ZeroConfig, patch_points: list[PatchPoint], *, for_everyone: bool) -> None:
@@ -84,22 +113,14 @@ class Activation:
         Raises:
             ConfigError: A method that we act through is not there or takes other arguments.
         """
-        if not self._patches:
-            check_patch_points(patch_points)
-            self._patches = [_patch(point) for point in patch_points]
+        self._patches.open(patch_points)
         self.config = config
         if for_everyone:
             self.enabled = config
 
     def deactivate(self) -> None:
         """Forget the configuration and put every original back."""
-        for point, original, ours in reversed(self._patches):
-            if point.owner.__dict__.get(point.name) is ours:
-                setattr(point.owner, point.name, original)
-            else:
-                # Somebody wrapped our wrapper. It passes through while nothing is active, so it may stay.
-                logger.warning("%s.%s was patched again by other code and stays so", point.owner.__name__, point.name)
-        self._patches.clear()
+        self._patches.close()
         self.config = None
         self.enabled = None
 
@@ -160,12 +181,14 @@ def check_patch_points(patch_points: list[PatchPoint]) -> None:
     """
     problems = [problem for point in patch_points if (problem := point.problem()) is not None]
     if problems:
-        installed = ", ".join(f"{name} {version(name)}" for name in ("transformers", "accelerate"))
+        owners = {point.owner.__module__.partition(".")[0] for point in patch_points}
+        packages = sorted({"accelerate", "transformers"} | owners)
+        installed = ", ".join(f"{name} {version(name)}" for name in packages)
+        wanted = " ".join(f'"{name}{_VERSIONS[name]}"' for name in packages)
         listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, start=1))
         raise ConfigError(
             f"hf_zero does not fit the installed {installed}:\n{listed}\n"
-            'Install the versions that hf_zero was written for: pip install "transformers>=5.23,<5.25" '
-            '"accelerate>=1.15,<1.16".'
+            f"Install the versions that hf_zero was written for: pip install {wanted}."
         )
 
 

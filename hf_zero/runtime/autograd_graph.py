@@ -82,7 +82,7 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
     for name in _saved_names(node.__class__):
         saved = getattr(node, name)
         for one in saved if isinstance(saved, list | tuple) else (saved,):
-            if isinstance(one.data, torch.Tensor):
+            if isinstance(one.data, torch.Tensor) and one.data.layout is torch.strided:  # others have no one storage
                 yield one.data
 
 

@@ -79,9 +79,11 @@ class FullWeights:
             )
 
     @contextlib.contextmanager
-    def edited(self, units: Iterable[ShardUnit], write_rank: int) -> Iterator[None]:
+    def edited(self, units: Iterable[ShardUnit], write_rank: int, *, alike: bool = False) -> Iterator[None]:
         """Unshard `units` inside the block and keep the edits of `write_rank`: all or none. All ranks must call.
 
+        Args:
+            alike: The ranks run the same code, perhaps with other random numbers: edits of others are dropped.
         Raises StateError on every rank, with nothing kept, if another rank wrote or any rank left by an exception.
         """
         units = list(units)
@@ -104,7 +106,7 @@ class FullWeights:
             if any(unit.state is not UnitState.UNSHARDED for unit in units):
                 raise StateError("a step inside gathered_params(..., write_rank=...): parameters have changed twice")
             try:
-                names = self._agree_on_edits(watch, write_rank, error)
+                names = self._agree_on_edits(watch, write_rank, error, alike=alike)
             except StateError:
                 for flat, values in zip(resident, saved, strict=False):
                     flat.full.copy_(values)
@@ -128,7 +130,7 @@ class FullWeights:
                 "are in use. Write before the forward or after engine.step()."
             )
 
-    def _agree_on_edits(self, watch: EditWatch, write_rank: int, error: Exception | None) -> set[str]:
+    def _agree_on_edits(self, watch: EditWatch, write_rank: int, error: Exception | None, *, alike: bool) -> set[str]:
         """Names of what `write_rank` has edited. All ranks must call; raises StateError on all of them."""
         mine = dict[str, int]()
         try:
@@ -146,7 +148,7 @@ class FullWeights:
         strays = []
         for rank, (_, theirs) in enumerate(everyone):
             lost = [name for name, bits in theirs.items() if kept.get(name) != bits]  # the same edit is no loss
-            if lost:
+            if lost and not alike:
                 strays.append(f"rank {rank}: {_some(lost)}")
         if strays:
             raise StateError(

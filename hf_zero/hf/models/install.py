@@ -13,6 +13,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.replace import replace_engines
 from hf_zero.errors import StateError
 from hf_zero.hf.models.generation import install_generate
+from hf_zero.hf.models.peft_layers import install_peft
 from hf_zero.hf.models.saving import install_save_pretrained
 from hf_zero.hf.patching import replace_method
 from hf_zero.sharding.param_index import ParamIndex
@@ -22,7 +23,8 @@ _RESIZE = "resize_token_embeddings"
 
 
 def install_on_model(engine: ZeroEngine) -> None:
-    """Let saving, generating and resizing work on shards; until the engine leaves the model."""
+    """Let saving, generating, resizing and PEFT work on shards; until the engine leaves the model."""
+    engine.install(install_peft)
     if engine.is_sharded:
         engine.install(_install)
 

@@ -20,6 +20,7 @@ from hf_zero.access.full import gathered_params
 from hf_zero.errors import CheckpointError
 from hf_zero.runtime.full_weights import own_tensors
 
+PLAIN_INITIALISATIONS = (True, False, "gaussian", "orthogonal")  # of LoRA: they neither read nor change the base
 _ADAPTER_FILE = "adapter_model.safetensors"
 
 
@@ -42,8 +43,8 @@ def keeps_base(model: Any) -> bool:
 
     PiSSA, OLoRA and the like move a part of every base weight into the adapter, so what is left is in no other file.
     """
-    plain = (True, False, "gaussian", "orthogonal")
-    return all(getattr(config, "init_lora_weights", True) in plain for config in model.peft_config.values())
+    kinds = (getattr(config, "init_lora_weights", True) for config in model.peft_config.values())
+    return all(kind in PLAIN_INITIALISATIONS for kind in kinds)
 
 
 def computes_its_adapters(model: Any) -> bool:
@@ -58,7 +59,7 @@ def unsharded_prompt_encoders(model: nn.Module) -> Iterator[None]:
     if not names:
         yield
         return
-    with gathered_params(model, names):
+    with gathered_params(model, names), torch.no_grad():
         yield
 
 

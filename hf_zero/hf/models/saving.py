@@ -42,7 +42,7 @@ def full_weights(
     # Whether embeddings belong to the adapter may depend on files that are not on every rank.
     found = adapter_names(model, live, embeddings) if engine.rank == 0 else set()
     wanted: set[str] = engine.comm.all_gather_object(found, "names of adapter weights")[0]
-    trainable = {name for name, tensor in live.items() if tensor.requires_grad}
+    trainable = {name for name, tensor in live.items() if isinstance(tensor, nn.Parameter) and tensor.requires_grad}
     state = engine.full_state_dict(keep, trainable_only=wanted <= trainable)
     return {name: tensor for name, tensor in state.items() if name in wanted}
 
@@ -95,7 +95,7 @@ class _Saving:
         """
         given = by_name(inspect.signature(original).bind(*args, **kwargs))
         if self._gathered is not None:
-            return self._write(original, *args, **{**kwargs, "state_dict": self._gathered})
+            return original(*args, **{**kwargs, "state_dict": self._gathered})
         if isinstance(given.get("state_dict"), WrittenFiles):
             return publish(original, given, given["state_dict"])
         if given.get("state_dict") is not None:
@@ -112,26 +112,24 @@ class _Saving:
                     return None
                 if written is not None:
                     return publish(original, given, written)
-                return self._write(original, *args, **{**kwargs, "state_dict": weights})
+                return original(*args, **{**kwargs, "state_dict": weights})
 
-            return write_on_all(engine.comm, given.get("save_directory"), write)
+            with unsharded_prompt_encoders(self._model):
+                return write_on_all(engine.comm, given.get("save_directory"), write)
 
     def push_to_hub(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """All ranks must call. The first one pushes, and returns what the model's own method does; others None.
 
-        They do not wait for it: an upload may take longer than any collective.
+        They do not wait for it, but for prompt encoders: an upload may take longer than any collective.
         """
         engine = self._engine
         engine.require_all_ranks("push_to_hub")
         weights = full_weights(self._model, engine, keep=engine.rank == 0)
-        if engine.rank != 0:
-            return None
-        self._gathered = weights
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._gathered = None
-
-    def _write(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with unsharded_prompt_encoders(self._model):
-            return original(*args, **kwargs)
+            if engine.rank != 0:
+                return None
+            self._gathered = weights
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._gathered = None
