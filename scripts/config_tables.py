@@ -21,9 +21,11 @@ INTRODUCTION = """# What hf_zero does with each key
 
 Written by scripts/config_tables.py from the tables in this folder; do not edit. Every key of DeepSpeed 0.19.8 is known
 (tests/golden/deepspeed_keys.json), under the names DeepSpeed has for it, deprecated ones with a warning. None is
-silently ignored: it is obeyed, or taken because there is nothing to do, or refused by its name when it is on. A block
-in the third table is refused with all that is inside; while it is off, only its switch is read. A key that is in no
-table is an error that names the nearest one. `hf-zero config check FILE` tells all problems.
+silently ignored: it is obeyed, or taken because there is nothing to do, or refused by its name when it is on. What is
+called obeyed changes something that a run does: a test flips each of these keys (tests/config/test_flips.py). Where it
+needs a stage, a device or another key to have an effect, and is given without, a line says so, at the start and in
+`hf-zero config check FILE`, which tells all problems too. A block in the third table is refused with all that is
+inside; while it is off, only its switch is read. A key that is in no table is an error that names the nearest one.
 """
 PUBLIC = "## Public configurations"
 VERDICTS = {

@@ -73,6 +73,7 @@ class Checkpointing:
         self.saved = SavedInputs(_of_inputs(settings), device, rank, inputs, disk)
         self._times = RegionTimes(clock_of(device)) if settings.profile and rank == 0 else None
         self._next = 0  # number of the next region in this forward
+        self.has_met_any = False  # region, so far
         self._waiting: weakref.WeakSet[_Mark] = weakref.WeakSet()  # of the regions whose backward is to come
         if rank == 0:
             for line in _without_effect(settings, device, inputs):
@@ -80,6 +81,7 @@ class Checkpointing:
 
     def border(self, args: Any) -> _Border:
         """For a region that begins with these arguments."""
+        self.has_met_any = True
         if not self._in_forward():
             self._next = 0
         number, self._next = self._next, self._next + 1
@@ -247,6 +249,24 @@ def use(
             mine.finish()
 
     return end
+
+
+def tell_no_region(model: torch.nn.Module) -> Callable[[], None]:
+    """Warn where the first training forward of `model` checkpoints nothing; call what is returned to stop that."""
+    mine = current()
+
+    def look(*call: Any) -> None:
+        if torch.is_grad_enabled():
+            handle.remove()
+            if mine is not None and not mine.has_met_any:
+                logger.warning(
+                    "%s has no effect: nothing in the model's forward was checkpointed (gradient_checkpointing_enable "
+                    "does it, or torch.utils.checkpoint or hf_zero.checkpointing.checkpoint in the model's code)",
+                    _BLOCK,
+                )
+
+    handle = model.register_forward_hook(look)
+    return handle.remove
 
 
 def share_inputs(group: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from hf_zero.config import ZeroConfig
 from hf_zero.deepspeed.initialize import shard
 from hf_zero.errors import ConfigError
 from hf_zero.hf.models.patches import sharded_init
+
+logger = logging.getLogger(__name__)
 
 
 class _Block(contextlib.AbstractContextManager["_Block"]):
@@ -38,8 +41,10 @@ class Init(_Block):
         config_dict_or_path, config: Path, dict or JSON string of stage 3; None means stage 3 with its defaults.
         dtype: torch.bfloat16, torch.float16 or torch.float32, in the place of what the configuration sets.
         enabled: False makes the block do nothing.
-        data_parallel_group, mpu, remote_device, ...: Taken where they are None or off; the configuration's
-            offload_param decides where parameters live.
+        data_parallel_group, mpu: Taken where they are None.
+        remote_device, pin_memory: "cpu" is an offload_param of that device and pin_memory, where the configuration has
+            none.
+        mem_efficient_linear: torch's linear is left as it is, whatever this says.
     All ranks must enter and leave together and build the same.
     """
 
@@ -63,6 +68,8 @@ class Init(_Block):
             raise ConfigError(
                 f'zero.Init(remote_device={remote_device!r}): set it in "offload_param" of the configuration'
             )
+        if pin_memory and remote_device != "cpu":
+            logger.warning("zero.Init(pin_memory=True) has no effect: offload_param.pin_memory decides")
         given = config_dict_or_path if config is None else config
         if remote_device == "cpu":
             given = _offloaded(given, pin_memory)

@@ -159,6 +159,8 @@ class ZeroEngine(ModuleWrapper):
         def start() -> None:
             guard = self.comm.stop_together
             self.on_uninstall(active.use(settings, self.device, self.rank, aio=self.config.aio, guard=guard))
+            if self.run_comm.rank == 0:
+                self.on_uninstall(active.tell_no_region(self.module))
 
         if settings.nvme_path is None:
             start()

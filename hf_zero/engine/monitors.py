@@ -7,6 +7,7 @@ Rank 0 writes. What cannot be written is an error on every rank before the first
 from __future__ import annotations
 
 import csv
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ from hf_zero.engine.reports import Event, Watcher
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import ConfigError
 from hf_zero.optim.hyperparameters import learning_rates
+
+logger = logging.getLogger(__name__)
 
 
 class Monitor(Protocol):
@@ -85,6 +88,8 @@ class WandbMonitor:
         except ImportError as error:
             raise ConfigError(_missing("wandb", "wandb", error)) from error
         self._is_ours = wandb.run is None
+        if not self._is_ours and section != WandbSection(enabled=True):
+            logger.warning("wandb.project, group and team have no effect: the script has begun a run, which is used")
         try:
             # init would ask for the key on a terminal, while the other ranks wait.
             if self._is_ours and wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import hf_zero
@@ -18,6 +21,7 @@ from hf_zero.cli.main import main
 from hf_zero.config import ZeroConfig
 from hf_zero.config.conditions import MAX_TILE_NUMEL
 from hf_zero.config.notices import run_notices
+from hf_zero.deepspeed.zero import _offloaded
 from hf_zero.errors import ConfigError
 from tests.harness.ranks import run_ranks
 
@@ -272,6 +276,79 @@ def test_the_engine_says_it_once_on_one_rank() -> None:
     expected = {"pin_memory": 2, "reduce_bucket_size = 4096": 2, "pipeline.schedule": 2, "drop_last": 1}
     for key, times in expected.items():
         assert len([line for line in first if key in line and "no effect" in line]) == times, (key, first)
+
+
+class Layers(nn.Sequential):
+    def __init__(self, *, checkpointed: bool) -> None:
+        super().__init__(*(nn.Linear(2, 2) for _ in range(3)))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x
+
+
+def train_without_regions() -> dict[str, list[str]]:
+    """Warnings of two steps, by what the model does."""
+    found: dict[str, list[str]] = {}
+    for kind in (True, False):
+        lines = found[f"checkpointed {kind}"] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logger = logging.getLogger("hf_zero.activations.active")
+        logger.addHandler(handler)
+        config = {"optimizer": ADAM, "activation_checkpointing": {"profile": True}, **zero(2)}
+        engine = hf_zero.initialize(model=Layers(checkpointed=kind), config=config)[0]
+        for grad in (False, True, True):
+            with torch.set_grad_enabled(grad):
+                loss = engine(torch.ones(1, 2, requires_grad=True)).sum()
+            if grad:
+                engine.backward(loss)
+                engine.step()
+        engine.teardown()
+        logger.removeHandler(handler)
+    return found
+
+
+def test_a_model_that_checkpoints_nothing_is_told_so_after_its_first_forward() -> None:
+    first, second = run_ranks(train_without_regions, 2)
+    assert first["checkpointed True"] == [] and not any(second.values())
+    (line,) = first["checkpointed False"]
+    assert line.startswith("activation_checkpointing has no effect: nothing in the model's forward was checkpointed")
+
+
+def test_pinning_by_init_needs_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    with hf_zero.zero.Init(pin_memory=True, enabled=False):
+        pass
+    assert "zero.Init(pin_memory=True) has no effect" in caplog.text
+    caplog.clear()
+    with hf_zero.zero.Init(pin_memory=True, remote_device="cpu", enabled=False):
+        pass
+    assert not caplog.text
+    for pinned in (True, False):
+        assert _offloaded(None, pinned).get(f"{ZERO}.offload_param") == {"device": "cpu", "pin_memory": pinned}
+
+
+def start_with_a_run(section: dict[str, Any]) -> list[str]:
+    """wandb is not installed: a module with the script's run in it stands for it."""
+    stand_in: Any = types.ModuleType("wandb")
+    stand_in.run = SimpleNamespace(log=lambda *args, **kwargs: None)
+    stand_in.errors = SimpleNamespace(Error=RuntimeError)
+    sys.modules["wandb"] = stand_in
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hf_zero.engine.monitors").addHandler(handler)
+    config = {"optimizer": ADAM, "wandb": {"enabled": True, **section}}
+    hf_zero.initialize(model=nn.Linear(2, 2), config=config)[0].teardown()
+    return found
+
+
+def test_a_run_that_the_script_has_begun_keeps_its_names() -> None:
+    assert run_ranks(start_with_a_run, 2, {}) == [[], []]
+    (line,), nothing = run_ranks(start_with_a_run, 2, {"project": "x"})
+    assert "have no effect: the script has begun a run" in line and nothing == []
 
 
 # Settings that name the same thing twice
