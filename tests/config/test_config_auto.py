@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
+from hf_zero.config.autofill import RULES, bucket_sizes
 from hf_zero.config.parse import parse
 from hf_zero.config.resolve import Surroundings, _Resolver
 from hf_zero.errors import ConfigError
@@ -284,3 +286,12 @@ def test_scheduler_numbers_without_arguments_or_steps() -> None:
         "total_num_steps",
     ]
     assert "number of training steps is not known" in unknown.problems.found[0].text
+
+
+def test_the_guide_names_every_key_that_arguments_or_the_model_fill() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "configuration.md").read_text()
+    kinds = text.partition("## Three kinds of keys")[2].partition("## Keys that")[0]
+    named = [rule.path for rule in RULES] + list(bucket_sizes(1, 3)) + ["checkpoint.use_node_local_storage"]
+    assert not [path for path in named if f"`{path}`" not in kinds]
+    shared = kinds.partition("| follow from others")[0]
+    assert all(f"`{rule.path}`" in shared for rule in RULES if rule.must_match)

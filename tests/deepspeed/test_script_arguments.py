@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import hf_zero
+from hf_zero.launcher.node import free_port
 from tests.harness.launches import bare_environment, write_script
 from tests.harness.ranks import run_ranks
 from tests.harness.scripts import run_script
@@ -158,3 +161,48 @@ def test_the_local_rank_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
         args = argparse.Namespace(local_rank=given, zero=CONFIG)
         start(args)
         assert args.local_rank == expected
+
+
+OLD_LAUNCH = """
+    import argparse, json, os, sys
+    import torch
+    import hf_zero
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=-1)
+    args = hf_zero.add_config_arguments(parser).parse_args()
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = hf_zero.initialize(args=args, model=model, optimizer=optimizer)[0]
+    engine.backward(engine(torch.full((4, 2), float(engine.global_rank))).sum() / 4)
+    engine.step()
+    weight = engine.full_state_dict(keep=True)["weight"][0, 0].item()
+    told = [engine.global_rank, engine.world_size, args.local_rank, "--local" in " ".join(sys.argv), weight]
+    os.write(1, (json.dumps(told) + "\\n").encode())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [[], ["--use-env"]])
+def test_the_launcher_that_torch_had_first(option: list[str], tmp_path: Path) -> None:
+    """python -m torch.distributed.launch gives --local-rank on the command line, or with --use-env does not."""
+    script = write_script(tmp_path, OLD_LAUNCH, "old.py")
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.launch",
+        *option,
+        "--nproc_per_node=2",
+        f"--master_port={free_port()}",
+    ]
+    job = subprocess.run(
+        [*line, str(script), "--zero", json.dumps(CONFIG)],
+        env=bare_environment(ACCELERATE_USE_CPU="true"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert job.returncode == 0, job.stderr[-3000:]
+    told = sorted(json.loads(text) for text in job.stdout.splitlines() if text.startswith("["))
+    assert told == [[rank, 2, rank, not option, 0.75] for rank in range(2)]

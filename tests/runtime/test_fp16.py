@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable
@@ -505,3 +506,47 @@ def test_every_kind_of_update_leaves_the_step_out(kind: str, stage: int) -> None
     # A rounding that turns a sign over moves an element by the whole scale.
     near = 0.2 if kind == "OneBitAdam" else 2e-2
     assert [half[place] for place in (0, 1, 3, 4, 6)] == pytest.approx(single, rel=near) and single[-1] < single[0]
+
+
+class ConvNet(nn.Module):
+    """As a tutorial writes it, without a cast of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(4 * 4 * 4, 5)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(torch.relu(self.conv(images)).flatten(1))
+        return nn.functional.cross_entropy(logits.float(), labels), logits
+
+
+def train_on_images(stage: int, auto_cast: bool) -> tuple[list[float], bool]:
+    """Losses over three steps on fp32 images, and whether the first logits are those of plain torch in fp16."""
+    torch.manual_seed(0)
+    model = ConvNet()
+    plain = copy.deepcopy(model).half()
+    block = {"enabled": True, "auto_cast": auto_cast, "initial_scale_power": 8}
+    config = {"fp16": block, "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 2}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    images, labels = torch.randn(2, 3, 6, 6), torch.tensor([1, 3])
+    expected = plain(images.half(), labels)[1]
+    losses, first = [], None
+    for _ in range(3):
+        loss, logits = engine(images, labels)
+        first = logits.detach().clone() if first is None else first
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert first is not None and images.dtype == torch.float32 and labels.dtype == torch.int64
+    return losses, first.dtype == torch.float16 and torch.equal(first, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_convnet_takes_fp32_images_whatever_auto_cast_says(stage: int) -> None:
+    runs = run_ranks(train_on_images, 2, stage, True)
+    assert runs == run_ranks(train_on_images, 2, stage, False)
+    for losses, is_plain in runs:
+        assert is_plain and losses[0] > losses[1] > losses[2] > 0

@@ -1,0 +1,69 @@
+"""What Trainer leaves in its folder, whole; and what of TrainingArguments holds beside ZeRO: tf32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hf_zero
+from tests.harness.ranks import run_ranks
+from tests.hf import runs
+
+# Of a checkpoint at two ranks, as DeepSpeed's documents list theirs: global_step1/ is zero/ here, whose manifest says
+# what is whole, and `latest` is not needed: Trainer names the folder.
+OF_TRAINER = {
+    *("checksums.json", "config.json", "generation_config.json", "model.safetensors", "scheduler.pt"),
+    *("rng_state_0.pth", "rng_state_1.pth", "trainer_state.json", "training_args.bin"),
+    *("zero_to_fp32.py", "consolidate.py"),
+}
+OF_ZERO = {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
+
+
+def save(folder: str, stage: int, **more: Any) -> None:
+    zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    named = runs.arguments(folder, max_steps=2, save_strategy="steps", save_steps=1, **more)
+    trainer = hf_zero.Trainer(
+        model=runs.build(), args=hf_zero.TrainingArguments(**named, zero=zero), train_dataset=runs.examples(16, 1)
+    )
+    trainer.train()
+
+
+def listing(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_of_trainer_has_these_files_and_no_others(stage: int, tmp_path: Path) -> None:
+    run_ranks(save, 2, str(tmp_path), stage, init_group=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-2"}
+    for step in (1, 2):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert listing(folder) == OF_TRAINER | {f"zero/{name}" for name in OF_ZERO}
+        assert (folder / "zero_to_fp32.py").stat().st_mode & 0o111, "it can be run"
+        assert transformers.LlamaForCausalLM.from_pretrained(folder).config.hidden_size == 36
+
+
+def set_tf32(folder: str, asked: bool | None, has_hardware: bool) -> tuple[str, bool, str]:
+    """(precision of fp32 products before, whether cuBLAS may use tf32, and the precision after training)."""
+    transformers.training_args.is_torch_tf32_available = lambda: has_hardware  # type: ignore[attr-defined]
+    named = runs.arguments(folder, max_steps=1, **({} if asked is None else {"tf32": asked}))
+    args = hf_zero.TrainingArguments(**named, zero={"zero_optimization": {"stage": 3}})
+    before = torch.backends.fp32_precision
+    trainer = hf_zero.Trainer(model=runs.build(), args=args, train_dataset=runs.examples(8, 1))
+    trainer.train()
+    return before, torch.backends.cuda.matmul.fp32_precision == "tf32", torch.backends.fp32_precision
+
+
+@pytest.mark.slow
+def test_tf32_is_transformers_flag_and_stays(tmp_path: Path) -> None:
+    """No GPU here has it: where transformers finds one, it sets torch's flag, and hf_zero leaves that alone."""
+    assert run_ranks(set_tf32, 2, str(tmp_path), True, True, init_group=False) == [("tf32", True, "tf32")] * 2
+    off = run_ranks(set_tf32, 2, str(tmp_path), False, True, init_group=False)
+    assert off == [("ieee", False, "ieee")] * 2
+    for failure in run_ranks(set_tf32, 2, str(tmp_path), True, False, init_group=False, expect_error=True):
+        assert failure.kind == "ValueError" and "--tf32 requires Ampere" in failure.message
