@@ -167,7 +167,7 @@ class StepGuard:
     """
 
     def __init__(self, precision: Precision, stage: int, scale: LossScale) -> None:
-        self._skips = precision.skip_nonfinite
+        self.skips = precision.skip_nonfinite
         self.scaler = make_scaler(precision.scaling, stage=stage)
         self._scale = scale
         scale.is_used = precision.scaling is not None
@@ -176,7 +176,7 @@ class StepGuard:
 
     def accepts(self, norm: float) -> bool:
         """Whether a gradient of this norm can be applied."""
-        return not self._skips or math.isfinite(norm)
+        return not self.skips or math.isfinite(norm)
 
     def admits(self, norm: float, comm: Comm) -> bool:
         """Whether the step with this gradient norm, equal on all ranks, is applied. All ranks must call.

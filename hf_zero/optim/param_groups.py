@@ -96,7 +96,7 @@ class ShardedGroups:
         self.native_state = []
         for group in optimizer.param_groups:
             self.wait_for(group, list(group["params"]))
-            group["params"] = []
+            group["params"].clear()  # the list itself, which an optimizer may have kept (LBFGS)
 
     def wait_for(self, group: dict[str, Any], params: Iterable[torch.Tensor]) -> None:
         self._waiting.extend((group, param) for param in params)

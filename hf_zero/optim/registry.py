@@ -2,11 +2,16 @@
 
 A shard is a range of elements. An optimizer is right on it if it treats every element by itself; one that looks at the
 full matrix, at its shape, or at all parameters together needs more, or is refused by name.
+
+[Note: Subclasses]
+A subclass is taken for the known class above it only if it updates by that class' own code. One that has a step of its
+own may do so to look at a row, a norm or a sign count before it calls the other one: nobody knows what it needs.
 """
 
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +32,7 @@ from hf_zero.optim.optimizers.uncorrected_adam import UncorrectedAdam
 class Updates(enum.Enum):
     """What an optimizer updates, given the gradient of that."""
 
-    ELEMENTS = enum.auto()  # each by itself: subclasses are taken for the same
+    ELEMENTS = enum.auto()  # each by itself
     SHARDS = enum.auto()  # as the class is written for shards
     PARAMETERS = enum.auto()  # unsharded, on the rank that owns one
     REPLICAS = enum.auto()  # all parameters on every rank: stage 0 only
@@ -37,7 +42,7 @@ class Updates(enum.Enum):
 class OptimizerSpec:
     """
     Args:
-        is_native: The native Adam does the same on offloaded states; not for subclasses, which may do more.
+        is_native: The native Adam does the same on offloaded states.
         groups: With PARAMETERS, which param groups need them; all where it is None.
         fused: Where torch has a kernel without temporaries: its other ways need two or three times the memory of what
             they update.
@@ -69,13 +74,13 @@ _OTHERS: dict[str, OptimizerSpec] = {
     "hf_zero.optim.optimizers.cpu_adam.CPUAdam": _NATIVE,
     "hf_zero.optim.optimizers.uncorrected_adam.UncorrectedAdam": _NATIVE,
 }
-# Classes of hf_zero.optim that are no Adam, and their subclasses.
-_OWN: tuple[tuple[type[torch.optim.Optimizer], OptimizerSpec], ...] = (
-    (Lamb, OptimizerSpec(Updates.SHARDS)),
-    (Lion, OptimizerSpec(Updates.SHARDS)),
-    (Muon, OptimizerSpec(Updates.PARAMETERS, groups=lambda group: bool(group["use_muon"]))),
-    (OneBitAdam, OptimizerSpec(Updates.REPLICAS)),
-)
+# Classes of hf_zero.optim that are no Adam.
+_OWN: dict[type, OptimizerSpec] = {
+    Lamb: OptimizerSpec(Updates.SHARDS),
+    Lion: OptimizerSpec(Updates.SHARDS),
+    Muon: OptimizerSpec(Updates.PARAMETERS, groups=lambda group: bool(group["use_muon"])),
+    OneBitAdam: OptimizerSpec(Updates.REPLICAS),
+}
 _OWN_BY_NAME = {kind.__name__: kind for kind in (Lamb, Lion, Muon, OneBitAdam, UncorrectedAdam)}
 assert _OWN_BY_NAME.keys() >= OWN_OPTIMIZERS.keys()
 
@@ -102,20 +107,70 @@ _INSTEAD = {
 _ELEMENTWISE_INSTEAD = "an elementwise optimizer (torch.optim.AdamW, Adam, SGD, ...)"
 
 
-def _spec_of(kind: type) -> OptimizerSpec | None:
-    """Of exactly this class, or of one of hf_zero's own above it."""
-    for own, spec in _OWN:
-        if issubclass(kind, own):
-            return spec
+# What a subclass, or an instance, may have in the place of a known class' own: no part of an update.
+_NO_UPDATE = frozenset(["__init__", "__repr__", "__doc__", "__module__", "add_param_group", "zero_grad", "state_dict"])
+# Where torch wraps an optimizer's methods: profiling and hooks, the counts of schedulers.
+_WRAPPERS = frozenset(
+    kind.__init__.__code__.co_filename for kind in (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is known of an optimizer's class. See [Note: Subclasses].
+
+    Args:
+        known: The first class above it that has an entry here; None if none has.
+        below: The classes before that one.
+        changed: What these, or the instance, have in the place of its own.
+    """
+
+    known: type | None
+    spec: OptimizerSpec | None
+    below: Sequence[type]
+    changed: Sequence[str]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> _Kind:
+        kinds = type(optimizer).__mro__
+        found = ((place, kind, spec) for place, kind in enumerate(kinds) if (spec := _entry(kind)) is not None)
+        place, known, spec = next(found, (len(kinds), None, None))
+        layers = [vars(optimizer), *map(vars, kinds[:place])] if known is not None else []
+        changed = [name for layer in layers for name, value in layer.items() if _replaces(known, name, value)]
+        return cls(known, spec, kinds[:place], list(dict.fromkeys(changed)))
+
+
+def _entry(kind: type) -> OptimizerSpec | None:
+    """Of exactly this class."""
     if kind.__module__.startswith("torch.optim"):
         return _TORCH.get(kind.__name__)
-    return _OTHERS.get(f"{kind.__module__}.{kind.__name__}")
+    return _OWN.get(kind) or _OTHERS.get(f"{kind.__module__}.{kind.__name__}")
+
+
+def _replaces(known: type | None, name: str, value: Any) -> bool:
+    """Whether `value` is code in the place of that which `known` has under this name."""
+    own = getattr(known, name, None)
+    return name not in _NO_UPDATE and callable(own) and _unwrapped(value) is not _unwrapped(own)
+
+
+def _unwrapped(function: Any) -> Any:
+    """`function` without what torch has put around it: it does so in the class of the first instance."""
+    function = getattr(function, "__func__", function)
+    while hasattr(function, "__wrapped__") and function.__code__.co_filename in _WRAPPERS:
+        function = function.__wrapped__
+    return function
+
+
+def _spec_of(optimizer: torch.optim.Optimizer) -> OptimizerSpec | None:
+    """Of its class, or of the known one above it whose updates it makes."""
+    kind = _Kind.of(optimizer)
+    return None if kind.changed else kind.spec
 
 
 # ---------------------------------------------------------------- what a user brings
 def needs_unsharded(optimizer: torch.optim.Optimizer) -> Callable[[Mapping[str, Any]], bool] | None:
     """Which param groups of `optimizer` need unsharded parameters and can have them; None if none does."""
-    spec = _spec_of(type(optimizer))
+    spec = _spec_of(optimizer)
     if spec is None or spec.updates is not Updates.PARAMETERS:
         return None
     return spec.groups or (lambda group: True)
@@ -128,29 +183,36 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
         sharded: False at stage 0, where every rank updates unsharded parameters and any optimizer is right.
         allow_untested: `zero_allow_untested_optimizer`: take a class that hf_zero does not know as elementwise.
     """
-    spec = _spec_of(type(optimizer))
-    if not sharded or (spec is not None and spec.updates in (Updates.SHARDS, Updates.PARAMETERS)):
+    if not sharded:
         return
-    if spec is not None and spec.updates is Updates.REPLICAS:
+    kind = _Kind.of(optimizer)
+    if kind.spec is not None and kind.spec.updates is Updates.REPLICAS:
         raise ConfigError(
             "optimizer OneBitAdam needs stage 0: each rank compresses the momentum of full parameters, made of its "
             "own gradient.\nSet zero_optimization.stage to 0, or use torch.optim.AdamW."
         )
-    kinds = type(optimizer).__mro__
-    for kind in kinds:
-        if kind.__name__ in _REFUSED:
+    changed = [kind.known] if kind.changed and kind.known is not None else []
+    for name in (one.__name__ for one in (*kind.below, *changed)):
+        if name in _REFUSED:
             raise ConfigError(
-                f"optimizer {type(optimizer).__name__} cannot be right on shards: it needs "
-                f"{_REFUSED[kind.__name__]}, and at stages 1-3 a rank holds only a range of elements.\n"
-                f"Use {_INSTEAD.get(kind.__name__, _ELEMENTWISE_INSTEAD)}, or stage 0."
+                f"optimizer {type(optimizer).__name__} cannot be right on shards: it needs {_REFUSED[name]}, and at "
+                "stages 1-3 a rank holds only a range of elements.\n"
+                f"Use {_INSTEAD.get(name, _ELEMENTWISE_INSTEAD)}, or stage 0."
             )
-    known = any(found.updates is Updates.ELEMENTS for kind in kinds if (found := _spec_of(kind)) is not None)
-    if not known and not allow_untested:
+    if (kind.spec is None or kind.changed) and not allow_untested:
+        own = f", whose {', '.join(kind.changed)} is not that of {changed[0].__name__}," if changed else ""
         raise ConfigError(
-            f"optimizer {_name(optimizer)} is not known to treat every element by itself, and at stages 1-3 it would "
-            "see ranges of elements instead of full parameters.\n"
-            "If it does, set zero_allow_untested_optimizer: true; else use torch.optim.AdamW or stage 0."
+            f"optimizer {_name(optimizer)}{own} is not known to treat every element by itself, and at stages 1-3 it "
+            "would see ranges of elements instead of full parameters.\n"
+            "If it does, set zero_allow_untested_optimizer: true; else use torch.optim.AdamW or stage 0. What is done "
+            "to full gradients before a step can be done by hf_zero.update_full_grads."
         )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of `optimizer` cannot be called without a function that evaluates the loss."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def check_native(optimizer: torch.optim.Optimizer) -> None:
@@ -158,7 +220,7 @@ def check_native(optimizer: torch.optim.Optimizer) -> None:
     by_torch = (
         'run it in torch, on the host, with "zero_force_ds_cpu_optimizer": false (offload_optimizer.device "cpu" only)'
     )
-    spec = _spec_of(type(optimizer))
+    spec = _spec_of(optimizer)
     if spec is None or not spec.is_native:
         raise ConfigError(
             f"optimizer {_name(optimizer)} cannot update offloaded states: the native update serves torch.optim.Adam, "
@@ -190,7 +252,7 @@ def check_unsharded_types(
     torch's Adafactor without an eps of its own takes that of the first parameter's type for the whole group, and the
     first one of a rank is another one.
     """
-    if type(optimizer) is torch.optim.Adafactor and group["eps"][0] is None and len(types) > 1:
+    if isinstance(optimizer, torch.optim.Adafactor) and group["eps"][0] is None and len(types) > 1:
         listed = ", ".join(sorted(str(one) for one in types))
         raise ConfigError(
             f"optimizer torch.optim.Adafactor has a param group with parameters of several types ({listed}) and no "

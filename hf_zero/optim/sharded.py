@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.offload.update_worker import UpdateWorker
 from hf_zero.optim.param_groups import OwnedSlice, ShardedGroups
-from hf_zero.optim.registry import check_group, check_native, check_optimizer
+from hf_zero.optim.registry import check_group, check_native, check_optimizer, needs_closure
 from hf_zero.optim.state_access import (
     assemble,
     changed_state,
@@ -34,6 +35,8 @@ from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.param_index import ParamPlace
 from hf_zero.sharding.shard import ShardTensor
 from hf_zero.sharding.unit import gather_resident
+
+logger = logging.getLogger(__name__)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -66,6 +69,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Not calling super().__init__: the state and the groups are the inner optimizer's own.
         sharded = any(acc.flat.layout.world_size > 1 for acc in reducer.accumulators)
         check_optimizer(optimizer, sharded=sharded, allow_untested=allow_untested)
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        if sharded and any(hooks) and comm.rank == 0:
+            logger.warning("the step hooks of the optimizer see ranges of elements (1-D) and not parameters")
+        self._is_sharded = sharded
+        self._needs_closure = needs_closure(optimizer)
         if any(acc.flat.placement.native for acc in reducer.accumulators):
             check_native(optimizer)
         self.optimizer = optimizer
@@ -158,16 +166,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return facts.norm
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters from the mean gradient, bring parameters up to date, start a new accumulation window.
 
         All ranks must call. A parameter that had no gradient on any rank is left alone, as torch does.
+
+        Args:
+            closure: At stage 0, what the optimizer calls to evaluate the loss, as in torch: it forgets the gradients,
+                runs forward and backward, and returns this rank's loss.
+        Returns:
+            What the optimizer returns where there is a closure: of losses, which are means over ranks.
         """
-        if closure is not None:
-            raise StateError("a closure cannot be used on shards: call backward, then step()")
         self.check_active("a step")
         for acc in self._reducer.accumulators:
             acc.flat.check_views()
+        if closure is not None:
+            return self._step_with(closure)
+        if self._needs_closure:
+            raise StateError(
+                f"{type(self.optimizer).__name__} evaluates the loss itself: call step(closure) of the optimizer that "
+                "hf_zero.initialize returned.\nThe closure forgets the gradients, runs forward and backward, and "
+                "returns the loss."
+            )
         facts = self._settle()
         if self._clip > 0:
             self.clip_grad_norm(self._clip)
@@ -182,15 +202,62 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._native is not None:
             with self._comm.stop_together():
                 changed = self._native.step(has_grad, self._factor)
-        for acc in self._reducer.accumulators:
-            if not acc.flat.placement.native:
-                acc.wait_for_copies()
-            acc.flat.best.wait_for_readers()  # where masters are the shard that gathers take from
+        self._wait_for_masters()
         with self._direct.allowed():
             self.strategy.update(self.owned, has_grad)
         self._publish(native_too=changed)
         self._forget_window()
         self._after_step()
+
+    def _wait_for_masters(self) -> None:
+        """Before the optimizer writes to them."""
+        for acc in self._reducer.accumulators:
+            if not acc.flat.placement.native:
+                acc.wait_for_copies()
+            acc.flat.best.wait_for_readers()  # where masters are the shard that gathers take from
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        if self._is_sharded:
+            raise StateError(
+                "a closure cannot be used at stages 1-3, where a rank holds only a range of elements: call backward, "
+                "then step(), or use stage 0"
+            )
+        if self.guard.skips:
+            raise StateError("a closure cannot be used with fp16, which leaves steps out: use bf16 or fp32")
+        held = [(one, *pair) for one in self.owned for pair in zip(one.masters, one.grads, strict=True)]
+
+        def take_gradients() -> None:
+            facts = self._settle()
+            if self._clip > 0:
+                self.clip_grad_norm(self._clip)
+            has_grad = dict(zip(self._reducer.accumulators, facts.has_grad, strict=True))
+            self._wait_for_masters()
+            for one, master, grad in held:
+                master.grad = grad.to(master.dtype) if has_grad[one.acc][one.index] else None
+
+        def evaluate() -> Any:
+            with torch.no_grad():
+                self._publish(native_too=False)
+                if all(master.grad is None for _, master, _ in held):  # forgotten by the optimizer itself
+                    self.zero_grad()
+            with torch.enable_grad():
+                loss = closure()
+            with torch.no_grad():
+                take_gradients()
+                losses = self._comm.vote(torch.tensor([float(loss)], dtype=torch.float64, device="cpu"), "a loss")
+                mean = losses.mean().item()
+                return loss.new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
+
+        if not all(acc.is_empty for acc in self._reducer.accumulators):  # of a backward before the step
+            take_gradients()
+        with self._direct.allowed():
+            result = self.optimizer.step(evaluate)
+        for _, master, _ in held:
+            master.grad = None
+        self._publish(native_too=False)
+        self._forget_window()
+        self._after_step()
+        return result
 
     def _forget_window(self) -> None:
         self._reducer.clear()

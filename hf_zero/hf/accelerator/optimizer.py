@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from hf_zero.engine.engine import ZeroEngine
@@ -52,7 +54,9 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
         """Update this rank's shards and the parameters, if gradients are in sync. All ranks must call."""
         if not self.gradient_state.sync_gradients:
             return
-        if self._clipping > 0.0 and not self._clipped_by_caller:
+        if closure is not None:
+            closure = functools.partial(self._clipped, closure)
+        elif self._clipping > 0.0 and not self._clipped_by_caller:
             self.engine.clip_grad_norm_(self._clipping)
         self._clipped_by_caller = False
         self.engine.reports.step_starts()
@@ -60,6 +64,14 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
         self.engine.reports.step_ends(boundary=True)
         if self.schedule is not None and not self.step_was_skipped:
             self.schedule.step()
+
+    def _clipped(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        if self._clipping > 0.0 and not self._clipped_by_caller:
+            with torch.no_grad():
+                self.engine.clip_grad_norm_(self._clipping)
+        self._clipped_by_caller = False
+        return loss
 
     @property
     def step_was_skipped(self) -> bool:
