@@ -29,12 +29,12 @@ from hf_zero.distributed.group_work import CLOSED, DeviceWork, HostWork
 from hf_zero.distributed.messages import Messages
 from hf_zero.distributed.operation_log import CALL
 from hf_zero.distributed.peer_memory import Gather, PeerMemory, meet_peers
+from hf_zero.distributed.process_end import leave_cleanly_at_exit
 from hf_zero.distributed.processes import (
     all_ranks_give,
     backend_for,
     default_device,
     ensure_process_group,
-    leave_cleanly_at_exit,
     refuse_shared_device,
 )
 from hf_zero.distributed.store_protocol import Letters, LostRankError, Presence

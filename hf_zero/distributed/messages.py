@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.group_work import HostWork
-from hf_zero.distributed.process_group import Jobs, Link
+from hf_zero.distributed.process_group import Link
 
 _HEADER_BYTES = 1024  # of the first message; a longer header has a second one
 _LENGTH_BYTES = 4
@@ -72,12 +69,9 @@ class Messages:
         self._link = link
         self._device = device
         # Sends end when the receiver has come: a thread beside those that receive waits, so that none of them does.
-        self._sends: Jobs = SimpleQueue()
+        self._sends = link.serve(1)
         self._under_way: list[HostWork] = []
         self.sent_bytes = 0  # of tensors, so far
-        threading.Thread(target=_serve, args=(self._sends,), name="hf_zero-sends", daemon=True).start()
-        # Also where nobody calls `close`
-        self._end_thread = weakref.finalize(self, self._sends.put, None)
 
     def send(self, to: int, tag: int, value: Any, what: str) -> None:
         """Start sending a value to a rank. Its tensors may be used, but not changed, until `wait_for_sends`.
@@ -124,16 +118,6 @@ class Messages:
         for work in self._under_way:
             work.wait()
         self._under_way.clear()
-
-    def close(self) -> None:
-        """Nothing is sent any more."""
-        self._end_thread()
-
-
-def _serve(jobs: Jobs) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job
 
 
 # -------------------------------------------------------------------- what is sent

@@ -6,10 +6,8 @@ they wait for gloo, and may be left behind: see HostWork in group_work.py.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import datetime
-import sys
 import threading
 import time
 import weakref
@@ -21,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.distributed.gloo_connections import Connections, Ends
+from hf_zero.distributed.process_end import Turn, end_with_python
 
 # Messages of more operations than these are begun when one of them is over. All ranks begin them in the same order.
 _THREADS = 3
 _OVER_S = 0.2
+_OVER_AT_THE_LAST_S = 5.0  # on a busy machine threads that have nothing to do may come late, too
 # Links whose owners were garbage, collected in the middle of anything: they are ended where a link is made.
 _FORGOTTEN: list[Link] = []
-_LIVE: weakref.WeakSet[Link] = weakref.WeakSet()
 Jobs = SimpleQueue[Callable[[], None] | None]
 
 
@@ -46,17 +45,25 @@ class Link:
         self._works: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
         self.connections = Connections()
         self.group: Any = _new_group(groups, backend, datetime.timedelta(seconds=timeout_s))
-        self.jobs: Jobs = SimpleQueue()  # a thread calls each; they are begun in this order
-        self._threads = [
-            threading.Thread(target=_serve, args=(self.jobs,), name="hf_zero-gloo", daemon=True)
-            for _ in range(_THREADS if self.is_gloo else 0)
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._end_threads = weakref.finalize(self, _end_threads, self.jobs)
+        self._threads: list[threading.Thread] = []
+        self._served: list[Jobs] = []  # by each of them
+        self._end_threads = weakref.finalize(self, _end_threads, self._served)
+        self._end_threads.atexit = False
+        self.jobs = self.serve(_THREADS if self.is_gloo else 0)
+        self._is_lost = False  # its operations are
         self._forgotten = weakref.finalize(owner, self._forget)
         self._forgotten.atexit = False
-        _LIVE.add(self)
+        end_with_python(self, Turn.LINKS)
+
+    def serve(self, num_threads: int) -> Jobs:
+        """A queue whose jobs threads call, until the link ends. They are begun in the order of the queue."""
+        jobs: Jobs = SimpleQueue()
+        for _ in range(num_threads):
+            thread = threading.Thread(target=_serve, args=(jobs,), name="hf_zero-gloo", daemon=True)
+            self._threads.append(thread)
+            self._served.append(jobs)
+            thread.start()
+        return jobs
 
     def find_connections(self, exchange: Callable[[list[Ends]], Sequence[Sequence[Ends]]]) -> None:
         """Learn which sockets are the group's. `exchange` gives what every rank of the group passes to it."""
@@ -74,11 +81,11 @@ class Link:
         """An operation of a device was begun, and `waiter` has not waited for it."""
         self._works[waiter] = work
 
-    def end(self) -> None:
+    def end(self, within_s: float = _OVER_S) -> None:
         """Give group, sockets and threads back. All ranks must call, when nobody has more to begin here."""
         self._forgotten.detach()
         self._end_threads()
-        deadline = time.monotonic() + _OVER_S
+        deadline = time.monotonic() + within_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         # A group's destructor waits for operations, and would keep every thread of Python waiting as well.
@@ -100,6 +107,11 @@ class Link:
             self._end_threads()
             _FORGOTTEN.append(self)
 
+    def end_with_python(self) -> None:
+        """A group's destructor joins gloo's threads, which free an operation some time after it is over."""
+        if self.is_gloo and self.group is not None:
+            self.end(_OVER_S if self._is_lost else _OVER_AT_THE_LAST_S)
+
     def ended_ranks(self) -> list[int]:
         """Ranks that have closed their connection to this one, or died; [] where that cannot be seen."""
         return self.connections.ended_ranks() if self.is_gloo else []
@@ -107,6 +119,7 @@ class Link:
     def close(self) -> None:
         """End what this rank and the others wait for here; operations under way are lost. Any thread may call."""
         self._forgotten.detach()
+        self._is_lost = True
         if self.is_gloo:
             self.connections.close()
             # A group's destructor waits for operations, and some will not end before their timeout.
@@ -129,8 +142,8 @@ def _serve(jobs: Jobs) -> None:
         del job
 
 
-def _end_threads(jobs: Jobs) -> None:
-    for _ in range(_THREADS):
+def _end_threads(served: list[Jobs]) -> None:
+    for jobs in served:
         jobs.put(None)
 
 
@@ -139,16 +152,3 @@ def _end_forgotten() -> None:
     _FORGOTTEN.clear()
     for link in links:
         link.end()
-
-
-@atexit.register
-def _end_all() -> None:
-    """A thread of gloo frees an operation some time after it is over. After Python's end that aborts the process.
-
-    A group's destructor waits for its threads. This runs after the default group was destroyed (processes.py).
-    """
-    if hasattr(sys, "last_value"):
-        return  # an exception ends the process: other ranks must not hear, and end, before the launcher sees this one
-    for link in list(_LIVE):
-        if link.is_gloo and link.group is not None:
-            link.end()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
 import functools
@@ -12,22 +11,29 @@ import socket
 import sys
 import sysconfig
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# Its functions keep the default group that exists when they are defined, for ever; torch's optimizers import it late.
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore
 
 from hf_zero.distributed.environment import described_processes
+from hf_zero.distributed.process_end import leave_cleanly_at_exit
 from hf_zero.distributed.unusable_device import unusable_accelerator
 from hf_zero.errors import ConfigError, DivergenceError
 
 # Where the files of other frames than the user's begin; torchrun and `python -m` run frozen ones.
 _NOT_THE_USERS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), sysconfig.get_path("stdlib"), "<frozen")
+
+# Defined while there is a default group, they keep it for ever as a default, and gloo's threads with it. None means
+# the default group of the time of a call.
+for _function in vars(torch.distributed.nn.functional).values():
+    if isinstance(_function, FunctionType) and _function.__defaults__:
+        _function.__defaults__ = tuple(
+            None if isinstance(one, dist.ProcessGroup) else one for one in _function.__defaults__
+        )
 
 
 def adopt_cluster_variables() -> None:
@@ -139,17 +145,6 @@ def join_processes() -> int:
     """Join the process group as `ensure_process_group` does; returns the number of ranks."""
     ensure_process_group(default_device())
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-@functools.cache
-def leave_cleanly_at_exit() -> None:
-    """Destroy the default group at exit, which waits for its threads; see `_end_all` in process_group.py."""
-
-    def leave() -> None:
-        if dist.is_initialized() and dist.get_backend() == "gloo":
-            dist.destroy_process_group()
-
-    atexit.register(leave)
 
 
 def default_device() -> torch.device:

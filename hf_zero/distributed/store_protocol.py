@@ -167,6 +167,8 @@ def publish_reason(group: str, reason: ZeroError) -> None:
 
 def published_reason(group: str) -> ZeroError | None:
     """What a rank of `group` published: an error of the same kind and text."""
+    if not dist.is_initialized():
+        return None
     try:
         published = _store().get(_key(group)).decode() if _store().check([_key(group)]) else None
     except RuntimeError:  # the store has gone with the process that held it
@@ -176,6 +178,11 @@ def published_reason(group: str) -> ZeroError | None:
 
 
 def _store() -> Any:
+    if not dist.is_initialized():
+        raise StateError(
+            "torch.distributed.destroy_process_group() was called before engine.teardown(): this engine cannot reach "
+            "the other ranks any more.\nCall engine.teardown() first, on all ranks."
+        )
     return dist.distributed_c10d._get_default_store()
 
 

@@ -394,8 +394,6 @@ class PipelineEngine(ZeroEngine):
         """See ZeroEngine.teardown: this rank's stage is a plain module again."""
         super().teardown()
         self._ties.restore()
-        if self._messages is not None:
-            self._messages.close()
         if self.world is not self.comm:
             self.world.end(is_shared=False)
 

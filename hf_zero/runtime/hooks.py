@@ -24,18 +24,11 @@ returns is watched as in a forward: several calls of one unit may be recomputed 
 [Note: Double backward]
 With create_graph=True the nodes of the second backward read weights that the first one saved, and run before any hook
 on an output. So a backward that builds a graph reshards nothing until a backward that builds none, or a step, is over.
-
-[Note: A process that ends after a backward]
-On a device a thread of autograd frees the end-of-backward callback, some time after `backward` has returned. It takes
-Python's lock for that, and torch aborts a process whose Python has ended meanwhile: status 134 for a run that was
-right. So Python's end waits until all callbacks are free.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -69,24 +62,6 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-_QUEUED: weakref.WeakSet[functools.partial[None]] = weakref.WeakSet()  # callbacks that autograd has not freed
-_FREED_WITHIN_S = 2.0
-
-
-def _call_at_end_of_backward(call: Callable[[], None]) -> None:
-    callback = functools.partial(call)  # an object of its own for each backward
-    _QUEUED.add(callback)
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-@atexit.register
-def _wait_for_autograd() -> None:
-    """See [Note: A process that ends after a backward]."""
-    deadline = time.monotonic() + _FREED_WITHIN_S
-    while _QUEUED and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
 class BackwardWatch:
     """Calls `on_start` and `on_end` once in every outermost backward that goes through a watched tensor."""
 
@@ -112,7 +87,7 @@ class BackwardWatch:
         if task != self.task and task != -1:
             self.task = task
             self._on_start()
-            _call_at_end_of_backward(self._finish)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _on_grad(self, grad: torch.Tensor) -> None:
         self.started()

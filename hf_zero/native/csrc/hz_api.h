@@ -6,7 +6,7 @@
 
 #include "hz_export.h"
 
-#define HZ_ABI_VERSION 3
+#define HZ_ABI_VERSION 4
 
 // Element types; hf_zero/native/adam.py has the same numbers.
 enum hz_dtype : int32_t { HZ_NONE = 0, HZ_F32 = 1, HZ_F64 = 2, HZ_BF16 = 3, HZ_F16 = 4 };

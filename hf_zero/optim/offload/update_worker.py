@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import collections
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from hf_zero.distributed.process_end import Turn, end_with_python
 from hf_zero.distributed.processes import use_device
 
 _ENDS_WITHIN_S = 30.0  # the job under way, where Python ends
@@ -50,7 +49,7 @@ class UpdateWorker:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="hf_zero-update", daemon=True)
                 self._thread.start()
-                atexit.register(_end, weakref.ref(self))
+                end_with_python(self, Turn.UPDATES)
             self._wake.notify()
 
     def bring_forward(self, jobs: Sequence[Job]) -> None:
@@ -75,8 +74,8 @@ class UpdateWorker:
             self._thread.join(wait_s)
             self._thread = None
 
-    def abandon(self) -> None:
-        """As `close`, without the jobs that have not begun, where Python ends."""
+    def end_with_python(self) -> None:
+        """As `close`, without the jobs that have not begun."""
         with self._wake:
             self._jobs.clear()
         self.close(_ENDS_WITHIN_S)
@@ -108,9 +107,3 @@ class UpdateWorker:
             following = self._jobs[0] if self._jobs else None
         if following is not None:
             following.prefetch()
-
-
-def _end(worker: weakref.ref[UpdateWorker]) -> None:
-    """torch aborts a process, status 134, whose Python ends while another thread of Python is in one of its calls."""
-    if (found := worker()) is not None:
-        found.abandon()

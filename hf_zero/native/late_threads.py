@@ -1,0 +1,13 @@
+"""Threads that ask for Python's lock after Python's end sleep until the process is over, and do not abort it."""
+
+from __future__ import annotations
+
+from hf_zero.native.library import has_library, library
+
+
+def let_late_threads_sleep() -> None:
+    """To be called by the thread that ends Python, as the last that it does. Without the library they abort it."""
+    if has_library():
+        function = library().hz_let_late_threads_sleep
+        function.argtypes, function.restype = [], None
+        function()
