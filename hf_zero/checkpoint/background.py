@@ -12,7 +12,11 @@
 
 Threads talk through the key-value store, so no collective of the training meets one of a save, and a checkpoint is
 published without another step. At most one is in flight: the next save, a load and a teardown wait for it first. The
-thread keeps the process alive until it is through, after an exception in the training too, and so does SIGTERM.
+process does not end until the save is through, after an exception in the training too, nor by SIGTERM.
+
+A rank may live and not answer: it was stopped, or its disk hangs. Who waits for it says so after `desync_timeout`, and
+every minute from then on, while the training goes on. Where the main thread waits for the save, or the process ends,
+the rank gives the save up, and all others do then. A rank whose own disk hangs leaves its thread behind.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +38,7 @@ from hf_zero.checkpoint.manifest import FileRecord, Manifest, SaveInfo
 from hf_zero.checkpoint.snapshot import SnapshotMemory
 from hf_zero.checkpoint.writer import SliceState, abandon, build_manifest, follow_up, prepare_commit, publish
 from hf_zero.distributed.comm import Comm
+from hf_zero.distributed.process_end import Turn, end_with_python
 from hf_zero.distributed.store_protocol import Letters, LostRankError
 from hf_zero.errors import CheckpointError
 
@@ -40,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 _UNDER_WAY, _THROUGH = 0.0, 1.0
 _OUTCOME = "outcome"
+_GIVEN_UP = "given up"  # by the first rank that does, and why
+_SAY_EVERY_S = 60.0
+_LOOK_EVERY_S = 0.5
+_LATE_S = 10.0  # after which a thread hangs that should have given up: the store may be in a process that was stopped
 # Of a commit, each over on all that commit before the next: what may fail for want of space comes before the first
 # rename, and old files go after the last.
 _PREPARE, _PUBLISH, _FOLLOW_UP = "prepare", "publish", "follow up"
@@ -67,6 +77,7 @@ class BackgroundSaves:
 
     def __init__(self, comm: Comm, *, pin: bool) -> None:
         self._memory = SnapshotMemory(comm.device, pin=pin)
+        self._pin = pin
         self._sigterm = _TerminationWaits()
         self._comm = comm
         self._running: _Save | None = None
@@ -89,7 +100,8 @@ class BackgroundSaves:
             raise AssertionError(f"{job.folder}: another save is in flight")
         self._all_through = False
         comm = self._comm
-        self._running = _Save(job, comm.letters(), comm.rank, comm.world_size, self._memory.release)
+        self._running = _Save(job, comm, self._memory.release)
+        end_with_python(self._running, Turn.SAVES)
         self._sigterm.wait_for(self._running)
         self._running.start()
 
@@ -109,8 +121,10 @@ class BackgroundSaves:
         running, self._running = self._running, None
         self._all_through = False
         if running is not None:
-            running.join()
+            running.end_with_python()
             self._sigterm.restore()
+            if running.is_alive():  # its copy is still being read
+                self._memory = SnapshotMemory(self._comm.device, pin=self._pin)
             if running.problem:
                 raise CheckpointError(running.problem)
 
@@ -137,7 +151,7 @@ class _TerminationWaits:
     def __init__(self) -> None:
         self._handler: Callable[[int, FrameType | None], None] | None = None
 
-    def wait_for(self, save: threading.Thread) -> None:
+    def wait_for(self, save: _Save) -> None:
         """From now on, until `restore`. Python allows it in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             return
@@ -146,7 +160,7 @@ class _TerminationWaits:
 
         def handler(number: int, frame: FrameType | None) -> None:
             if save.ident is not None:  # else it was not started
-                save.join()
+                save.end_with_python()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -161,17 +175,19 @@ class _TerminationWaits:
 
 
 class _Save(threading.Thread):
-    """One rank's thread of one save. It is no daemon: Python waits for it at the end."""
+    """One rank's thread of one save."""
 
-    def __init__(
-        self, job: Job, letters: Letters | None, rank: int, world_size: int, written: Callable[[], None]
-    ) -> None:
-        super().__init__(name="hf_zero-save", daemon=False)
+    def __init__(self, job: Job, comm: Comm, written: Callable[[], None]) -> None:
+        super().__init__(name="hf_zero-save", daemon=True)
         self._job = job
         self._written = written  # called when this rank's copy has been read, or will not be
-        self._letters = letters
-        self._rank = rank
-        self._ranks = range(world_size)
+        self._letters = comm.letters()
+        self._timeout_s = comm.timeout_s
+        self._is_awaited = threading.Event()  # by the main thread
+        self._is_left = False
+        self._waits_since: float | None = None  # for others; None while it works itself
+        self._rank = comm.rank
+        self._ranks = range(comm.world_size)
         self._others = sorted(set(job.committers) - {0})  # beside rank 0, who commit
         self._may_be_published = False  # on another file system, with these files
         self._lock = threading.Lock()
@@ -198,6 +214,29 @@ class _Save(threading.Thread):
         except Exception:  # nobody waits for it
             logger.exception("%s: what was to follow the save has failed", self._job.folder)
 
+    def end_with_python(self) -> None:
+        """Wait for its end, or leave it behind with `problem` set where this rank's disk or another rank hangs."""
+        self._is_awaited.set()
+        say_at = leave_at = time.monotonic() + self._timeout_s
+        while self.is_alive() and not self._is_left:
+            self.join(_LOOK_EVERY_S)
+            now, waits_since = time.monotonic(), self._waits_since
+            if now < leave_at:
+                continue
+            if waits_since is not None:
+                if now > max(leave_at, waits_since + self._timeout_s) + _LATE_S:
+                    self._leave(f"the key-value store has not answered for {now - waits_since:.0f} s")
+            elif self._letters is not None and self._letters.has(_GIVEN_UP):
+                self._leave(_reason(self._letters))
+            elif now > say_at:
+                say_at += _SAY_EVERY_S
+                logger.warning("rank %d: the save of %s still writes this rank's file", self._rank, self._job.folder)
+
+    def _leave(self, problem: str) -> None:
+        self._is_left = True
+        self.problem = f"{self._job.folder} was not saved: {problem}"
+        logger.error("%s", self.problem)
+
     def when_over(self, call: Callable[[], None], otherwise: Callable[[], None]) -> None:
         with self._lock:
             if not self.is_through:
@@ -216,12 +255,14 @@ class _Save(threading.Thread):
         if self._rank != 0:
             if self._rank in self._others:
                 self._follow(self._letters)
-            outcome = self._letters.receive([_OUTCOME])[0].decode()
+            outcome = self._receive(self._letters, {_OUTCOME: 0}, "said whether it is saved")[0].decode()
             self._letters.send(f"heard/{self._rank}", b"1")
             return outcome
-        answers = map(pickle.loads, self._letters.receive([f"wrote/{rank}" for rank in self._ranks]))
+        wrote = {f"wrote/{rank}": rank for rank in self._ranks}
+        answers = map(pickle.loads, self._receive(self._letters, wrote, "written their files"))
         records, problems = zip(*answers, strict=True)
-        outcome = self._commit(records, "\n".join(filter(None, problems)))
+        given_up = _reason(self._letters) if self._letters.has(_GIVEN_UP) else ""
+        outcome = self._commit(records, "\n".join(filter(None, [*problems, given_up])))
         self._letters.send(_OUTCOME, outcome.encode())
         self._wait_for_readers(self._letters)
         return outcome
@@ -230,10 +271,38 @@ class _Save(threading.Thread):
         """Whoever wrote while another rank of the host still copies would make that, and all training, wait longer."""
         try:
             letters.send(f"copied/{self._rank}", b"1")
-            letters.receive([f"copied/{rank}" for rank in self._ranks])
+            self._receive(letters, {f"copied/{rank}": rank for rank in self._ranks}, "copied what they save")
         except LostRankError:
             self._written()
             raise
+
+    def _receive(
+        self, letters: Letters, subjects: Mapping[str, int], what: str, *, gives_up: bool = True
+    ) -> list[bytes]:
+        """As `letters.receive`. `subjects`: by which rank each is sent; `what`: that it has done then."""
+        began = self._waits_since = time.monotonic()
+        say_after = self._timeout_s
+
+        def on_wait() -> None:
+            nonlocal say_after
+            waited = time.monotonic() - began
+            if waited < self._timeout_s:
+                return
+            if gives_up and letters.has(_GIVEN_UP):
+                raise LostRankError(_reason(letters))
+            missing = sorted({rank for subject, rank in subjects.items() if not letters.has(subject)})
+            text = f"rank(s) {missing} have not {what} for {waited:.0f} s (stopped, or a disk that hangs)"
+            if missing and self._is_awaited.is_set():
+                if gives_up:
+                    letters.send(_GIVEN_UP, text.encode())
+                raise LostRankError(text)
+            if missing and waited >= say_after:
+                say_after = waited + _SAY_EVERY_S
+                logger.warning("rank %d: the save of %s waits: %s", self._rank, self._job.folder, text)
+
+        received = letters.receive(list(subjects), on_wait)
+        self._waits_since = None
+        return received
 
     def _write(self) -> tuple[FileRecord | None, str]:
         try:
@@ -259,14 +328,15 @@ class _Save(threading.Thread):
                 return f"{self._job.folder} was not saved in the background: {problem}"
             problems = [self._do(phase, whole)]
             if self._letters is not None and self._others:
-                problems += [one.decode() for one in self._letters.receive([f"{phase}/{r}" for r in self._others])]
+                followed = {f"{phase}/{rank}": rank for rank in self._others}
+                problems += [one.decode() for one in self._receive(self._letters, followed, f"answered {phase!r}")]
             problem = "\n".join(filter(None, problems))
         return f"{self._job.folder} was saved; then {problem}" if problem else ""
 
     def _follow(self, letters: Letters) -> None:
         """The part of another rank that commits."""
         for phase in (_PREPARE, _PUBLISH, _FOLLOW_UP):
-            whole, problem = pickle.loads(letters.receive([phase])[0])
+            whole, problem = pickle.loads(self._receive(letters, {phase: 0}, f"said {phase!r}")[0])
             if problem:
                 self._discard()
                 return
@@ -303,10 +373,15 @@ class _Save(threading.Thread):
         phases = (_PREPARE, _PUBLISH, _FOLLOW_UP) if self._others else ()
         led = [f"{phase}/{rank}" for phase in phases for rank in self._others]
         try:
-            letters.receive(heard[1:])
+            readers = dict(zip(heard[1:], self._ranks[1:], strict=True))
+            self._receive(letters, readers, "read that it is saved", gives_up=False)
             letters.delete([*heard[1:], *copied, *wrote, *phases, *led, _OUTCOME])
         except LostRankError as error:
             logger.warning("%s was saved; then %s", self._job.folder, error)
+
+
+def _reason(letters: Letters) -> str:
+    return letters.receive([_GIVEN_UP], on_wait=lambda: None)[0].decode()
 
 
 def _text(error: Exception) -> str:

@@ -6,7 +6,7 @@ process: "terminate called without an active exception", status 134 for work tha
 torch returns to Python, and where it frees a tensor or a callback that Python has seen. Who holds what is a table in
 CONTRIBUTING.md, "How a process ends". So the last that Python does is, in this order:
 
-    1  threads of ours that call torch finish what they are at, and end
+    1  saves in the background, then threads of ours that call torch, finish what they are at
     2  the engines' groups are destroyed, then the default group: their destructors join gloo's threads
     3  whoever still refers to a group has kept its threads, and autograd has its own: they come to rest
     4  what is woken later all the same, by another rank's message, sleeps until the process is over
@@ -42,9 +42,10 @@ _LOOK_EVERY_S = 0.01
 class Turn(enum.IntEnum):
     """When something ends, at Python's end."""
 
-    UPDATES = 0
-    LINKS = 1
-    WORLD = 2
+    SAVES = 0
+    UPDATES = 1
+    LINKS = 2
+    WORLD = 3
 
 
 class EndsWithPython(Protocol):
@@ -86,7 +87,7 @@ def _end() -> None:
     """See [Note: Threads at Python's end]."""
     fails = hasattr(sys, "last_value")
     for turn in Turn:
-        for one in [] if fails and turn is not Turn.UPDATES else list(_TURNS[turn]):
+        for one in list(_TURNS[turn]) if turn < Turn.LINKS or not fails else []:
             one.end_with_python()
     _wait_until_at_rest()
     let_late_threads_sleep()

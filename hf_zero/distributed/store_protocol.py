@@ -124,8 +124,15 @@ class Letters:
         """Raises LostRankError where the store is gone."""
         self._ask(lambda: self._store.set(self._key(subject), content))
 
-    def receive(self, subjects: Sequence[str]) -> list[bytes]:
-        """What was sent under each, once all of it is there. Raises LostRankError where some will not come."""
+    def has(self, subject: str) -> bool:
+        """Whether something was sent under it."""
+        return bool(self._ask(lambda: self._store.check([self._key(subject)])))
+
+    def receive(self, subjects: Sequence[str], on_wait: Callable[[], None]) -> list[bytes]:
+        """What was sent under each, once all of it is there. Raises LostRankError where some will not come.
+
+        `on_wait` is called again and again until then, and may raise it too.
+        """
         keys = [self._key(subject) for subject in subjects]
         closed_at: float | None = None
         pause = 0.001
@@ -137,6 +144,7 @@ class Letters:
                 closed_at = closed_at or time.monotonic()
                 if time.monotonic() > closed_at + PRESENCE_TIMEOUT_S:
                     raise LostRankError("the ranks have closed their connections")
+            on_wait()
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         contents: list[bytes] = self._ask(lambda: self._store.multi_get(keys))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import shutil
@@ -15,9 +16,10 @@ import pytest
 import transformers
 
 import hf_zero
-from hf_zero.checkpoint import writer
+from hf_zero.checkpoint import background, collective, writer
 from hf_zero.checkpoint.manifest import manifest_path, zero_folder
 from hf_zero.checkpoint.reader import open_checkpoint
+from hf_zero.distributed import process_end
 from hf_zero.errors import CheckpointError
 from hf_zero.hf.trainer.resume import why_torn
 from tests.checkpoint.test_resume import start, steps
@@ -262,8 +264,14 @@ def leave_without_a_word(folder: str) -> None:
     try:
         if engine.rank == 1:
             raise ValueError("a bug of the script")
-    finally:  # as Python does at its end; ranks here are forked
-        [thread.join() for thread in threading.enumerate() if not thread.daemon and thread.name == "hf_zero-save"]
+    finally:
+        end_saves()
+
+
+def end_saves() -> None:
+    """As Python's end does; ranks here are forked."""
+    for save in list(process_end._TURNS[process_end.Turn.SAVES]):
+        save.end_with_python()
 
 
 def test_a_save_under_way_is_finished_at_the_end_of_the_script(tmp_path: Path) -> None:
@@ -313,6 +321,88 @@ def test_sigterm_ends_a_rank_after_its_save(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "last"
     with open_checkpoint(tmp_path / "last") as reader:
         reader.verify()
+
+
+def write_hangs(folder: str) -> dict[str, Any]:
+    """Rank 1's disk hangs. The training goes on; who waits for the save is told, and the next one works."""
+    engine = start(3, 0, in_background=True)
+    steps(engine, 0, 1)
+    engine.comm.timeout_s = 2.0
+    lines: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(background.__name__).addHandler(listener)
+    write = collective.write_rank_file
+    if engine.rank == 1:
+        collective.write_rank_file = lambda *_, **__: time.sleep(40)
+    engine.save_checkpoint(folder, "hangs")
+    time.sleep(3)
+    losses = steps(engine, 1, 3)
+    warned, began = list(lines), time.monotonic()
+    with pytest.raises(CheckpointError) as error:
+        engine.finish_saves()
+    lasted = time.monotonic() - began
+    collective.write_rank_file = write
+    engine.save_checkpoint(folder, "again")
+    engine.finish_saves()
+    return {"warned": warned, "error": str(error.value), "lasted": lasted, "losses": losses}
+
+
+def test_a_rank_whose_disk_hangs_is_named(tmp_path: Path) -> None:
+    first, second = run_ranks(write_hangs, 2, str(tmp_path))
+    assert len(first["warned"]) == 1 and second["warned"] == []
+    for text in (*first["warned"], first["error"], second["error"]):
+        assert "rank(s) [1] have not written their files for" in text and str(tmp_path / "hangs") in text
+    assert first["lasted"] < 10 and second["lasted"] < 20
+    assert first["losses"] == second["losses"] and len(first["losses"]) == 2
+    assert not manifest_path(tmp_path / "hangs").exists()
+    assert (tmp_path / "latest").read_text() == "again"
+    with open_checkpoint(tmp_path / "again") as reader:
+        reader.verify()
+        assert reader.manifest.global_step == 3
+
+
+def is_stopped(folder: str, waits: str) -> str:
+    """Rank 1 is stopped in the middle of its write, and goes on once rank 0 is through."""
+    engine = start(3, 0, in_background=True)
+    steps(engine, 0, 1)
+    engine.comm.timeout_s = 2.0
+    pids = engine.comm.all_gather_object(os.getpid(), "pids")
+    if engine.rank == 1:
+        at("a rank file begins", lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    engine.save_checkpoint(folder, "last")
+    if engine.rank == 1:
+        with pytest.raises(CheckpointError) as error:
+            engine.finish_saves()
+        return str(error.value)
+    threading.Timer(20.0, os.kill, (pids[1], signal.SIGCONT)).start()
+    began = time.monotonic()
+    if waits == "SIGTERM":
+        if os.fork() == 0:  # who sees that it ends in time
+            time.sleep(15)
+            Path(folder, "in time").write_text(str(not Path(f"/proc/{pids[0]}/fd/0").exists()))
+            os.kill(pids[1], signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+    end_saves()
+    assert time.monotonic() - began < 15
+    os.kill(pids[1], signal.SIGCONT)
+    with pytest.raises(CheckpointError) as error:
+        engine.finish_saves()
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", ["the end", "SIGTERM"])
+def test_a_rank_that_was_stopped_holds_up_no_end(waits: str, tmp_path: Path) -> None:
+    ended = try_ranks((is_stopped, (str(tmp_path), waits), {}), 2, timeout=60)
+    assert not ended.hang
+    if waits == "the end":
+        assert all("rank(s) [1] have not written their files" in text for text in ended.outcomes), ended.outcomes
+    else:
+        assert ended.outcomes[0].kind == "Died" and (tmp_path / "in time").read_text() == "True"
+        assert "was not saved" in ended.logs  # rank 1's line; its process may find the other one gone
+    assert not manifest_path(tmp_path / "last").exists()
 
 
 def test_every_point_of_a_save_is_there() -> None:
