@@ -352,12 +352,12 @@ def _stage_3_parts(files: Source, group: FlatGroup) -> Iterator[tuple[str, list[
     start = 0
     for name, numel in numels.items():
         part = -(-numel // ranks)
-        lengths = _lengths(numel, part, ranks)
+        lengths = part_lengths(numel, part, ranks)
         yield name, [Part(rank, start, length) for rank, length in enumerate(lengths) if length]
         start += part
 
 
-def _lengths(numel: int, part: int, ranks: int) -> list[int]:
+def part_lengths(numel: int, part: int, ranks: int) -> list[int]:
     """How many of `numel` elements each rank has, cut into parts of `part`: the last ones may have fewer, or none."""
     return [min(part, max(numel - rank * part, 0)) for rank in range(ranks)]
 
@@ -379,7 +379,7 @@ def _stage_2_parts(files: Source, group: FlatGroup) -> Iterator[tuple[str, list[
     if not used <= part * ranks < used + 2 * ranks:
         raise _unfitting(files, group, f"{ranks} ranks hold {held} elements, and {used} are in the model")
     for kind, sizes in held.items():
-        needed = _lengths(used, part, ranks)
+        needed = part_lengths(used, part, ranks)
         short = [rank for rank, size in enumerate(sizes) if size < needed[rank]]
         if short:
             raise _unfitting(files, group, f"rank {short[0]} holds {sizes[short[0]]} elements of {kind}")
@@ -441,7 +441,7 @@ def _frozen(files: Source, trainable: set[str]) -> Iterator[ConvertedParam]:
 def frozen_param(files: Source, name: str, shape: Shape, values: Sequence[torch.Tensor]) -> ConvertedParam:
     numel, dtype = math.prod(shape), values[0].dtype
     flats = [_dense(files, name, value).reshape(-1) for value in values]
-    lengths = _lengths(numel, -(-numel // len(flats)), len(flats))
+    lengths = part_lengths(numel, -(-numel // len(flats)), len(flats))
     if any(flat.numel() < length or flat.dtype != dtype for flat, length in zip(flats, lengths, strict=True)):
         raise CheckpointError(f"{files.folder}: the parts of {name} do not make up {shape}: not the files of one save")
     pieces = [flat[:length] for flat, length in zip(flats, lengths, strict=True)]

@@ -10,6 +10,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,34 @@ from hf_zero.errors import CheckpointError
 
 class StandIn:
     """In the place of an object of another package: what it held is in `vars()`."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+def save_anything(value: Any, path: Path, classes: Mapping[type, str] | None = None) -> None:
+    """Write a file of torch.save.
+
+    Args:
+        classes: Class of a stand-in -> full name of the class that it is written as.
+    Raises:
+        CheckpointError: The operating system refused, in the middle of a file too.
+    """
+    names = classes or {}
+
+    class Pickler(pickle._Pickler):  # the one in C looks for the class of that name
+        def save_global(self, obj: Any, name: str | None = None) -> None:
+            if not isinstance(obj, type) or obj not in names:
+                super().save_global(obj, name)
+                return
+            module, _, own = names[obj].rpartition(".")
+            self.write(pickle.GLOBAL + f"{module}\n{own}\n".encode())
+            self.memoize(obj)
+
+    try:
+        torch.save(value, path, pickle_module=SimpleNamespace(__name__="pickle", Pickler=Pickler))
+    except RuntimeError as error:  # torch's own, where the system refused
+        raise CheckpointError(f"cannot write {path}: is the disk full? torch says: {_first_line(error)}") from error
 
 
 def load_pickle(path: Path, stand_ins: Mapping[str, type] | None = None) -> dict[str, Any]:

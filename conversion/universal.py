@@ -52,7 +52,7 @@ from conversion.deepspeed import (
     tied_names,
     trainer_files,
 )
-from conversion.pickles import load_anything, load_pickle
+from conversion.pickles import load_anything, load_pickle, save_anything
 from conversion.target import ConvertedParam, ConvertedRun, new_folder, write_checkpoint
 from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, STATE_MARK, zero_folder
@@ -65,20 +65,21 @@ from hf_zero.layout import Piece
 from hf_zero.progress import progress
 
 LATEST = "latest_universal"
-_PARAM, _STEP, _WEIGHTS, _GLOBAL = "param", "step.pt", "fp32", "optimizer_state.pt"
-_ONE_FILE, _OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+_PARAM, _STEP, WEIGHTS, _GLOBAL = "param", "step.pt", "fp32", "optimizer_state.pt"
+MODEL_FILE, RANK_MODEL_FILE = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 _SUB_GROUP = 10**9  # DeepSpeed's default: so many elements are a group of their own at stage 3
-_WRITTEN_FOR = "0.19.8"  # the DeepSpeed whose format this is
+WRITTEN_FOR = "0.19.8"  # the DeepSpeed whose format this is
 _VERSION = {"universal_checkpoint_version": 0.4}
 
 
 # -------------------------------------------------------------------- hf_zero -> universal
 @dataclass(frozen=True)
 class Written:
-    """What `to_universal` wrote, and what DeepSpeed will not take from it."""
+    """What was written for DeepSpeed, what it will not take from it, and how it is loaded."""
 
     folder: Path
     remarks: tuple[str, ...]
+    how: str
 
 
 def to_universal(src: str | Path, dst: str | Path) -> Written:
@@ -90,7 +91,7 @@ def to_universal(src: str | Path, dst: str | Path) -> Written:
     """
     with open_checkpoint(chosen(src)) as reader:
         reader.verify_before_reading()
-        run = _Run.of(reader)
+        run = Run.of(reader)
         name = f"global_step{reader.manifest.global_step}_universal"
         with new_folder(Path(dst)) as folder:
             zero = folder / name / "zero"
@@ -98,37 +99,34 @@ def to_universal(src: str | Path, dst: str | Path) -> Written:
             with progress(f"Writing {name}", reader.manifest.nbytes) as reader.on_read:
                 for param in (info.name for info in reader.manifest.params):
                     _write_param(reader, run, _param_folder(zero, param), param)
-            _save(run.optimizer_state(reader), zero / _GLOBAL)
+            save_anything(run.optimizer_state(reader), zero / _GLOBAL)
             model = run.model_state(reader)
-            for file in (_ONE_FILE, _OF_RANK.format(0)):
-                _save(model, folder / name / file)
+            for file in (MODEL_FILE, RANK_MODEL_FILE.format(0)):
+                save_anything(model, folder / name / file)
             (folder / LATEST).write_text(name)
-    return Written(Path(dst) / name, tuple(run.remarks))
+        remarks = _universal_remarks(reader, run.groups)
+    how = 'load it with "checkpoint": {"load_universal": true}'
+    return Written(Path(dst) / name, (*remarks, *run.remarks), how)
 
 
-def _save(value: Any, path: Path) -> None:
-    try:
-        torch.save(value, path)
-    except RuntimeError as error:  # torch's own, where the system refused in the middle of a file
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"cannot write {path}: is the disk full? torch says: {reason}") from error
-
-
-def _write_param(reader: CheckpointReader, run: _Run, folder: Path, name: str) -> None:
+def _write_param(reader: CheckpointReader, run: Run, folder: Path, name: str) -> None:
     folder.mkdir()
     shape = reader.shape(name)
     trained = name in run.group_of
-    stored = reader.kinds(name)
-    for kind in (_WEIGHTS, *KINDS) if trained else (_WEIGHTS,):
-        held = (reader.weight_kind(name) or "") if kind == _WEIGHTS else kind
-        if held in stored:
-            value = reader.read(name, held, [Piece(name, 0, math.prod(shape), 0, 0)]).float()
-        else:  # of no elements, or not updated so far: that is Adam's state at step 0
-            value = torch.zeros(math.prod(shape))
+    for kind in (WEIGHTS, *KINDS) if trained else (WEIGHTS,):
+        value = read_state(reader, name, kind, 0, math.prod(shape))
         # DeepSpeed cuts it along the first dimension, so a number has one as well.
-        _save({"cat_dim": 0, _PARAM: value.view(shape or (1,))}, folder / f"{kind}.pt")
+        save_anything({"cat_dim": 0, _PARAM: value.view(shape or (1,))}, folder / f"{kind}.pt")
     if trained:
-        _save(torch.tensor(run.step), folder / _STEP)
+        save_anything(torch.tensor(run.step), folder / _STEP)
+
+
+def read_state(reader: CheckpointReader, name: str, kind: str, start: int, numel: int) -> torch.Tensor:
+    """Elements of a parameter's weights (WEIGHTS) or of an optimizer state, in fp32."""
+    held = (reader.weight_kind(name) or "") if kind == WEIGHTS else kind
+    if held in reader.kinds(name):
+        return reader.read(name, held, [Piece(name, start, numel, 0, 0)]).float()
+    return torch.zeros(numel)  # of no elements, or not updated so far: that is Adam's state at step 0
 
 
 def _param_folder(zero: Path, name: str) -> Path:
@@ -138,7 +136,7 @@ def _param_folder(zero: Path, name: str) -> Path:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """What is known of a run of hf_zero beside its tensors, as DeepSpeed needs it."""
 
     groups: list[dict[str, Any]]
@@ -147,13 +145,13 @@ class _Run:
     remarks: list[str]
 
     @classmethod
-    def of(cls, reader: CheckpointReader) -> _Run:
+    def of(cls, reader: CheckpointReader) -> Run:
         manifest = reader.manifest
         saved_by = manifest.extra.get("optimizer")
         if not manifest.param_groups or saved_by not in ("Adam", "AdamW", *SAME_AS_ADAMW):
             raise CheckpointError(
-                f"{reader.folder} was saved with {saved_by or 'no optimizer'}: DeepSpeed's universal format holds "
-                "Adam and AdamW. For the weights alone use `hf-zero consolidate`."
+                f"{reader.folder} was saved with {saved_by or 'no optimizer'}: a checkpoint of DeepSpeed "
+                "holds Adam and AdamW. For the weights alone use `hf-zero consolidate`."
             )
         if manifest.extra.get(FROZEN_DIGESTS):
             raise CheckpointError(
@@ -162,8 +160,12 @@ class _Run:
         trained = [slot.name for layout in manifest.layouts if layout.trainable for slot in layout.slots]
         numbers = manifest.extra.get(GROUP_OF, {})
         groups = [_group(reader.folder, group) for group in manifest.param_groups]
-        remarks = _remarks(reader, groups)
-        return cls(groups, {name: numbers.get(name, 0) for name in trained}, _common_step(reader, trained), remarks)
+        group_of = {name: numbers.get(name, 0) for name in trained}
+        return cls(groups, group_of, _common_step(reader, trained), _remarks(reader))
+
+    def frozen(self, reader: CheckpointReader) -> list[str]:
+        """Parameters that are not trained."""
+        return [info.name for info in reader.manifest.params if info.name not in self.group_of]
 
     def optimizer_state(self, reader: CheckpointReader) -> dict[str, Any]:
         groups = [{**group, "params": [number]} for number, group in enumerate(self.groups)]
@@ -173,7 +175,7 @@ class _Run:
         common = [{key: value for key, value in group.items() if key not in own} for group in groups]
         return {
             "zero_stage": reader.manifest.stage,
-            "ds_version": _WRITTEN_FOR,
+            "ds_version": WRITTEN_FOR,
             "param_groups": groups,
             "optimizer_state_dict": {"state": state, "param_groups": common},  # where stage 3 looks
         }
@@ -207,7 +209,7 @@ class _Run:
             "mp_world_size": 1,
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
             "ds_config": {"zero_optimization": {"stage": manifest.stage}, **named},
-            "ds_version": _WRITTEN_FOR,
+            "ds_version": WRITTEN_FOR,
             "universal_checkpoint_info": dict(_VERSION),
         }
 
@@ -259,7 +261,8 @@ def _common_step(reader: CheckpointReader, trained: list[str]) -> float:
     return next(iter(steps), 0.0)
 
 
-def _remarks(reader: CheckpointReader, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+def _universal_remarks(reader: CheckpointReader, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What DeepSpeed does not take from a universal checkpoint."""
     manifest = reader.manifest
     remarks = []
     frozen = sum(len(layout.slots) for layout in manifest.layouts if not layout.trainable)
@@ -279,10 +282,16 @@ def _remarks(reader: CheckpointReader, groups: Sequence[Mapping[str, Any]]) -> l
             f"DeepSpeed at stage 3 does not take {', '.join(own)}, which differ between the parameter groups: its "
             "optimizer keeps those that it was made with"
         )
-    attached = sorted({kind for kinds in manifest.kinds.values() for kind in kinds if kind.startswith(ATTACHED)})
-    remarks += [f"left out: {kind.removeprefix(ATTACHED)}, which is not the optimizer's" for kind in attached]
     if manifest.extra.get("step_guard", {}).get("cur_scale", 1) != 1:
         remarks.append("left out: the loss scale; DeepSpeed starts at that of its configuration")
+    return remarks
+
+
+def _remarks(reader: CheckpointReader) -> list[str]:
+    """What DeepSpeed takes from no file."""
+    manifest = reader.manifest
+    attached = sorted({kind for kinds in manifest.kinds.values() for kind in kinds if kind.startswith(ATTACHED)})
+    remarks = [f"left out: {kind.removeprefix(ATTACHED)}, which is not the optimizer's" for kind in attached]
     if STATE in manifest.extra and _scheduler_state(manifest.extra) is None:
         remarks.append(f"left out: the state of {manifest.extra.get(CLASS)}; load with load_lr_scheduler_states=False")
     client = manifest.client_state
@@ -349,15 +358,16 @@ def _open(folder: Path) -> Source:
             f"the file {LATEST}, or that of a tag. (What DeepSpeed's save_checkpoint wrote: from-deepspeed.)"
         )
     state = load_pickle(path, STAND_INS)
-    one = folder / _ONE_FILE
-    paths = [one if one.is_file() else folder / _OF_RANK.format(0)]
+    one = folder / MODEL_FILE
+    paths = [one if one.is_file() else folder / RANK_MODEL_FILE.format(0)]
     models = [load_pickle(paths[0], STAND_INS)]
     if not one.is_file():
         ranks = count_in(models[0], "dp_world_size", paths[0])
-        lacking = [rank for rank in range(1, ranks) if not (folder / _OF_RANK.format(rank)).is_file()]
+        others = [folder / RANK_MODEL_FILE.format(rank) for rank in range(1, ranks)]
+        lacking = [path for path in others if not path.is_file()]
         if lacking and models[0].get("frozen_param_shapes"):
-            raise CheckpointError(f"{folder} lacks {_OF_RANK.format(lacking[0])}, which holds frozen parameters")
-        models += [load_pickle(folder / _OF_RANK.format(rank), STAND_INS) for rank in range(1, ranks) if not lacking]
+            raise CheckpointError(f"{folder} lacks {lacking[0].name}, which holds frozen parameters")
+        models += [load_pickle(path, STAND_INS) for path in others if not lacking]
     if count_in(models[0], "mp_world_size", paths[0]) != 1 or len([*folder.glob("mp_rank_*_model_states.pt")]) > 1:
         raise CheckpointError(f"{folder} is of a run with tensor parallelism, which cannot be converted")
     stage: Any = state.get("zero_stage", 1 if one.is_file() else 3)
@@ -376,15 +386,15 @@ def _trained(files: Source, index: int, name: str, shape: Shape) -> ConvertedPar
     dtype = _dtype(files, name)
     held = [kind for kind in KINDS if (folder / f"{kind}.pt").is_file()]
     foreign = sorted(
-        {path.name for path in folder.glob("*.pt")} - {f"{kind}.pt" for kind in (_WEIGHTS, *KINDS, "step")}
+        {path.name for path in folder.glob("*.pt")} - {f"{kind}.pt" for kind in (WEIGHTS, *KINDS, "step")}
     )
-    if not (folder / f"{_WEIGHTS}.pt").is_file() or foreign or len(held) not in (0, len(KINDS)):
+    if not (folder / f"{WEIGHTS}.pt").is_file() or foreign or len(held) not in (0, len(KINDS)):
         found = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
         raise CheckpointError(
-            f"{folder} holds {found}: expected {_WEIGHTS}.pt, {', '.join(f'{kind}.pt' for kind in KINDS)} of Adam or "
+            f"{folder} holds {found}: expected {WEIGHTS}.pt, {', '.join(f'{kind}.pt' for kind in KINDS)} of Adam or "
             "AdamW. Copy all files of one conversion."
         )
-    tensors = {"master": _chunked(folder, _WEIGHTS, shape, torch.float32)}
+    tensors = {"master": _chunked(folder, WEIGHTS, shape, torch.float32)}
     tensors |= {kind: _chunked(folder, kind, shape, torch.float32) for kind in held}
     scalars = {"step": _step(files, folder, index)} if held else {}
     param = ConvertedParam(name, shape, dtype, True, *((tensors, scalars) if math.prod(shape) else ({}, {})))
@@ -453,8 +463,8 @@ def _frozen(files: Source, trained: Mapping[str, int]) -> Iterator[ConvertedPara
         value = entry(module, name, torch.Tensor, files.model_path)
         if value.numel() == numel:
             yield frozen_param(files, name, shape, [value])
-        elif (folder / f"{_WEIGHTS}.pt").is_file():
-            chunked = _chunked(folder, _WEIGHTS, shape, value.dtype)
+        elif (folder / f"{WEIGHTS}.pt").is_file():
+            chunked = _chunked(folder, WEIGHTS, shape, value.dtype)
             yield ConvertedParam(name, shape, value.dtype, False, {"param": chunked})
         else:
             fragments = [entry(one, "frozen_param_fragments", dict, files.model_path) for one in files.models]

@@ -1,8 +1,9 @@
-"""A run of hf_zero goes on under DeepSpeed through the universal format, and back: the losses of both.
+"""A run of hf_zero goes on under DeepSpeed, through its own files and through the universal format, and back: losses.
 
     DS_ACCELERATOR=cpu python scripts/check_universal.py      (needs the extra [peers]; 5 minutes on 2 cores)
 
-hf_zero trains on 2 ranks and saves; `hf-zero convert to-universal`; DeepSpeed goes on, saves, and its own
+hf_zero trains on 2 ranks and saves; `hf-zero convert to-deepspeed`, and DeepSpeed goes on, at another stage too.
+The same with `hf-zero convert to-universal`; DeepSpeed goes on, saves, and its own
 ds_to_universal converts that; `hf-zero convert from-universal`; hf_zero goes on. Every loss is compared with those of
 a run of hf_zero that was never interrupted.
 """
@@ -26,15 +27,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import hf_zero  # noqa: E402
+from conversion.to_deepspeed import to_deepspeed  # noqa: E402
 from conversion.universal import from_universal, to_universal  # noqa: E402
 from hf_zero.launcher.node import free_port  # noqa: E402
 from tests.conversion.tiny_model import ROWS, batch, groups, tiny_model  # noqa: E402
 
 RANKS, FIRST, SECOND, LAST = 2, 3, 8, 13
 TOLERANCE = 1e-5
+HALF_TOLERANCE = 5e-3  # of 16-bit computation, in which the two do not add up in one order
 
 
-def configuration(stage: int, own_adam: bool, universal: bool = False) -> dict[str, Any]:
+def configuration(stage: int, own_adam: bool, precision: str, deepspeed: bool, universal: bool) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS // RANKS,
         "zero_optimization": {"stage": stage},
@@ -42,8 +45,10 @@ def configuration(stage: int, own_adam: bool, universal: bool = False) -> dict[s
         "steps_per_print": 10**9,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-2, "warmup_num_steps": 6}},
     }
-    if universal:
-        config |= {"checkpoint": {"load_universal": True}, "zero_allow_untested_optimizer": True}
+    if precision:
+        config[precision] = {"enabled": True, **({"initial_scale_power": 4} if precision == "fp16" else {})}
+    if deepspeed:
+        config |= {"checkpoint": {"load_universal": universal}, "zero_allow_untested_optimizer": True}
     if own_adam:
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
     return config
@@ -76,10 +81,11 @@ def work(rank: int, port: int, job: dict[str, Any]) -> None:
         tool.init_distributed(dist_backend="gloo", verbose=False)
     else:
         tool = hf_zero
-    engine = tool.initialize(model=model, config=configuration(job["stage"], own, deepspeed), **source)[0]
+    config = configuration(job["stage"], own, job.get("precision", ""), deepspeed, job.get("universal", True))
+    engine = tool.initialize(model=model, config=config, **source)[0]
     if "load" in job:
         assert engine.load_checkpoint(job["load"])[0] is not None
-        if deepspeed and job["stage"] == 3:  # as `hf-zero convert to-universal` says
+        if deepspeed and job["stage"] == 3 and job.get("universal", True):  # as `hf-zero convert to-universal` says
             for state in engine.optimizer.optimizer.state.values():
                 state["step"] = state["step"].clone()
     losses = train(engine, job["first"], job["middle"])
@@ -119,9 +125,29 @@ def there_and_back(stage: int, other_stage: int, own_adam: bool, folder: Path) -
     return max(abs(one - other) for one, other in zip(there + back, wanted[FIRST:], strict=True))
 
 
+def there(stage: int, other_stage: int, own_adam: bool, precision: str, folder: Path) -> float:
+    """The greatest difference of a loss, through DeepSpeed's own files."""
+    common = {"own_adam": own_adam, "precision": precision}
+    wanted = run(tool="hf_zero", stage=stage, first=0, middle=FIRST, last=SECOND, save=str(folder / "a"), **common)
+    to_deepspeed(folder / "a", folder / "b", stage=other_stage)
+    part = {"tool": "deepspeed", "stage": other_stage, "first": FIRST, "middle": SECOND, "last": SECOND}
+    found = run(load=str(folder / "b"), save=str(folder / "c"), universal=False, **part, **common)
+    assert max(wanted) - min(wanted) > 1e-2, "vacuous: nothing was trained"
+    return max(abs(one - other) for one, other in zip(found, wanted[FIRST:], strict=True))
+
+
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     worst = 0.0
+    own_files = [(1, 1, False, ""), (2, 2, False, ""), (3, 3, False, ""), (3, 3, True, ""), (0, 1, True, "")]
+    own_files += [(2, 3, True, ""), (3, 2, False, ""), (2, 2, False, "bf16"), (3, 3, False, "bf16")]
+    own_files += [(2, 2, False, "fp16")]
+    for stage, other_stage, own_adam, precision in own_files:
+        with tempfile.TemporaryDirectory() as folder:
+            found = there(stage, other_stage, own_adam, precision, Path(folder))
+        kind = f"{'its own' if own_adam else 'torch'} AdamW, {precision or 'fp32'}"
+        print(f"hf_zero stage {stage} -> DeepSpeed's files, stage {other_stage} ({kind}): {found:.1e}", flush=True)
+        worst = max(worst, found if not precision else found * TOLERANCE / HALF_TOLERANCE)
     cases = [(2, 1, False), (2, 2, False), (2, 3, True), (3, 1, True), (3, 2, False), (3, 3, False)]
     for stage, other_stage, own_adam in cases:
         with tempfile.TemporaryDirectory() as folder:

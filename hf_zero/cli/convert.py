@@ -19,6 +19,7 @@ SUMMARY = "turn a checkpoint or configuration of another tool into one of hf_zer
 EXAMPLES = """
 hf-zero convert from-deepspeed outputs/checkpoint-500 converted
 hf-zero convert from-deepspeed deepspeed_checkpoints converted --tag global_step500
+hf-zero convert to-deepspeed checkpoints/global_step100 for-deepspeed --stage 3 --world-size 8
 hf-zero convert from-universal deepspeed_checkpoints converted
 hf-zero convert to-universal checkpoints/global_step100 for-deepspeed
 hf-zero convert from-dcp fsdp-checkpoint checkpoints/converted
@@ -68,13 +69,18 @@ def _from_universal(args: argparse.Namespace) -> None:
     _report(from_universal(args.source, args.target, args.tag), args.target)
 
 
+def _to_deepspeed(args: argparse.Namespace) -> None:
+    from conversion.to_deepspeed import to_deepspeed
+
+    written = to_deepspeed(args.source, args.target, stage=args.stage, world_size=args.world_size)
+    print("\n".join([*written.remarks, f"{args.source} -> {written.folder} ({written.how})"]))
+
+
 def _to_universal(args: argparse.Namespace) -> None:
     from conversion.universal import to_universal
 
     written = to_universal(args.source, args.target)
-    for remark in written.remarks:
-        print(remark)
-    print(f'{args.source} -> {written.folder} (load it with "checkpoint": {{"load_universal": true}})')
+    print("\n".join([*written.remarks, f"{args.source} -> {written.folder} ({written.how})"]))
 
 
 def _from_hf(args: argparse.Namespace) -> None:
@@ -130,6 +136,15 @@ CONVERSIONS = (
         "write a ZeRO checkpoint of DeepSpeed, stages 1 to 3, as one of hf_zero",
         _from_deepspeed,
         {"--tag": _TAG},
+    ),
+    Conversion(
+        "to-deepspeed",
+        "write a checkpoint of hf_zero as a ZeRO checkpoint of DeepSpeed",
+        _to_deepspeed,
+        {
+            "--stage": {"type": int, "choices": (1, 2, 3), "help": "of the run that loads it [that of SRC, or 1]"},
+            "--world-size": {"type": int, "metavar": "N", "help": "ranks of that run [those of the run of SRC]"},
+        },
     ),
     Conversion(
         "from-universal",
