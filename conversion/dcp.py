@@ -20,6 +20,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import gt
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from conversion.target import ConvertedParam, ConvertedRun, new_folder, write_checkpoint
-from hf_zero.checkpoint.consolidate import WEIGHT_KINDS
+from hf_zero.checkpoint.consolidate import MOST_NUMEL, WEIGHT_KINDS
 from hf_zero.checkpoint.frozen_digests import partial_digest
 from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, STATE_MARK
@@ -266,17 +267,24 @@ def _converted(source: _Source, name: str, run: _Run, trainable: bool, odd: dict
             if not isinstance(value, bool | int | float):
                 raise CheckpointError(f"{source.folder}: optimizer state {key} is a {type(value).__name__}, no number")
             scalars[f"{kind}@python"] = value
+            _check_step(source, key, value)
         elif tuple(source.tensor(key).size) == shape and shape:
             tensors[kind] = source.chunked(key)
         elif math.prod(source.tensor(key).size) == 1:
             one = source.read(key)
             usual = one.dim() == 0 and one.dtype == torch.float32
             scalars[kind if usual else f"{kind}@{dtype_name(one.dtype)}{list(one.shape)}"] = one.item()
+            _check_step(source, key, one.item())
         else:
             odd[f"{name}{STATE_MARK}{kind}"] = source.read(key)
     if not math.prod(shape):
         tensors = {}
     return ConvertedParam(name, shape, info.properties.dtype, trainable, tensors, scalars)
+
+
+def _check_step(source: _Source, key: str, value: Scalar) -> None:
+    if key.endswith(".step") and not 0 <= value < 2**53:
+        raise CheckpointError(f"{source.folder}: {key} is {value}: expected a count. Copy the files again.")
 
 
 @dataclass
@@ -296,6 +304,8 @@ class _Run:
             part, _, rest = rest.partition(".")
             if part == "param_groups" and nested:
                 number, _, kind = rest.partition(".")
+                if not re.fullmatch(r"\d{1,9}", number, re.ASCII):
+                    raise CheckpointError(f"{source.folder}: {key} is of no parameter group with a number.")
                 values.setdefault(number, {})[kind] = _group_value(source, key)
                 continue
             name = _owner(source, rest)
@@ -305,7 +315,7 @@ class _Run:
             elif part == "param_groups":
                 values.setdefault(name, {})[kind] = _group_value(source, key)
         if nested:
-            run._take_groups([values[number] for number in sorted(values, key=int)])
+            run._take_groups(source, [values[number] for number in sorted(values, key=int)])
             values = {}
         for name, group in values.items():
             if group not in run.groups:
@@ -318,8 +328,11 @@ class _Run:
             )
         return run
 
-    def _take_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def _take_groups(self, source: _Source, groups: Sequence[Mapping[str, Any]]) -> None:
         for number, group in enumerate(groups):
+            names = group.get("params")
+            if not isinstance(names, list) or not {name for name in names if isinstance(name, str)} <= {*source.model}:
+                raise CheckpointError(f"{source.folder}: parameter group {number} names no parameters under 'model'.")
             self.groups.append({key: plain(value) for key, value in group.items() if key != "params"})
             self.group_of.update(dict.fromkeys(group["params"], number))
 
@@ -337,7 +350,22 @@ class _Run:
                 "convert a checkpoint without its optimizer, and start it anew."
             )
         extra: dict[str, Any] = {GROUP_OF: self.group_of} if len(self.groups) > 1 else {}
-        return {"optimizer": classes.pop(), **extra} if classes else extra
+        if not classes:
+            return extra
+        name = cast(str, classes.pop())
+        known = {key for group in self.groups for key in group} & {*_options_of(name)}
+        for number, group in enumerate(self.groups):
+            if lacking := sorted(known - {*group}):
+                raise CheckpointError(
+                    f"{source.folder}: parameter group {number} lacks {', '.join(lacking)}, which other groups of its "
+                    f"optimizer have: {_METADATA} is damaged, copy it again."
+                )
+        return {"optimizer": name, **extra}
+
+
+def _options_of(optimizer: str) -> dict[str, Any]:
+    """The hyperparameters of an optimizer of torch."""
+    return cast(dict[str, Any], _DEFAULTS[optimizer]([torch.zeros(1)], lr=1e-3).defaults)
 
 
 def _group_value(source: _Source, key: str) -> Any:
@@ -517,6 +545,50 @@ def _read_metadata(path: Path) -> metadata.Metadata:
             f"cannot read {path}: {error}. Nothing of it was executed; copy it again, or save it with torch's own "
             "writer."
         ) from error
-    if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
-        raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint: copy it again.")
-    return found
+    if problem := _why_unsound(found):
+        raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint ({problem}): copy it again.")
+    return cast(metadata.Metadata, found)
+
+
+def _why_unsound(found: Any) -> str:
+    """Why the metadata are none that DCP can have written: a pickle has no checksum, and a flipped bit in it may leave
+    anything of the allowed types anywhere. Empty where they are sound."""
+    entries, places = (getattr(found, name, None) for name in ("state_dict_metadata", "storage_data"))
+    if not (isinstance(found, metadata.Metadata) and isinstance(entries, dict) and isinstance(places, dict)):
+        return "it has no tables of tensors and of places"
+    for key, info in entries.items():
+        if not isinstance(key, str) or not _is_entry(info):
+            return f"the entry of {key!r}"
+    for index, place in places.items():
+        sound = isinstance(index, metadata.MetadataIndex) and getattr(index, "fqn", None) in entries
+        sound = sound and isinstance(place, filesystem._StorageInfo)
+        sound = sound and isinstance(getattr(place, "relative_path", None), str)
+        if not sound or not all(_is_count(getattr(place, name, None)) for name in ("offset", "length")):
+            return f"the place of {index!r}"
+    return ""
+
+
+def _is_entry(info: Any) -> bool:
+    if isinstance(info, metadata.BytesStorageMetadata):
+        return True
+    size, properties, chunks = (getattr(info, name, None) for name in ("size", "properties", "chunks"))
+    if not isinstance(info, metadata.TensorStorageMetadata) or not isinstance(size, torch.Size) or not _is_size(size):
+        return False
+    if not isinstance(getattr(properties, "dtype", None), torch.dtype) or not isinstance(chunks, list):
+        return False
+    for chunk in chunks:
+        offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+        if not (_is_size(offsets) and _is_size(sizes)):
+            return False
+        ends = [start + count for start, count in zip(cast(Any, offsets), cast(Any, sizes), strict=False)]
+        if {len(cast(Any, offsets)), len(cast(Any, sizes)), len(ends)} != {len(size)} or any(map(gt, ends, size)):
+            return False
+    return math.prod(size) < MOST_NUMEL
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, torch.Size) and all(_is_count(one) for one in value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST_NUMEL

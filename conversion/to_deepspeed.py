@@ -27,7 +27,8 @@ _SUB_GROUP = 10**9  # DeepSpeed's default of sub_group_size
 _ALIGN = 2  # a flat group of stages 1 and 2 is aligned to so many elements of each rank
 _ORDER = (
     "DeepSpeed knows parameters by their place: give it each parameter group in the order of "
-    "model.named_parameters(), and leave sub_group_size, parameter_alignment and round_robin_gradients at their defaults"
+    "model.named_parameters(), and leave sub_group_size, parameter_alignment and round_robin_gradients at their "
+    "defaults"
 )
 
 
@@ -134,9 +135,10 @@ def to_deepspeed(
 def _write(reader: CheckpointReader, run: Run, target: _Target, folder: Path) -> None:
     numels = {info.name: math.prod(info.shape) for info in reader.manifest.params}
     groups = target.groups(run, numels)
-    own = {"ds_config": {"zero_optimization": {"stage": target.stage}}, "ds_version": WRITTEN_FOR}
+    config = {"zero_optimization": {"stage": target.stage}}
+    own = {"ds_config": config, "ds_version": WRITTEN_FOR}
     prefix = "bf16_" if any(info.dtype == "bfloat16" for info in reader.manifest.params) else ""
-    model = _model_state(reader, run, target, groups) | {"ds_config": own["ds_config"] | _scheduler(reader, run)}
+    model = _model_state(reader, run, target, groups) | {"ds_config": config | _scheduler(reader, run)}
     for rank in range(target.world_size):
         if target.stage == 3:
             part = _module_of_stage_3(reader, run, target, rank)
@@ -232,8 +234,13 @@ def _loss_scale(reader: CheckpointReader) -> dict[str, Any]:
             cur_scale=_scale(reader),
             dynamic=True,
             **{"cur_iter": 0, "last_overflow_iter": -1, "cur_hysteresis": 2, **known},
-            scale_factor=2.0, scale_window=1000, min_scale=1, delayed_shift=2,
-            consecutive_hysteresis=False, raise_error_at_min_scale=True, dtype=torch.float16,
+            scale_factor=2.0,
+            scale_window=1000,
+            min_scale=1,
+            delayed_shift=2,
+            consecutive_hysteresis=False,
+            raise_error_at_min_scale=True,
+            dtype=torch.float16,
         )
     return {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
 
@@ -281,9 +288,7 @@ def _module_of_stage_3(reader: CheckpointReader, run: Run, target: _Target, rank
     return part if rank == 0 else part | {"shared_params": {}}
 
 
-def _fragments(
-    reader: CheckpointReader, run: Run, target: _Target, rank: int
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _fragments(reader: CheckpointReader, run: Run, target: _Target, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
     for name in run.frozen(reader):
         numel = math.prod(reader.shape(name))
         [place], size = target.places({name: numel}, rank)

@@ -24,6 +24,8 @@ import mmap
 import os
 import re
 import shutil
+import signal
+import socket
 import sys
 import threading
 import time
@@ -160,8 +162,8 @@ def decode_manifest(data: bytes) -> dict[str, Any]:
         ValueError: They are none that this version understands. The text is what follows the name of the file.
     """
     try:
-        manifest = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        manifest = parse_json(data)
+    except ValueError as error:
         raise ValueError(f"is damaged: {error}") from error
     expect(isinstance(manifest, dict), "is damaged: it is not a JSON object")
     version = manifest.get("format_version")
@@ -177,6 +179,14 @@ def decode_manifest(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"contradicts itself: {error}") from error
     return dict(manifest)
+
+
+def parse_json(data: bytes | bytearray | str) -> Any:
+    """What JSON says. Raises ValueError, also where it is nested deeper than any file of a model is."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def content_crc32(manifest: Mapping[str, Any]) -> int:
@@ -393,7 +403,12 @@ def plan_tensors(manifest: Mapping[str, Any], options: Options) -> list[Tensor]:
 
 
 def renamed(tensors: list[Tensor], names: Mapping[str, str]) -> list[Tensor]:
-    """The same tensors under other names. Raises ConsolidateError where two get the same one."""
+    """The same tensors under other names. Raises ConsolidateError where two get the same one, or no name is meant."""
+    if names and not any(tensor.name in names for tensor in tensors):
+        raise ConsolidateError(
+            f"--names: none of its {len(names)} names ({next(iter(names))}, ...) is in the checkpoint, where they are "
+            f"as {tensors[0].name}. Is it the file of another checkpoint, or are names and their new ones swapped?"
+        )
     result = [replace(tensor, name=names.get(tensor.name, tensor.name)) for tensor in tensors]
     origin: dict[str, str] = {}
     for before, after in zip(tensors, result, strict=True):
@@ -406,7 +421,7 @@ def renamed(tensors: list[Tensor], names: Mapping[str, str]) -> list[Tensor]:
 def read_names(path: Path) -> dict[str, str]:
     """A file for --names: a JSON object, name in the checkpoint -> name to write."""
     try:
-        names = json.loads(path.read_bytes())
+        names = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConsolidateError(f"--names: {path} cannot be read as JSON: {error}") from error
     if not is_map(names, is_name):
@@ -869,7 +884,7 @@ class SafetensorsFile:
         unchanged = crc32 in (None, zlib.crc32(text, zlib.crc32(length)))
         expect(unchanged, "its header has a wrong checksum, so it has changed")
         try:
-            header = json.loads(text)
+            header = parse_json(text)
             metadata = header.get("__metadata__", {}) if isinstance(header, dict) else {}
             tensors = check_header(header, begin, size, marks or {})
             return tensors if crc32 is None else with_checksums(tensors, metadata.get("crc32"), begin)
@@ -1254,9 +1269,9 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_bytes())
         expect(isinstance(config, dict), "it is no JSON object")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConsolidateError(f"{path} is damaged: {error}. Put the model's own in its place") from error
     return dict(config)
 
@@ -1278,19 +1293,77 @@ def copy_model_files(folder: Path, target: Path, config: dict[str, Any] | None, 
 
 
 @contextmanager
-def published(out: Path) -> Iterator[Path]:
-    """A path beside `out`: what is there takes the name `out` on a clean exit, and is deleted on any other."""
-    temporary = out.with_name(f"{out.name}.partial-{os.getpid()}-{os.urandom(3).hex()}")
+def published(out: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A path beside `out`: what is there takes the name `out` on a clean exit, and is deleted on any other.
+
+    What processes of this host that were killed have left there is deleted, too. With `replace` there may be something
+    at `out`, which is deleted once it is replaced.
+    """
+    delete_left(out.parent, f"{out.name}.partial-")
+    temporary = out.with_name(f"{out.name}.partial-{owner()}")
+    old = temporary.with_name(f"{temporary.name}.replaced")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
+        if replace and out.exists():
+            os.replace(out, old)
         os.replace(temporary, out)
     except OSError as error:
+        if old.exists():
+            os.replace(old, out)
         raise ConsolidateError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        with suppress(OSError):
-            temporary.unlink()
+        delete(temporary)
+        delete(old)
+
+
+def delete(path: Path) -> None:
+    """Delete a file or folder, if it is there and can be."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
+
+
+def owner() -> str:
+    """For names of what is deleted at the end: which process has made it."""
+    return f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
+
+
+def delete_left(folder: Path, start: str) -> None:
+    """Delete what is in `folder` under names of `start` and an `owner` that has ended, on this host."""
+    if os.name == "nt" or not folder.is_dir():  # there os.kill ends the process
+        return
+    for path in (path for path in folder.iterdir() if path.name.startswith(start)):
+        match = re.match(r"(.+)-(\d+)-[0-9a-f]{6}(\.|$)", path.name.removeprefix(start))
+        if match and match[1] == socket.gethostname():
+            try:
+                os.kill(int(match[2]), 0)
+            except ProcessLookupError:
+                delete(path)
+            except (OSError, OverflowError):  # it is another user's
+                continue
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP end what stands inside by SystemExit, so that it cleans up. For the main thread."""
+
+    def leave(number: int, frame: Any) -> None:
+        for each in before:  # once: the end is under way
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) == signal.SIG_DFL}
+    if threading.current_thread() is not threading.main_thread():
+        before = {}
+    for number in before:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def counter(progress: Callable[[int, int], None] | None, total: int) -> Advance:
@@ -1313,17 +1386,20 @@ def consolidate(
     out: str | Path | None = None,
     options: Options = DEFAULTS,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    replace: bool = False,
 ) -> dict[str, Any]:
     """Write the weights of a checkpoint folder to `out`: a folder, or one file that ends in .safetensors or .bin.
 
-    Returns a summary fit for JSON. `progress` is called with the bytes done, and all bytes.
+    Returns a summary fit for JSON. `progress` is called with the bytes done, and all bytes. With `replace` there may
+    be something at `out`, which is replaced when the new output is complete.
 
     Raises:
         ConsolidateError: The checkpoint is not complete, `out` is in use, the disk is full; nothing is left of `out`.
     """
     folder = Path(folder)
     out = folder / "consolidated" if out is None else Path(out)
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    if not replace and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
         raise ConsolidateError(f"{out} exists already: choose another place, or delete it first")
     check_torch(out, options)
     manifest = read_manifest(folder)
@@ -1338,7 +1414,7 @@ def consolidate(
     written = [out.name]
     with (
         closing(RankFiles(folder, manifest, WRITTEN_KINDS, verify=options.verify)) as files,
-        published(out) as temporary,
+        published(out, replace=replace) as temporary,
     ):
         write = partial(write_file, files=files, tied=tied, advance=advance)
         if verified_before:
@@ -1382,7 +1458,8 @@ def consolidate_into(
     there = sorted(path.name for pattern in patterns for path in out.glob(pattern))
     if there:
         raise ConsolidateError(f"{out / there[0]} exists already: choose another place, or delete it first")
-    beside = out / f".weights-{os.urandom(3).hex()}"
+    delete_left(out, ".weights-")
+    beside = out / f".weights-{owner()}"
     try:
         summary = consolidate(folder, beside, options, progress)
         for path in beside.iterdir():
@@ -1473,7 +1550,8 @@ def main() -> int:
         options, write = (
             (deepspeeds_options(args), consolidate_into) if as_deepspeed else (options_of(args), consolidate)
         )
-        summary = write(meant(args.checkpoint, args.tag), args.out, options, progress_bar("consolidating"))
+        with signals_raise():
+            summary = write(meant(args.checkpoint, args.tag), args.out, options, progress_bar("consolidating"))
     except argparse.ArgumentError as error:
         parser.error(str(error))
     except (ConsolidateError, OSError) as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.atomic_files import written_atomically
+from hf_zero.checkpoint.consolidate import parse_json
 from hf_zero.checkpoint.manifest import ZERO_FOLDER
 from hf_zero.checkpoint.replaced_files import is_kept
 from hf_zero.errors import CheckpointError
@@ -63,11 +64,11 @@ def read_list(folder: str | Path) -> dict[str, Listed] | None:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     try:
-        files: dict[str, Any] = json.loads(data)["files"]
+        files: dict[str, Any] = parse_json(data)["files"]
         if data != _encoded(files):
             raise ValueError("its checksum is wrong")
         return {name: Listed(int(size), int(crc32)) for name, (size, crc32) in files.items() if _is_inside(name)}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 

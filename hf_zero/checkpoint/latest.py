@@ -7,6 +7,7 @@ newest checkpoint in it. A folder may also be a checkpoint itself, as those of t
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path, PurePath
 
 from hf_zero.checkpoint.consolidate import DEEPSPEEDS_NAME, foreign
@@ -57,9 +58,9 @@ def chosen(folder: str | Path | None, tag: str | int | None = None, latest: str 
         named = file.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {file}: {error}") from error
-    if not named or "\0" in named or not (folder / named).is_dir():
+    if not named or "\0" in named or not os.path.isdir(folder / named):
         raise CheckpointError(
-            f"{file} names {named!r}, but there is no such folder beside it: pass the tag of one that is there."
+            f"{file} names {named[:100]!r}, but there is no such folder beside it: pass the tag of one that is there."
             f"{offer(folder)}"
         )
     return folder / named

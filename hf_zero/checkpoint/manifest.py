@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint import consolidate
-from hf_zero.checkpoint.consolidate import ConsolidateError, check_sizes, content_crc32, decode_manifest, file_marks
+from hf_zero.checkpoint.consolidate import (
+    ConsolidateError,
+    RankFiles,
+    check_sizes,
+    content_crc32,
+    decode_manifest,
+    file_marks,
+)
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import UnitLayout
 
@@ -224,7 +231,7 @@ def check_files(folder: str | Path, manifest: Manifest) -> None:
 
 
 def newest_complete_checkpoint(parent: str | Path, exclude: str | Path | None = None) -> Path | None:
-    """The folder in `parent` whose checkpoint was committed last, among those with all files at their size."""
+    """The folder in `parent` whose checkpoint was committed last, among those with all files, whose headers fit."""
     excluded = None if exclude is None else Path(exclude).resolve()
     newest: tuple[float, Path] | None = None
     try:
@@ -237,7 +244,9 @@ def newest_complete_checkpoint(parent: str | Path, exclude: str | Path | None = 
         try:
             manifest = decode_manifest(manifest_path(child).read_bytes())
             if newest is None or manifest["saved_at"] > newest[0]:
-                check_sizes(child, {file["name"]: file["size"] for file in manifest["files"]})
+                with contextlib.closing(RankFiles(child, manifest)) as files:
+                    for rank in range(files.count):
+                        files.header(rank)
                 newest = (manifest["saved_at"], child)
         except (OSError, ValueError, ConsolidateError):
             continue

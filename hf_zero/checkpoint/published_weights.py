@@ -6,17 +6,16 @@ files have the length in their headers. So a file that was cut short is found wi
 
 from __future__ import annotations
 
-import json
 import zipfile
 import zlib
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
-from hf_zero.checkpoint.consolidate import SafetensorsFile
+from hf_zero.checkpoint.consolidate import SafetensorsFile, parse_json
 
 _LEGACY_PICKLE = b"\x80"  # how files of torch.save begin that are no archives
-# What the three formats raise; RuntimeError includes NotImplementedError and RecursionError.
+# What the three formats raise; RuntimeError includes NotImplementedError.
 _DAMAGE = (ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
@@ -45,7 +44,7 @@ def damaged_files(
 def _check(path: Path, quick: bool) -> None:
     """Raise OSError or one of _DAMAGE if the file cannot be read. Files of other formats pass."""
     if path.suffix == ".json":
-        json.loads(path.read_bytes())
+        parse_json(path.read_bytes())
     elif path.suffix == ".safetensors":
         with closing(SafetensorsFile(path)) as weights:
             weights.header()

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import secrets
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from hf_zero.checkpoint.consolidate import (
@@ -45,8 +41,9 @@ def run(args: argparse.Namespace) -> None:
     folder = chosen(args.checkpoint, args.tag)
     out: Path = args.out or folder / "consolidated"
     check_files(folder, read_manifest(folder))
-    with _set_aside(out, folder) if args.force and out.exists() else nullcontext():
-        summary = consolidate(folder, out, options, progress_bar("consolidating"))
+    if args.force and out.exists():
+        _check_replaceable(out, folder)
+    summary = consolidate(folder, out, options, progress_bar("consolidating"), replace=args.force)
     names = folder / ORIGINAL_NAMES
     if args.json:
         print(json.dumps(summary))
@@ -57,23 +54,6 @@ def run(args: argparse.Namespace) -> None:
         print(f"Names are those of a pipeline's layers: --names {names} gives the model's own.")
     if out.is_dir() and not (out / "config.json").exists():
         print(f"There is no config.json in {folder}: add the model's own to {out} before from_pretrained reads it.")
-
-
-@contextmanager
-def _set_aside(out: Path, folder: Path) -> Iterator[None]:
-    """Move what is at `out` away, and delete it once the block has put something new there; else move it back."""
-    _check_replaceable(out, folder)
-    old = out.with_name(f"{out.name}.replaced-{secrets.token_hex(3)}")
-    out.rename(old)
-    try:
-        yield
-    except BaseException:
-        old.rename(out)
-        raise
-    if old.is_dir():
-        shutil.rmtree(old)
-    else:
-        old.unlink()
 
 
 def _check_replaceable(out: Path, folder: Path) -> None:

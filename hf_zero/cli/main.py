@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from hf_zero.checkpoint.consolidate import CLEAR_LINE, ConsolidateError
+from hf_zero.checkpoint.consolidate import CLEAR_LINE, ConsolidateError, signals_raise
 from hf_zero.checkpoint.manifest import package_version
 from hf_zero.cli import bench, config, consolidate, convert, estimate, inspect, launch, profile, report
 from hf_zero.errors import ZeroError
@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. --help, --version and a parser's error leave by SystemExit."""
     args = _parse(sys.argv[1:] if argv is None else argv)
     try:
-        args.run(args)
+        with signals_raise():
+            args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output is gone (`hf-zero inspect x | head`): the flush at exit must not fail once more.

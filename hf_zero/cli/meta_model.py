@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 
+from hf_zero.checkpoint.consolidate import parse_json
 from hf_zero.errors import ConfigError
 
 DEFAULT_LENGTH = 1024
@@ -30,7 +30,7 @@ def read_config(path: Path) -> Any:
     if not file.is_file():
         raise ConfigError(f"{path} is no model folder: config.json is missing")
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = parse_json(file.read_bytes())
     except (ValueError, OSError) as error:
         raise ConfigError(f"{file} is no model configuration: {error}") from error
     kind = data.get("model_type") if isinstance(data, dict) else None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -161,6 +163,13 @@ def test_missing_manifest_offers_the_newest_whole_checkpoint(tmp_path: Path) -> 
         save(tmp_path / f"checkpoint-{step}", model, 2)
     manifest_path(tmp_path / "checkpoint-20").unlink()  # killed between the rank files and the manifest
     (zero_folder(tmp_path / "checkpoint-15") / "rank-00001.safetensors").unlink()
+    # Its files have their sizes, and no header.
+    shutil.copytree(tmp_path / "checkpoint-10", tmp_path / "checkpoint-12")
+    other = zero_folder(tmp_path / "checkpoint-12") / "rank-00001.safetensors"
+    other.write_bytes(b"\0" * other.stat().st_size)
+    changed = read_manifest(tmp_path / "checkpoint-10")
+    later = dataclasses.replace(changed, saved_at=changed.saved_at + 1e6)
+    manifest_path(tmp_path / "checkpoint-12").write_bytes(encode_manifest(later))
     with pytest.raises(CheckpointError, match=r"checkpoint-20/zero/manifest.json is missing.* is .*checkpoint-10\.$"):
         open_checkpoint(tmp_path / "checkpoint-20")
     with pytest.raises(CheckpointError, match=r"rank-00001.safetensors is missing .*checkpoint-10\.$"):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -240,3 +242,125 @@ def test_sizes_are_read_and_written() -> None:
     for count, text in texts.items():
         assert format_bytes(count) == text
     assert [plural(1, "file"), plural(2000, "file")] == ["1 file", "2,000 files"]
+
+
+# -------------------------------------------------------------------- files that are none
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+CONTENTS = {
+    "deep": DEEP.encode(),
+    "deep list": b"[" * 100_000 + b"]" * 100_000,
+    "empty": b"",
+    "NUL bytes": b"\0" * 64,
+    "no UTF-8": b'{"a": "\xff\xfe"}',
+    "a long number": b'{"a": ' + b"9" * 10_000 + b"}",
+    "a float out of range": b'{"a": 1e999}',
+    "no object": b"[1, 2]",
+    "a folder": None,
+}
+
+
+def put(path: Path, content: bytes | None) -> Path:
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_files_that_are_none_are_said_in_a_line(name: str, capsys: Capture, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    save(folder, make_model(), 1)
+    file = put(tmp_path / "file.json", CONTENTS[name])
+    yaml = put(tmp_path / "file.yaml", CONTENTS[name])
+    lines: list[list[object]] = [
+        ["consolidate", folder, tmp_path / "out", "--names", file],
+        ["estimate", file if name != "a folder" else tmp_path / "nowhere"],
+        ["config", "check", file],
+        ["convert", "config", file],
+        ["convert", "config", yaml],
+        ["convert", "from-hf", file, tmp_path / "out"],
+        ["convert", "from-deepspeed", file, tmp_path / "out"],
+        ["convert", "from-universal", file, tmp_path / "out"],
+        ["convert", "from-dcp", file, tmp_path / "out"],
+        ["inspect", file],
+    ]
+    for line in lines:
+        capsys.readouterr()
+        try:
+            status = main([str(argument) for argument in line])
+        except SystemExit as left:
+            status = left.code if isinstance(left.code, int) else 1
+        captured = capsys.readouterr()
+        assert status in (1, 2), (line, captured)
+        assert captured.err.startswith("hf-zero") or line[0] == "config", (line, captured)
+        assert "Traceback" not in captured.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_damage_of_the_files_of_a_checkpoint_is_said_in_a_line(name: str, capsys: Capture, tmp_path: Path) -> None:
+    """Of any of its files: of the manifest, a rank file, the configuration, and of `latest`."""
+    content = CONTENTS[name]
+    header = b"" if content is None else len(content).to_bytes(8, "little") + content + b"\0" * 8
+    for number, where in enumerate(("zero/manifest.json", "zero/rank-00000.safetensors", "config.json", "latest")):
+        folder = tmp_path / f"checkpoint-{number}"
+        save(folder, make_model(), 1)
+        path = folder / where
+        if path.exists():
+            path.unlink()
+        put(path, content if content is None or "rank" not in where else header)
+        if (where, name) in (("latest", "a folder"), ("config.json", "a float out of range")):
+            continue  # there is no such file then; Python's JSON has infinity
+        status, line = fails(capsys, "consolidate", folder, tmp_path / "out")
+        assert status == 1 and str(path) in line, (where, line[:300])
+        assert len(line) < 2000 and not (tmp_path / "out").exists()
+
+
+def test_names_of_another_checkpoint(capsys: Capture, tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint", make_model(), 1)
+    file = tmp_path / "names.json"
+    file.write_text('{"model.embed.weight": "0.weight"}')
+    status, line = fails(capsys, "consolidate", tmp_path / "checkpoint", tmp_path / "out", "--names", file)
+    assert status == 1 and "--names: none of its 1 names (model.embed.weight, ...) is in the checkpoint" in line
+    assert not (tmp_path / "out").exists()
+
+
+# -------------------------------------------------------------------- the end of a consolidate
+SLOWLY = """
+import sys, time
+import hf_zero.checkpoint.consolidate as script
+from hf_zero.cli.main import main
+write = script.write_file
+def slowly(path, *given, **more):
+    write(path, *given, **more)
+    print("written", flush=True)
+    time.sleep(60)
+script.write_file = slowly
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_signal_leaves_nothing_or_the_next_run_removes_it(
+    number: signal.Signals, force: bool, tmp_path: Path, capsys: Capture
+) -> None:
+    save(tmp_path / "checkpoint", make_model(), 1)
+    line = ["consolidate", str(tmp_path / "checkpoint"), str(tmp_path / "out"), *(["--force"] if force else [])]
+    if force:
+        assert main(line) == 0
+    before = sorted(path.name for path in tmp_path.iterdir())
+    job = subprocess.Popen([sys.executable, "-c", SLOWLY, *line], stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None and job.stdout.readline() == "written\n"
+    assert len([*tmp_path.iterdir()]) == len(before) + 1
+    began = time.monotonic()
+    job.send_signal(number)
+    status = job.wait(timeout=30)
+    assert status != 0 and time.monotonic() - began < 20
+    if number != signal.SIGKILL:
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert main(line) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "out"]
+    assert load_file(tmp_path / "out" / "model.safetensors")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -264,6 +266,70 @@ def test_an_optimizer_with_the_state_of_another_is_refused(tmp_path: Path) -> No
     assert optimizer_of(tmp_path / "sgd", torch.optim.SGD) == "SGD"
     with pytest.raises(CheckpointError, match="not that of Adam, AdamW or SGD of torch"):
         optimizer_of(tmp_path / "radam", torch.optim.RAdam)
+
+
+def test_flipped_bits_of_the_metadata(tmp_path: Path) -> None:
+    """A pickle has no checksums: what cannot be from DCP is named, and nothing ends in an error from the inside."""
+    run_ranks(fsdp_saves, 1, str(tmp_path / "plain"), True)
+    path = tmp_path / "plain" / ".metadata"
+    whole, chance = path.read_bytes(), random.Random(3)
+    from_dcp(tmp_path / "plain", tmp_path / "whole")
+    wanted = read_manifest(tmp_path / "whole")
+    refusals = 0
+    for position in chance.sample(range(len(whole)), 250):
+        data = bytearray(whole)
+        data[position] ^= 1 << chance.randrange(8)
+        path.write_bytes(data)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        try:
+            from_dcp(tmp_path / "plain", tmp_path / "out")
+        except CheckpointError:
+            refusals += 1
+            assert not (tmp_path / "out").exists()
+        else:
+            found = read_manifest(tmp_path / "out")
+            assert [{*group} for group in found.param_groups][:1] * len(found.param_groups) == [
+                {*group} for group in found.param_groups
+            ], position
+            assert len(found.params) == len(wanted.params), position
+    assert refusals > 100
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_group_that_lacks_what_others_have_is_refused(nested: bool, tmp_path: Path) -> None:
+    model = Net()
+    trained = [one for one in model.parameters() if one.requires_grad]
+    run = torch.optim.AdamW([{"params": trained[:1], "lr": 0.1}, {"params": trained[1:], "note": "mine"}], lr=0.2)
+    model(batch(0)[0]).sum().backward()
+    run.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=not nested)
+    weights, state = get_state_dict(model, run, options=options)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "whole", no_dist=True)
+    if not nested:  # what a user has added to one group is no hyperparameter, and the nested form would keep it
+        from_dcp(tmp_path / "whole", tmp_path / "fine")
+        assert len(read_manifest(tmp_path / "fine").param_groups) == 2
+    name = next(key for key in state if key.startswith("param_groups.") and key.endswith(".eps")) if not nested else ""
+    if nested:
+        del state["param_groups"][1]["eps"]
+    else:
+        del state[name]
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    refused(tmp_path / "plain", "lacks eps, which other groups of its optimizer have")
+
+
+@pytest.mark.parametrize(
+    ("optim", "said"),
+    [
+        ({"state.w.step": torch.tensor(math.nan), "param_groups.w.lr": 0.1, "param_groups.w.amsgrad": 0.0}, "a count"),
+        ({"param_groups.x.params": ["w"], "param_groups.0.params": ["w"]}, "no parameter group with a number"),
+        ({"param_groups.0.params": ["v"]}, "names no parameters under 'model'"),
+    ],
+)
+def test_steps_and_groups_that_are_none(optim: dict[str, Any], said: str, tmp_path: Path) -> None:
+    moments = {f"state.w.{kind}": torch.ones(2) for kind in ("exp_avg", "exp_avg_sq") if "state.w.step" in optim}
+    state = {"model": {"w": torch.ones(2)}, "optim": {**optim, **moments}}
+    dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
+    refused(tmp_path / "plain", said)
 
 
 def loads_another_model(folder: str) -> str:

@@ -100,7 +100,8 @@ def joined(layout: dict[str, Any], slot: list[Any], kind: str, dtype: str, files
         part = min(bucket, layout["padded_numel"] - start) // layout["world_size"]
         rank = (position - start) // part
         count = min(start + (rank + 1) * part, end) - position
-        parts.append(stored(*files[rank], f"{name}::{kind}", dtype)[used[rank] : used[rank] + count])
+        file = files[layout.get("first_rank", 0) + rank]
+        parts.append(stored(*file, f"{name}::{kind}", dtype)[used[rank] : used[rank] + count])
         used[rank] += count
         position += count
     return np.concatenate(parts).reshape(shape)
@@ -139,6 +140,34 @@ def test_a_checkpoint_is_read_by_the_text_alone(stage: int, tmp_path: Path) -> N
         np.testing.assert_allclose(found[key], value, rtol=1e-5, atol=1e-8, err_msg=key)
     assert manifest["scalars"]["up.weight"]["step"] == 3
     assert any(layout["padded_numel"] > layout["bucket_numel"] for layout in manifest["layouts"])
+
+
+def save_pipeline(folder: str) -> dict[str, Any]:
+    """Two stages; returns the weights of both."""
+    torch.manual_seed(2)
+    layers = [nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 2)]
+    wanted = {f"{n}.{name}": p.detach().numpy() for n, one in enumerate(layers) for name, p in one.named_parameters()}
+    module = hf_zero.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0}},
+        "train_micro_batch_size_per_gpu": 2,
+        "pipeline": {"stages": 2},
+    }
+    engine = hf_zero.initialize(model=module, config=config)[0]
+    engine.train_batch(iter([(torch.ones(2, 5), torch.ones(2, 2))]))
+    engine.save_checkpoint(folder, "here")
+    return wanted
+
+
+def test_a_pipeline_is_read_by_the_text_alone(tmp_path: Path) -> None:
+    wanted = run_ranks(save_pipeline, 2, str(tmp_path))[0]
+    manifest, found = read_checkpoint(tmp_path / "here")
+    assert manifest["format_version"] == 3 and {one.get("first_rank", 0) for one in manifest["layouts"]} == {0, 1}
+    assert {layout["world_size"] for layout in manifest["layouts"]} == {1} and manifest["world_size"] == 2
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[f"{name}::master"], value)
+    text = (Path(__file__).resolve().parents[2] / "conversion" / "README.md").read_text("ascii")
+    assert [name for layout in manifest["layouts"] for name in layout if f"`{name}`" not in text] == []
 
 
 def test_the_text_names_every_field(tmp_path: Path) -> None:

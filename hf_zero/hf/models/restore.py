@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_zero.checkpoint.consolidate import parse_json
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import CheckpointError
 from hf_zero.hf.models.name_matching import match_stored
@@ -153,7 +153,11 @@ def _weight_files(folder: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         raise CheckpointError(f"{folder} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}.")
-    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    try:
+        names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"cannot read {index}: it is not as save_pretrained writes it") from error
+    return [folder / name for name in names]
 
 
 def _adapters(
