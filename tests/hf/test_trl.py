@@ -17,6 +17,7 @@ RUNS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dpo, reference follows": (trl_runs.dpo, ("mixed",)),
     "dpo, loaded reference": (trl_runs.dpo, ("path",)),
     "dpo, adapters turned off": (trl_runs.dpo, ("lora",)),
+    "dpo, precomputed reference": (trl_runs.dpo, ("precomputed",)),
     "reward": (trl_runs.reward, ()),
     "grpo": (trl_runs.grpo, (0.0,)),
     "grpo with a reference": (trl_runs.grpo, (0.2,)),

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 import transformers
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
+from trl.trainer.utils import hash_module
 
 import hf_zero
 from tests.hf.runs import VOCAB, Outcome, arguments, build, outcome, zero_config
@@ -78,9 +79,10 @@ def preferences(count: int = 24) -> Dataset:
 
 
 def base(folder: str) -> str:
-    """Where a model is saved for TRL to load its reference from."""
+    """Where a model is saved for TRL to load its reference from, and a dataset with files that ranks can share."""
     path = folder + "/base"
     build().save_pretrained(path)
+    preferences().save_to_disk(path + "_data")
     return path
 
 
@@ -94,21 +96,27 @@ def of_base(kind: type[LlamaForCausalLM], path: str) -> LlamaForCausalLM:
 
 # -------------------------------------------------------------------- preference training
 def dpo(stage: int | None, folder: str, path: str, reference: str, **more: Any) -> Outcome:
-    """`reference`: "model" (handed over), "mixed" (moved towards the policy), "path" (TRL loads it), "lora" (none)."""
+    """`reference`: "model" (handed over), "mixed" (moved towards the policy), "path" (TRL loads it), "lora" (none),
+    "precomputed" (by a policy that was loaded in shards)."""
     with zero(stage):
+        policy = LlamaForCausalLM.from_pretrained(path) if reference == "precomputed" else None
+        if policy is not None:
+            more = {"precompute_ref_log_probs": True}
         if reference == "mixed":
             more = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "max_steps": 5}
         args = DPOConfig(**settings(folder, stage, max_length=32, **more))
         torch.manual_seed(3)
         trainer = DPOTrainer(
-            model=of_base(LlamaForCausalLM, path) if reference == "path" else build(),
+            model=policy or (of_base(LlamaForCausalLM, path) if reference == "path" else build()),
             ref_model=build(seed=1) if reference in ("model", "mixed") else None,
             args=args,
-            train_dataset=preferences(),
+            train_dataset=preferences() if policy is None else load_from_disk(path + "_data"),
             processing_class=tokenizer(),
             peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA) if reference == "lora" else None,
         )
-        if reference != "lora" and stage is not None:
+        if policy is not None:
+            assert trainer._precompute_model_hash == hash_module(build()), "the hash is not that of the full model"
+        elif reference != "lora" and stage is not None:
             engine = hf_zero.engine_of(trainer.ref_model)
             assert (engine is not None and engine.is_sharded) == (stage == 3)
         trainer.train()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,8 @@ from hf_zero.hf.patching import replace_method
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.unit import ShardUnit
 
+logger = logging.getLogger(__name__)
+
 _RESIZE = "resize_token_embeddings"
 
 
@@ -27,6 +31,25 @@ def install_on_model(engine: ZeroEngine) -> None:
     engine.install(install_peft)
     if engine.is_sharded:
         engine.install(_install)
+        if engine.trains and engine.run_comm.rank == 0:
+            for line in layerdrop_lines(engine.module):
+                logger.warning(line)
+
+
+def layerdrop_lines(model: nn.Module) -> list[str]:
+    """What becomes of LayerDrop in a sharded model, of which transformers leaves layers out, or does not."""
+    lines = []
+    for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        in_step = "is_fsdp_managed_module" in vars(sys.modules[type(module).__module__])
+        for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+            if (rate := getattr(module.config, name, None)) and isinstance(module.base_model, type(module)):
+                effect = (
+                    "has no effect at stage 3: transformers runs every layer where parameters are sharded"
+                    if in_step
+                    else "ends in a DivergenceError at stage 3 when ranks leave out different layers"
+                )
+                lines.append(f"{type(module).__name__}: {name}={rate} {effect}. Set it to 0, or use stage 2.")
+    return lines
 
 
 def _install(engine: ZeroEngine) -> None:

@@ -49,6 +49,7 @@ from hf_zero.hf.trainer.resume import (
     rng_state_file,
     write_scheduler,
 )
+from hf_zero.hf.trainer.trl_hash import hash_over_shards
 from hf_zero.native.checksum import crc32_of_bytes
 from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.deepspeed import choose_scheduler
@@ -106,6 +107,7 @@ def create_accelerator(self: Any, orig: Original) -> None:
     with ACTIVATION.held_back():
         orig()
     ZeroPlugin(config, args=self.args).attach(self.accelerator)
+    hash_over_shards()
 
 
 @_in_place_of("_move_model_to_device", "model", "device", needs=_plugin)
