@@ -28,6 +28,7 @@ from hf_zero.launcher.node import free_port
 
 _PACKAGE = Path(hf_zero.__file__).parent
 _ENDS = ("group_work.py:HostWork.__init__", "group_work.py:HostWork.wait", ":GradAccumulator.take")
+_AROUND_BACKWARD = "_watched_backward"  # all that autograd calls is called below it
 _CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0},
@@ -59,6 +60,8 @@ def calls_of_hf_zero() -> Iterator[list[list[str]]]:
         nonlocal depth
         path = Path(frame.f_code.co_filename)
         if event not in ("call", "return") or not path.is_relative_to(_PACKAGE):
+            return
+        if frame.f_code.co_name == _AROUND_BACKWARD:
             return
         if event == "return":
             depth -= 1

@@ -62,11 +62,7 @@ class ShardedConstruction:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Shard what is finished inside the block.
-
-        Raises:
-            StateError: A constructor wrote to parameters of a module that had been finished.
-        """
+        """Shard what is finished inside the block."""
         handles = [
             torch_hooks.register_module_module_registration_hook(self._module_registered),
             torch_hooks.register_module_parameter_registration_hook(self._parameter_registered),
@@ -74,14 +70,6 @@ class ShardedConstruction:
         token = _OPEN.set(self)
         try:
             yield
-        except RuntimeError as error:
-            if "single memory location" not in str(error):
-                raise
-            raise StateError(
-                f"rank {self._comm.run_rank}: a constructor initialised parameters below its own children, which are "
-                "in shards by then.\nInitialise parameters in the constructor of their module or of its parent, or "
-                "inside `with hf_zero.gathered_params(child, write_rank=0):`."
-            ) from error
         finally:
             _OPEN.reset(token)
             for handle in handles:
@@ -112,7 +100,17 @@ class ShardedConstruction:
         label = f"{type(module).__name__} {next(self._numbers)}"
         unit = ShardUnit(label, UnitKind.LAYER, module, [self._flat(label, *item) for item in groups.items()])
         unit.reshard()
+        for flat in unit.flats:
+            flat.watch_values(self._refuse)
         self._index.add(unit)
+
+    def _refuse(self, param: nn.Parameter, writes: bool) -> bool:
+        """A constructor reads or writes parameters of a module that has been finished."""
+        raise StateError(
+            f"rank {self._comm.run_rank}: a constructor initialised or read parameters below its own children, which "
+            "are in shards by then.\nInitialise parameters in the constructor of their module or of its parent, or "
+            "inside `with hf_zero.gathered_params(child, write_rank=0):`."
+        )
 
     def _flat(self, name: str, dtype: torch.dtype, params: dict[str, nn.Parameter]) -> FlatParam:
         kind = str(dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
 """What all ranks agree on between the last backward of an accumulation window and the optimizer step.
 
 One all-reduce of step statistics carries it: which gradient accumulators have late gradients on some rank, which
-parameters had a gradient on any rank, the squared norm, whether the ranks used their units in the same order, whether
-their param groups are the same, and whether a rank wrote to parameters while they were sharded.
+parameters had a gradient on any rank, the squared norm, whether the ranks used their units in the same order, and
+whether their param groups are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from hf_zero.optim.hyperparameters import groups_digest, refuse_different
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unshard import OnDemandParams
-from hf_zero.sharding.flat_param import FlatParam, lost_writes
 
 ParamGroups = Sequence[Mapping[str, Any]]
 
@@ -45,8 +44,7 @@ def settle_step(
 ) -> StepFacts:
     """Bring every gradient of the accumulation window into the shards and hold the ballot. All ranks must call.
 
-    A second ballot is needed only where some rank had gradients that came after the reduce of their unit. Raises
-    StateError, on all ranks, where one of them wrote to parameters while they were sharded.
+    A second ballot is needed only where some rank had gradients that came after the reduce of their unit.
 
     Args:
         closes: A step follows. Then StateError is raised, on all ranks, for param groups whose numbers differ between
@@ -60,9 +58,6 @@ def settle_step(
     if any(facts.rests):
         reducer.reduce_rests(facts.rests)
         facts = _vote(reducer, comm, params, param_groups, purpose)
-    if facts.writes_were_lost:
-        mine = [name for flat in params.flats for name in flat.take_lost_writes()]
-        raise lost_writes(dict(enumerate(comm.all_gather_object(mine, "lost writes"))))
     if not facts.same_changes:
         raise reducer.shown.unequal(comm.all_gather_object(reducer.shown.changes, "changes of gradients"))
     for order, agreed in zip(params.orders.values(), facts.agreed, strict=True):
@@ -94,7 +89,6 @@ def _refuse_unused(accumulators: Sequence[GradAccumulator], has_grad: Sequence[S
 @dataclass(frozen=True)
 class _Outcome:
     norm_sq: float
-    writes_were_lost: bool
     agreed: list[bool]  # per order
     same_numbers: bool  # in the param groups
     same_changes: bool  # of gradients by hand
@@ -105,23 +99,22 @@ class _Outcome:
 def _vote(
     reducer: GradReducer, comm: Comm, params: OnDemandParams, param_groups: ParamGroups, purpose: str
 ) -> _Outcome:
-    *norms, untouched = _on_host([*map(_norms_of_parts, reducer.accumulators), _untouched(params.flats, comm)])
+    norms = _on_host([*map(_norms_of_parts, reducer.accumulators)])
     norm_sq = local_norm_sq(reducer.accumulators, norms, comm)
     orders = params.orders.values()
     digests = [*(order.digest() for order in orders), groups_digest(param_groups), reducer.shown.digest(norm_sq)]
     numbers = [len(acc.flat.params) for acc in reducer.accumulators]
-    ballot = [0.0, float(not untouched.all()), *digests, *(float(acc.has_rest) for acc in reducer.accumulators)]
+    ballot = [0.0, *digests, *(float(acc.has_rest) for acc in reducer.accumulators)]
     for acc, number in zip(reducer.accumulators, numbers, strict=True):
         ballot += [float(index in acc.seen) for index in range(number)]
     values = torch.tensor(ballot, dtype=torch.float64, device="cpu")
     values[0] = norm_sq
     by_rank = comm.vote(values, purpose)
-    norms, lost, equal, rests, seen = by_rank.split([1, 1, len(digests), len(numbers), sum(numbers)], dim=1)
+    squares, equal, rests, seen = by_rank.split([1, len(digests), len(numbers), sum(numbers)], dim=1)
     *agreed, same_numbers, same_changes = (equal == equal[0]).all(0).tolist()
     there = iter(seen.any(0).tolist())
     return _Outcome(
-        norm_sq=float(norms.sum()),
-        writes_were_lost=bool(lost.any()),
+        norm_sq=float(squares.sum()),
         agreed=agreed,
         same_numbers=same_numbers,
         same_changes=same_changes,
@@ -148,19 +141,6 @@ def _norms_of_parts(acc: GradAccumulator) -> torch.Tensor:
     if norms.device.type != "cpu" and not acc.flat.placement.native:
         acc.join_copies()  # the host may update right after the ballot, which waits for these
     return norms
-
-
-def _untouched(flats: Sequence[FlatParam], comm: Comm) -> torch.Tensor:
-    """1-D: a number for each type of parameters, 0 where somebody wrote to a placeholder. See [Note: Lost writes].
-
-    Empty where the host computes: there every gather has looked.
-    """
-    if comm.computes_on_host or not flats:
-        return torch.empty(0, device="cpu")
-    values: dict[torch.dtype, list[torch.Tensor]] = {}
-    for flat in flats:
-        values.setdefault(flat.dtype, []).append(flat.placeholder_values)
-    return torch.stack([torch.isnan(torch.cat(alike)).all() for alike in values.values()]).to(torch.float32)
 
 
 def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

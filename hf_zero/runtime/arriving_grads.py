@@ -51,7 +51,6 @@ class ArrivingGrads:
     """
 
     def __init__(self, params: Sequence[nn.Parameter], take: Callable[[Mapping[int, torch.Tensor]], None]) -> None:
-        self._params = params
         self._number = len(params)
         self._take = take
         self._numels = [param.numel() for param in params]
@@ -59,8 +58,6 @@ class ArrivingGrads:
         self._arrived: set[int] = set()  # of this backward, without what waits
         self._most = min(self._number, MAX_WAITING)  # that may wait
         self.before_wait: Callable[[], None] = do_nothing  # called when a gradient comes and none waits
-        # With `params` and what waits.
-        self.before_take: Callable[[Sequence[nn.Parameter], Mapping[int, torch.Tensor]], None] = do_nothing
         self.on_complete: Callable[[], None] = do_nothing  # when the last one has come
 
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -104,7 +101,6 @@ class ArrivingGrads:
         waiting = self._waiting
         if not waiting:
             return
-        self.before_take(self._params, waiting)
         self._take(waiting)
         self._arrived.update(waiting)
         waiting.clear()

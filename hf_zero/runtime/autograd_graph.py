@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,15 +20,21 @@ from hf_zero.sharding.unit import ShardUnit
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
-def nodes_since(first: int, roots: Iterable[Any]) -> Iterator[Any]:
-    """The nodes that lead to `roots` (nodes too) and were made from number `first` on, each once."""
+def nodes_since(first: int, roots: Iterable[Any], up_to: Collection[int] = ()) -> Iterator[Any]:
+    """The nodes that lead to `roots` (nodes too) and were made from number `first` on, each once.
+
+    Nothing that leads to one of `up_to` only.
+    """
     left = [root for root in roots if root is not None]
     seen = set(left)
     while left:
         node = left.pop()
-        if node._sequence_nr() < first:
+        number = node._sequence_nr()
+        if number < first:
             continue
         yield node
+        if number in up_to:
+            continue
         for above, _ in node.next_functions:
             if above is not None and above not in seen:
                 seen.add(above)

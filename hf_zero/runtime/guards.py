@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.errors import StateError
-from hf_zero.runtime.shape_only import ShapeOnly
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import clean_name, named_parameters
+from hf_zero.sharding.shape_only import ShapeOnly
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
 _MOST_NAMES = 5
@@ -119,6 +119,8 @@ class ModelTree:
         """Raise StateError if a parameter was put in the place of one of the engine's, or one came that is trained."""
         for module, params, modules in self._places:
             if _ids(module._parameters) != params or _ids(module._modules) != modules:
+                if not all(isinstance(param, nn.Parameter | None) for param in module._parameters.values()):
+                    return  # torch.func.functional_call puts tensors there for one forward; they lead where they may
                 break
         else:
             if any(param.requires_grad for param in self._late):

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,15 +40,17 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.runtime.arriving_grads import ArrivingGrads, weakly
 from hf_zero.runtime.autocast import AutocastCopies
-from hf_zero.runtime.autograd_graph import SavedViews, next_node
+from hf_zero.runtime.autograd_graph import SavedViews
+from hf_zero.runtime.backward_entry import BackwardEntries, Call
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.nested import map_tensors, tensors_in
 from hf_zero.runtime.outside_access import OutsideReads
 from hf_zero.runtime.param_grads import ParamGrads
-from hf_zero.runtime.shape_only import ShapeOnly
 from hf_zero.runtime.unshard import OnDemandParams, Phase
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.shape_only import ShapeOnly
+from hf_zero.sharding.sharded_param import asks_nobody
 from hf_zero.sharding.unit import ShardUnit
 
 
@@ -84,7 +86,8 @@ class BackwardWatch:
     def started(self) -> None:
         """A hook that belongs to the outermost backward has fired."""
         task = torch._C._current_graph_task_id()
-        if task != self.task and task != -1:
+        # One inside a transform of torch.func is a part of what the outermost differentiates.
+        if task != self.task and task != -1 and not in_transform():
             self.task = task
             self._on_start()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -99,29 +102,20 @@ class BackwardWatch:
             call()
 
 
-class Call:
-    """A call of a unit's module, from forward to backward."""
-
-    __slots__ = ("first", "saved")
-
-    def __init__(self) -> None:
-        self.first = next_node()  # that it makes
-        self.saved: list[int] = []  # how many views of the unit's memory its graph keeps, by flat parameter
-
-
 class BackwardCalls:
     """Which calls of one unit's module the backward has entered and not left.
 
     Calls whose inputs need no gradient are never left; the end of the backward forgets them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unit: ShardUnit) -> None:
+        self._unit = unit
         self._forwards: list[Call] = []  # under way, the innermost last: a module may call itself
         self._entered: set[Call] = set()
 
     def begin(self) -> Call:
         """A forward starts."""
-        self._forwards.append(Call())
+        self._forwards.append(Call(self._unit))
         return self._forwards[-1]
 
     def end(self) -> Call | None:
@@ -148,6 +142,7 @@ class ModelHooks:
         self._takers: list[tuple[nn.Parameter, int]] = []  # whose gradients are taken, by which hook
         self._reads: OutsideReads | None = None
         self._watch: BackwardWatch | None = None
+        self._entries: BackwardEntries | None = None
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -156,12 +151,13 @@ class ModelHooks:
         self._takers.clear()
         if self._reads is not None:
             self._reads.remove()
+        if self._entries is not None:
+            self._entries.remove()
 
     # ---------------------------------------------------------------- gradients
     def on_gradients(self, params: Sequence[nn.Parameter], arriving: ArrivingGrads) -> None:
         """Hand gradients on whenever autograd has added to the `.grad` of `params`, and take them away there."""
         arriving.before_wait = weakly(self._before_wait)
-        arriving.before_take = weakly(self._check_gradients)
         for index, param in enumerate(params):
             handle = param.register_post_accumulate_grad_hook(arriving.hook(index))
             self._handles.append(handle)
@@ -172,11 +168,7 @@ class ModelHooks:
         if self._watch is not None and self._watch.task == -1:
             self._watch.started()
 
-    def _check_gradients(self, params: Sequence[nn.Parameter], grads: Mapping[int, torch.Tensor]) -> None:
-        if self._reads is not None and self._reads.iterated:
-            for index, grad in grads.items():
-                self._reads.check_gradient(params[index], grad)
-
+    @asks_nobody
     def _take_last(self) -> None:
         """Hooks that were registered since may edit `param.grad`: ours, which takes it away, goes behind them."""
         for param, mine in self._takers:
@@ -286,8 +278,9 @@ class ModelHooks:
         """Gather a layer unit around the forward and the backward of its module."""
 
         casts = AutocastCopies(unit, device_type)
-        calls = BackwardCalls()
+        calls = BackwardCalls(unit)
         views = SavedViews(unit)
+        entries = self._watch_entries(params)
         watch.at_end(calls.forget)
 
         def enter_backward(call: Call, recomputed: bool, grad: torch.Tensor) -> None:
@@ -323,12 +316,13 @@ class ModelHooks:
             casts.leave()
             call = calls.end()
             if call is not None and torch.is_grad_enabled() and not in_transform():
-                if not in_backward():
+                recomputed = in_backward()
+                enter = functools.partial(enter_backward, call, recomputed)
+                for tensor in call.over(output):  # none after an exception
+                    tensor.register_hook(enter)
+                if not recomputed:
                     call.saved = views.note(output, call.first)
-                enter = functools.partial(enter_backward, call, in_backward())
-                for tensor in tensors_in(output):  # none after an exception
-                    if tensor.requires_grad:
-                        tensor.register_hook(enter)
+                    entries.add(call)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if not in_backward():  # [Note: Recomputation]
@@ -337,6 +331,11 @@ class ModelHooks:
         self._handles.append(unit.module.register_forward_pre_hook(_eager(before), prepend=True, with_kwargs=True))
         self._handles.append(unit.module.register_forward_hook(_eager(leave), always_call=True))
         self._handles.append(unit.module.register_forward_hook(_eager(after)))
+
+    def _watch_entries(self, params: OnDemandParams) -> BackwardEntries:
+        if self._entries is None:
+            self._entries = BackwardEntries(params.enter)
+        return self._entries
 
     def on_root(self, unit: ShardUnit, params: OnDemandParams, watch: BackwardWatch) -> None:
         """Gather the root unit for the whole forward, and with gradients until the end of backward.

@@ -1,4 +1,4 @@
-"""Unshards parameters that are read outside of their layer's forward: a fused loss, a penalty, a child's weight.
+"""Unshards parameters that are used outside of their layer's forward: a fused loss, a penalty, a child's weight.
 
 [Note: Reads outside of a forward]
 From the start of the model's forward to the end of its backward, reading `module.weight` of a resharded unit gathers
@@ -7,15 +7,14 @@ there, and it is whole in every further backward before the step. That costs the
 nobody reads. All ranks must read the same parameters in the same order, as they must call the same layers. A compiled
 graph takes what it finds, so other layers are to be read outside of it.
 
-A loop over `model.parameters()` reads without asking the module: its dtype and device are true, its values are not.
-Gathering there would gather the model for every `next(model.parameters()).device`, so such reads are only remembered;
-a gradient that turns out NaN is then an error that names them.
+A parameter that was not taken from its module by name (in a loop over `model.parameters()`, or returned by a layer)
+is gathered where its values are used first, and so is one that is used with gradients on before the forward. Without
+gradients, outside of a forward and its backward, code runs on one rank as often as on all, and the use is an error.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 
-from hf_zero.errors import StateError
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.param_index import ParamIndex, ParamPlace
 from hf_zero.sharding.unit import ShardUnit, UnitState
@@ -32,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class _OwnParameters(dict[str, Any]):
-    """`module._parameters`, saying who reads what. nn.Module takes attributes by item and iterates by items."""
+    """`module._parameters`, saying who reads what: nn.Module takes attributes by item."""
 
     def __init__(self, own: dict[str, Any], reads: OutsideReads) -> None:
         super().__init__(own)
@@ -45,14 +43,6 @@ class _OwnParameters(dict[str, Any]):
             self.reads.on_read(param)
         return param
 
-    def items(self) -> Any:
-        return self._seen() if self.reads.is_open else super().items()
-
-    def _seen(self) -> Iterator[tuple[str, Any]]:
-        for name, param in super().items():
-            self.reads.on_iteration(param)
-            yield name, param
-
 
 class OutsideReads:
     """Watches the modules of one model that own on-demand parameters. `remove` takes everything off."""
@@ -61,7 +51,6 @@ class OutsideReads:
         self._params = params
         self._index = ParamIndex(params.units)
         self._borrowed: list[ShardUnit] = []
-        self.iterated: set[int] = set()  # ids of parameters that a loop met while they were sharded
         self._has_logged = False
         self.is_open = False
         self._modules = [
@@ -71,9 +60,14 @@ class OutsideReads:
         ]
         for module in self._modules:
             module._parameters = _OwnParameters(module._parameters, self)
+        for flat in params.flats:
+            flat.watch_values(self.on_values)
 
     def remove(self) -> None:
         self.is_open = False
+        for flat in self._params.flats:
+            if flat.on_values == self.on_values:
+                flat.watch_values(None)
         for module in self._modules:
             own = module._parameters
             if isinstance(own, _OwnParameters) and own.reads is self:  # else a later engine watches it
@@ -84,8 +78,6 @@ class OutsideReads:
         """A forward of the model begins: from here on a read means the value."""
         # Token by token every read counts: what is unsharded to the end is read as in a plain model.
         self.is_open = torch.is_grad_enabled() or not self._params.all_pinned
-        if not self._params.awaits_backward:  # else the gradients of an earlier forward are still to be checked
-            self.iterated.clear()
 
     def close(self) -> None:
         """Nothing of the forward is left to run, nor of its backward."""
@@ -108,21 +100,12 @@ class OutsideReads:
         if self._borrowed and unit in self._borrowed and torch.is_grad_enabled():
             self._params.hold_for_backward(unit)
 
-    def on_iteration(self, param: Any) -> None:
-        """`param` was met in a loop over the module's parameters."""
-        place = self._index.get(param)
-        if place is not None and place.unit.state is not UnitState.UNSHARDED:
-            self.iterated.add(id(param))
-
-    def check_gradient(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        """Raise if `grad` was computed from a placeholder that a loop over parameters came across."""
-        if id(param) in self.iterated and bool(torch.isnan(grad).any()):
-            raise StateError(
-                f"the gradient of {self._index[param].slot.name} is NaN, and its value was read in this step by a "
-                "loop over parameters() while it was sharded.\nUnshard the parameters around the loss and its "
-                "backward: `with hf_zero.gathered_params(model): ...`; or read them from their modules "
-                "(module.weight)."
-            )
+    def on_values(self, param: nn.Parameter, writes: bool) -> bool:
+        """Values of `param` are needed, which is sharded; whether it is unsharded now."""
+        if writes or not (self.is_open or torch.is_grad_enabled()):
+            return False
+        self.on_read(param)
+        return True
 
     def _log_first(self, place: ParamPlace) -> None:
         if not self._has_logged and place.flat.rank == 0:

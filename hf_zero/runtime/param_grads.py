@@ -21,6 +21,7 @@ from hf_zero.distributed.digests import digest_of
 from hf_zero.errors import StateError
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.grad_stand_in import INSTEAD, GradStandIn
+from hf_zero.sharding.sharded_param import asks_nobody
 
 
 class _Place:
@@ -64,6 +65,7 @@ class ParamGrads:
         self._weights: dict[str, int] = {}  # weights that were written to in this window -> what they are known by
         self.before_step: list[Callable[[], bool]] = []  # each says whether it found a change of anything
 
+    @asks_nobody
     def show(self) -> None:
         """A backward is over."""
         self.hide()
@@ -91,6 +93,7 @@ class ParamGrads:
             one.version = grad._version
         self._shown += places
 
+    @asks_nobody
     def hide(self) -> None:
         """Take the user's changes over, and show nothing: autograd is about to accumulate."""
         if self._shown:
@@ -106,6 +109,7 @@ class ParamGrads:
         self.place.is_used = False
 
     @torch.no_grad()
+    @asks_nobody
     def collect(self) -> bool:
         """Take over what the user did to what is shown; return whether that was anything.
 
@@ -144,6 +148,7 @@ class ParamGrads:
         return True
 
     @torch.no_grad()
+    @asks_nobody
     def collect_all(self) -> bool:
         """As `collect`, before a step: gradients that were put where none was shown count too."""
         changed = self.collect()
@@ -174,6 +179,7 @@ class ParamGrads:
         self._drop_all()
         self._changes, self._weights = dropped, weights
 
+    @asks_nobody
     def clear(self) -> None:
         """The window is over."""
         self._take_away()

@@ -20,6 +20,7 @@ from hf_zero.runtime.hooks import in_backward
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.placement import FlatParamSpec, Placement
+from hf_zero.sharding.sharded_param import asks_nobody
 from hf_zero.sharding.unit import ShardUnit
 
 
@@ -46,6 +47,7 @@ class Unfreeze:
         self._scale = 1.0
         self._frozen = frozen_parameters(built.units) if built.settings.train else []
 
+    @asks_nobody
     def look(self) -> None:
         """A forward starts. All ranks must call, alike."""
         if torch.is_grad_enabled() and not in_backward() and any(param.requires_grad for param in self._frozen):
@@ -81,7 +83,6 @@ class Unfreeze:
         placements = [self._built.placements.placement_of(flat_spec) for flat_spec in flat_specs]
         if len(flat_specs) == 1 and old.can_become(flat_specs[0], old.params, placements[0], comm):
             self._params.reshard(unit)
-            old.check_placeholders()
             old.become(flat_specs[0].layout, placements[0])
             new = [old]
         else:

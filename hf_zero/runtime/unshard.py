@@ -276,6 +276,12 @@ class OnDemandParams:
         self.hold(unit)
         self._in_graphs[id(unit)] = unit
 
+    def enter(self, unit: ShardUnit) -> None:
+        """As `hold_for_backward`, unsharded from now on. All ranks must call."""
+        with torch.no_grad():
+            self.unshard(unit)
+        self.hold_for_backward(unit)
+
     def after_use(self, unit: ShardUnit) -> None:
         if self.stays_for_backward(unit) or self.builds_graph or self._graph_alive or unit.state is UnitState.KEPT:
             return

@@ -8,18 +8,12 @@ Whatever else refers to the memory then (a state_dict, `param.data`, a view that
 would read what is freed, and other values later. torch counts who refers to a storage: where that is more than this
 object and the views that graphs have saved (`in_graphs`), the memory is left to its holders, and the next gather takes
 new memory. That is right for graphs too, whose views hold the values until they go; it only frees later.
-
-[Note: Lost writes]
-Torch lets `fill_`, `zero_` and writes of one element pass on a placeholder, and the next gather would lose them. Where
-the host computes, the gather looks whether the placeholder is NaN. Where a device does, the host would have to wait
-for it, so the gather compares torch's counts of writes instead. They miss a write to `param.data`: that is found by
-value at the step, with what the host reads of the device there anyway.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -32,6 +26,7 @@ from hf_zero.native.host_memory import use_huge_pages
 from hf_zero.sharding.param_data import set_data
 from hf_zero.sharding.placement import FlatParamSpec, Placement, master_dtype_of
 from hf_zero.sharding.shard import Shard, ShardTensor, StoredShard, make_shard
+from hf_zero.sharding.sharded_param import OnValues, asking_nobody, holders, plain_class, sharded_class
 from hf_zero.storage.base import BorrowedTensors, ShardStore
 
 
@@ -41,7 +36,7 @@ class FlatParam:
     Invariants:
       - Gathered parameters are views of `full`; a gather needs no copy-out.
       - A sharded parameter keeps its identity, shape, type and device; its data is one NaN element of its own,
-        expanded with stride 0, and must still be NaN at the next gather. See [Note: Lost writes].
+        expanded with stride 0. Nobody reads or writes it: see [Note: Values of a sharded parameter].
       - `master` exists for trainable parameters only, and is `shard` itself where type and medium agree.
       - While `update` is not over, it may be writing to the shard: whoever reads the shard waits for it first.
     """
@@ -53,7 +48,6 @@ class FlatParam:
     master: Shard | None  # fp32 (fp64 for fp64 parameters)
     update: Pending | None
     buckets: list[torch.Tensor]  # of `full`, 1-D: one all-gather each
-    placeholder_values: torch.Tensor  # 1-D, one element per parameter: what the placeholders show
     slices: dict[str, Slice]  # what this rank owns, by parameter name; without those of which it owns nothing
 
     def __init__(
@@ -77,8 +71,11 @@ class FlatParam:
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
-        self.placeholder_values = torch.full((len(self.params),), torch.nan, dtype=self.dtype, device=self._device)
-        self.placeholders = [self.placeholder_values[i].expand(slot.shape) for i, slot in enumerate(layout.slots)]
+        values = torch.full((len(self.params),), torch.nan, dtype=self.dtype, device=self._device)
+        self.placeholders = [values[index].expand(slot.shape) for index, slot in enumerate(layout.slots)]
+        self._classes = [plain_class(param) for param in self.params]
+        self._sharded_classes = self._classes
+        self.on_values: OnValues | None = None
         initialize(self)
 
     # ---------------------------------------------------------------- first values
@@ -204,7 +201,6 @@ class FlatParam:
         """Get memory for the unsharded parameters, which are still placeholders then."""
         if not self.on_demand:
             return
-        self.check_placeholders()
         self.check_views()
         if self.in_graphs:
             self.in_graphs = min(self.in_graphs, self.uses())  # some may have gone unused
@@ -274,7 +270,6 @@ class FlatParam:
     def reshard(self) -> None:
         """Point the parameters at placeholders and give the memory up. See [Note: Whose memory]."""
         self._bind(self.placeholders)
-        self.mark_written()
         if self.uses() > self.in_graphs or not self.storage.resizable():
             self._set_full(torch.empty_like(self.full))
         self.storage.resize_(0)
@@ -290,8 +285,30 @@ class FlatParam:
 
     def _bind(self, places: list[torch.Tensor]) -> None:
         self._bound = places
-        for param, place in zip(self.params, places, strict=True):
-            param.data = place
+        if places is self._views:
+            for param, place, kind in zip(self.params, places, self._classes, strict=True):
+                param.__class__ = kind
+                param.data = place
+        else:
+            for param, place, kind in zip(self.params, places, self._sharded_classes, strict=True):
+                param.data = place
+                param.__class__ = kind
+
+    def watch_values(self, on_values: OnValues | None) -> None:
+        """Ask `on_values` wherever values of a sharded parameter are read or written; None asks nobody any more."""
+        self.on_values = on_values
+        if on_values is None:
+            holders.discard(self)
+            self._sharded_classes = self._classes
+        else:
+            holders.add(self)
+            self._sharded_classes = [sharded_class(kind) for kind in self._classes]
+        if self._bound is self.placeholders:
+            self._bind(self.placeholders)
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """The name of one of `params`."""
+        return next(slot.name for slot, mine in zip(self.layout.slots, self.params, strict=True) if mine is param)
 
     def mark_written(self) -> None:
         """What was written so far is known."""
@@ -302,33 +319,15 @@ class FlatParam:
         pairs = zip(self.params, self._versions, strict=True)
         return [index for index, (param, known) in enumerate(pairs) if param._version != known]
 
-    def check_placeholders(self) -> None:
-        """Raise if somebody wrote to a sharded parameter. See [Note: Lost writes]."""
-        if self._device.type == "cpu":
-            if not torch.isnan(self.placeholder_values).all():
-                raise lost_writes({self.comm.rank: self.take_lost_writes()})
-        elif self._bound is self.placeholders:
-            slots = [self.layout.slots[index] for index in self.written()]
-            if names := [slot.name for slot in slots if slot.numel]:
-                self.take_lost_writes()
-                raise lost_writes({self.comm.rank: names})
-
-    def take_lost_writes(self) -> list[str]:
-        """Names of the parameters whose placeholder was written to, which is forgotten. Waits for the device."""
-        untouched = torch.isnan(self.placeholder_values).tolist()
-        self.placeholder_values.fill_(torch.nan)
-        if self._bound is self.placeholders:  # else what was written to is in use
-            self.mark_written()
-        return [slot.name for slot, same in zip(self.layout.slots, untouched, strict=True) if not same]
-
     def check_views(self) -> None:
         """Raise if a parameter has left `full` (`.to(dtype)`, `param.data = ...`): updates would miss it."""
         bound = zip(self.layout.slots, self.params, self._bound, strict=True)
-        strays = [
-            slot.name
-            for slot, param, place in bound
-            if param.data_ptr() != place.data_ptr() or param.dtype != self.dtype
-        ]
+        with asking_nobody():
+            strays = [
+                slot.name
+                for slot, param, place in bound
+                if param.data_ptr() != place.data_ptr() or param.dtype != self.dtype
+            ]
         if strays:
             if self.on_demand:
                 self._bind(self._bound)
@@ -404,7 +403,8 @@ class FlatParam:
         """Whether a parameter is still what this one made it: its placeholder, or its view of the full tensor."""
         param = self.params[index]
         known = (self.placeholders[index], self._views[index])
-        return any(param.data_ptr() == mine.data_ptr() and param.shape == mine.shape for mine in known)
+        with asking_nobody():
+            return any(param.data_ptr() == mine.data_ptr() and param.shape == mine.shape for mine in known)
 
     def detach(self) -> None:
         """Give the (gathered) parameters memory of their own and forget the rest."""
@@ -416,6 +416,8 @@ class FlatParam:
         """Forget the full tensor and the shards; the parameters have other memory by now."""
         for shard in self.owned().values():
             shard.drop()
+        self.on_values = None
+        holders.discard(self)
         # Whoever still knows this one (an engine that another one replaces) must not keep the memory.
         self.full = self.full.new_empty(0)
         self.storage = self.full.untyped_storage()
@@ -426,14 +428,3 @@ class FlatParam:
 def slices_by_name(layout: UnitLayout, rank: int) -> dict[str, Slice]:
     """What `rank` owns of each parameter of which it owns something."""
     return {slice_.name: slice_ for slice_ in layout.slices(rank)}
-
-
-def lost_writes(names: Mapping[int, Sequence[str]]) -> StateError:
-    """What to raise where parameters, by rank, were written to while they were sharded."""
-    said = [f"rank {rank}: {', '.join(theirs)}" for rank, theirs in names.items() if theirs]
-    return StateError(
-        "sharded parameter(s) were written to while they were sharded, and the write is lost: "
-        + "; ".join(said)
-        + ".\nWrite inside `with hf_zero.gathered_params(model, write_rank=0):`, or before the model is handed to "
-        "hf_zero."
-    )

@@ -43,7 +43,6 @@ class LayoutChange:
         source = self._source_of(params)
         if source is None or not source.can_become(spec, params, placement, self._comm):
             return None
-        source.check_placeholders()
         source.become(spec.layout, placement)
         for param in params:
             self._places.pop(param)
@@ -55,7 +54,6 @@ class LayoutChange:
         source = self._source_of(flat.params)
         exact = source is None or source.dtype == flat.dtype or source.master is None or flat.on_demand
         if source is not None and exact and flat.fits(source, flat.params):
-            source.check_placeholders()
             flat.initialize_from(source, share=True)
         else:
             for param in flat.params:

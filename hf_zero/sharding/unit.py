@@ -50,6 +50,9 @@ class ShardUnit:
 
     def replace(self, old: FlatParam, new: list[FlatParam]) -> None:
         """Put flat parameters with the same parameters in the place of `old`, in the state of the unit."""
+        on_values = old.on_values
+        for flat, watch in ((old, None), *((flat, on_values) for flat in new)):
+            flat.watch_values(watch)
         place = self.flats.index(old)
         self.flats[place : place + 1] = new
         self._measure()

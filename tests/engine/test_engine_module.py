@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.errors import CheckpointError, ConfigError, StateError
-from hf_zero.runtime.shape_only import ShapeOnly
+from hf_zero.sharding.shape_only import ShapeOnly
 from tests.harness.models import WIDTH, Net
 from tests.harness.ranks import run_ranks
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -67,42 +69,87 @@ def _write(call: str) -> Callable[[ZeroEngine], Any]:
                 param.fill_(3.0)
             elif call == "zeros_":
                 nn.init.zeros_(param)
-        # Those that torch lets through are found at the next gather.
-        engine(**CASE.batch(1, 0, engine.rank))
+            elif call == "data":
+                param.data.fill_(3.0)
+            elif call == "foreach":
+                torch._foreach_zero_([param])
 
     return action
 
 
-RAISE_AT_ONCE = ("copy_", "add_", "normal_")
-FOUND_LATER = ("zero_", "fill_", "zeros_")
+WRITES = ("copy_", "add_", "normal_", "index", "zero_", "fill_", "zeros_", "data", "foreach")
 
 
 def write_all() -> dict[str, str]:
-    texts = {call: message_of(_write(call), RuntimeError, StateError) for call in RAISE_AT_ONCE}
-    texts.update({call: message_of(_write(call), StateError) for call in FOUND_LATER})
-    return texts
+    return {call: message_of(_write(call), StateError) for call in WRITES}
 
 
 def test_a_write_to_a_sharded_parameter_is_never_lost_silently() -> None:
     for texts in run_ranks(write_all, 2):
-        for call in FOUND_LATER:
+        for call in WRITES:
             assert WEIGHT in texts[call] and "gathered_params" in texts[call], texts[call]
             assert "layers.0.up.weight" not in texts[call], "only the parameter that was written to is named"
 
 
-def save_after_zero() -> str:
+# ---------------------------------------------------------------- reads of placeholders
+def _saves(value: object) -> None:
+    torch.save(value, io.BytesIO())
+
+
+READS: dict[str, Callable[[nn.Parameter], object]] = {
+    "sum": lambda param: param.sum(),
+    "item of data": lambda param: param.data[0, 0].item(),
+    "detach": lambda param: param.detach() * 2,
+    "numpy": lambda param: param.detach().numpy(),
+    "array": lambda param: param.data.numpy(),
+    "tolist": lambda param: param.tolist(),
+    "matmul": lambda param: torch.ones(3, param.shape[0], dtype=param.dtype) @ param,
+    "copy_ from it": lambda param: torch.zeros(param.shape, dtype=param.dtype).copy_(param),
+    "stack": lambda param: torch.stack([param, param]),
+    "transposed": lambda param: param.T.sum(),
+    "clone": lambda param: param.clone(),
+    "equal": lambda param: torch.equal(param, torch.zeros(param.shape)),
+    "bool": lambda param: bool((param > 0).all()),
+    "vector": lambda param: nn.utils.parameters_to_vector([param]),
+    "foreach": lambda param: torch._foreach_norm([param]),
+    "deepcopy": lambda param: copy.deepcopy(param),
+    "save": _saves,
+    "save of a dict": lambda param: _saves({"weight": param}),
+    "pickle": lambda param: pickle.dumps(param),
+}
+
+
+def read_all() -> dict[str, str]:
+    def action(engine: ZeroEngine, read: Callable[[nn.Parameter], object]) -> None:
+        with torch.no_grad():
+            read(engine.module.get_parameter(WEIGHT))
+
+    return {name: message_of(functools.partial(action, read=read), StateError) for name, read in READS.items()}
+
+
+def test_a_read_of_a_sharded_parameter_is_an_error_by_name() -> None:
+    for texts in run_ranks(read_all, 2):
+        for name, text in texts.items():
+            assert WEIGHT in text and "is sharded" in text and "gathered_params" in text, f"{name}: {text}"
+
+
+def asks_for_no_values() -> None:
     engine = sharded()
-    with torch.no_grad():
-        engine.module.get_parameter(WEIGHT).zero_()
-    try:
-        engine.full_state_dict(keep=True)
-    except StateError as error:
-        return str(error)
-    raise AssertionError("the write was lost silently")
+    param = engine.module.get_parameter(WEIGHT)
+    assert param.untyped_storage().nbytes() < param.numel() * param.element_size()
+    assert isinstance(param, nn.Parameter) and len(param) == param.size(0) == param.shape[0] and param.dim() == 2
+    assert param.data.shape == param.detach().shape == param.shape and param.data.dtype == param.dtype
+    for like in (torch.zeros_like(param), torch.empty_like(param), param.new_zeros(param.shape)):
+        assert like.shape == param.shape and type(like) is torch.Tensor
+    assert torch.zeros(2).to(param).dtype == param.dtype and param.is_leaf and param.requires_grad
+    assert WEIGHT in repr(param) and hash(param) == hash(param)
+    assert torch.autograd.graph.get_gradient_edge(param).node.variable is param
+    engine.teardown()
+    assert type(param) is nn.Parameter and not param.isnan().any()
 
 
-def test_a_write_is_found_before_a_save() -> None:
-    assert all(WEIGHT in text for text in run_ranks(save_after_zero, 2))
+def test_what_needs_no_values_is_answered() -> None:
+    run_ranks(asks_for_no_values, 2)
 
 
 # ---------------------------------------------------------------- what a placeholder looks like

@@ -55,7 +55,7 @@ class ShapeOnly(torch.Tensor):
 
 def _refuse(name: str) -> NoReturn:
     raise StateError(
-        f"{name} is sharded: state_dict() knows its name, shape and type, not its values.\nOn all ranks call "
-        "trainer.save_model(), model.save_pretrained(), accelerator.get_state_dict(model) or "
+        f"{name} is sharded: state_dict(), .data and .detach() have its shape and type, not its values.\nOn all "
+        "ranks call trainer.save_model(), model.save_pretrained(), accelerator.get_state_dict(model) or "
         "engine.full_state_dict(keep=rank == 0); or read inside `with hf_zero.gathered_params(model):`."
     )
