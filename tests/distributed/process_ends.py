@@ -47,7 +47,7 @@ WAYS = {
 }
 MOMENTS = ("never", "train", "teardown", "end")
 _LATE = ("hf_zero", "torch.distributed.nn")
-_LONGEST_S = 120
+_LONGEST_S = 300
 kept: list[object] = []
 
 
