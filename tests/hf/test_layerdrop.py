@@ -16,6 +16,7 @@ from transformers import (
 
 import hf_zero
 from hf_zero.errors import DivergenceError
+from hf_zero.hf.models.install import layerdrop_lines
 from tests.harness.ranks import RankFailure, run_ranks
 
 
@@ -95,8 +96,8 @@ def test_models_whose_layers_all_run(rate: float, stage: int) -> None:
     assert other == []
     if rate and stage == 3:
         assert first == [
-            "HubertModel: layerdrop=0.5 has no effect at stage 3: transformers runs every layer where parameters are "
-            "sharded. Set it to 0, or use stage 2."
+            "HubertForSequenceClassification: layerdrop=0.5 has no effect at stage 3: transformers runs every layer "
+            "where parameters are sharded. Set it to 0, or use stage 2."
         ]
     else:
         assert first == []
@@ -106,3 +107,8 @@ def test_models_whose_ranks_would_differ() -> None:
     for outcome in run_ranks(train, 2, "bart", 0.5, 3, expect_error=True):
         assert isinstance(outcome, RankFailure) and isinstance(outcome.exception, DivergenceError)
         assert "LayerDrop" in outcome.message
+
+
+def test_one_line_for_a_model_whose_parts_share_its_configuration() -> None:
+    (line,) = layerdrop_lines(bart(0.5)[0])
+    assert line.startswith("BartForConditionalGeneration: encoder_layerdrop=0.5 ends in a DivergenceError")

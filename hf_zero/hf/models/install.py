@@ -39,10 +39,14 @@ def install_on_model(engine: ZeroEngine) -> None:
 def layerdrop_lines(model: nn.Module) -> list[str]:
     """What becomes of LayerDrop in a sharded model, of which transformers leaves layers out, or does not."""
     lines = []
-    for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+    outermost: dict[int, PreTrainedModel] = {}  # by its configuration, which parts of it share
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            outermost.setdefault(id(module.config), module)
+    for module in outermost.values():
         in_step = "is_fsdp_managed_module" in vars(sys.modules[type(module).__module__])
         for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
-            if (rate := getattr(module.config, name, None)) and isinstance(module.base_model, type(module)):
+            if rate := getattr(module.config, name, None):
                 effect = (
                     "has no effect at stage 3: transformers runs every layer where parameters are sharded"
                     if in_step
