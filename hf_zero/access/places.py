@@ -95,6 +95,11 @@ def parameters_of(target: Target | Iterable[Target], names: Iterable[str] | None
         raise ConfigError("gathered_params: `names` are names in one module; pass the model, or parameters alone")
     if isinstance(target, nn.Parameter):
         return [target]
+    if isinstance(target, str | torch.Tensor) or not isinstance(target, Iterable):
+        raise ConfigError(
+            f"gathered_params takes models, modules and parameters, not {target!r:.60}; by name: "
+            "hf_zero.gathered_params(model, [name])"
+        )
     return [param for one in target for param in parameters_of(one)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ class ModelGuards:
         for module in model.modules():
             if any(param in index for param in module.parameters()):
                 self._override(module, "__deepcopy__", functools.partial(deepcopy, module))
+                self._override(module, "__reduce_ex__", functools.partial(_refuse_pickling, type(module).__name__))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -88,6 +89,13 @@ class ModelGuards:
             return module
 
         self._override(module, "_apply", apply)
+
+
+def _refuse_pickling(name: str, protocol: object) -> NoReturn:
+    raise StateError(
+        f"{name} is sharded and cannot be pickled.\nOn all ranks call engine.save_checkpoint, save_pretrained or "
+        "engine.full_state_dict(keep=rank == 0); engine.teardown() gives the plain model."
+    )
 
 
 def _ids(named: Mapping[str, object]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -183,6 +184,11 @@ def test_a_placeholder_has_the_logical_shape_and_no_memory() -> None:
 
 
 # ---------------------------------------------------------------- whole-model calls
+def _enter(block: contextlib.AbstractContextManager[None]) -> None:
+    with block:
+        pass
+
+
 MISUSES: dict[str, tuple[Callable[[ZeroEngine], Any], tuple[str, ...]]] = {
     "state_dict": (
         lambda engine: torch.save(engine.module.state_dict(), io.BytesIO()),
@@ -204,6 +210,14 @@ MISUSES: dict[str, tuple[Callable[[ZeroEngine], Any], tuple[str, ...]]] = {
     "to(dtype)": (lambda engine: engine.module.to(torch.bfloat16), ("sharded", "bfloat16")),
     "float": (lambda engine: engine.module.float(), ("sharded", "float32")),
     "to(device)": (lambda engine: engine.module.to("meta"), ("sharded", "meta")),
+    "pickle": (lambda engine: pickle.dumps(engine.module), ("Toy is sharded", "full_state_dict")),
+    "torch.save": (lambda engine: _saves(engine.module.layers[1]), ("Layer is sharded", "full_state_dict")),
+    "torch.save of parameters": (
+        lambda engine: _saves(dict(engine.module.named_parameters())),
+        ("is sharded", "full_state_dict"),
+    ),
+    "a text": (lambda engine: _enter(hf_zero.gathered_params("x")), ("gathered_params(model, [name])", "'x'")),  # type: ignore[arg-type]
+    "a tensor": (lambda engine: _enter(hf_zero.gathered_params(torch.ones(2))), ("gathered_params(model, [name])",)),  # type: ignore[arg-type]
     "layer.half": (lambda engine: engine.module.layers[1].half(), ("layers.1.", "float16")),
 }
 
@@ -212,7 +226,7 @@ def misuse_all() -> dict[str, str]:
     texts = {}
     for name, (action, _) in MISUSES.items():
         try:
-            texts[name] = message_of(action, StateError)
+            texts[name] = message_of(action, StateError, hf_zero.ConfigError)
         except AssertionError as error:
             texts[name] = f"failed: {error}"
     return texts
