@@ -57,5 +57,6 @@ def _refuse(name: str) -> NoReturn:
     raise StateError(
         f"{name} is sharded: state_dict(), .data and .detach() have its shape and type, not its values.\nOn all "
         "ranks call trainer.save_model(), model.save_pretrained(), accelerator.get_state_dict(model) or "
-        "engine.full_state_dict(keep=rank == 0); or read inside `with hf_zero.gathered_params(model):`."
+        "engine.full_state_dict(keep=rank == 0); or read inside `with hf_zero.gathered_params(model):`. An "
+        "average of weights is hf_zero.ShardedEMA."
     )
