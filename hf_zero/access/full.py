@@ -31,9 +31,10 @@ def gathered_params(
 ) -> Iterator[None]:
     """Show full parameters inside the block, at every stage. All ranks must enter and leave together.
 
-    May be nested, and entered between forward and backward, for reading. Forwards and `generate` inside need no
-    further communication. Peak extra memory: the units of the named parameters at full size; where parameters are
-    never sharded (stages 0-2), a copy of them on the host of the writing rank. What is kept from inside
+    May be nested, and entered between forward and backward, for reading. A block that writes may be inside those for
+    reading, which show its edits from its end on. Forwards and `generate` inside need no further communication.
+    Peak extra memory: the units of the named parameters at full size; where they stay unsharded after the block
+    (stages 0-2, a block around it), a copy of them on the host of the writing rank. What is kept from inside
     (`state_dict()`, `param.data`) stays valid after the block at stage 3, and with it the memory of its unit.
 
     Args:
@@ -46,10 +47,10 @@ def gathered_params(
     Raises:
         ConfigError: A name is unknown (all unknown names are listed); `write_rank` is no rank.
         StateError: Not all ranks came, or they named other parameters. A write between forward and backward, or inside
-            another gathered_params. On leaving with `write_rank`, on every rank and with no edit kept: another rank
-            wrote something else, or a rank left by an exception (there that exception goes on). On leaving without,
-            on every rank: some rank wrote in place, by what torch counts (a write through `param.data` is not
-            noticed); at stage 3 such a write is lost, at stages 0-2 it has reached that rank's copy only.
+            another block that writes to the same layer. On leaving with `write_rank`, on every rank and with no edit
+            kept: another rank wrote something else, or a rank left by an exception (there that exception goes on). On
+            leaving without, on every rank: some rank wrote in place, by what torch counts, which misses writes through
+            `param.data`; at stage 3 such a write is lost, at stages 0-2 it has reached that rank's copy only.
     """
     chosen = parameters_of(target, names)
     with contextlib.ExitStack() as stack:

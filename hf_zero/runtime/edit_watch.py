@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -22,14 +23,27 @@ class EditWatch:
     """
 
     def __init__(self, flats: Iterable[FlatParam], *, by_value: bool) -> None:
-        self._flats = list(flats)
+        self.flats = list(flats)
+        self.by_value = by_value
         self._marks_of = _fingerprints if by_value else _versions
-        self._marks = [self._marks_of(flat) for flat in self._flats]
+        self._marks = [self._marks_of(flat) for flat in self.flats]
+        self._found = dict[str, int]()  # before others began to watch
+
+    @contextlib.contextmanager
+    def leaving_to(self, other: EditWatch) -> Iterator[None]:
+        """Inside, writes to the flat parameters that both watch are for `other` to notice."""
+        self._found = self.edited()
+        try:
+            yield
+        finally:
+            for number, flat in enumerate(self.flats):
+                if flat in other.flats:
+                    self._marks[number] = self._marks_of(flat)
 
     def edited(self) -> dict[str, int]:
         """The parameters that this rank has written to, each with what it is recognised by."""
-        found = {}
-        for flat, old in zip(self._flats, self._marks, strict=True):
+        found = dict(self._found)
+        for flat, old in zip(self.flats, self._marks, strict=True):
             new = self._marks_of(flat)
             for index, slot in enumerate(flat.layout.slots):
                 if old[index] != new[index] or _is_replaced(flat, index):
@@ -41,7 +55,7 @@ class EditWatch:
 
         Raises StateError if the other tensor has another shape.
         """
-        for flat in self._flats:
+        for flat in self.flats:
             for index, slot in enumerate(flat.layout.slots):
                 param = flat.params[index]
                 if _is_replaced(flat, index):

@@ -47,6 +47,7 @@ class FullWeights:
         self._params = params
         self._comm = comm
         self._before_write = before_write  # nothing may write to the masters beside an edit
+        self._blocks: list[EditWatch] = []  # `looked_at` and `edited` that have been entered, the outermost first
 
     @contextlib.contextmanager
     def gathered(self, units: Iterable[ShardUnit]) -> Iterator[None]:
@@ -64,7 +65,8 @@ class FullWeights:
         units = list(units)
         with self.gathered(units):
             watch = EditWatch([flat for unit in units for flat in unit.flats], by_value=False)
-            yield
+            with self._open(watch):
+                yield
             stayed = all(unit.state is UnitState.UNSHARDED for unit in units)  # else a step released them
             self._refuse_edits(list(watch.edited()) if stayed else [])
 
@@ -82,22 +84,30 @@ class FullWeights:
     def edited(self, units: Iterable[ShardUnit], write_rank: int, *, alike: bool = False) -> Iterator[None]:
         """Unshard `units` inside the block and keep the edits of `write_rank`: all or none. All ranks must call.
 
+        Inside `looked_at` too, which sees the edits from the end of the block on.
+
         Args:
             alike: The ranks run the same code, perhaps with other random numbers: edits of others are dropped.
         Raises StateError on every rank, with nothing kept, if another rank wrote or any rank left by an exception.
         """
         units = list(units)
-        self.check_idle(units)
+        readers = [watch for watch in self._blocks_around(units) if not watch.by_value]
+        self.check_idle(units, readers)
         self._before_write()
-        with self.gathered(units):
-            flats = [flat for unit in units for flat in unit.flats]
-            # What is never sharded is edited in place. Masters are no copy of it: they may be the same memory.
-            resident = [flat for flat in flats if not flat.on_demand]
+        flats = [flat for unit in units for flat in unit.flats]
+        # What stays unsharded is edited in place. Masters are no copy of it: they may be the same memory.
+        shown = {flat for unit in units if unit.state is UnitState.UNSHARDED for flat in unit.flats}
+        staying = [flat for flat in flats if flat in shown or not flat.on_demand]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.gathered(units))
             writes = self._comm.rank == write_rank
-            saved = [flat.full.to("cpu", copy=True) for flat in resident] if writes else []
+            saved = [flat.full.to("cpu", copy=True) for flat in staying] if writes else []
             watch = EditWatch(flats, by_value=True)
+            for reader in readers:
+                stack.enter_context(reader.leaving_to(watch))
             try:
-                yield
+                with self._open(watch):
+                    yield
                 error = None
             except (DivergenceError, OffloadError):
                 raise  # the ranks cannot talk any more
@@ -108,10 +118,10 @@ class FullWeights:
             try:
                 names = self._agree_on_edits(watch, write_rank, error, alike=alike)
             except StateError:
-                for flat, values in zip(resident, saved, strict=False):
+                for flat, values in zip(staying, saved, strict=False):
                     flat.full.copy_(values)
-                self._broadcast(resident, write_rank)
-                for flat in resident:
+                self._broadcast(staying, write_rank)
+                for flat in staying:
                     flat.bind_views()
                 if error is not None:
                     raise error from None
@@ -121,13 +131,36 @@ class FullWeights:
             for flat in changed:
                 take_over(flat, names)
 
-    def check_idle(self, units: Iterable[ShardUnit]) -> None:
-        """Raise StateError if one of `units` is in use: its values cannot be replaced now."""
+    @contextlib.contextmanager
+    def _open(self, watch: EditWatch) -> Iterator[None]:
+        self._blocks.append(watch)
+        try:
+            yield
+        finally:
+            self._blocks.remove(watch)
+
+    def _blocks_around(self, units: Sequence[ShardUnit]) -> list[EditWatch]:
+        """The blocks that show one of `units`."""
+        flats = {flat for unit in units for flat in unit.flats}
+        return [watch for watch in self._blocks if not flats.isdisjoint(watch.flats)]
+
+    def check_idle(self, units: Sequence[ShardUnit], readers: Sequence[EditWatch] = ()) -> None:
+        """Raise StateError if one of `units` is in use, or shown by another block than `readers`.
+
+        Its values cannot be replaced now.
+        """
         on_demand = [unit for unit in units if unit.on_demand]
-        if any(unit.state is UnitState.UNSHARDED or self._params.awaits_backward for unit in on_demand):
+        if any(watch not in readers for watch in self._blocks_around(units)):
             raise StateError(
-                "parameters cannot be written between forward and backward, or inside another gathered_params: units "
-                "are in use. Write before the forward or after engine.step()."
+                "parameters cannot be written inside another gathered_params that shows them. Leave that block first; "
+                "inside one for reading, write in hf_zero.gathered_params(..., write_rank=...)."
+            )
+        shown = {flat for watch in readers for flat in watch.flats}
+        in_use = [unit for unit in on_demand if unit.state is UnitState.UNSHARDED and shown.isdisjoint(unit.flats)]
+        if in_use or (on_demand and self._params.awaits_backward):
+            raise StateError(
+                "parameters cannot be written between forward and backward: units are in use. Write before the "
+                "forward or after engine.step()."
             )
 
     def _agree_on_edits(self, watch: EditWatch, write_rank: int, error: Exception | None, *, alike: bool) -> set[str]:

@@ -136,9 +136,6 @@ def edits(stage: int, config: dict[str, Any]) -> None:
     assert same(state(engine), want)
     with unchanged("other parameters"), hf_zero.gathered_params(model, [W0 if engine.rank else W1]):
         pass
-    if stage == 3:
-        with hf_zero.gathered_params(model), unchanged("inside another"), hf_zero.gathered_params(model, write_rank=0):
-            pass
     with pytest.raises(ValueError, match="reading"), hf_zero.gathered_params(model):
         raise ValueError("reading")
     # it goes on as if nothing had been
@@ -200,6 +197,104 @@ def reading_is_not_writing(stage: int) -> str:
 def test_a_write_without_write_rank_or_too_late_raises(stage: int) -> None:
     texts = run_ranks(reading_is_not_writing, 2, stage)
     assert texts[0] == texts[1] and f"rank 1: {W0}" in texts[0] and "rank 0" not in texts[0]
+
+
+# -------------------------------------------------------------------- one inside another
+def nested(stage: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights after some edits, and after a step from there."""
+    engine = start(stage)
+    model: Any = engine.module
+    layers, rank, gathered = model.layers, engine.rank, hf_zero.gathered_params
+    want = state(engine)
+
+    def shows(**edits: torch.Tensor) -> None:
+        want.update({name.replace("_", "."): value for name, value in edits.items()})
+        assert same(dict(model.named_parameters()), want), "every rank sees the edit in the outer block"
+
+    with gathered(model), torch.no_grad():
+        with gathered(layers[0], write_rank=1):  # a part of the model
+            if rank == 1:
+                layers[0].weight.mul_(2.0)
+        shows(layers_0_weight=want[W0] * 2.0)
+        with gathered(model, write_rank=0):  # another rank, all of the model
+            if rank == 0:
+                layers[1].weight.data[2, 3] = 4.0
+                model.frozen.data = torch.full_like(model.frozen, 0.5)
+        want[W1][2, 3] = 4.0
+        shows(frozen=torch.full_like(want["frozen"], 0.5))
+        with pytest.raises(hf_zero.StateError, match="edits of rank 0 alone"), gathered(model, write_rank=0):
+            layers[0].weight.add_(1.0 + rank)
+        shows()
+        with pytest.raises(hf_zero.StateError, match="inside another"):
+            hf_zero.set_full_param(model, torch.zeros(7, 7), W0)
+        shows()
+    with gathered(layers[0]), gathered(layers[1]), gathered(layers, write_rank=0), gathered(model), torch.no_grad():
+        pass
+    with gathered(layers[0]), gathered(layers, write_rank=1), torch.no_grad():  # more than the outer one shows
+        if rank == 1:
+            layers[0].bias.fill_(0.25)
+            layers[2].bias.fill_(0.125)
+    want["layers.0.bias"] = torch.full_like(want["layers.0.bias"], 0.25)
+    want["layers.2.bias"] = torch.full_like(want["layers.2.bias"], 0.125)
+    assert same(state(engine), want)
+    with gathered(model, write_rank=1), torch.no_grad():  # the outer one writes
+        if rank == 1:
+            layers[2].weight.fill_(0.375)
+        with gathered(layers):
+            assert rank == 0 or layers[2].weight.eq(0.375).all()
+    want["layers.2.weight"] = torch.full_like(want["layers.2.weight"], 0.375)
+    assert same(state(engine), want)
+    for other in (0, 1):
+        with pytest.raises(hf_zero.StateError, match="inside another"), gathered(model, write_rank=0):
+            if rank == 0:
+                layers[2].weight.data.fill_(9.0)
+            with gathered(layers[0], write_rank=other):
+                raise AssertionError("two blocks would write to one layer")
+    before = state(engine)
+    assert same(before, want)
+    engine.backward(engine(rows(0).float().chunk(2)[rank]))
+    engine.step()
+    return before, state(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_block_that_writes_inside_one_for_reading(stage: int) -> None:
+    for before, after in run_ranks(nested, 2, stage):
+        model: Any = Net()
+        model.load_state_dict(before)
+        model.frozen.requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        model(rows(0).float()).backward()
+        optimizer.step()
+        for name, value in model.named_parameters():
+            assert torch.allclose(after[name], value.detach(), atol=2e-6), name
+        assert not torch.equal(after[W0], before[W0])
+
+
+def strays(stage: int) -> list[str]:
+    """Writes that the outer block must notice, beside those that an inner one keeps."""
+    engine = start(stage)
+    model: Any = engine.module
+    texts = []
+    for inside in (False, True):
+        with pytest.raises(hf_zero.StateError) as caught, hf_zero.gathered_params(model), torch.no_grad():
+            if engine.rank == 1 and not inside:
+                model.layers[1].weight.fill_(1.0)
+            with hf_zero.gathered_params(model.layers[:1] if inside else model, write_rank=0):
+                if engine.rank == 0:
+                    model.layers[0].weight.fill_(0.75)
+                if engine.rank == 1 and inside:
+                    model.layers[2].weight.fill_(1.0)
+        texts.append(str(caught.value))
+        assert state(engine)[W0].eq(0.75).all()
+    return texts
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_block_for_reading_notices_writes_around_one_that_writes(stage: int) -> None:
+    for first, second in run_ranks(strays, 2, stage):
+        assert f"rank 1: {W1}" in first and W0 not in first, first
+        assert "rank 1: layers.2.weight" in second and W0 not in second, second
 
 
 # -------------------------------------------------------------------- one rank alone
