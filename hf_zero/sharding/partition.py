@@ -22,6 +22,8 @@ _MIN_UNIT_SHARE = 1 / 32
 _MAX_TOGETHER = 1 / 4
 _LOWER = 0.9  # at least so much at a time
 _MIN_UNIT_NUMEL = 1 << 14
+# The classes that torch's data parallelism puts around a module or under it. By name: to import them takes long.
+_DATA_PARALLEL = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -102,7 +104,18 @@ def clean_name(name: str) -> str:
 
 
 def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
-    """Refuse parameters that cannot be flattened, with `sharded` also packed ones; all in one message."""
+    """Refuse parameters that cannot be flattened, with `sharded` also packed ones; all in one message.
+
+    A model under torch's data parallelism has none to give.
+    """
+    for path, module in model.named_modules():
+        names = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
+        if found := sorted(names & _DATA_PARALLEL):
+            raise ConfigError(
+                f"{path or 'the model'} is under torch's {found[0]}, and hf_zero is data parallel itself: gradients "
+                "would be reduced twice.\nGive hf_zero the plain module, which has not been wrapped or fully_shard-ed "
+                "(of DistributedDataParallel and DataParallel: model.module)."
+            )
     problems = []
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):

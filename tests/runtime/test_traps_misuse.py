@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import hf_zero
 from hf_zero.engine.engine import ZeroEngine
@@ -388,6 +389,54 @@ def test_parameters_that_cannot_be_cut_are_refused_by_name() -> None:
         for outcome in run_ranks(function, 2, expect_error=True):
             assert isinstance(outcome, RankFailure) and isinstance(outcome.exception, ConfigError), outcome
             assert all(part in outcome.message for part in parts), outcome.message
+
+
+def data_parallel(how: str, stage: int) -> str:
+    model: nn.Module = models.build("plain")
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    config = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 1}
+    if how == "inside":
+        model = nn.Sequential(nn.parallel.DistributedDataParallel(model))
+    elif how == "threads":
+        model = nn.DataParallel(model)
+    elif how == "FSDP":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    elif how in ("fully_shard", "a layer"):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model if how == "fully_shard" else model.get_submodule("layers.1"), mesh=mesh)
+    elif how == "compiled":
+        model = torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(ConfigError) as caught:
+        if how == "shard":
+            hf_zero.shard(model, config)
+        else:
+            hf_zero.initialize(model=model, optimizer=optimizer, config=config)
+    return str(caught.value)
+
+
+DATA_PARALLEL = {
+    "plain": "DistributedDataParallel",
+    "shard": "DistributedDataParallel",
+    "inside": "0 is under torch's DistributedDataParallel",
+    "compiled": "DistributedDataParallel",
+    "threads": "torch's DataParallel",
+    "FSDP": "FullyShardedDataParallel",
+    "fully_shard": "FSDPModule",
+    "a layer": "layers.1 is under torch's FSDPModule",
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_under_data_parallelism_of_torch_is_refused(stage: int) -> None:
+    for texts in run_ranks(all_data_parallel, 2, stage):
+        for how, text in texts.items():
+            assert DATA_PARALLEL[how] in text and "Give hf_zero the plain module" in text, (how, text)
+
+
+def all_data_parallel(stage: int) -> dict[str, str]:
+    return {how: data_parallel(how, stage) for how in DATA_PARALLEL}
 
 
 def foreign_optimizer() -> None:
