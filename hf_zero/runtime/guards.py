@@ -37,6 +37,8 @@ class ModelGuards:
                 self._guard_apply(module, path, mine)
         for module in model.modules():
             if any(param in index for param in module.parameters()):
+                before = functools.partial(_refuse_loading, index)
+                self._handles.append(module.register_load_state_dict_pre_hook(before))
                 self._override(module, "__deepcopy__", functools.partial(deepcopy, module))
                 self._override(module, "__reduce_ex__", functools.partial(_refuse_pickling, type(module).__name__))
 
@@ -95,6 +97,29 @@ def _refuse_pickling(name: str, protocol: object) -> NoReturn:
     raise StateError(
         f"{name} is sharded and cannot be pickled.\nOn all ranks call engine.save_checkpoint, save_pretrained or "
         "engine.full_state_dict(keep=rank == 0); engine.teardown() gives the plain model."
+    )
+
+
+def _refuse_loading(
+    index: ParamIndex, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Before `module` or anything below it takes values of `state`."""
+    assigns = metadata.get("assign_to_params_buffers", False)
+    own = module.named_parameters(remove_duplicate=False)
+    places = [index[param] for name, param in own if prefix + name in state and param in index]
+    found = [place.slot.name for place in places if assigns or place.unit.state is not UnitState.UNSHARDED]
+    if not found:
+        return
+    said = f"load_state_dict of {type(module).__name__}: {', '.join(found[:_MOST_NAMES])} ({len(found)} in all)"
+    if assigns:
+        raise StateError(
+            f"{said} would be replaced by other tensors, which hf_zero does not train (assign=True).\nOn all ranks "
+            "call engine.load_full_state_dict(state), which copies the values."
+        )
+    raise StateError(
+        f"{said} are sharded, and what is written to them would be lost.\nOn all ranks call "
+        "engine.load_full_state_dict(state), with strict=False for a part of the model, or load inside "
+        "`with hf_zero.gathered_params(model, write_rank=0):`."
     )
 
 

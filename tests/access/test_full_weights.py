@@ -51,6 +51,9 @@ def replace_all(stage: int, config: tuple[tuple[str, Any], ...], how: str) -> di
     micro_step(engine, case, 0, 0, Options(stage))
     if how == "load":
         engine.load_full_state_dict(other)
+    elif how == "load_state_dict":
+        with hf_zero.gathered_params(engine.module, write_rank=0):
+            engine.module.load_state_dict(other)
     else:
         with hf_zero.gathered_params(engine.module, write_rank=1), torch.no_grad():
             for name, param in engine.module.named_parameters():
@@ -67,7 +70,7 @@ def replace_all(stage: int, config: tuple[tuple[str, Any], ...], how: str) -> di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["load", "write"])
+@pytest.mark.parametrize("how", ["load", "load_state_dict", "write"])
 @pytest.mark.parametrize("config", [(), BF16], ids=["fp32", "bf16"])
 def test_new_weights_are_trained_on(how: str, config: tuple[tuple[str, Any], ...]) -> None:
     for stage in STAGES:

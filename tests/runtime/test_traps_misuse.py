@@ -263,6 +263,41 @@ def test_what_changes_nothing_is_allowed_and_teardown_gives_the_model_back() -> 
     assert all(all(grads) for grads in run_ranks(harmless, 2))
 
 
+# ---------------------------------------------------------------- load_state_dict
+LAYER = "layers.1"
+LOADS: dict[str, Callable[[nn.Module, dict[str, torch.Tensor]], object]] = {
+    "model": lambda model, state: model.load_state_dict(state),
+    "not strict": lambda model, state: model.load_state_dict({WEIGHT: state[WEIGHT], "other": state[WEIGHT]}, False),
+    "assign": lambda model, state: model.load_state_dict(state, assign=True),
+    "part": lambda model, state: model.get_submodule(LAYER).load_state_dict(
+        {name.removeprefix(f"{LAYER}."): value for name, value in state.items() if name.startswith(LAYER)}
+    ),
+    "wrapper": lambda model, state: nn.Sequential(model).load_state_dict({f"0.{name}": state[name] for name in state}),
+    "own placeholders": lambda model, state: model.load_state_dict(model.state_dict()),
+    "other shape": lambda model, state: model.load_state_dict(state | {WEIGHT: state[WEIGHT][:2]}),
+}
+
+
+def load_all() -> dict[str, str]:
+    def action(engine: ZeroEngine, load: Callable[[nn.Module, dict[str, torch.Tensor]], object]) -> None:
+        load(engine.module, {name: value + 1.0 for name, value in engine.full_state_dict(keep=True).items()})
+
+    def inside(engine: ZeroEngine) -> None:
+        with hf_zero.gathered_params(engine.module, write_rank=0):
+            action(engine, LOADS["assign"])
+
+    texts = {name: message_of(functools.partial(action, load=load), StateError) for name, load in LOADS.items()}
+    return texts | {"assign inside": message_of(inside, StateError)}
+
+
+def test_load_state_dict_of_a_sharded_model_is_an_error_that_says_what_to_call() -> None:
+    for texts in run_ranks(load_all, 2):
+        for name, text in texts.items():
+            assert "engine.load_full_state_dict" in text and "load_state_dict of " in text, (name, text)
+            assert ("assign=True" if "assign" in name else "gathered_params(model, write_rank=0)") in text, name
+            assert {"not strict": WEIGHT, "part": "layers.1.gain"}.get(name, "") in text, (name, text)
+
+
 # ---------------------------------------------------------------- gathered_params
 def write_between() -> str:
     def action(engine: ZeroEngine) -> None:
