@@ -81,11 +81,11 @@ def agree_on_target(
     answers = together(comm, "save_checkpoint", work)
     tags = [name for _, name, _, _ in answers]
     if len(set(tags)) > 1 and tag_validation != "Fail":
-        _refuse_differences("save_checkpoint", [text for _, _, _, text in answers], "nothing was written")
+        refuse_differences("save_checkpoint", [text for _, _, _, text in answers], "nothing was written")
         if tag_validation == "Warn" and comm.rank == 0:
             logger.warning("save_checkpoint: the tag differs by rank: %s. That of rank 0 counts: %r", tags, tags[0])
         return Target(Path(answers[comm.rank][0]), tags[0])
-    _refuse_differences("save_checkpoint", [text for _, _, text, _ in answers], "nothing was written")
+    refuse_differences("save_checkpoint", [text for _, _, text, _ in answers], "nothing was written")
     root, name, _, _ = answers[comm.rank]
     return Target(Path(root), name)
 
@@ -111,7 +111,7 @@ def agree_on_source(
         return str(folder), empty, _described(None, options) + (f", {folder} holds no checkpoint" if empty else "")
 
     answers = together(comm, "load_checkpoint", work)
-    _refuse_differences("load_checkpoint", [text for _, _, text in answers], "nothing was loaded")
+    refuse_differences("load_checkpoint", [text for _, _, text in answers], "nothing was loaded")
     folder, empty, _ = answers[comm.rank]
     return None if empty else Path(folder)
 
@@ -135,7 +135,7 @@ def _source_on_nodes(
             logger.warning("%s: `latest` differs by rank: %s. The newest is loaded: %s", load_dir, said, common)
     elif len(names) > 1:
         answers = [(name, f"{load_dir}, {name or 'nothing there'}, {text}") for name, text in answers]
-    _refuse_differences("load_checkpoint", [text for _, text in answers], "nothing was loaded")
+    refuse_differences("load_checkpoint", [text for _, text in answers], "nothing was loaded")
     return None if common is None else Path(str(load_dir)) / common
 
 
@@ -151,9 +151,9 @@ def _newest_of_nodes(comm: Comm, root: Path, mine: str | None) -> str:
     return max(together(comm, "load_checkpoint", work))[1]
 
 
-def check_same(comm: Comm, what: str, mine: str, remedy: str) -> None:
+def check_same(comm: Comm, what: str, mine: str, outcome: str) -> None:
     """Raise CheckpointError on every rank unless `mine` is the same on all."""
-    _refuse_differences(what, comm.all_gather_object(mine, what), remedy)
+    refuse_differences(what, comm.all_gather_object(mine, what), outcome)
 
 
 def _described(folder: Path | None, options: dict[str, Any]) -> str:
@@ -161,7 +161,8 @@ def _described(folder: Path | None, options: dict[str, Any]) -> str:
     return ", ".join([*texts, *(f"{name}={value}" for name, value in options.items())])
 
 
-def _refuse_differences(what: str, texts: Sequence[str], outcome: str) -> None:
+def refuse_differences(what: str, texts: Sequence[str], outcome: str) -> None:
+    """Raise CheckpointError unless `texts`, in rank order, are equal."""
     if len(set(texts)) < 2:
         return
     ranks: dict[str, list[int]] = {}

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import reissue_pt_warnings
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer_utils import SaveStrategy, sort_checkpoints
 
+from hf_zero.checkpoint.agreement import refuse_differences
 from hf_zero.checkpoint.file_list import SMALL_BYTES, changed_files, read_list
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, check_files, manifest_path, offer, read_manifest, zero_folder
 from hf_zero.checkpoint.published_weights import damaged_files
@@ -68,14 +69,18 @@ def warn_of_changes(folder: str | Path) -> None:
         logger.warning("resuming from %s all the same: %s", folder, texts)
 
 
-def is_resumed(asked: str | bool | None, timeout_s: float) -> bool:
+def agree_on_start(args: Any, asked: str | bool | None, timeout_s: float) -> bool:
     """Whether `train` was asked to resume: on all ranks, or on none. All ranks must call.
 
     Raises:
-        CheckpointError: On every rank: some were asked to, and others were not.
+        CheckpointError: On every rank: some were asked to, and others were not; or a training that saves has another
+            `output_dir` on some of them, where each would look for its checkpoints.
         DivergenceError: Some ranks did not come within `timeout_s` seconds.
     """
-    everyone = all_ranks_give(asked or None, "Trainer.train", timeout_s)
+    folder = "" if args.save_strategy == SaveStrategy.NO else f"output_dir={os.path.abspath(args.output_dir)}"
+    answers = all_ranks_give((asked or None, folder), "Trainer.train", timeout_s)
+    refuse_differences("Trainer.train", [theirs for _, theirs in answers], "nothing was trained")
+    everyone = [one for one, _ in answers]
     given = {rank: one for rank, one in enumerate(everyone) if one is not None}
     if given and len(given) < len(everyone):
         raise CheckpointError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import nn
 from transformers.trainer_pt_utils import remove_dummy_checkpoint
 
 from hf_zero.access.copy_weights import copy_weights
+from hf_zero.checkpoint.agreement import check_same
 from hf_zero.checkpoint.collective import Parts
 from hf_zero.checkpoint.file_list import write_list
 from hf_zero.checkpoint.replaced_files import drop, put_back, set_aside
@@ -41,9 +43,9 @@ from hf_zero.hf.trainer.node_folders import agree_on_nodes, one_writer_each, wei
 from hf_zero.hf.trainer.out_of_memory import run_attempt
 from hf_zero.hf.trainer.resume import (
     agree_on_checkpoint,
+    agree_on_start,
     delete_older,
     has_sharded_state,
-    is_resumed,
     lacks_frozen_weights,
     read_scheduler,
     rng_state_file,
@@ -164,7 +166,7 @@ def train(
     **kwargs: Any,
 ) -> Any:
     """Resume from the newest complete checkpoint where the stock Trainer takes the newest of all."""
-    if is_resumed(resume_from_checkpoint, plugin.config.desync_timeout):
+    if agree_on_start(self.args, resume_from_checkpoint, plugin.config.desync_timeout):
         agree = agree_on_nodes if self.args.save_on_each_node else agree_on_checkpoint
         resume_from_checkpoint = agree(self.args, resume_from_checkpoint)
     _mix_references_by_shards(self)
@@ -208,6 +210,7 @@ def save_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, *
     self._zero_saves_on_all_ranks = True
     trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
     saved = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+    check_same(engine.comm, "a save of Trainer", os.path.abspath(saved), "nothing was written")
     try:
         with one_writer_each(self.args, engine.comm):
             _save_or_put_back(self, engine, saved, lambda: orig(*args, **kwargs))
@@ -275,6 +278,10 @@ def push_from_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: A
 def finalize_training(self: Any, orig: Original, engine: ZeroEngine, *args: Any, **kwargs: Any) -> Any:
     """A save in the background is over before the best model is looked for, and before train returns."""
     engine.finish_saves()
+    if self.args.load_best_model_at_end:  # a rank that did not find it would keep its last weights
+        best = self.state.best_model_checkpoint
+        folder = "no folder was found" if best is None else os.path.abspath(best)
+        check_same(engine.comm, "load_best_model_at_end", folder, "the best model was not loaded")
     with one_writer_each(self.args, engine.comm):  # Trainer may delete the last checkpoint here, beside the best one
         return orig(*args, **kwargs)
 
