@@ -1,11 +1,13 @@
 """Training runs of unmodified TRL trainers on tiny models: plain in one process, or under `hf_zero.enable`.
 
-A function here runs on every rank. `stage` None is the reference: one process, stock TRL, the whole global batch.
+A function here runs on every rank. `stage` None is the reference: stock TRL, the whole global batch in one process, or
+DistributedDataParallel where the job has more ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +19,20 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.utils import hash_module
 
 import hf_zero
@@ -38,11 +53,10 @@ def zero(stage: int | None) -> Iterator[None]:
         hf_zero.disable()
 
 
-def settings(folder: str, stage: int | None, **more: Any) -> dict[str, Any]:
+def settings(folder: str, **more: Any) -> dict[str, Any]:
     """Arguments with the same global batch at every number of ranks."""
-    ranks = 1 if stage is None else 2
     base = {
-        "per_device_train_batch_size": GLOBAL_BATCH // ranks,
+        "per_device_train_batch_size": GLOBAL_BATCH // int(os.environ["WORLD_SIZE"]),
         "gradient_accumulation_steps": 1,
         "max_steps": 3,
         "bf16": False,
@@ -104,7 +118,7 @@ def dpo(stage: int | None, folder: str, path: str, reference: str, **more: Any) 
             more = {"precompute_ref_log_probs": True}
         if reference == "mixed":
             more = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "max_steps": 5}
-        args = DPOConfig(**settings(folder, stage, max_length=32, **more))
+        args = DPOConfig(**settings(folder, max_length=32, **more))
         torch.manual_seed(3)
         trainer = DPOTrainer(
             model=policy or (of_base(LlamaForCausalLM, path) if reference == "path" else build()),
@@ -134,19 +148,52 @@ def _join(row: dict[str, str]) -> dict[str, str]:
     return {key: row["prompt"] + row[key] for key in ("chosen", "rejected")}
 
 
-def reward(stage: int | None, folder: str, path: str) -> Outcome:
+def reward(stage: int | None, folder: str, path: str, **more: Any) -> Outcome:
     with zero(stage):
         config = build().config
         config.num_labels = 1
         torch.manual_seed(5)
         trainer = RewardTrainer(
             model=LlamaForSequenceClassification(config),
-            args=RewardConfig(**settings(folder, stage, max_length=32)),
-            train_dataset=preferences().map(
-                lambda row: {key: row["prompt"] + row[key] for key in ("chosen", "rejected")},
-                remove_columns=["prompt"],
-            ),
+            args=RewardConfig(**settings(folder, max_length=32, **more)),
+            train_dataset=preferences().map(_join, remove_columns=["prompt"]),
             processing_class=tokenizer(),
+        )
+        trainer.train()
+        return outcome(trainer, folder + "/final")
+
+
+# -------------------------------------------------------------------- trainers of one model and a dataset
+def _texts() -> Dataset:
+    return Dataset.from_dict({"text": text(40, 12, 4)})
+
+
+def _answers() -> Dataset:
+    return preferences().rename_column("chosen", "completion").remove_columns("rejected")
+
+
+def _ratings() -> Dataset:
+    rows = _answers()
+    return rows.add_column("label", [index % 2 == 0 for index in range(len(rows))])
+
+
+SIMPLE: dict[str, tuple[Any, Any, Any]] = {
+    "sft": (SFTTrainer, SFTConfig, _texts),
+    "sft of answers": (SFTTrainer, SFTConfig, _answers),
+    "kto": (KTOTrainer, KTOConfig, _ratings),
+    "orpo": (ORPOTrainer, ORPOConfig, preferences),
+    "cpo": (CPOTrainer, CPOConfig, preferences),
+}
+
+
+def simple(stage: int | None, folder: str, path: str, kind: str, **more: Any) -> Outcome:
+    trainer_class, config_class, data = SIMPLE[kind]
+    with zero(stage):
+        args = config_class(**settings(folder, max_length=24, **more))
+        torch.manual_seed(3)
+        reference = {"ref_model": build(seed=1)} if kind == "kto" else {}
+        trainer = trainer_class(
+            model=build(), args=args, train_dataset=data(), processing_class=tokenizer(), **reference
         )
         trainer.train()
         return outcome(trainer, folder + "/final")
@@ -179,10 +226,11 @@ def small_words(completions: list[str], **kwargs: Any) -> list[float]:
     return [-sum(int(word[1:]) for word in completion.split()) / VOCAB for completion in completions]
 
 
-def grpo(stage: int | None, folder: str, path: str, beta: float) -> Outcome:
+def grpo(stage: int | None, folder: str, path: str, beta: float, **more: Any) -> Outcome:
     """With `beta`, TRL loads a reference model for the divergence from it."""
     with zero(stage):
-        args = GRPOConfig(**settings(folder, stage, num_generations=2, max_completion_length=6, beta=beta))
+        own = {"num_generations": 2, "max_completion_length": 6, "beta": beta, **more}
+        args = GRPOConfig(**settings(folder, **own))
         torch.manual_seed(3)
         trainer = GRPOTrainer(
             model=of_base(NoisyLlama, path),
