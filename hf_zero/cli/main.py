@@ -7,6 +7,7 @@ COMMANDS; modules import what is heavy inside `run`, so that no command waits fo
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from hf_zero.cli import bench, config, consolidate, convert, estimate, inspect, 
 from hf_zero.errors import ZeroError
 
 PROGRAM = "hf-zero"
+# What a write may meet whatever the program does; such an error names no file.
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class Command(Protocol):
@@ -31,7 +34,8 @@ class Command(Protocol):
     @property
     def configure(self) -> Callable[[argparse.ArgumentParser], None]: ...  # adds the arguments
 
-    # May raise ZeroError, ConsolidateError, OSError, and argparse.ArgumentError where arguments exclude each other.
+    # May raise ZeroError, ConsolidateError, OSError of a named file or a full disk, and argparse.ArgumentError where
+    # arguments exclude each other. Anything else is a defect, and keeps its traceback.
     @property
     def run(self) -> Callable[[argparse.Namespace], None]: ...
 
@@ -99,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ZeroError, ConsolidateError) as error:
         return _fail(args.prog, str(error))
     except OSError as error:
+        if error.filename is None and error.errno not in _OF_A_DISK:
+            raise
         return _fail(args.prog, f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
         return _fail(args.prog, "interrupted")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from hf_zero.checkpoint import consolidate as script
 from hf_zero.checkpoint.manifest import manifest_path, zero_folder
+from hf_zero.cli import report
 from hf_zero.cli.main import COMMANDS, main
 from hf_zero.cli.text import format_bytes, plural
 from tests.harness.checkpoints import make_model, save
@@ -201,6 +202,21 @@ def test_commands_for_files_do_not_load_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_error_of_no_file_keeps_its_traceback(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is told in a line; an operation on a descriptor that is closed is a defect."""
+
+    def run(args: object) -> None:
+        os.write(descriptor, b"text")
+
+    monkeypatch.setattr(report, "run", run)
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    assert main(["report"]) == 1
+    assert capsys.readouterr().err.splitlines() == ["hf-zero report: error: [Errno 28] No space left on device"]
+    os.close(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        main(["report"])
 
 
 def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
