@@ -201,7 +201,6 @@ class FlatParam:
         """Get memory for the unsharded parameters, which are still placeholders then."""
         if not self.on_demand:
             return
-        self.check_views()
         if self.in_graphs:
             self.in_graphs = min(self.in_graphs, self.uses())  # some may have gone unused
         self.storage.resize_(self.full_bytes)
@@ -290,9 +289,10 @@ class FlatParam:
                 param.__class__ = kind
                 param.data = place
         else:
-            for param, place, kind in zip(self.params, places, self._sharded_classes, strict=True):
-                param.data = place
-                param.__class__ = kind
+            with asking_nobody():
+                for param, place, kind in zip(self.params, places, self._sharded_classes, strict=True):
+                    param.data = place
+                    param.__class__ = kind
 
     def watch_values(self, on_values: OnValues | None) -> None:
         """Ask `on_values` wherever values of a sharded parameter are read or written; None asks nobody any more."""

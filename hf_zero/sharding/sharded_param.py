@@ -62,6 +62,8 @@ class _Sharded:
         first: Any = args[0] if args and isinstance(args[0], _Sharded) else None
         if first is not None and name in ("data", "detach"):
             return ShapeOnly(first, _text(first))
+        if first is not None and name == "set data":
+            raise StateError(_no_values(first, "param.data = ...", writes=True))
         if first is not None and name == "__repr__":
             return f"<{_text(first)}, sharded, of shape {tuple(first.shape)}>"
         # `param.view_as(param)` is how torch gets at the node that accumulates a gradient.
