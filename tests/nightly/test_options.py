@@ -127,17 +127,20 @@ def train_all_of_trl(name: str, folder: str, base: str) -> list[runs.Outcome]:
     return [function(stage, f"{folder}/{stage}", base, *own, **more) for stage in (None, *STAGES)]
 
 
-def assert_moved(want: runs.Outcome) -> None:
-    """A weight that is not the model's is an adapter's, which starts at zero, or random."""
-    start = runs.build().state_dict()
-    still = [name for name, value in want.weights.items() if value.equal(start.get(name, torch.zeros_like(value)))]
+def launch(function: Any, *args: Any) -> list[runs.Outcome]:
+    """Rank 0's outcomes: under DDP, where every weight must have moved, and at each stage."""
+    first, second = run_ranks(function, 2, *args, timeout=180, init_group=False)
+    assert [run.norms for run in first] == [run.norms for run in second], "the ranks differ"
+    start = runs.build().state_dict()  # a weight that is not among these is an adapter's or a new head's
+    weights = first[0].weights.items()
+    still = [name for name, value in weights if value.equal(start.get(name, torch.zeros_like(value)))]
     assert not still, f"vacuous: {still}"
+    return first
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_option_of_trainer(name: str, tmp_path: Path) -> None:
-    want, *found = run_ranks(train_all, 2, str(tmp_path), OPTIONS[name], timeout=180, init_group=False)[0]
-    assert_moved(want)
+    want, *found = launch(train_all, str(tmp_path), OPTIONS[name])
     for stage, got in zip(STAGES, found, strict=True):
         # Under bf16 a difference in the last bit of a weight may round it to another number of 8 bits.
         bounds = {"rel": 1e-3, "weights": 1e-4} if name == "bf16" else {}
@@ -147,8 +150,7 @@ def test_option_of_trainer(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TRL)
 def test_option_of_trl(name: str, tmp_path: Path) -> None:
     base = trl_runs.base(str(tmp_path))
-    want, *found = run_ranks(train_all_of_trl, 2, name, str(tmp_path), base, timeout=180, init_group=False)[0]
-    assert_moved(want)
+    want, *found = launch(train_all_of_trl, name, str(tmp_path), base)
     for stage, got in zip(STAGES, found, strict=True):
         least = 0.01 if name == "sft, dft" else 0.05  # its loss is weighted with the probability of the token
         test_trl.assert_same(want, got, f"{name}, stage {stage}", least=least)
