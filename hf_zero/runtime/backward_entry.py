@@ -7,11 +7,15 @@ So before a backward its graph is looked through, from the loss to the nearest o
 layers are called in some order, all of it. A layer that is reached while none of its outputs is, is gathered at the
 start and held to the end. One that returned nothing with a gradient stays unsharded from its forward on.
 Autograd runs the nodes made last first. So where an output is reached too, it comes before whatever lies inside.
+A backward inside a backward (of a function that keeps a graph of its own) is looked through too, where it runs in the
+thread of the forward: nodes have numbers by thread, and a recomputed graph is none of the forward's. On an accelerator
+autograd has threads of its own.
 """
 
 from __future__ import annotations
 
 import bisect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -55,6 +59,7 @@ class BackwardEntries:
         self._enter = enter
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._known: dict[tuple[int, ...], list[ShardUnit]] = {}  # found in all of a graph, by the order of calls
+        self._thread = 0  # that of the forward
         _watchers.add(self)
         _watch()
 
@@ -64,6 +69,7 @@ class BackwardEntries:
 
     def add(self, call: Call) -> None:
         """The forward of `call` has ended."""
+        self._thread = threading.get_ident()
         if call.returned:
             self._calls.add(call)
         elif call.end != call.first:
@@ -71,19 +77,23 @@ class BackwardEntries:
 
     def before_backward(self, roots: Iterable[Any]) -> None:
         """Enter the units that the backward of `roots`, tensors or edges, reaches from inside."""
-        calls = sorted(self._calls, key=lambda call: call.first)
-        if not calls:
+        calls = self._in_order()
+        is_inner = torch._C._current_graph_task_id() != -1
+        if not calls or (is_inner and self._thread != threading.get_ident()):
             return
         nodes = [root.node if isinstance(root, torch.autograd.graph.GradientEdge) else root.grad_fn for root in roots]
-        key = tuple(id(call.unit) for call in calls)
+        key = (is_inner, *(id(call.unit) for call in calls))
         if key not in self._known:
             self._known[key] = _reached_inside(nodes, calls, through=True)
         for unit in dict.fromkeys([*self._known[key], *_reached_inside(nodes, calls, through=False)]):
             self._enter(unit)
 
+    def _in_order(self) -> list[Call]:
+        return sorted(self._calls, key=lambda call: call.first)
+
     def unit_names(self) -> list[str]:
         """The units that are sharded."""
-        units = dict.fromkeys(call.unit for call in self._calls)
+        units = dict.fromkeys(call.unit for call in self._in_order())
         return [unit.name for unit in units if unit.state is UnitState.SHARDED]
 
 
@@ -123,8 +133,7 @@ def _watch() -> None:
 
 
 def _watched_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    is_inner = torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None
-    if is_inner:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return _plain_backward(roots, *args, **kwargs)
     watchers = list(_watchers)
     for watcher in watchers:
@@ -138,5 +147,6 @@ def _watched_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         raise StateError(
             "backward needed a weight of a layer that is sharded, through something that the layer made and did not "
             f"return. One of these: {', '.join(names[:5])} ({len(names)} in all).\nReturn it from the layer's "
-            "forward, or run forward and backward inside `with hf_zero.gathered_params(model):`."
+            "forward, call backward in the thread of the forward, or run both inside "
+            "`with hf_zero.gathered_params(model):`."
         ) from error

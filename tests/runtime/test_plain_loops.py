@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -142,6 +143,39 @@ def drawn(x: torch.Tensor, given: Any) -> torch.Tensor:
     return given.base_dist.loc + torch.tanh(given.log_prob(x.detach()).unsqueeze(-1))
 
 
+class OwnBackward(torch.autograd.Function):
+    """Keeps the graph of a layer to itself, and enters it from inside, as reversible blocks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Layer, keep: bool) -> torch.Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            output, inner = _inside(layer.up, layer, ctx.x)
+            ctx.inner, ctx.output = inner[:, :WIDTH], output if keep else None
+        return ctx.inner.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        with torch.enable_grad():
+            result = ctx.inner.exp() + ctx.inner  # nodes that this backward makes come first
+        torch.autograd.backward([result], [grad])
+        return ctx.x.grad, None, None
+
+
+class OwnBackwards(Net):
+    """The layers' outputs are kept, or not."""
+
+    def __init__(self, keep: bool) -> None:
+        super().__init__(plainly, same)
+        self.keep = keep
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.gain
+        for layer in self.layers:
+            x = OwnBackward.apply(x, layer, self.keep)
+        return self.head(x)
+
+
 # -------------------------------------------------------------------- losses
 def of_output(run: Any, net: Any, x: torch.Tensor, step: int) -> torch.Tensor:
     loss: torch.Tensor = run(x).square().mean()
@@ -217,6 +251,8 @@ NETS: dict[str, Callable[[], Net]] = {
     "object_beside": functools.partial(Net, an_object_beside, unboxed_beside),
     "distribution": functools.partial(Net, a_distribution, drawn),
     "list_argument": functools.partial(Net, detached, same, True),
+    "own_backward": functools.partial(OwnBackwards, False),
+    "own_backward_beside": functools.partial(OwnBackwards, True),
 }
 Loss = Callable[[Any, Any, torch.Tensor, int], torch.Tensor]
 CASES: list[tuple[str, Loss]] = [(net, of_output) for net in NETS] + [
@@ -287,3 +323,19 @@ def test_it_trains_as_one_process_does(net: str, loss_of: Loss, zero: dict[str, 
             torch.testing.assert_close(got[name], value, rtol=0, atol=1e-12, msg=name)
         moved = [name for name, value in got.items() if not torch.equal(value, start[name])]
         assert len(moved) >= 3, moved
+
+
+def backward_in_another_thread() -> str:
+    model, optimizer = build("own_backward")
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config={"zero_optimization": zero})[0]
+    loss = of_output(engine, model, batch(0, engine.rank), 0)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(hf_zero.StateError) as caught:
+        pool.submit(loss.backward).result()
+    return str(caught.value)
+
+
+def test_a_weight_that_backward_cannot_find_is_an_error_that_names_the_layers() -> None:
+    """There autograd numbers nodes anew, and the graph that a function keeps to itself cannot be looked through."""
+    for text in run_ranks(backward_in_another_thread, WORLD):
+        assert "layers.0, layers.1, layers.2 (3 in all)" in text and "in the thread of the forward" in text, text
