@@ -69,7 +69,8 @@ def _forget() -> None:
         live.clear()
 
 
-os.register_at_fork(after_in_child=_forget)  # it has none of the threads
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)  # it has none of the threads
 
 
 def end_with_python(one: EndsWithPython, turn: Turn) -> None:

@@ -191,7 +191,7 @@ def refuse_shared_device(device: torch.device) -> None:
     Raises:
         ConfigError: On every rank; names the ranks that share a device.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" or not dist.is_initialized():
         return
     named = all_ranks_give(_identity(device), "devices")
     shared = [[rank for rank, name in enumerate(named) if name == one] for one in dict.fromkeys(named)]
@@ -241,19 +241,21 @@ def all_ranks_give(value: Any, what: str, timeout_s: float | None = None) -> lis
     keys = [f"hf_zero/{what}/{turn}/{other}" for other in range(world_size)]
     limit = store.timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     store.set(keys[rank], pickle.dumps(value))
+    missing: Any = "some"
     try:
         store.wait(keys, limit)
         everyone = [pickle.loads(given) for given in store.multi_get(keys)]
-    except RuntimeError as error:  # of each kind of store another one
-        missing: Any = "some"
+        missing = [other for other in range(world_size) if store.check([f"{keys[other]}/gave up"])]
+    except RuntimeError:  # of each kind of store another one
         with contextlib.suppress(RuntimeError):  # the store has gone with the process that held it
-            missing = [other for other in range(world_size) if not store.check([keys[other]])]
-            store.delete_key(keys[rank])
+            missing = [other for other in range(world_size) if not store.check([keys[other]])] or missing
+            store.set(f"{keys[rank]}/gave up", "")
+    if missing:
         raise DivergenceError(
             f"rank {rank}: {what}: rank(s) {missing} did not come within {limit.total_seconds():.0f} s. They have "
             "ended, and say why themselves, or do not make this call, or need a longer time.\n"
             f"Called from: {call_site()}"
-        ) from error
+        )
     with contextlib.suppress(RuntimeError):
         store.set(f"{keys[rank]}/read", "")
         store.wait([f"{key}/read" for key in keys], limit)

@@ -344,7 +344,7 @@ def test_names_of_another_checkpoint(capsys: Capture, tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------- the end of a consolidate
 SLOWLY = """
-import sys, time
+import signal, sys, time
 import hf_zero.checkpoint.consolidate as script
 from hf_zero.cli.main import main
 write = script.write_file
@@ -353,6 +353,7 @@ def slowly(path, *given, **more):
     print("written", flush=True)
     time.sleep(60)
 script.write_file = slowly
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -154,7 +154,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     assert third.kind == "ValueError"
     for failure in others:
         assert failure.kind == "DivergenceError", failure
-        assert f"rank {failure.rank}: ranks [2] did not come to hf_zero/device within 2 s" in failure.message
+        assert f"rank {failure.rank}: devices: rank(s) [2] did not come within 2 s" in failure.message
 
 
 # -------------------------------------------------------------------- what accelerate has chosen

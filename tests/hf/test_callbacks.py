@@ -72,8 +72,8 @@ def watched(kind: str, stage: int, folder: str) -> Seen:
         )
         trainer.add_callback(watch)
         trainer.train()
-        own = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
         if kind == "ddp":
+            own = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
             trainer.model.load_state_dict(watch.average.state_dict())
             watch.seen["average loss"] = trainer.evaluate()["eval_loss"]
             average = dict(watch.average.named_parameters())
