@@ -59,7 +59,8 @@ class _Sharded:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, is_attribute = _name_of(func)
-        first: Any = args[0] if args and isinstance(args[0], _Sharded) else None
+        target = next(iter((*args, *kwargs.values())), None)  # nn.init gives all by name
+        first: Any = target if isinstance(target, _Sharded) else None
         if first is not None and name in ("data", "detach"):
             return ShapeOnly(first, _text(first))
         if first is not None and name == "set data":
@@ -71,7 +72,8 @@ class _Sharded:
         if name in _WITHOUT_VALUES or of_another or (is_attribute and name not in _VALUES):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         for param in _sharded_in((args, kwargs)):
-            writes = (param is first and _is_write(name)) or param is kwargs.get("out")
+            written = target if isinstance(target, list | tuple) else (target,)
+            writes = (_is_write(name) and any(param is one for one in written)) or param is kwargs.get("out")
             ask = getattr(_holder_of(param), "on_values", None)
             if ask is None or not ask(param, writes):
                 raise StateError(_no_values(param, name, writes))

@@ -53,10 +53,10 @@ def message_of(action: Callable[[ZeroEngine], Any], *kinds: type[BaseException])
 
 
 # ---------------------------------------------------------------- writes to placeholders
-def _write(call: str) -> Callable[[ZeroEngine], Any]:
+def _write(call: str, grads: bool) -> Callable[[ZeroEngine], Any]:
     def action(engine: ZeroEngine) -> None:
         param = engine.module.get_parameter(WEIGHT)
-        with torch.no_grad():
+        with torch.set_grad_enabled(grads):
             if call == "copy_":
                 param.copy_(torch.ones(param.shape))
             elif call == "add_":
@@ -82,12 +82,13 @@ def _write(call: str) -> Callable[[ZeroEngine], Any]:
 WRITES = ("copy_", "add_", "normal_", "index", "zero_", "fill_", "zeros_", "data", "foreach")
 
 
-def write_all() -> dict[str, str]:
-    return {call: message_of(_write(call), StateError) for call in WRITES}
+def write_all(grads: bool) -> dict[str, str]:
+    return {call: message_of(_write(call, grads), StateError) for call in WRITES}
 
 
-def test_a_write_to_a_sharded_parameter_is_never_lost_silently() -> None:
-    for texts in run_ranks(write_all, 2):
+@pytest.mark.parametrize("grads", [False, True])
+def test_a_write_to_a_sharded_parameter_is_never_lost_silently(grads: bool) -> None:
+    for texts in run_ranks(write_all, 2, grads):
         for call in WRITES:
             assert WEIGHT in texts[call] and "gathered_params" in texts[call], texts[call]
             assert "layers.0.up.weight" not in texts[call], "only the parameter that was written to is named"
