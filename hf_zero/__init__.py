@@ -6,8 +6,8 @@ import importlib
 from typing import Any
 
 from hf_zero import pipeline
-from hf_zero.deepspeed import names
 from hf_zero.engine.factory import use_engine_class
+from hf_zero.extras.deepspeed import names
 
 __version__ = "0.1.0"
 
@@ -21,13 +21,13 @@ _EXPORTS = {
     "StateError": "hf_zero.errors",
     "ZeroConfig": "hf_zero.config",
     "ZeroEngine": "hf_zero.engine.engine",
-    "PipelineModule": "hf_zero.pipeline.module",
+    "PipelineModule": "hf_zero.extras.pipeline.module",
     "engine_of": "hf_zero.engine.engine",
-    "get_accelerator": "hf_zero.deepspeed.accelerator",
-    "add_config_arguments": "hf_zero.deepspeed.script_arguments",
+    "get_accelerator": "hf_zero.extras.deepspeed.accelerator",
+    "add_config_arguments": "hf_zero.extras.deepspeed.script_arguments",
     "init_distributed": "hf_zero.distributed.processes",
-    "initialize": "hf_zero.deepspeed.initialize",
-    "shard": "hf_zero.deepspeed.initialize",
+    "initialize": "hf_zero.extras.deepspeed.initialize",
+    "shard": "hf_zero.extras.deepspeed.initialize",
     "full_grad": "hf_zero.access.full",
     "full_optimizer_state": "hf_zero.access.full",
     "full_param": "hf_zero.access.full",
@@ -47,7 +47,7 @@ _EXPORTS = {
     "copy_weights": "hf_zero.access.copy_weights",
     "load_fp32_into": "hf_zero.access.load_fp32",
     "load_fp32_state_dict": "hf_zero.checkpoint.lazy_state_dict",
-    "see_memory_usage": "hf_zero.deepspeed.runtime.utils",
+    "see_memory_usage": "hf_zero.extras.deepspeed.runtime.utils",
     "convert_zero_checkpoint_to_fp32_state_dict": "hf_zero.utils.zero_to_fp32",
     "get_fp32_state_dict_from_zero_checkpoint": "hf_zero.utils.zero_to_fp32",
     "load_state_dict_from_zero_checkpoint": "hf_zero.utils.zero_to_fp32",
@@ -66,7 +66,7 @@ _EXPORTS = {
 __all__ = sorted([*_EXPORTS, "__version__"])
 
 
-use_engine_class(lambda: importlib.import_module("hf_zero.deepspeed.engine").DeepSpeedEngine)
+use_engine_class(lambda: importlib.import_module("hf_zero.extras.deepspeed.engine").DeepSpeedEngine)
 
 # Modules that are there as attributes, as with DeepSpeed: hf_zero.zero.Init, hf_zero.comm.get_rank().
 _MODULES = frozenset(["checkpointing", "comm", "ops", "pipe", "zero"])

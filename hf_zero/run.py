@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from hf_zero.errors import ConfigError
+from hf_zero.extras.launcher.script import become, missing_script
 from hf_zero.hf.enable import enable
-from hf_zero.launcher.script import become, missing_script
 
 _EXAMPLES = """examples:
   python -m hf_zero.run --zero zero2.json train.py --output_dir out

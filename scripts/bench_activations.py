@@ -93,7 +93,7 @@ def of_torch(*, reentrant: bool) -> Iterator[Checkpoint]:
 @contextmanager
 def ours(*, reentrant: bool = True, **keys: Any) -> Iterator[Checkpoint]:
     from hf_zero import checkpointing
-    from hf_zero.deepspeed import checkpointing as configured
+    from hf_zero.extras.deepspeed import checkpointing as configured
 
     checkpointing.configure(dist.group.WORLD if "partition_activations" in keys else None, **keys)
     yield checkpointing.checkpoint if reentrant else checkpointing.non_reentrant_checkpoint

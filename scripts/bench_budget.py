@@ -25,8 +25,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero import checkpointing
-from hf_zero.activations import active
-from hf_zero.activations.budget import Budget, Choice, least, peak_of
+from hf_zero.extras.activations import active
+from hf_zero.extras.activations.budget import Budget, Choice, least, peak_of
 
 LAYERS = 12
 TOLERANCE = 1.02

@@ -32,8 +32,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hf_zero.cli import bench_cpu_adam as bench  # noqa: E402
-from hf_zero.cli.text import count  # noqa: E402
+from hf_zero.extras.cli import bench_cpu_adam as bench  # noqa: E402
+from hf_zero.extras.cli.text import count  # noqa: E402
 
 OURS = ("hf_zero", "hf_zero, bf16 in and out")
 DEEPSPEED = "DeepSpeedCPUAdam"

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.cli.bench_io import Setting, fio_speed, our_speed
 from hf_zero.config.resolved import Aio
+from hf_zero.extras.cli.bench_io import Setting, fio_speed, our_speed
 from hf_zero.native.host_memory import transfer_memory
 
 # (block size, queue depth, "read" or "write") -> bytes per second

@@ -156,7 +156,7 @@ def count_cpu(variant: str, spent: dict[str, list[float]]) -> None:
         return run
 
     if variant in OURS:
-        from hf_zero.pipeline.batch_run import BatchRun
+        from hf_zero.extras.pipeline.batch_run import BatchRun
 
         BatchRun._compute = counted(lambda run, action, *_: action.kind.value, BatchRun._compute)  # type: ignore[method-assign]
     elif variant == "deepspeed":
@@ -287,7 +287,7 @@ def main() -> None:
 
 def cpu_of(name: str, rounds: list[dict[str, list[dict[str, Any]]]], micros: int) -> float | None:
     """What a step takes by its order, of CPU seconds."""
-    from hf_zero.pipeline.stage_schedules import Kind, order_of, published_1f1b, simulate
+    from hf_zero.extras.pipeline.stage_schedules import Kind, order_of, published_1f1b, simulate
 
     schedule = name.partition(" ")[0]
     if schedule not in ("deepspeed", "1f1b", "gpipe", "zero_bubble"):

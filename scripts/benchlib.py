@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hf_zero.launcher.node import free_port
+from hf_zero.extras.launcher.node import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _RESULT = "HF_ZERO_BENCH_RESULT"

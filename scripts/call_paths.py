@@ -24,7 +24,7 @@ import torch.multiprocessing
 from torch import nn
 
 import hf_zero
-from hf_zero.launcher.node import free_port
+from hf_zero.extras.launcher.node import free_port
 
 _PACKAGE = Path(hf_zero.__file__).parent
 _ENDS = ("group_work.py:HostWork.__init__", "group_work.py:HostWork.wait", ":GradAccumulator.take")

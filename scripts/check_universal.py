@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import hf_zero  # noqa: E402
 from conversion.to_deepspeed import to_deepspeed  # noqa: E402
 from conversion.universal import from_universal, to_universal  # noqa: E402
-from hf_zero.launcher.node import free_port  # noqa: E402
+from hf_zero.extras.launcher.node import free_port  # noqa: E402
 from tests.conversion.tiny_model import ROWS, batch, groups, tiny_model  # noqa: E402
 
 RANKS, FIRST, SECOND, LAST = 2, 3, 8, 13

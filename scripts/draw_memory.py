@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_zero.cli.main import main as hf_zero_command
+from hf_zero.extras.cli.main import main as hf_zero_command
 
 # Kinds of the plan, joined into those that a reader asks about; colours of the Okabe-Ito palette, which colour-blind
 # readers can tell apart.

@@ -4,9 +4,9 @@
     python scripts/import_graph.py /tmp/before      # of another one
     python scripts/import_graph.py --json
 
-A room is a folder of hf_zero, or a file beside them. Imports inside functions count. An arrow is one room that imports
-another; rooms that reach each other in both directions are a circle; the floor of a room is one above the highest that
-it imports.
+A room is a folder of hf_zero or of hf_zero/extras, or a file beside them. Imports inside functions count. An arrow is
+one room that imports another; rooms that reach each other in both directions are a circle; the floor of a room is one
+above the highest that it imports.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ def imported_modules(tree: ast.Module, root: Path) -> Iterator[str]:
 
 
 def room_of(module: str) -> str:
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
+    parts = [part for part in module.split(".")[1:] if part != "extras"]
+    return parts[0] if parts else "__init__"
 
 
 def import_graph(root: Path) -> Graph:
     graph: Graph = defaultdict(lambda: defaultdict(int))
     for path in sorted((root / PACKAGE).rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        room = parts[1]
+        room = room_of(".".join(path.relative_to(root).with_suffix("").parts))
         graph[room]  # a room that imports nothing is one too
         for module in imported_modules(ast.parse(path.read_text(encoding="utf-8")), root):
             if room_of(module) != room:

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hf_zero.launcher.node import free_port  # noqa: E402
+from hf_zero.extras.launcher.node import free_port  # noqa: E402
 from tests.conversion import trainer_run  # noqa: E402
 from tests.conversion.tiny_model import ROWS, STEPS_AFTER, STEPS_BEFORE, batch, groups, tiny_model  # noqa: E402
 

@@ -27,7 +27,7 @@ from unittest import mock
 
 import pytest
 
-from hf_zero.cli.main import build_parsers
+from hf_zero.extras.cli.main import build_parsers
 from tests.harness.scripts import run_hf_zero, run_script
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
@@ -320,7 +320,7 @@ def check_options(words: list[str], known: Iterable[str], what: str) -> None:
 
 
 def check_hf_zero(words: list[str], page: Path) -> None:
-    from hf_zero.cli.main import main
+    from hf_zero.extras.cli.main import main
 
     if not words or words[0] == "...":
         return
@@ -386,7 +386,7 @@ def check_module(words: list[str], page: Path) -> None:
         split = next((n for n, word in enumerate(arguments) if word.endswith(".py")), None)
         if split is not None:
             check_script(arguments[split:], page)
-    elif name == "hf_zero.cli.main":
+    elif name == "hf_zero.extras.cli.main":
         check_command(shlex.join(["hf-zero", *arguments]), page)
     elif name.startswith("recipes."):
         check_script([name.replace(".", "/") + ".py", *arguments], page)

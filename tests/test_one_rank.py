@@ -24,15 +24,15 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config.resolved import PipelineSection
-from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.distributed import failure_monitor, operation_log
+from hf_zero.extras.deepspeed.engine import DeepSpeedEngine
+from hf_zero.extras.pipeline.pipeline_engine import PipelineEngine
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin
 from hf_zero.hf.models.generation import _Calls
 from hf_zero.hf.models.saving import _Saving
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.pipeline import LayerSpec, PipelineModule
-from hf_zero.pipeline.pipeline_engine import PipelineEngine
 from tests.harness.ranks import run_ranks
 from tests.hf import runs
 

@@ -17,8 +17,8 @@ import torch
 
 from hf_zero.distributed import peer_memory as peers
 from hf_zero.errors import NativeError, OffloadError
-from hf_zero.launcher import node, worker
-from hf_zero.launcher.launch_errors import LaunchUsageError
+from hf_zero.extras.launcher import node, worker
+from hf_zero.extras.launcher.launch_errors import LaunchUsageError
 from hf_zero.native import host_memory as pages
 from hf_zero.native import library, machine
 from hf_zero.storage import DeviceStore, HostStore, SwapFolder
@@ -179,7 +179,7 @@ def test_stop_ends_the_agents_of_a_job_and_nobody_else(tmp_path: Path, monkeypat
     """Found by psutil, on every system."""
     monkeypatch.setattr(node.tempfile, "gettempdir", lambda: str(tmp_path))
     sleep = "import time; time.sleep(60)"
-    agent = subprocess.Popen([sys.executable, "-c", sleep, "hf_zero.launcher.node"])
+    agent = subprocess.Popen([sys.executable, "-c", sleep, "hf_zero.extras.launcher.node"])
     other = subprocess.Popen([sys.executable, "-c", sleep])
     try:
         (tmp_path / "hf_zero-job-0.pid").write_text(str(agent.pid))

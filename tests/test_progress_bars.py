@@ -23,8 +23,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_zero
 from hf_zero import progress as progress_module
-from hf_zero.cli.main import main
 from hf_zero.engine.engine import engine_of
+from hf_zero.extras.cli.main import main
 from hf_zero.progress import progress
 from tests.conversion.test_from_deepspeed import DATA
 from tests.harness.ranks import run_ranks

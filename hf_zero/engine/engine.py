@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from hf_zero.activations import active
 from hf_zero.checkpoint.collective import ALL_PARTS, Parts
 from hf_zero.config import ResolvedConfig
 from hf_zero.config.resolved import ActivationCheckpointing
@@ -30,6 +29,7 @@ from hf_zero.engine.monitors import Monitored, open_monitors
 from hf_zero.engine.reports import Reports, Watcher, watchers_of
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import CheckpointError, ConfigError, OffloadError, StateError
+from hf_zero.extras.activations import active
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer

@@ -69,8 +69,8 @@ _TORCH: dict[str, OptimizerSpec] = {
 # Others, by module and name.
 _OTHERS: dict[str, OptimizerSpec] = {
     "transformers.optimization.Adafactor": OptimizerSpec(Updates.PARAMETERS),
-    "hf_zero.deepspeed.ops.adam.DeepSpeedCPUAdam": _NATIVE,
-    "hf_zero.deepspeed.ops.adam.FusedAdam": _NATIVE,
+    "hf_zero.extras.deepspeed.ops.adam.DeepSpeedCPUAdam": _NATIVE,
+    "hf_zero.extras.deepspeed.ops.adam.FusedAdam": _NATIVE,
     "hf_zero.optim.optimizers.cpu_adam.CPUAdam": _NATIVE,
     "hf_zero.optim.optimizers.uncorrected_adam.UncorrectedAdam": _NATIVE,
 }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_zero.launcher.node import free_port
+from hf_zero.extras.launcher.node import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STACKS_TAKE_S = 5  # for a rank that is killed to print its stacks

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_zero
-from hf_zero.activations import active
-from hf_zero.activations.budget import Choice, RegionBytes, choose, least, peak_of
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.errors import ConfigError
+from hf_zero.extras.activations import active
+from hf_zero.extras.activations.budget import Choice, RegionBytes, choose, least, peak_of
 from tests.harness.ranks import run_ranks
 
 LAYERS, BATCH, TOKENS, HIDDEN = 12, 2, 8, 16

@@ -9,8 +9,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_zero
-from hf_zero.activations import active
 from hf_zero.config import ZeroConfig
+from hf_zero.extras.activations import active
 from tests.harness.ranks import run_ranks
 
 DOCUMENTS = Path(__file__).resolve().parents[1] / "data" / "document_configs"

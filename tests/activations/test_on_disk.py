@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_zero
 from hf_zero import checkpointing
-from hf_zero.activations import active
 from hf_zero.config import ZeroConfig
+from hf_zero.extras.activations import active
 from tests.harness.ranks import run_ranks
 
 LAYERS, STEPS, BYTES = 6, 3, 2 * 8 * 16 * 4  # of a layer's hidden states

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from hf_zero import checkpointing
-from hf_zero.activations import active, regions
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.extras.activations import active, regions
 from tests.harness.ranks import run_ranks
 
 SIZE = 6

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import hf_zero
-from hf_zero.activations import active
+from hf_zero.extras.activations import active
 from tests.harness.ranks import run_ranks
 
 LAYERS = 3

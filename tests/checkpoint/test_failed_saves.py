@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_zero.checkpoint.replaced_files import drop, put_back, set_aside
-from hf_zero.launcher.node import free_port
+from hf_zero.extras.launcher.node import free_port
 from tests.checkpoint.failed_saves import KINDS, content
 from tests.harness.refused_writes import refusing_environment
 

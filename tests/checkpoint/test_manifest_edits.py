@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from hf_zero.checkpoint.consolidate import ConsolidateError, consolidate
 from hf_zero.checkpoint.manifest import manifest_path
 from hf_zero.checkpoint.reader import open_checkpoint
-from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError
+from hf_zero.extras.cli.main import main
 from tests.checkpoint.test_resume import start, steps
 from tests.harness.checkpoints import WholeModel, assert_same, make_model, save
 from tests.harness.ranks import run_ranks

@@ -19,8 +19,8 @@ from hf_zero.checkpoint.consolidate import BLOCK_BYTES, ConsolidateError, consol
 from hf_zero.checkpoint.manifest import FileInfo, SaveInfo, TensorInfo, read_manifest, zero_folder
 from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.checkpoint.writer import Chunked, SliceState, build_manifest, commit, prepare_folder, write_rank_file
-from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError
+from hf_zero.extras.cli.main import main
 from hf_zero.layout import Piece, UnitLayout
 from tests.checkpoint.test_manifest_edits import VERSION_1, read_all
 from tests.harness.checkpoints import assert_holds, assert_same, make_model, save

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.cli.main import main
 from hf_zero.config.resolved import Aio
+from hf_zero.extras.cli.main import main
 
 
 def run(*words: str) -> int:

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from hf_zero.checkpoint import consolidate as script
 from hf_zero.checkpoint.manifest import manifest_path, zero_folder
-from hf_zero.cli import report
-from hf_zero.cli.main import COMMANDS, main
-from hf_zero.cli.text import format_bytes, plural
+from hf_zero.extras.cli import report
+from hf_zero.extras.cli.main import COMMANDS, main
+from hf_zero.extras.cli.text import format_bytes, plural
 from tests.harness.checkpoints import make_model, save
 
 Capture = pytest.CaptureFixture[str]
@@ -193,7 +193,7 @@ def test_commands_for_files_do_not_load_torch(tmp_path: Path) -> None:
     save(tmp_path / "c", make_model(), 2)
     code = """
         import sys
-        from hf_zero.cli.main import main
+        from hf_zero.extras.cli.main import main
         for arguments in (["inspect", "c", "--verify"], ["consolidate", "c"]):
             assert main(arguments) == 0
         assert not {"torch", "transformers"} & set(sys.modules)
@@ -222,7 +222,7 @@ def test_an_error_of_no_file_keeps_its_traceback(capsys: Capture, monkeypatch: p
 def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     save(tmp_path / "c", make_model(), 2)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = f"{sys.executable} -m hf_zero.cli.main inspect c --json | true"
+    command = f"{sys.executable} -m hf_zero.extras.cli.main inspect c --json | true"
     done = subprocess.run(
         command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
@@ -346,7 +346,7 @@ def test_names_of_another_checkpoint(capsys: Capture, tmp_path: Path) -> None:
 SLOWLY = """
 import signal, sys, time
 import hf_zero.checkpoint.consolidate as script
-from hf_zero.cli.main import main
+from hf_zero.extras.cli.main import main
 write = script.write_file
 def slowly(path, *given, **more):
     write(path, *given, **more)

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 import hf_zero
-from hf_zero.cli.main import main
 from hf_zero.config import ZeroConfig
 from hf_zero.config.notices import TITLE, start_text
+from hf_zero.extras.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
 GOOD: dict[str, Any] = {

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import transformers
 
-from hf_zero.cli.main import main
-from hf_zero.cli.text import format_bytes
+from hf_zero.extras.cli.main import main
+from hf_zero.extras.cli.text import format_bytes
 
 Capture = pytest.CaptureFixture[str]
 

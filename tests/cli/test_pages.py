@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hf_zero.cli.main import main
+from hf_zero.extras.cli.main import main
 from tests.conversion.test_from_deepspeed import DATA
 from tests.harness.browser import check_stacks, check_tables, colours_in, look_at
 

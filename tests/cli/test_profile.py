@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from hf_zero.cli.main import main
-from hf_zero.cli.profile import joined
-from hf_zero.cli.text import format_bytes
-from hf_zero.pages.chrome_trace import chrome_trace
-from hf_zero.pages.page import page, stacks, table
+from hf_zero.extras.cli.main import main
+from hf_zero.extras.cli.profile import joined
+from hf_zero.extras.cli.text import format_bytes
+from hf_zero.extras.pages.chrome_trace import chrome_trace
+from hf_zero.extras.pages.page import page, stacks, table
 from tests.harness.browser import check_tables, colours_in, look_at
 from tests.harness.ranks import run_ranks
 

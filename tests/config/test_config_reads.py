@@ -153,7 +153,7 @@ class Watched(dict[str, Any]):
 
 def _reads_for_training(frame: Any) -> bool:
     module = frame.f_globals["__name__"]
-    return module.startswith("hf_zero.") and not module.startswith(("hf_zero.config", "hf_zero.cli"))
+    return module.startswith("hf_zero.") and not module.startswith(("hf_zero.config", "hf_zero.extras.cli"))
 
 
 def train_and_look(folder: str) -> set[str]:

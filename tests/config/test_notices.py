@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import hf_zero
-from hf_zero.cli.main import main
 from hf_zero.config import ZeroConfig
 from hf_zero.config.conditions import MAX_TILE_NUMEL
 from hf_zero.config.notices import run_notices
-from hf_zero.deepspeed.zero import _offloaded
 from hf_zero.errors import ConfigError
+from hf_zero.extras.cli.main import main
+from hf_zero.extras.deepspeed.zero import _offloaded
 from tests.harness.ranks import run_ranks
 
 ZERO = "zero_optimization"
@@ -296,7 +296,7 @@ def train_without_regions() -> dict[str, list[str]]:
         lines = found[f"checkpointed {kind}"] = []
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logger = logging.getLogger("hf_zero.activations.active")
+        logger = logging.getLogger("hf_zero.extras.activations.active")
         logger.addHandler(handler)
         config = {"optimizer": ADAM, "activation_checkpointing": {"profile": True}, **zero(2)}
         engine = hf_zero.initialize(model=Layers(checkpointed=kind), config=config)[0]

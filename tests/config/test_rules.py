@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.cli.main import main
 from hf_zero.config import ZeroConfig
 from hf_zero.config.keys import ROOT
 from hf_zero.config.schema import Key, put, walk
 from hf_zero.errors import ConfigError
+from hf_zero.extras.cli.main import main
 from tests.harness.ranks import run_ranks
 
 ZERO = "zero_optimization"

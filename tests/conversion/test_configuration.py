@@ -12,9 +12,9 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DeepSpeedPlugin
 
 from conversion.configuration import convert_config
-from hf_zero.cli.main import main
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
+from hf_zero.extras.cli.main import main
 from tests.config.test_config_corpus import FILES, arguments_for
 
 LAUNCH = {"compute_environment": "LOCAL_MACHINE", "num_machines": 2, "num_processes": 8, "mixed_precision": "bf16"}

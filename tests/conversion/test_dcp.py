@@ -25,8 +25,8 @@ from torch.distributed.fsdp import fully_shard
 import hf_zero
 from conversion.dcp import from_dcp, to_dcp
 from hf_zero.checkpoint.manifest import read_manifest
-from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError
+from hf_zero.extras.cli.main import main
 from tests.harness.ranks import run_ranks
 
 BEFORE, AFTER = 3, 5

@@ -20,8 +20,8 @@ import hf_zero
 from conversion.deepspeed import STAND_INS, convert
 from conversion.pickles import load_pickle
 from hf_zero.checkpoint.reader import open_checkpoint
-from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError
+from hf_zero.extras.cli.main import main
 from hf_zero.layout import Piece
 from tests.conversion import trainer_run
 from tests.conversion.tiny_model import STEPS_AFTER, STEPS_BEFORE, batch, groups, tiny_model

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import hf_zero
 from conversion.huggingface import from_hf
-from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError
+from hf_zero.extras.cli.main import main
 from tests.conversion.tiny_model import batch, tiny_model
 from tests.harness.ranks import run_ranks
 

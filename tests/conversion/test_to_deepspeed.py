@@ -15,8 +15,8 @@ from conversion.deepspeed import STAND_INS, convert
 from conversion.pickles import StandIn, load_pickle
 from conversion.to_deepspeed import to_deepspeed
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
-from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError
+from hf_zero.extras.cli.main import main
 from hf_zero.layout import Piece
 from tests.harness.checkpoints import make_model, save
 

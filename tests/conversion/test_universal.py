@@ -25,8 +25,8 @@ from conversion.target import ConvertedParam, ConvertedRun, write_checkpoint
 from conversion.universal import from_universal, to_universal
 from hf_zero.checkpoint.manifest import read_manifest
 from hf_zero.checkpoint.writer import Chunked
-from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError
+from hf_zero.extras.cli.main import main
 from tests.conversion.test_from_deepspeed import DATA, Harmful, places
 from tests.conversion.tiny_model import ROWS, batch, groups, tiny_model
 from tests.harness.ranks import run_ranks

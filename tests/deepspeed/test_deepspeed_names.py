@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.deepspeed.comm import NAMES
 from hf_zero.errors import ConfigError
+from hf_zero.extras.deepspeed.comm import NAMES
 from hf_zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from tests.harness.ranks import run_ranks
 

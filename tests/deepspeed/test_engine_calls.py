@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import hf_zero
-from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError, ConfigError, StateError
+from hf_zero.extras.cli.main import main
 from hf_zero.utils import log_dist, logger
 from hf_zero.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import hf_zero
-from hf_zero.launcher.node import free_port
+from hf_zero.extras.launcher.node import free_port
 from tests.harness.launches import bare_environment, write_script
 from tests.harness.ranks import run_ranks
 from tests.harness.scripts import run_script

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.cli.main import main
 from hf_zero.distributed import processes
 from hf_zero.errors import ConfigError
-from hf_zero.launcher import node
-from hf_zero.launcher.launch_errors import LaunchUsageError
+from hf_zero.extras.cli.main import main
+from hf_zero.extras.launcher import node
+from hf_zero.extras.launcher.launch_errors import LaunchUsageError
 from hf_zero.native import device_files
 
 # As torch raises it at the first use, from c10/cuda/CUDAFunctions.cpp.

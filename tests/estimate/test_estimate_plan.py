@@ -13,9 +13,9 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.estimate.account import plan_engine
-from hf_zero.estimate.plan import Plan, plan_model
-from hf_zero.estimate.profile import Profile, measure
+from hf_zero.extras.estimate.account import plan_engine
+from hf_zero.extras.estimate.plan import Plan, plan_model
+from hf_zero.extras.estimate.profile import Profile, measure
 from tests.harness.ranks import run_ranks
 
 VOCAB, WIDTH, INNER, BATCH, LENGTH = 67, 24, 40, 2, 7
@@ -68,7 +68,7 @@ def jobs(folder: str) -> list[tuple[str, dict[str, Any]]]:
 
 def measured(all_jobs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, int]]:
     reports = []
-    logger = logging.getLogger("hf_zero.estimate.account")
+    logger = logging.getLogger("hf_zero.extras.estimate.account")
     logger.setLevel(logging.INFO)
     for _, config in all_jobs:
         model = llama()

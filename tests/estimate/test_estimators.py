@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero import estimate
-from hf_zero.estimate.deepspeed_formulas import count_parameters
+from hf_zero.extras.estimate.deepspeed_formulas import count_parameters
 from hf_zero.runtime.zero import stage3, stage_1_and_2
 from tests.harness.launches import write_script
 from tests.harness.scripts import run_script

@@ -19,8 +19,8 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.work import Finish, Pending
-from hf_zero.estimate import plan
-from hf_zero.estimate.pretend import PretendedComm
+from hf_zero.extras.estimate import plan
+from hf_zero.extras.estimate.pretend import PretendedComm
 from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.partition import UnitKind

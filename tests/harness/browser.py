@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from hf_zero.cli.text import format_bytes
+from hf_zero.extras.cli.text import format_bytes
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking

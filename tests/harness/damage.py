@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hf_zero.cli.main import main
+from hf_zero.extras.cli.main import main
 
 
 def files_of(folder: Path) -> list[Path]:

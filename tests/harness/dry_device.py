@@ -36,7 +36,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.operation_log import OperationLog
 from hf_zero.distributed.work import Finish, Pending
-from hf_zero.estimate.pretend import Ended
+from hf_zero.extras.estimate.pretend import Ended
 from hf_zero.runtime.param_grads import GradStandIn
 
 NAME = "dry"

@@ -32,11 +32,11 @@ from torch.utils.data import TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_zero
-from hf_zero.activations import active
 from hf_zero.config.schema import put
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.extras.activations import active
+from hf_zero.extras.pipeline.batch_run import BatchRun
 from hf_zero.native import aio
-from hf_zero.pipeline.batch_run import BatchRun
 from hf_zero.storage.base import ShardStore
 
 WIDTH = 48

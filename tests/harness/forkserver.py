@@ -63,7 +63,7 @@ _WITH = {
 _NAMED = {"from trl import": "trl"}
 # Tables that are made at the first call: transformers compiles a thousand regular expressions before it saves a model.
 _MADE_AT_A_CALL = {"transformers": ("transformers.conversion_mapping", "get_checkpoint_conversion_mapping", "llama")}
-_ON_TRANSFORMERS = ("hf_zero.hf.", "hf_zero.run", "hf_zero.deepspeed.zero", "hf_zero.cli.meta_model")
+_ON_TRANSFORMERS = ("hf_zero.hf.", "hf_zero.run", "hf_zero.extras.deepspeed.zero", "hf_zero.extras.cli.meta_model")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ def bare_environment(**more: str) -> dict[str, str]:
 def start(folder: Path, *arguments: object, **more: str) -> subprocess.Popen[str]:
     """Start `hf-zero launch ARGUMENTS` in `folder`; `more` is added to its environment."""
     return subprocess.Popen(
-        [sys.executable, "-m", "hf_zero.cli.main", "launch", *map(str, arguments)],
+        [sys.executable, "-m", "hf_zero.extras.cli.main", "launch", *map(str, arguments)],
         cwd=folder,
         env=bare_environment(**{"PYTHONPATH": str(Path(__file__).parents[2]), **more}),
         stdin=subprocess.DEVNULL,

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero.launcher.node import free_port
+from hf_zero.extras.launcher.node import free_port
 from tests.harness import transport
 from tests.harness.forkserver import Job, Report
 from tests.harness.in_memory import memory_folder

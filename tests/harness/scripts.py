@@ -64,7 +64,7 @@ def run_script(
 def run_hf_zero(*arguments: object, folder: Path, processes: int = 1, **more: Any) -> Ran:
     """Run `hf-zero ARGUMENTS` in `folder`, as the installed command does."""
     script = folder / "hf-zero"
-    script.write_text("import sys\nfrom hf_zero.cli.main import main\nsys.exit(main())\n")
+    script.write_text("import sys\nfrom hf_zero.extras.cli.main import main\nsys.exit(main())\n")
     return run_script(script, *arguments, folder=folder, processes=processes, **more)
 
 

@@ -17,8 +17,8 @@ import pytest
 
 import hf_zero
 from hf_zero.checkpoint.consolidate import ConsolidateError, consolidate
-from hf_zero.cli.main import main
 from hf_zero.errors import CheckpointError
+from hf_zero.extras.cli.main import main
 from hf_zero.hf.trainer.resume import agree_on_checkpoint, checkpoint_to_resume
 from tests.checkpoint.failed_saves import content
 from tests.harness.damage import files_of, unseen_cuts, unseen_flips, verified

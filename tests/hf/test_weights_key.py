@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import hf_zero
-from hf_zero.cli.main import main
+from hf_zero.extras.cli.main import main
 from tests.harness.ranks import run_ranks
 from tests.hf.runs import arguments, build, examples, zero_config
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.pipeline.module import PipelineModule
+from hf_zero.extras.pipeline.module import PipelineModule
 from tests.harness.ranks import run_ranks
 from tests.lag import device, group
 from tests.pipeline import models

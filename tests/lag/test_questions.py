@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.deepspeed.accelerator import Accelerator
-from hf_zero.estimate.account import account
+from hf_zero.extras.deepspeed.accelerator import Accelerator
+from hf_zero.extras.estimate.account import account
 from hf_zero.native.devices import visible_devices
 from tests.harness.ranks import run_ranks
 from tests.lag import device, group

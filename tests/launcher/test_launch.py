@@ -16,11 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_zero.cli.main import main
 from hf_zero.distributed.environment import slurm_port
-from hf_zero.launcher import hosts
-from hf_zero.launcher.launch_plan import JobPlan
-from hf_zero.launcher.node import free_port
+from hf_zero.extras.cli.main import main
+from hf_zero.extras.launcher import hosts
+from hf_zero.extras.launcher.launch_plan import JobPlan
+from hf_zero.extras.launcher.node import free_port
 from tests.harness.launches import (
     Launched,
     bare_environment,
@@ -141,8 +141,8 @@ STOPPED_EARLY = """
     import signal, subprocess, sys
     import torch.distributed.launcher.api as api
     from torch.distributed.elastic.multiprocessing import SignalException
-    from hf_zero.launcher import node
-    from hf_zero.launcher.launch_plan import JobPlan
+    from hf_zero.extras.launcher import node
+    from hf_zero.extras.launcher.launch_plan import JobPlan
 
     def start_and_be_stopped(config, program):
         def run(*arguments):
@@ -408,7 +408,7 @@ def test_which_gpus(
     """The choice only: this machine need not have four GPUs."""
     plans: list[JobPlan] = []
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
-    monkeypatch.setattr("hf_zero.launcher.job.run_node", lambda plan, rank: plans.append(plan))
+    monkeypatch.setattr("hf_zero.extras.launcher.job.run_node", lambda plan, rank: plans.append(plan))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -425,7 +425,7 @@ def test_any_accelerator_counts(kind: str, variable: str, tmp_path: Path, monkey
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: SimpleNamespace(type=kind))
-    monkeypatch.setattr("hf_zero.launcher.node._run_agent", lambda *_: seen.append(os.environ.get(variable)))
+    monkeypatch.setattr("hf_zero.extras.launcher.node._run_agent", lambda *_: seen.append(os.environ.get(variable)))
     for name in (variable, "ACCELERATE_USE_CPU"):
         monkeypatch.delenv(name, raising=False)
     with patched_environment():

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.launcher import forwarding, worker
-from hf_zero.launcher.hosts import Transport, srun_command
-from hf_zero.launcher.launch_errors import LaunchUsageError
-from hf_zero.launcher.launch_plan import JobPlan
-from hf_zero.launcher.resources import parse_hostfile, read_hostfile, select, trim
+from hf_zero.extras.launcher import forwarding, worker
+from hf_zero.extras.launcher.hosts import Transport, srun_command
+from hf_zero.extras.launcher.launch_errors import LaunchUsageError
+from hf_zero.extras.launcher.launch_plan import JobPlan
+from hf_zero.extras.launcher.resources import parse_hostfile, read_hostfile, select, trim
 
 POOL = {"worker-0": 4, "worker-1": 4}
 ALL = [0, 1, 2, 3]
@@ -182,7 +182,7 @@ def test_commands_for_other_hosts() -> None:
     assert line.startswith(
         "srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --kill-on-bad-exit=1 --nodelist n1,n2 --mem 0 "
     )
-    assert line.endswith(f" -m hf_zero.launcher.node {plan.encode()} slurm")
+    assert line.endswith(f" -m hf_zero.extras.launcher.node {plan.encode()} slurm")
     for devices in ((("0", "1"), ("0",)), (("1", "2"), ("1", "2"))):
         with pytest.raises(LaunchUsageError, match="same first slots on every host"):
             srun_command(JobPlan(devices, "", 29500, ("python", "train.py"), 2), ["n1", "n2"], [])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hf_zero.cli.main import main
+from hf_zero.extras.cli.main import main
 from hf_zero.native.adam import SIMD_LEVELS, SIMD_VARIABLE, AdamSpan, adam_step, memory_traffic
 from hf_zero.native.library import library
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hf_zero.pipeline.layer_spec import LayerSpec, TiedLayerSpec
+from hf_zero.extras.pipeline.layer_spec import LayerSpec, TiedLayerSpec
 
 WIDTH, WORDS, LAYERS = 8, 16, 6
 

@@ -12,8 +12,8 @@ from torch import nn
 import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.pipeline.layer_spec import LayerSpec
-from hf_zero.pipeline.module import PipelineModule
+from hf_zero.extras.pipeline.layer_spec import LayerSpec
+from hf_zero.extras.pipeline.module import PipelineModule
 from hf_zero.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from tests.harness.ranks import run_ranks
 
@@ -96,7 +96,7 @@ def test_a_module_follows_the_block() -> None:
 def test_names_are_where_scripts_import_them_from(path: str, names: str) -> None:
     found = importlib.import_module(f"hf_zero.{path}")
     for name in names.split():
-        assert getattr(found, name).__module__.startswith("hf_zero.pipeline."), name
+        assert getattr(found, name).__module__.startswith("hf_zero.extras.pipeline."), name
     assert hf_zero.PipelineModule is PipelineModule and hf_zero.pipe.LayerSpec is LayerSpec
     assert hf_zero.pipeline.PipelineModule is PipelineModule
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

@@ -16,9 +16,9 @@ from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block as GPT2BlockBase
 
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.pipeline.layer_spec import LayerSpec, TiedLayerSpec
-from hf_zero.pipeline.module import PipelineModule
-from hf_zero.pipeline.topology import PipeDataParallelTopology
+from hf_zero.extras.pipeline.layer_spec import LayerSpec, TiedLayerSpec
+from hf_zero.extras.pipeline.module import PipelineModule
+from hf_zero.extras.pipeline.topology import PipeDataParallelTopology
 
 WIDTH, WORDS = 6, 11
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.pipeline.module import PipelineModule
+from hf_zero.extras.pipeline.module import PipelineModule
 from tests.harness.ranks import run_ranks
 from tests.pipeline import models
 

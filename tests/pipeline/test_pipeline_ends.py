@@ -12,7 +12,7 @@ import torch
 
 import hf_zero
 from hf_zero.errors import StateError
-from hf_zero.pipeline.module import PipelineModule
+from hf_zero.extras.pipeline.module import PipelineModule
 from tests.harness.ranks import run_ranks
 from tests.pipeline import models
 from tests.pipeline.test_pipeline_failures import CONFIG, MICROS, data

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero
-from hf_zero.pipeline.layer_spec import LayerSpec
-from hf_zero.pipeline.module import PipelineModule
+from hf_zero.extras.pipeline.layer_spec import LayerSpec
+from hf_zero.extras.pipeline.module import PipelineModule
 from hf_zero.utils import RepeatingLoader
 from tests.harness.ranks import run_ranks
 from tests.pipeline import models

@@ -14,7 +14,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.pipeline.module import PipelineModule
+from hf_zero.extras.pipeline.module import PipelineModule
 from tests.harness.ranks import RankFailure, run_ranks
 from tests.pipeline import models
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.pipeline.module import PipelineModule
-from hf_zero.pipeline.stage_schedules import order_of, peak_live
+from hf_zero.extras.pipeline.module import PipelineModule
+from hf_zero.extras.pipeline.stage_schedules import order_of, peak_live
 from tests.harness.ranks import run_ranks
 from tests.pipeline import models
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_zero.pipeline.stage_schedules import SCHEDULES, Kind, bubble_share, order_of, peak_live, simulate
+from hf_zero.extras.pipeline.stage_schedules import SCHEDULES, Kind, bubble_share, order_of, peak_live, simulate
 
 
 def cases() -> Iterator[tuple[str, int, int, int]]:

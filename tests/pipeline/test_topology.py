@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_zero.errors import ConfigError
-from hf_zero.pipeline.topology import (
+from hf_zero.extras.pipeline.topology import (
     PipeDataParallelTopology,
     PipelineGrid,
     PipeModelDataParallelTopology,

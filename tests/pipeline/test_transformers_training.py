@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import hf_zero
-from hf_zero.cli.main import main
+from hf_zero.extras.cli.main import main
 from tests.harness.ranks import run_ranks
 
 WORDS, MICROS, STEPS, RATE = 40, 3, 3, 1e-2

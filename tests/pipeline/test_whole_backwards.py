@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
-from hf_zero.pipeline.module import PipelineModule
+from hf_zero.extras.pipeline.module import PipelineModule
 from tests.harness.ranks import run_ranks
 from tests.pipeline import models
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.estimate.pretend import PretendedComm
+from hf_zero.extras.estimate.pretend import PretendedComm
 from hf_zero.runtime.build import BuildSettings, flat_param_specs
 
 WIDTH = 4096  # "auto" is its square

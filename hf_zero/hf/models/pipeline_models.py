@@ -25,14 +25,14 @@ from transformers.utils import logging as bars
 from hf_zero.checkpoint.manifest import ORIGINAL_NAMES
 from hf_zero.distributed.processes import all_ranks_give, join_processes, wrong_on_all
 from hf_zero.errors import CheckpointError, ConfigError, ZeroError
+from hf_zero.extras.pipeline.module import PipelineModule
+from hf_zero.extras.pipeline.topology import ProcessTopology
 from hf_zero.hf.models.from_pretrained import SETTER, LoadReport, dtype_rule, slice_is_equal
 from hf_zero.hf.models.name_matching import match_stored
 from hf_zero.hf.models.pipeline_layers import Anatomy, Calls, DecoderLayer, Embeddings, Head
 from hf_zero.hf.models.pipeline_trial import check_parts
 from hf_zero.hf.models.stored import LazyTensor, StoredFile, open_files
 from hf_zero.hf.patching import replaced
-from hf_zero.pipeline.module import PipelineModule
-from hf_zero.pipeline.topology import ProcessTopology
 
 
 def from_transformers(

@@ -1,0 +1,1 @@
+"""The annexes: rooms that carry nothing of the core. No core room imports from here."""

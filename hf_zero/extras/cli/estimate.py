@@ -1,0 +1,91 @@
+"""`hf-zero estimate`: what every stage and choice of offload needs for a model, and which one to take."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from hf_zero.checkpoint.consolidate import parse_bytes
+from hf_zero.errors import ConfigError
+from hf_zero.extras.cli.text import count
+from hf_zero.extras.pages.page import write_page
+
+NAME = "estimate"
+SUMMARY = "plan the memory of every stage and offload choice for a model, and name the one to take"
+EXAMPLES = """
+hf-zero estimate path/to/model --gpus 8 --gpu-memory 80GB --cpu-memory 512GB
+hf-zero estimate config.json --gpus 2 --gpu-memory 24GB --config zero3.json --batch-size 4
+hf-zero estimate path/to/model --gpus 8 --gpu-memory 80GB --plot memory.html
+hf-zero estimate path/to/model --gpus 8 --nodes 4 --sequence-length 4096 --gradient-checkpointing --json
+"""
+
+
+def size(text: str) -> int:
+    """As `parse_bytes`, with a unit: 80 alone would be 80 bytes."""
+    if text.strip()[-1:].isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GB, 512MB or 24GiB")
+    return parse_bytes(text)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", type=Path, help="a model folder, or a config.json; weights are not needed")
+    add("--gpus", type=count, default=1, metavar="N", help="GPUs (ranks) of a node (default: 1)")
+    add("--nodes", type=count, default=1, metavar="M", help="nodes (default: 1)")
+    add("--gpu-memory", type=size, metavar="SIZE", help="memory of a GPU (default: of this machine's, if it has one)")
+    add("--cpu-memory", type=size, metavar="SIZE", help="host memory of a node (default: not limited)")
+    add("--config", type=Path, metavar="FILE", help="ZeRO configuration for all other keys (default: bf16, AdamW)")
+    add("--batch-size", type=count, metavar="B", help="micro-batch of a rank (default: the configuration's, else 1)")
+    add("--sequence-length", type=count, metavar="S", help="tokens of a sequence (default: the model's, at most 1024)")
+    add("--gradient-checkpointing", action="store_true", help="with activation checkpointing")
+    add("--on-cpu", action="store_true", help="ranks compute on the CPU, over gloo")
+    add("--json", action="store_true", help="print JSON")
+    add("--plot", type=Path, metavar="FILE.html", help="write a page with the memory of every choice, too")
+
+
+def run(args: argparse.Namespace) -> None:
+    with _without_collections():
+        _run(args)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Plans make a million small objects without cycles, and every collection would look through all modules."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _run(args: argparse.Namespace) -> None:
+    from hf_zero.config import ZeroConfig
+    from hf_zero.extras.cli import meta_model
+    from hf_zero.extras.cli.memory_plans import Task
+    from hf_zero.extras.estimate.choices import Hardware
+    from hf_zero.native.devices import visible_devices
+
+    try:
+        model_config = meta_model.read_config(args.model)
+        raw = ZeroConfig.load(args.config).values if args.config is not None else {"bf16": {"enabled": True}}
+    except ConfigError as error:
+        raise argparse.ArgumentError(None, "; ".join(str(error).splitlines())) from error
+    memory = args.gpu_memory
+    if memory is None and not args.on_cpu and (devices := visible_devices()):
+        memory = devices[0].memory_bytes
+    hardware = Hardware(args.gpus, args.nodes, memory, args.cpu_memory, args.on_cpu)
+    model = meta_model.build(model_config, gradient_checkpointing=args.gradient_checkpointing)
+    task = Task(model, raw, hardware, args.sequence_length or meta_model.default_length(model_config))
+    answer = task.answer(args.batch_size)
+    if args.plot is not None:
+        write_page(args.plot, task.page(answer))
+    if args.json:
+        print(json.dumps(task.as_json(answer)))
+    else:
+        task.show(answer)

@@ -1,0 +1,218 @@
+"""The answer of `hf-zero estimate`: plans of every stage and choice of offload, as a table or as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_zero.errors import ConfigError
+from hf_zero.estimate import Plan, Profile, measure, plan_model
+from hf_zero.extras.cli.meta_model import make_batch
+from hf_zero.extras.cli.text import format_bytes, table
+from hf_zero.extras.estimate.choices import Advice, Choice, Hardware, advise, all_choices, as_json, plan_all, resolve
+from hf_zero.extras.estimate.saved_inputs_plan import SavedInputsPlan
+from hf_zero.extras.pages.page import Section, page, stacks
+from hf_zero.extras.pages.page import table as html_table
+from hf_zero.progress import progress
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The plans of every choice that the configuration allows, and the one to take."""
+
+    plans: Mapping[Choice, Plan]
+    advice: Advice | None  # None: no hardware was named
+    batch_size: int
+    profile: Profile | None
+    without: str  # why activations are not counted
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its configuration and the hardware it is to be trained on."""
+
+    model: nn.Module
+    raw: Mapping[str, Any]
+    hardware: Hardware
+    length: int
+
+    def answer(self, batch_size: int | None) -> Answer:
+        config = self._any_config(batch_size)
+        batch_size = config.train_micro_batch_size_per_gpu
+        profile, without = self._profile(batch_size)
+        with progress("Planning", len([*all_choices()]), unit="choices") as done:
+            plans = plan_all(self.raw, self.model, self.hardware, profile, done)
+        known = self.hardware.cpu_memory if self.hardware.on_host else self.hardware.gpu_memory
+        if known is None:
+            return Answer(plans, None, batch_size, profile, without)
+        with progress("Trying micro-batches", None, unit="plans") as done:
+
+            def again(choice: Choice, size: int) -> Plan:
+                done(1)
+                return self._plan_with(choice, size)
+
+            advice = advise(plans, self.hardware, again if profile is not None else None, batch_size, format_bytes)
+        return Answer(plans, advice, batch_size, profile, without)
+
+    def _any_config(self, batch_size: int | None) -> Any:
+        """Of the first choice that the configuration allows: types and batch are those of all of them."""
+        *others, last = all_choices()
+        for choice in others:
+            with contextlib.suppress(ConfigError):
+                return resolve(self.raw, choice, self.model, self.hardware, batch_size)
+        return resolve(self.raw, last, self.model, self.hardware, batch_size)
+
+    def _profile(self, batch_size: int) -> tuple[Profile | None, str]:
+        try:
+            batch = make_batch(self.model, batch_size, self.length)
+            config = self._any_config(batch_size)
+            return measure(self.model, config, batch, on_host=self.hardware.on_host), ""
+        except Exception as error:  # any model's code runs here, on sizes without values
+            return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+    def _plan_with(self, choice: Choice, batch_size: int) -> Plan:
+        config = resolve(self.raw, choice, self.model, self.hardware, batch_size)
+        profile, _ = self._profile(batch_size)
+        return plan_model(self.model, config, on_host=self.hardware.on_host, profile=profile)
+
+    @property
+    def parameters(self) -> int:
+        return sum(param.numel() for param in self.model.parameters())
+
+    def as_json(self, answer: Answer) -> dict[str, Any]:
+        advice, profile = answer.advice, answer.profile
+        return {
+            "model": type(self.model).__name__,
+            "parameters": self.parameters,
+            "world_size": self.hardware.world_size,
+            "batch_size": answer.batch_size,
+            "sequence_length": self.length,
+            "activations": None if profile is None else {"saved_bytes": profile.saved, "peak_bytes": profile.peak},
+            "saved_inputs": None if profile is None or profile.inputs is None else vars(profile.inputs),
+            "activations_not_counted": answer.without or None,
+            "choices": [as_json(choice, plan, self.hardware) for choice, plan in answer.plans.items()],
+            "recommended": advice
+            and {
+                "choice": advice.choice and vars(advice.choice),
+                "micro_batch_size": advice.batch_size,
+                "reason": advice.reason,
+            },
+        }
+
+    def show(self, answer: Answer) -> None:
+        hardware = self.hardware
+        device = "CPU" if hardware.on_host else "GPU"
+        print(
+            f"{type(self.model).__name__}, {self.parameters / 1e6:,.0f} M parameters; {hardware.nodes} node(s) with "
+            f"{hardware.gpus} {device} rank(s) each; micro-batch {answer.batch_size} x {self.length} per rank"
+        )
+        if answer.profile is None:
+            print(f"activations are NOT counted: this model does not run on sizes alone ({answer.without})")
+            if "activation_checkpointing" in self.raw:
+                print("activation_checkpointing: what it places elsewhere is NOT counted either")
+        else:
+            saved, peak = format_bytes(answer.profile.saved), format_bytes(answer.profile.peak)
+            print(f"activations, by a forward and backward on meta tensors: {saved} between them, {peak} at the peak")
+            for line in _of_saved_inputs(answer.profile.inputs):
+                print(line)
+        print()
+        for line in _table(answer.plans, hardware):
+            print(line)
+        print()
+        if answer.advice is None:
+            print("Name the hardware (--gpu-memory, --cpu-memory) to get a recommendation.")
+            return
+        print(_sentence(answer.advice))
+
+    def page(self, answer: Answer) -> str:
+        """The text of an HTML page with a bar for every choice."""
+        hardware, profile = self.hardware, answer.profile
+        activations = f"not counted: {answer.without}" if profile is None else format_bytes(profile.peak)
+        facts = [
+            ("model", f"{type(self.model).__name__}, {self.parameters / 1e6:,.0f} M parameters"),
+            ("ranks", f"{hardware.world_size} on {'CPUs' if hardware.on_host else 'GPUs'}, {hardware.nodes} node(s)"),
+            ("micro-batch", f"{answer.batch_size} x {self.length}"),
+            ("activations at the peak", activations),
+        ]
+        if answer.advice is not None:
+            facts.append(("advice", _sentence(answer.advice)))
+        return page("Memory by stage and offload", facts, _sections(answer.plans, hardware))
+
+
+def _sections(plans: Mapping[Choice, Plan], hardware: Hardware) -> list[Section]:
+    """A rank's device, host and disk, as far as anything is there, and all figures."""
+    media = {"device": "Device", "host": "Host", "disk": "Disk"}
+    limit = min((need.usable // need.ranks for need in hardware.needs(next(iter(plans.values())))[:1]), default=None)
+    made = []
+    for medium, name in media.items():
+        rows = [(_name(choice), parts) for choice, plan in plans.items() if (parts := getattr(plan, medium))]
+        if rows:
+            note = "Of one rank, at the peak of a step, by kind."
+            is_limited = medium == "device" and (hardware.on_host or hardware.gpu_memory is not None)
+            made.append(
+                stacks(name if medium == "disk" else f"{name} memory", rows, note, limit=limit if is_limited else None)
+            )
+    columns = [("choice", "text"), *((name, "bytes") for name in media.values()), ("fits", "text")]
+    figures = [
+        (_name(choice), plan.device_peak, plan.host_peak, sum(plan.disk.values()), _fits(plan, hardware))
+        for choice, plan in plans.items()
+    ]
+    return [*made, html_table("In figures", columns, figures)]
+
+
+def _name(choice: Choice) -> str:
+    media = {"optimizer": choice.optimizer, "params": choice.param}
+    offloaded = [f"{what} {medium}" for what, medium in media.items() if medium != "none"]
+    return f"stage {choice.stage}" + (f", {', '.join(offloaded)}" if offloaded else "")
+
+
+def _fits(plan: Plan, hardware: Hardware) -> str:
+    if not hardware.needs(plan):
+        return "no limit given"
+    return "yes" if hardware.misfit(plan) is None else "too large"
+
+
+def _of_saved_inputs(inputs: SavedInputsPlan | None) -> Iterator[str]:
+    if inputs is None:
+        return
+    yield from inputs.notes
+    for place, nbytes in (("host", inputs.host), ("disk", inputs.disk)):
+        if nbytes:
+            yield f"saved inputs of {inputs.num_regions} checkpointed regions: {format_bytes(nbytes)} on {place}"
+
+
+_COLUMNS = ("params", "master", "states", "grads", "gathered", "buffers", "activ.")
+_GROUPS = (
+    ("parameters", "buffers of the model", "staged parameters"),
+    ("master",),
+    ("optimizer", "update"),
+    ("gradients", "whole gradients"),
+    ("gathered parameters",),
+    ("gradient buffers", "staging", "saved inputs", "lost to the allocator"),
+    ("activations",),
+)
+
+
+def _table(plans: Mapping[Choice, Plan], hardware: Hardware) -> list[str]:
+    head = ["stage", "optimizer", "params on", "rank: device", "host", "disk", *_COLUMNS, ""]
+    rows = [head]
+    for choice, plan in plans.items():
+        everywhere = [plan.device, plan.host]
+        kinds = [sum(one.get(kind, 0) for one in everywhere for kind in group) for group in _GROUPS]
+        totals = [plan.device_peak, plan.host_peak, sum(plan.disk.values())]
+        fits = "" if hardware.misfit(plan) is None else "too large"
+        sizes = [format_bytes(value) if value else "-" for value in (*totals, *kinds)]
+        rows.append([str(choice.stage), choice.optimizer, choice.param, *sizes, fits])
+    lines = table(rows, left=0)
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def _sentence(advice: Advice) -> str:
+    if advice.choice is None:
+        return f"No choice fits: {advice.reason.removeprefix('nothing fits: ')}."
+    batch = f", micro-batch {advice.batch_size}" if advice.batch_size is not None else ""
+    return f"Take {advice.choice}{batch}: {advice.reason}."

@@ -1,0 +1,250 @@
+"""Every legal choice of stage and offload for a model and its ranks, planned, and which one to take."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_zero.config import ResolvedConfig, ZeroConfig
+from hf_zero.errors import ConfigError
+from hf_zero.extras.estimate.plan import Plan, plan_model
+from hf_zero.extras.estimate.profile import Profile
+from hf_zero.progress import Done, ignore
+
+MEDIA = ("none", "cpu", "nvme")
+# What a process needs on a GPU beside its tensors: context, cuBLAS, and 0.3-0.5 GB for each of two NCCL communicators.
+DEVICE_RESERVE = 2_000_000_000
+DEVICE_SHARE = 0.95
+HOST_SHARE = 0.9
+MAX_BATCH = 1024
+# Stands in plans for a folder that nobody has named: no file is made.
+_NVME_PATH = "/local_nvme"
+
+
+@dataclass(frozen=True)
+class Choice:
+    stage: int
+    optimizer: str  # offload_optimizer.device
+    param: str  # offload_param.device
+
+    def __str__(self) -> str:
+        media = [f"{name} on {'the host' if where == 'cpu' else 'disk'}" for name, where in self._away()]
+        return f"stage {self.stage}, {' and '.join(media) or 'no offload'}"
+
+    def _away(self) -> list[tuple[str, str]]:
+        both = (("optimizer states", self.optimizer), ("parameters", self.param))
+        return [(name, where) for name, where in both if where != "none"]
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """Slower choices compare greater: what leaves the device costs more than what is gathered from other ranks."""
+        return (MEDIA.index(self.optimizer), MEDIA.index(self.param), self.stage)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Bytes; None where nothing is known."""
+
+    gpus: int  # per node
+    nodes: int
+    gpu_memory: int | None
+    cpu_memory: int | None  # per node
+    on_host: bool = False  # ranks compute on the CPU
+
+    @property
+    def world_size(self) -> int:
+        return self.gpus * self.nodes
+
+    def needs(self, plan: Plan) -> list[Need]:
+        """What `plan` needs of whatever has a known size."""
+        needs = []
+        if self.gpu_memory is not None and not self.on_host:
+            usable = int(self.gpu_memory * DEVICE_SHARE) - DEVICE_RESERVE
+            needs.append(Need("memory of a GPU", plan.device_peak, max(usable, 0), 1))
+        if self.cpu_memory is not None:
+            what, each = ("memory", plan.memory_peak) if self.on_host else ("host memory", plan.host_peak)
+            needs.append(Need(f"{what} of a node", each * self.gpus, int(self.cpu_memory * HOST_SHARE), self.gpus))
+        return needs
+
+    def misfit(self, plan: Plan) -> Need | None:
+        """What is short where `plan` does not fit."""
+        return next((need for need in self.needs(plan) if need.nbytes > need.usable), None)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of a kind of memory that `ranks` ranks share."""
+
+    what: str
+    nbytes: int
+    usable: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Advice:
+    choice: Choice | None  # None: nothing fits
+    batch_size: int | None  # largest power of two that fits; None where activations are not known
+    reason: str
+
+
+def all_choices() -> Iterator[Choice]:
+    for stage in range(4):
+        for optimizer in MEDIA if stage else ("none",):
+            for param in MEDIA if stage == 3 else ("none",):
+                yield Choice(stage, optimizer, param)
+
+
+def configure(raw: Mapping[str, Any], choice: Choice, batch_size: int | None) -> dict[str, Any]:
+    """`raw` with the stage and media of `choice`, and without what only TrainingArguments could fill in.
+
+    Learning rates and schedules take no memory; "auto" types mean bf16; "auto" batch numbers `batch_size`.
+    """
+    config = copy.deepcopy(dict(raw))
+    zero = dict(config.get("zero_optimization") or {})
+    zero["stage"] = choice.stage
+    for name, device in (("offload_optimizer", choice.optimizer), ("offload_param", choice.param)):
+        block = dict(zero.get(name) or {})
+        zero[name] = {**block, "device": device, "nvme_path": block.get("nvme_path") or _NVME_PATH}
+    config["zero_optimization"] = zero
+    for name in ("scheduler", "train_batch_size"):
+        config.pop(name, None)
+    micro = config.get("train_micro_batch_size_per_gpu")
+    if batch_size is not None or not isinstance(micro, int):
+        config["train_micro_batch_size_per_gpu"] = batch_size or 1
+    for name, value in (("gradient_accumulation_steps", 1), ("gradient_clipping", 1.0)):
+        if config.get(name) == "auto":
+            config[name] = value
+    for name, value in (("bf16", True), ("fp16", False)):
+        types = config.get(name)
+        if isinstance(types, dict) and types.get("enabled") == "auto":
+            config[name] = {**types, "enabled": value}
+    optimizer = config.get("optimizer")
+    if isinstance(optimizer, dict):
+        params = {name: value for name, value in (optimizer.get("params") or {}).items() if value != "auto"}
+        config["optimizer"] = {**optimizer, "params": {"lr": 1e-4, **params}}
+    return config
+
+
+def resolve(
+    raw: Mapping[str, Any], choice: Choice, model: nn.Module, hardware: Hardware, batch_size: int | None = None
+) -> ResolvedConfig:
+    """Raises ConfigError for a choice that the configuration does not allow."""
+    config = ZeroConfig.load(configure(raw, choice, batch_size))
+    return config.resolve(model=model, world_size=hardware.world_size)
+
+
+def plan_all(
+    raw: Mapping[str, Any], model: nn.Module, hardware: Hardware, profile: Profile | None, done: Done = ignore
+) -> dict[Choice, Plan]:
+    """Plans of rank 0 for every choice that the configuration allows. `done` is told of each choice.
+
+    Raises ConfigError where it allows none.
+    """
+    plans: dict[Choice, Plan] = {}
+    refused: ConfigError | None = None
+    for choice in all_choices():
+        try:
+            config = resolve(raw, choice, model, hardware)
+            plans[choice] = plan_model(model, config, on_host=hardware.on_host, profile=profile)
+        except ConfigError as error:
+            refused = error
+        done(1)
+    if not plans and refused is not None:
+        raise refused
+    return plans
+
+
+def advise(
+    plans: Mapping[Choice, Plan],
+    hardware: Hardware,
+    plan_of: Callable[[Choice, int], Plan] | None,
+    batch_size: int,
+    show: Callable[[float], str],
+) -> Advice:
+    """The fastest choice that fits, and the largest micro-batch with it.
+
+    Args:
+        plan_of: Plans a choice with another batch size; None where activations are not known.
+        batch_size: That `plans` are for.
+        show: Bytes, for people.
+    """
+    passed: list[str] = []
+    for choice in _by_speed(plans, hardware):
+        short = hardware.misfit(plans[choice])
+        if short is not None:
+            usable = f"{show(short.usable)} that can be used of the {short.what}"
+            # Another one than the micro-batch that the answer names: it has been planned for the first one only.
+            batch = f" at micro-batch {batch_size}" if plan_of is not None else ""
+            passed.append(f"{choice} needs {show(short.nbytes)}{batch} of the {usable}")
+            continue
+        largest, plan = None, plans[choice]
+        if plan_of is not None:
+            largest, plan = _largest_batch(functools.partial(plan_of, choice), hardware, batch_size, plan)
+        return Advice(choice, largest, _because(plan, hardware, passed, show))
+    return Advice(None, None, f"nothing fits: {passed[-1] if passed else 'there is no choice'}")
+
+
+def _by_speed(plans: Mapping[Choice, Plan], hardware: Hardware) -> Sequence[Choice]:
+    chosen = [choice for choice in plans if (choice.stage == 0) == (hardware.world_size == 1) or choice.stage == 3]
+    # With one rank there is nothing to shard; with several, stage 1 communicates as much as stage 0 and keeps less.
+    # Offload without stage 3 is for ranks on which the unsharded parameters fit.
+    chosen += [choice for choice in plans if choice.optimizer != "none" and choice not in chosen]
+    chosen += [
+        choice for choice in plans if choice.stage in (1, 2) and choice not in chosen and hardware.world_size > 1
+    ]
+    return sorted(dict.fromkeys(chosen), key=lambda choice: choice.cost)
+
+
+def _because(plan: Plan, hardware: Hardware, passed: list[str], show: Callable[[float], str]) -> str:
+    peak = plan.memory_peak if hardware.on_host else plan.device_peak
+    needs = f"it needs {show(peak)} per rank"
+    if not passed:
+        return f"{needs}, and it is the fastest"
+    return f"{needs}; {passed[-1]}"
+
+
+def _largest_batch(plan_of: Callable[[int], Plan], hardware: Hardware, known: int, plan: Plan) -> tuple[int, Plan]:
+    """Largest power of two that fits, or `known`, which does; and its plan.
+
+    Every plan is a pass over the model. The search begins where activations that grow with the batch would end.
+    """
+    sizes = [known, *(1 << power for power in range(MAX_BATCH.bit_length()) if 1 << power > known)]
+    plans = {0: plan}
+
+    def fits(place: int) -> bool:
+        if place not in plans:
+            plans[place] = plan_of(sizes[place])
+        return hardware.misfit(plans[place]) is None
+
+    activations = max(plan.device.get("activations", 0), 1)
+    room = min((need.usable - need.nbytes) / need.ranks for need in hardware.needs(plan))
+    at = max(place for place, size in enumerate(sizes) if activations * (size / known - 1) <= room)
+    while not fits(at):
+        at -= 1
+    while at + 1 < len(sizes) and fits(at + 1):
+        at += 1
+    return sizes[at], plans[at]
+
+
+def as_json(choice: Choice, plan: Plan, hardware: Hardware) -> dict[str, Any]:
+    """A row of the answer, for programs."""
+    return {
+        **dataclasses.asdict(choice),
+        "device_bytes": plan.device_peak,
+        "host_bytes_per_node": plan.host_peak * hardware.gpus,
+        "disk_bytes_per_node": sum(plan.disk.values()) * hardware.gpus,
+        "memory_peak_bytes": plan.memory_peak,
+        "device": plan.device,
+        "host": plan.host,
+        "disk": plan.disk,
+        "phases": plan.phases,
+        "report": plan.report,
+        "fits": hardware.misfit(plan) is None,
+    }

@@ -1,0 +1,166 @@
+"""Steps of planned units along a profile: what is gathered, and what gradients take, at every moment."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.config import ResolvedConfig
+from hf_zero.extras.estimate.profile import Event, Profile
+from hf_zero.extras.estimate.tracker import StorageTracker
+from hf_zero.runtime.build import BuiltUnits
+from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.runtime.unshard import OnDemandParams, Phase
+from hf_zero.sharding.partition import UnitKind
+
+# Steps to replay. Prefetching follows the order of the pass before the last one. Where nothing is gathered, the second
+# step shows what the first one has left.
+_STEPS = 3
+_STEPS_WITHOUT_GATHERS = 2
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes at one moment of a step."""
+
+    tracked: int  # shards, states, gradients and what is kept for reuse
+    gathered: int  # unsharded parameters of on-demand units
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.tracked + self.gathered + self.activations
+
+
+@dataclass
+class MicroBatch:
+    """The micro-batch that is replayed."""
+
+    is_last: bool = True  # before the update
+
+
+class _Watch:
+    """Keeps the moment with the most bytes."""
+
+    def __init__(self, params: OnDemandParams, tracker: StorageTracker) -> None:
+        self._params = params
+        self._tracker = tracker
+        self.most = Moment(tracker.live, params.live.nbytes, 0)
+
+    def computing(self, activations: int) -> None:
+        """The model runs between two events."""
+        self._see(self._tracker.live, self._params.live.nbytes, activations)
+
+    def handling(self, act: Callable[[], None], activations: int) -> None:
+        """The engine acts at an event."""
+        before = self._params.live.nbytes
+        self._tracker.restart_peak()
+        act()
+        self._see(self._tracker.restart_peak(), max(before, self._params.live.nbytes), activations)
+
+    def _see(self, tracked: int, gathered: int, activations: int) -> None:
+        seen = Moment(tracked, gathered, activations)
+        if seen.total > self.most.total:
+            self.most = seen
+
+
+def replay(
+    profile: Profile | None,
+    built: BuiltUnits,
+    params: OnDemandParams,
+    reducer: GradReducer,
+    micro_batch: MicroBatch,
+    tracker: StorageTracker,
+    config: ResolvedConfig,
+) -> Moment:
+    """Run a few accumulation windows and return the peak."""
+    events = profile.events if profile is not None else tuple(_plain_events(built))
+    acting = _Acting(built, params, reducer, micro_batch)
+    watch = _Watch(params, tracker)
+    micro_steps = min(config.gradient_accumulation_steps, 2)  # a third one is as the second
+    gathers = any(unit.on_demand for unit in built.units)
+    for _ in range(_STEPS if gathers else _STEPS_WITHOUT_GATHERS):
+        for number in range(micro_steps):
+            micro_batch.is_last = number + 1 == micro_steps
+            for event in events:
+                watch.computing(event.peak)
+                watch.handling(functools.partial(acting.do, event), event.live)
+        watch.handling(reducer.settle, 0)
+        for order in params.orders.values():
+            order.agree(True)
+        reducer.clear()
+        params.end_step()
+    return watch.most
+
+
+class _Acting:
+    """Does what the engine does at an event."""
+
+    def __init__(
+        self, built: BuiltUnits, params: OnDemandParams, reducer: GradReducer, micro_batch: MicroBatch
+    ) -> None:
+        self._units = {unit.name: unit for unit in built.units if unit.on_demand}
+        self._shapes = {slot.name: slot.shape for b in built.grads for slot in b.flat.layout.slots}
+        self._places = {
+            slot.name: (acc.arriving, index) for acc in built.grads for index, slot in enumerate(acc.flat.layout.slots)
+        }
+        self._params = params
+        self._reducer = reducer
+        self._micro_batch = micro_batch
+
+    def do(self, event: Event) -> None:
+        if event.call == "gradient":
+            self._gradient(event)
+        elif event.call == "end_backward":
+            self._reducer.end_backward(boundary=self._micro_batch.is_last)
+            self._params.end_backward()
+        elif event.unit:
+            unit = self._units.get(event.unit)
+            if unit is None:
+                return  # never resharded at this stage
+            arguments = (unit,) if event.phase is None else (unit, event.phase)
+            with torch.enable_grad():
+                getattr(self._params, event.call)(*arguments)
+        elif event.call in ("begin_forward", "begin_backward", "reshard_idle"):
+            with torch.enable_grad():
+                getattr(self._params, event.call)()
+
+    def _gradient(self, event: Event) -> None:
+        # Its bytes are among the activations: this one is a name for them.
+        grad = torch.empty(1, dtype=event.dtype, device="meta").expand(self._shapes[event.param])
+        arriving, index = self._places[event.param]
+        arriving.receive(index, grad)
+
+
+def _plain_events(built: BuiltUnits) -> list[Event]:
+    """Events of a model that was not profiled: every layer once, in order, and back."""
+    layers = [unit for unit in built.units if unit.kind is UnitKind.LAYER]
+    root = next(unit for unit in built.units if unit.kind is UnitKind.ROOT)
+    others = [unit for unit in built.units if unit.kind is UnitKind.PERSISTENT]
+
+    def event(call: str, unit: str = "", phase: Phase | None = None) -> Event:
+        return Event(call, unit, phase, "", None, 0, 0)
+
+    def gradients(name: str) -> list[Event]:
+        unit = next(unit for unit in built.units if unit.name == name)
+        slots = [(slot, b) for b in unit.flats if b.layout.trainable for slot in b.layout.slots]
+        return [Event("gradient", "", None, slot.name, b.dtype, 0, 0) for slot, b in slots]
+
+    events = [event("before_use", root.name, Phase.FORWARD), event("begin_forward")]
+    for layer in layers:
+        events += [event("before_use", layer.name, Phase.FORWARD), event("after_use", layer.name)]
+    events += [event("reshard_idle"), event("hold", root.name), event("begin_backward")]
+    late = [gradients(unit.name) for unit in (root, *others)]
+    for mine in late:  # the head's comes first, and with it the memory of the flat parameter; the embedding's last
+        events += mine[-1:]
+    leaving: list[Event] = []
+    for layer in reversed(layers):  # a layer's inputs have their gradients when the one before has been entered
+        events += [event("before_use", layer.name, Phase.BACKWARD), *leaving, *gradients(layer.name)]
+        leaving = [event("after_use", layer.name)]
+    events += leaving
+    for mine in late:
+        events += mine[:-1]
+    return [*events, event("end_backward")]

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: layers in a row, split into stages that run on different ranks."""
