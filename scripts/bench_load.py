@@ -160,7 +160,7 @@ def make(folder: Path, hidden: int, layers: int, *, tied: bool, vocab: int = 320
 
 
 def sizes(folder: Path) -> tuple[int, int]:
-    """(bytes of all tensors, bytes of the largest)"""
+    """Return (bytes of all tensors, bytes of the largest)."""
     from hf_zero.hf.models.stored import open_files
 
     files = open_files(sorted(folder.glob("*.safetensors")))

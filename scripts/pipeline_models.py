@@ -85,7 +85,7 @@ def in_stages(model: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.T
 
 
 def outcome(kind: str, name: str) -> tuple[str, str]:
-    """(what became of it, details)"""
+    """Return (what became of it, details)."""
     try:
         model = small_model(kind, name)
         if model is None:

@@ -90,7 +90,7 @@ def meet_peers(exchange: Callable[[Any], list[Any]]) -> PeerMemory | None:
 
 
 class _Piece(ctypes.Structure):
-    """struct iovec"""
+    """The struct iovec of the kernel."""
 
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 

@@ -129,7 +129,7 @@ class GradAccumulator:
         self._mean_views: list[torch.Tensor] = []  # see unsharded_mean
 
     def _make_memory(self, eager: bool) -> tuple[UnreducedGrads | None, ShardTensor]:
-        """(the unsharded gradient that stays between micro-steps or None, the shard)"""
+        """Return (the unsharded gradient that stays between micro-steps or None, the shard)."""
         layout, rank, device = self.flat.layout, self.flat.rank, self.flat.full.device
         resident = None
         if not eager:

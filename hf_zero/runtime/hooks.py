@@ -178,7 +178,6 @@ class ModelHooks:
 
     def before_gradient(self, param: nn.Parameter, shown: ParamGrads) -> None:
         """Hide what `shown` shows before autograd adds to `param.grad`."""
-
         mine, place = weakref.ref(shown), shown.place
 
         def hook(grad: torch.Tensor) -> None:
@@ -276,7 +275,6 @@ class ModelHooks:
     # ---------------------------------------------------------------- units that are gathered on demand
     def on_layer(self, unit: ShardUnit, params: OnDemandParams, watch: BackwardWatch, device_type: str) -> None:
         """Gather a layer unit around the forward and the backward of its module."""
-
         casts = AutocastCopies(unit, device_type)
         calls = BackwardCalls(unit)
         views = SavedViews(unit)

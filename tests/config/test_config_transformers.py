@@ -25,7 +25,7 @@ def stand_in(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_thousand_random_configurations_resolve_as_in_transformers(tmp_path: Path) -> None:
-    """Value for value, mismatch for mismatch. The two differences are named and counted in their_auto.compare:
+    """Each value and each mismatch is the same. The two differences are named and counted in their_auto.compare.
 
     - "auto" that no rule fills stays "auto" there, and is DeepSpeed's default here;
     - under auto_find_batch_size the file's batch size stands there, and the one that is tried here.

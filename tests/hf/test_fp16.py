@@ -20,7 +20,7 @@ from tests.hf.runs import arguments, build, examples, zero_config
 
 
 def train(stage: int, folder: str, block: dict[str, Any] | None, **more: Any) -> tuple[list[Any], float, int, str]:
-    """(log history, loss scale, skipped steps, type of the parameters)"""
+    """Return (log history, loss scale, skipped steps, type of the parameters)."""
     config = zero_config(stage) if block is None else zero_config(stage, fp16=block)
     args = hf_zero.TrainingArguments(**arguments(folder, fp16=block is not None, **more), zero=config)
     trainer = hf_zero.Trainer(model=build(), args=args, train_dataset=examples(60, 1))

@@ -193,7 +193,7 @@ def test_texts_with_offloaded_parameters(world_size: int, device: str, disk_path
 
 # -------------------------------------------------------------------- what is gathered
 def count_gathers(choice: str, zero: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int]:
-    """(all-gathers counted by unit kind, buckets by unit kind, forwards)"""
+    """Return (all-gathers counted by unit kind, buckets by unit kind, forwards)."""
     model = llama(layers=3)
     engine = sharded(model, choice, **zero)
     kinds = {buffer.layout.name: unit.kind.value for unit in engine.units for buffer in unit.flats}

@@ -16,7 +16,7 @@ STEPS, ACCUMULATION = 3, 2
 
 
 def train(folder: str, report_to: str, **zero: Any) -> tuple[list[dict[str, float]], dict[str, int], int]:
-    """(what was logged, the memory report, bytes of the parameters)"""
+    """Return (what was logged, the memory report, bytes of the parameters)."""
     config = zero_config(3, fp16={"enabled": "auto", "initial_scale_power": 6})
     config["zero_optimization"] |= zero
     more = {"report_to": report_to, "max_steps": STEPS, "fp16": True}

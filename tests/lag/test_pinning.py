@@ -136,7 +136,7 @@ _ENDS = [
 def _pinned_at_the_end(
     end: Callable[[Any, dict[str, Any]], None], registers: bool, zero: dict[str, Any], more: dict[str, Any]
 ) -> tuple[int, int, list[str]]:
-    """(bytes pinned in training, bytes pinned after it, mistakes)"""
+    """Return (bytes pinned in training, bytes pinned after it, mistakes)."""
     _enable(registers=registers)
     config = config_of(zero, more)
     engine = trained(config)
@@ -176,7 +176,7 @@ def test_nothing_stays_pinned_of_memory_between_disk_and_device(tmp_path: Path) 
 
 
 def _pieces(zero: dict[str, Any], more: dict[str, Any]) -> tuple[int, Counter[str]]:
-    """(pieces that are pinned, tensors in the host's memory by kind)"""
+    """Return (pieces that are pinned, tensors in the host's memory by kind)."""
     _enable(registers=True)
     engine = trained(config_of(zero, more))
     kinds = Counter(key.removesuffix("/1").rpartition("/")[2] for key in travelling(engine.placements))
@@ -226,7 +226,7 @@ def test_masters_that_torch_updates_are_pinned_where_parameters_are_copied_from_
 
 
 def _train_with_limit(limit: int, registers: bool) -> tuple[list[float], list[str], int]:
-    """(weights, warnings, bytes pinned)"""
+    """Return (weights, warnings, bytes pinned)."""
     _enable(registers=registers)
     device.set_pinned_limit(limit)
     warnings: list[str] = []
@@ -252,7 +252,7 @@ def test_pinned_memory_refused_by_a_limit_is_pageable_and_said_once(registers: b
 
 
 def _unpin_under_copies() -> tuple[list[float], list[float], list[str]]:
-    """(what arrived on the device, what arrived on the host, mistakes)"""
+    """Return (what arrived on the device, what arrived on the host, mistakes)."""
     _enable(registers=True)
     store = HostStore(torch.device("lag", 0), pin=True)
     for key in ("from", "to"):

@@ -45,7 +45,7 @@ def step(engine: ZeroEngine, width: int) -> None:
 
 
 def grown(device: str, folder: str) -> tuple[int, int, int]:
-    """(anonymous memory that training brought, bytes of states, bytes of the staging pool)"""
+    """Return (anonymous memory that training brought, bytes of states, bytes of the staging pool)."""
     before = anonymous_bytes()  # of what the fork server has imported: more in a later job
     engine = start(device, folder, WIDTH, LAYERS, sub_group_size=1 << 17)
     for _ in range(2):  # gradients and activations have their memory before the states are touched a second time

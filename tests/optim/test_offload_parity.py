@@ -129,7 +129,7 @@ def test_ratio(ratio: float, tmp_path: Path) -> None:
 
 
 def memory_of_ratio(ratio: float) -> tuple[int, int]:
-    """(bytes of states on the host, of all states)"""
+    """Return (bytes of states on the host, of all states)."""
     case = Case("plain", 2)
     zero = (("offload_optimizer", {"device": "cpu", "ratio": ratio}), ("stage3_param_persistence_threshold", 0))
     report = start(case, Options(3, zero=zero)).memory_report()

@@ -161,7 +161,7 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 def scripted(script: str, stage: int, folder: str, params: str) -> tuple[dict[str, torch.Tensor], int]:
-    """(weights, updates that had begun when `step` was called)"""
+    """Return (weights, updates that had begun when `step` was called)."""
     engine = start(stage, {"device": "nvme", "nvme_path": folder}, params)
     assert engine.optimizer is not None and engine.optimizer._native is not None
     early = 0
@@ -268,7 +268,7 @@ def test_a_second_optimizer_starts_anew(device: str, tmp_path: Path) -> None:
 
 
 def forget(folder: str) -> tuple[bool, list[str], int]:
-    """(the engine is gone, its swap files, threads that still update)"""
+    """Return (the engine is gone, its swap files, threads that still update)."""
     before = threading.active_count()
     engine = start(3, {"device": "nvme", "nvme_path": folder}, "nvme")
     backward(engine, 0)
@@ -290,7 +290,7 @@ def test_a_forgotten_model_leaves_nothing(tmp_path: Path) -> None:
 
 
 def moments(optimizer: str) -> tuple[int, int]:
-    """(bytes of masters, of moments)"""
+    """Return (bytes of masters, of moments)."""
     from hf_zero.optim import CPUAdam
 
     torch.manual_seed(3)

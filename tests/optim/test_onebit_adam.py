@@ -160,7 +160,7 @@ class Wide(nn.Module):
 
 
 def count_bytes() -> tuple[dict[str, int], dict[str, int], int, list[float]]:
-    """(bytes of a step before the freeze, of one after it, elements, losses)"""
+    """Return (bytes of a step before the freeze, of one after it, elements, losses)."""
     model = Wide()
     numel = sum(param.numel() for param in model.parameters())
     block = {"type": "OneBitAdam", "params": {"lr": 2e-3, "freeze_step": 10, "eps": 1e-6, "betas": [0.9, 0.9]}}

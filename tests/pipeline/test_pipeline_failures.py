@@ -80,7 +80,7 @@ def data(count: int = 2 * MICROS) -> Iterator[models.Micro]:
 
 
 def train_with(bad: str, place: int, stages: int) -> tuple[str, str, float]:
-    """(kind, text, seconds until it was raised)"""
+    """Return (kind, text, seconds until it was raised)."""
     began = time.monotonic()
     try:
         train(bad, place, stages)

@@ -11,7 +11,7 @@ from hf_zero.extras.pipeline.stage_schedules import SCHEDULES, Kind, bubble_shar
 
 
 def cases() -> Iterator[tuple[str, int, int, int]]:
-    """(schedule, stages, micro-batches, chunks of a stage)"""
+    """Return (schedule, stages, micro-batches, chunks of a stage)."""
     for schedule, stages, micros in itertools.product(SCHEDULES, range(1, 7), range(1, 15)):
         for chunks in {"interleaved": (2, 3), "gpipe": (1, 2), "1f1b": (1, 2)}.get(schedule, (1,)):
             yield schedule, stages, micros, chunks

@@ -471,7 +471,7 @@ def test_a_loss_that_is_divided_already_and_arguments_of_the_scheduler() -> None
 
 # ---------------------------------------------------------------- other optimizers
 def with_optimizer(kind: str, stage: int, block: dict[str, Any], factors: list[float]) -> tuple[list[float], int]:
-    """(the loss of this rank's one batch before each step and at the end, skipped steps)"""
+    """Return (the loss of this rank's one batch before each step and at the end, skipped steps)."""
     torch.manual_seed(3)
     model = Net()
     params = {"lr": 1e-2, **({"freeze_step": 2} if kind == "OneBitAdam" else {})}

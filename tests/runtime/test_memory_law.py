@@ -194,7 +194,7 @@ def test_peak_inside_backward(world: int) -> None:
 
 
 def growth_of_a_start() -> tuple[int, int]:
-    """(bytes by which the process has grown from before the model was made, bytes that the engine says it holds)"""
+    """Return (bytes by which the process has grown since before the model was made, bytes that the engine reports)."""
     before = anonymous_bytes()
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(64)))
     optimizer = torch.optim.AdamW(model.parameters())

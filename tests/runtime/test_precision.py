@@ -232,7 +232,6 @@ def test_autocast_over_fp32(model: str) -> None:
 # ---------------------------------------------------------------- how gradients are summed
 def sum_small_gradients(stage: int, accum: str | None) -> torch.Tensor:
     """The parameter after SGD with lr 1 on 256 micro-gradients of 1e-3 / 256 each, beside a first one of 1."""
-
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     steps = 256

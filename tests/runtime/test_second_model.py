@@ -38,7 +38,7 @@ def build() -> tuple[Net, Net]:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(chosen, rejected)"""
+    """Return (chosen, rejected)."""
     generator = torch.Generator().manual_seed(step)
     rows = torch.randn(2, 6, 7, dtype=torch.float64, generator=generator)
     return rows[0], rows[1]
