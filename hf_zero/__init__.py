@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from hf_zero import pipeline
+from hf_zero.engine import parts
 from hf_zero.engine.factory import use_engine_class
 from hf_zero.extras.deepspeed import names
 
@@ -66,6 +67,12 @@ _EXPORTS = {
 __all__ = sorted([*_EXPORTS, "__version__"])
 
 
+# The annexes that have a part in every engine, in the order in which they are called.
+for _part in (
+    "hf_zero.extras.activations.engine_part:CheckpointingPart",
+    "hf_zero.extras.estimate.account:AccountPart",
+):
+    parts.register(_part)
 use_engine_class(lambda: importlib.import_module("hf_zero.extras.deepspeed.engine").DeepSpeedEngine)
 
 # Modules that are there as attributes, as with DeepSpeed: hf_zero.zero.Init, hf_zero.comm.get_rank().

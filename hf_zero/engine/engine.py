@@ -18,7 +18,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from hf_zero.checkpoint.collective import ALL_PARTS, Parts
 from hf_zero.config import ResolvedConfig
-from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.comms_summary import open_comms_log
@@ -26,10 +25,10 @@ from hf_zero.engine.deepcopy import deepcopy_of
 from hf_zero.engine.flops_profiler import FlopsProfiler, check_output_file
 from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.engine.monitors import Monitored, open_monitors
-from hf_zero.engine.reports import Reports, Watcher, watchers_of
+from hf_zero.engine.parts import parts_of
+from hf_zero.engine.reports import Reports, Watcher
 from hf_zero.engine.step_schedule import StepSchedule
-from hf_zero.errors import CheckpointError, ConfigError, OffloadError, StateError
-from hf_zero.extras.activations import active
+from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -89,6 +88,7 @@ class ZeroEngine(ModuleWrapper):
         # Before the model is sharded: what a run writes beside its checkpoints.
         monitors = open_monitors(config, self.run_comm, train=train)
         check_output_file(config, self.run_comm)
+        self.parts = parts_of(self)
         if built is None:
             built = build_units(model, BuildSettings.of(config, train=train), self.comm)
         self.comms_log = open_comms_log(config.comms_logger, self.comm)
@@ -106,7 +106,6 @@ class ZeroEngine(ModuleWrapper):
         self.weights = FullWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
         self.checkpoints = self._open_checkpoints(built)
         self._uninstalls: list[Callable[[], None]] = []
-        self._before_teardown: list[Callable[[ZeroEngine], None]] = []
         self.installs: list[Install] = []
         self.reports = Reports()
         logs = self.run_comm.rank == 0
@@ -118,7 +117,7 @@ class ZeroEngine(ModuleWrapper):
             if config.flops_profiler.enabled:
                 watchers.append(FlopsProfiler(model, self.units, self.schedule, config, self.device))
             self.reports = self.reports_class.of(self.schedule, config, self.device, samples, watchers)
-        if train and (more := watchers_of(self)):
+        if more := [watcher for part in self.parts for watcher in part.start()]:
             self.reports = self.reports.joined_by(more)
         self.on_uninstall(self.reports.close)
         self._attachment = self._attach()
@@ -147,26 +146,11 @@ class ZeroEngine(ModuleWrapper):
         attributes = {_KEY: self, "no_sync": lambda: self.schedule.no_sync()}
         attachment = ModelAttachment(fitted, self.reports.around(callbacks), attributes)
         self.on_uninstall(self.reports.watch_forward(self.module))
-        if self.trains and self.config.activation_checkpointing.is_on:
-            self._start_checkpointing(self.config.activation_checkpointing)
+        for part in self.parts:
+            part.attach()
         for install in self.installs:
             install(self)
         return attachment
-
-    def _start_checkpointing(self, settings: ActivationCheckpointing) -> None:
-        """All ranks must call: a folder that one of them cannot use is an error of all."""
-
-        def start() -> None:
-            guard = self.comm.stop_together
-            self.on_uninstall(active.use(settings, self.device, self.rank, aio=self.config.aio, guard=guard))
-            if self.run_comm.rank == 0:
-                self.on_uninstall(active.tell_no_region(self.module))
-
-        if settings.nvme_path is None:
-            start()
-        else:
-            what = "activation_checkpointing.nvme_path"
-            self.comm.together(what, start, catch=(OffloadError,), raise_as=OffloadError)
 
     @property
     def is_sharded(self) -> bool:
@@ -499,9 +483,14 @@ class ZeroEngine(ModuleWrapper):
             **memory_report(self.units, self.reducer, self.placements, state_bytes),
             "gathered_peak": self.params.live.peak_bytes,
             "gradients_peak": self.pool.peak_live_bytes,
-            **{f"saved_inputs_{what}": count for what, count in active.usage().items()},
+            **{kind: count for part in self.parts for kind, count in part.memory().items()},
             **allocation_counts(self.params.live, self.pool, self.comm, self.placements),
         }
+
+    def summarize(self) -> None:
+        """Let the engine's parts log what the run came to. Any rank may call."""
+        for part in self.parts:
+            part.summarize()
 
     def teardown(self) -> None:
         """Give the plain model back: unsharded parameters, no hooks; group and threads end. All ranks must call.
@@ -511,8 +500,7 @@ class ZeroEngine(ModuleWrapper):
         if self.comm.is_connected:  # after an error there is nobody to wait for
             # As long as for a collective: another rank may still be writing what it has learned.
             self.comm.require_all_ranks("engine.teardown", self.comm.timeout_s)
-        for call in self._before_teardown:
-            call(self)
+        self.summarize()
         failed: CheckpointError | None = None
         try:
             self.uninstall()
@@ -539,6 +527,8 @@ class ZeroEngine(ModuleWrapper):
         _LIVE.discard(self)
         if self.comms_log is not None:
             self.comms_log.close()
+        for part in self.parts:
+            part.close()
         self.checkpoints.close()
 
     def _detach(self) -> None:
@@ -563,10 +553,6 @@ class ZeroEngine(ModuleWrapper):
     def on_uninstall(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the engine leaves the model."""
         self._uninstalls.append(undo)
-
-    def before_teardown(self, call: Callable[[ZeroEngine], None]) -> None:
-        """Call `call(engine)` when `teardown` begins."""
-        self._before_teardown.append(call)
 
 
 def _named_params(unit: ShardUnit) -> Iterator[tuple[str, nn.Parameter]]:

@@ -65,23 +65,6 @@ class Watcher:
         """A micro-batch is over; with `boundary` the parameters were updated, or the update was skipped."""
 
 
-_makers: list[Callable[[Any], Watcher]] = []
-
-
-def watch_engines(make: Callable[[Any], Watcher]) -> Callable[[], None]:
-    """Give every engine that is made to train from now on the watcher that `make(engine)` returns, on every rank.
-
-    Returns what ends that, for engines to come.
-    """
-    _makers.append(make)
-    return lambda: _makers.remove(make)
-
-
-def watchers_of(engine: Any) -> list[Watcher]:
-    """Those that `watch_engines` asks for. Called once for an engine."""
-    return [make(engine) for make in _makers]
-
-
 class ProgressLines(Watcher):
     """steps_per_print: number of steps, skipped steps, learning rates and momenta."""
 

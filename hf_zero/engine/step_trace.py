@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.memory_usage import device_memory
+from hf_zero.engine.parts import EnginePart
 from hf_zero.engine.reports import Event, Watcher
 from hf_zero.runtime.hooks import in_backward
 from hf_zero.runtime.spans import CommSpans, DiskSpans, Replacements, SpanLog, record_copies
@@ -34,7 +35,7 @@ _ENDS = {
 Recorded = dict[str, Any]  # see StepTrace._recorded
 
 
-class StepTrace(Watcher):
+class StepTrace(EnginePart, Watcher):
     """Steps `skip` to `skip + steps` of one engine, from 0 at its first one in this process.
 
     Args:
@@ -44,12 +45,15 @@ class StepTrace(Watcher):
     def __init__(
         self, engine: ZeroEngine, skip: int, steps: int, on_done: Callable[[ZeroEngine, list[Recorded]], None]
     ) -> None:
+        super().__init__(engine)
         self.updates = 0  # that the engine has made
-        self._engine = engine
         self._first, self._last = skip, skip + steps - 1
         self._on_done = on_done
         self._recording: Recording | None = None
         self._unhook: Callable[[], None] = lambda: None
+
+    def start(self) -> Sequence[Watcher]:
+        return [self] if self.engine.trains else []
 
     def on(self, event: Event) -> None:
         if event is Event.FORWARD_STARTS:
@@ -59,7 +63,7 @@ class StepTrace(Watcher):
 
     def _forward_starts(self) -> None:
         if self._recording is None and self._first <= self.updates <= self._last:
-            self._recording = Recording(self._engine)
+            self._recording = Recording(self.engine)
         if self._recording is not None:
             self._recording.begin_step()
 
@@ -70,7 +74,7 @@ class StepTrace(Watcher):
             if torch.is_grad_enabled() and not in_backward():
                 self._forward_starts()
 
-        handle = self._engine.module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
+        handle = self.engine.module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
         self._unhook = handle.remove
 
     def micro_ends(self, boundary: bool) -> None:
@@ -86,8 +90,8 @@ class StepTrace(Watcher):
             recording = self._recording
             recording.wait_for_updates()
             self.close()
-            everyone = self._engine.run_comm.all_gather_object(recording.result(), "profile of steps")
-            self._on_done(self._engine, everyone)
+            everyone = self.engine.run_comm.all_gather_object(recording.result(), "profile of steps")
+            self._on_done(self.engine, everyone)
 
     def forget(self) -> None:
         if self._recording is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.engine.reports import watch_engines
+from hf_zero.engine.parts import register
 from hf_zero.engine.step_trace import StepTrace
 from tests.harness.ranks import run_ranks
 from tests.lag import device, group
@@ -30,7 +30,7 @@ def profiled(folder: str) -> list[tuple[Any, list[dict[str, Any]]]]:
     found = []
     for number, run in enumerate(RUNS):
         recorded: list[list[dict[str, Any]]] = []
-        stop = watch_engines(lambda engine, to=recorded: StepTrace(engine, 1, 1, lambda _, ranks: to.append(ranks)))
+        stop = register(lambda engine, to=recorded: StepTrace(engine, 1, 1, lambda _, ranks: to.append(ranks)))
         numbers, _ = train("lag", run, f"{folder}/{number}")
         stop()
         torch.accelerator.synchronize()

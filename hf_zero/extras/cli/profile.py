@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from hf_zero.engine.reports import watch_engines
+    from hf_zero.engine.parts import register
 
     if problem := missing_script(args.script, is_module=args.module):
         raise argparse.ArgumentError(None, problem)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
 
         enable(args.zero)
     profiling = Profiling(args)
-    stop = watch_engines(profiling.watcher)
+    stop = register(profiling.trace)
     try:
         become(args.script, args.script_arguments, is_module=args.module)
     except SystemExit as left:  # what a script may end with; another status is its own
@@ -111,11 +111,12 @@ class Profiling:
         self._traces: list[StepTrace] = []
         self._is_done = False
 
-    def watcher(self, engine: ZeroEngine) -> StepTrace:
+    def trace(self, engine: ZeroEngine) -> StepTrace:
         from hf_zero.engine.step_trace import StepTrace
 
         trace = StepTrace(engine, self._args.skip, self._args.steps, self._done)
-        self._traces.append(trace)
+        if engine.trains:
+            self._traces.append(trace)
         return trace
 
     def check(self) -> None:

@@ -23,7 +23,6 @@ from hf_zero.errors import ConfigError
 from hf_zero.extras.deepspeed.engine import DeepSpeedEngine
 from hf_zero.extras.deepspeed.runtime.pipe.engine import PipelineEngine
 from hf_zero.extras.deepspeed.script_arguments import adopt_local_rank, config_of
-from hf_zero.extras.estimate.account import log_account
 from hf_zero.extras.pipeline.module import PipelineModule
 from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.deepspeed import choose_scheduler
@@ -153,7 +152,6 @@ def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool, rep
         construction.settle(model)
     engine = new_engine(model, resolved, train=train, replace=replace)
     assert isinstance(engine, DeepSpeedEngine)
-    engine.before_teardown(log_account)
     if hasattr(model, "save_pretrained"):  # a model of transformers or PEFT
         from hf_zero.hf.models.install import install_on_model
 

@@ -13,6 +13,7 @@ import torch
 
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.parts import EnginePart
 from hf_zero.extras.estimate.plan import Plan, plan_units
 from hf_zero.native.machine import peak_resident_bytes
 
@@ -29,24 +30,31 @@ _KINDS = {
 }
 
 
-def log_account(engine: ZeroEngine) -> None:
-    """Log, on rank 0 at level INFO, the memory that was planned for the engine and what it took.
+class AccountPart(EnginePart):
+    """Logs the memory that was planned for the engine and what it took, on rank 0 at level INFO.
 
-    No communication. The plan takes a fraction of a second, and comes from sizes alone (see estimate.plan).
+    No communication. The plan takes a fraction of a second, and comes from sizes alone (see estimate.plan). A
+    pipeline's stages have no account: the plan is for one model on all ranks.
     """
-    if engine.comm.rank != 0 or not logger.isEnabledFor(logging.INFO):
-        return
-    try:
-        lines = account(engine)
-    except Exception as error:  # the user's optimizer runs here on shards without values; the run itself has succeeded
-        logger.info("hf_zero: memory was not planned: %s: %s", type(error).__name__, error)
-        return
-    for line in lines:
-        logger.info("hf_zero: %s", line)
+
+    engine: ZeroEngine
+
+    def summarize(self) -> None:
+        engine = self.engine
+        if engine.comm.rank != 0 or engine.run_comm is not engine.comm or not logger.isEnabledFor(logging.INFO):
+            return
+        try:
+            lines = account(engine)
+        # The user's optimizer runs here on shards without values; the run itself has succeeded.
+        except Exception as error:
+            logger.info("hf_zero: memory was not planned: %s: %s", type(error).__name__, error)
+            return
+        for line in lines:
+            logger.info("hf_zero: %s", line)
 
 
 def account(engine: ZeroEngine) -> list[str]:
-    """The lines of `log_account`, for the rank that calls."""
+    """Return the lines that `AccountPart` logs, for the rank that calls."""
     plan, report = plan_engine(engine), engine.memory_report()
     pairs = [
         f"{name} {_mb(plan.report[kind])} | {_mb(report[kind])}"

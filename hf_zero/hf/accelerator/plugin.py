@@ -28,7 +28,6 @@ from hf_zero.distributed.processes import wrong_on_all
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.replace import new_engine
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.extras.estimate.account import log_account
 from hf_zero.hf.accelerator.dummies import Dummies
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.accelerator.plain_loop import arguments_of, batch_of_loaders, scaling_of, take_accumulation
@@ -151,7 +150,6 @@ class ZeroPlugin:
             # Masters keep what a cast to 16 bits drops, so a model that is evaluated first has them from the start.
             train=train or resolved.dtype is not None,
         )
-        engine.before_teardown(log_account)
         install_on_model(engine)
         return engine
 

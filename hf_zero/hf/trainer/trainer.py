@@ -28,7 +28,6 @@ from hf_zero.checkpoint.file_list import write_list
 from hf_zero.checkpoint.replaced_files import drop, put_back, set_aside
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.extras.estimate.account import log_account
 from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin, ZeroPlugin
 from hf_zero.hf.accelerator.save_state import writes_weights
 from hf_zero.hf.conflicts import check_run
@@ -174,7 +173,7 @@ def train(
     result = orig(resume_from_checkpoint, *args, **kwargs)
     if (engine := _engine(self)) is not None:
         engine.finish_updates()
-        log_account(engine)
+        engine.summarize()
     return result
 
 
