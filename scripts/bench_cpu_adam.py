@@ -1,18 +1,17 @@
-"""The CPU Adam update beside DeepSpeedCPUAdam, torch's fused AdamW and the memory bound, interleaved in one run.
+"""The CPU Adam update beside DeepSpeedCPUAdam, torch's fused AdamW and plain passes over memory, in one run.
 
     python scripts/bench_cpu_adam.py                                  # 1e7 and 1e8 elements, 1 and 2 threads
     python scripts/bench_cpu_adam.py --numel 1e7 --threads 1 --json adam.json
 
 Every size and number of threads is a process of its own (OMP_NUM_THREADS is read once). The variants run in turn on
 the same tensors. "+ casts" is what bf16 training needs around an fp32 update: the gradient widened before it, the
-parameter rounded after it. The bound reads four fp32 streams and writes three, plainly or past the caches: whichever
-is faster.
+parameter rounded after it. The plain passes, torch's in-place product and sum, read four fp32 streams and write three.
 
 DeepSpeed is measured if it can be imported (extra [peers]: pip install torch first, then
 DS_BUILD_OPS=0 pip install deepspeed --no-build-isolation, with ninja; it compiles its kernel at first use).
 
-Exit status 1 if a gate does not hold: fp32, and bf16 in and out, at 0.95 of the bound from 1e8 elements on and at 0.9
-below; bf16 in and out at 1.7 times DeepSpeedCPUAdam + casts.
+Exit status 1 if a gate does not hold: fp32, and bf16 in and out, as fast as the passes from 1e8 elements on and at
+0.95 of their speed below; bf16 in and out at 1.7 times DeepSpeedCPUAdam + casts.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ DEEPSPEED_CASTS = "DeepSpeedCPUAdam + casts"
 TIMES_DEEPSPEED = 1.7
 
 
-def least_of_bound(numel: int) -> float:
-    return 0.95 if numel >= 100_000_000 else 0.9
+def least_of_memory(numel: int) -> float:
+    return 1.0 if numel >= 100_000_000 else 0.95
 
 
 def deepspeed_variants(tensors: bench.Tensors) -> dict[str, Any]:
@@ -81,9 +80,9 @@ def run_apart(numel: int, threads: int, args: argparse.Namespace) -> dict[str, A
 def failures(result: dict[str, Any]) -> Iterator[str]:
     where = f"{result['numel']:,} elements, {result['threads']} threads"
     for name in OURS:
-        reached, least = result["variants"][name]["of_bound"], least_of_bound(result["numel"])
+        reached, least = result["variants"][name]["times_memory"], least_of_memory(result["numel"])
         if reached < least:
-            yield f"{where}: {name} is at {reached:.3f} of the bound, expected {least}"
+            yield f"{where}: {name} is at {reached:.3f} of the passes, expected {least}"
     times = result.get("times_deepspeed")
     if times is not None and times < TIMES_DEEPSPEED:
         yield f"{where}: {OURS[1]} is {times:.2f} times DeepSpeedCPUAdam + casts, expected {TIMES_DEEPSPEED}"

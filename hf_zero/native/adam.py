@@ -182,26 +182,3 @@ def _function() -> Callable[..., int]:
     function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32]
     function.restype = ctypes.c_int32
     return function
-
-
-def memory_traffic(
-    written: Sequence[torch.Tensor], read: torch.Tensor, *, threads: int | None = None, streaming: bool = False
-) -> None:
-    """Read and write the three tensors `written`, and read a fourth one: the traffic of an fp32 Adam, for benchmarks.
-
-    All are fp32, contiguous and of one size. `streaming` writes past the caches.
-    """
-    tensors = (*written, read)
-    if len(tensors) != 4 or any(t.dtype != torch.float32 or not t.is_contiguous() for t in tensors):
-        raise AssertionError("expected four contiguous fp32 tensors")
-    if streaming and any(t.data_ptr() % 64 for t in written):
-        raise AssertionError("streaming needs tensors that start at a cache line")
-    if len({t.numel() for t in tensors}) != 1:
-        raise AssertionError("expected four tensors of one size")
-    function = library().hz_traffic
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64, ctypes.c_int32, ctypes.c_int32]
-    function.restype = ctypes.c_int32
-    count = default_threads() if threads is None else threads
-    code = function(*(t.data_ptr() for t in tensors), read.numel(), count, streaming)
-    if code:
-        raise NativeError(f"the threads of the measurement could not be started: {os.strerror(code)}")

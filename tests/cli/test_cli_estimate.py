@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +157,26 @@ def test_text(capsys: Capture, folder: Path) -> None:
     assert out.splitlines()[-1].startswith("Take stage 1, no offload, micro-batch ")
     assert main(["estimate", str(folder)]) == 0
     assert "Name the hardware" in capsys.readouterr().out
+
+
+def test_a_picture_shows_the_device_memory_of_every_choice(capsys: Capture, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "plan.svg"
+    answer = ask(capsys, folder, "--gpus", 2, "--gpu-memory", "2.15GB", "--plot", file)
+    words = re.findall(r"<text[^>]*>([^<]*)<", file.read_text())
+    rows = [row for row in answer["choices"] if "nvme" not in (row["optimizer"], row["param"])]
+    sizes = [word.strip() for word in words if word.startswith(" ")]
+    assert sizes == [format_bytes(row["device_bytes"]) for row in rows]
+    assert "stage 3, optimizer and parameters on the CPU" in words
+    assert "limit 42.5 MB" in words  # 5 % and 2 GB are left
+    assert main(["estimate", str(folder), "--plot", str(file / "plan.png")]) == 1
+    assert f"cannot write {file / 'plan.png'}" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_planning(
+    capsys: Capture, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--plot plan.doc: the name must end in one of " in fails(capsys, folder, "--plot", "plan.doc")
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    assert main(["estimate", str(folder), "--plot", "plan.png"]) == 1
+    said = capsys.readouterr()
+    assert "pip install matplotlib" in said.err and not said.out

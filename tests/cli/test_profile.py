@@ -14,7 +14,7 @@ from hf_zero.extras.cli.main import main
 from hf_zero.extras.cli.profile import joined
 from hf_zero.extras.cli.text import format_bytes
 from hf_zero.extras.pages.chrome_trace import chrome_trace
-from hf_zero.extras.pages.page import page, stacks, table
+from hf_zero.extras.pages.page import page, table
 from tests.harness.browser import check_tables, colours_in, look_at
 from tests.harness.ranks import run_ranks
 
@@ -218,7 +218,7 @@ def test_buckets_of_a_unit_are_one_span_in_the_page() -> None:
 
 def test_a_name_cannot_end_the_data(tmp_path: Path) -> None:
     name = "</script><script>document.title='owned'</script>"
-    text = page(name, [("model", name)], [table(name, [(name, "text")], [(name,)]), stacks(name, [(name, {name: 1})])])
+    text = page(name, [("model", name)], [table(name, [(name, "text")], [(name,)])])
     assert text.count("<script") == 2 and text.count("</script>") == 2
 
 

@@ -115,23 +115,3 @@ def check_tables(seen: Seen) -> None:
                     assert cell.text == f"{value:,}"
                 elif unit == "text":
                     assert cell.text == value
-
-
-def check_stacks(seen: Seen) -> None:
-    """Every part of a stack has its bytes, and widths go with them."""
-    for given, drawn in seen.sections("stacks"):
-        shown = {
-            (one.attributes["data-row"], one.attributes["data-kind"]): one.attributes
-            for one in drawn.all("rect", **{"class": "part"})
-        }
-        assert {key: int(one["data-bytes"]) for key, one in shown.items()} == {
-            (row["name"], kind): size for row in given["rows"] for kind, size in row["parts"].items()
-        }
-        sums = [text.text for text in drawn.all("text", **{"class": "soft sum"})]
-        assert sums == [format_bytes(sum(row["parts"].values())) for row in given["rows"]]
-        colours = {(one["data-kind"], one["fill"]) for one in shown.values()}
-        assert len(colours) == len({kind for kind, _ in colours}) == len({fill for _, fill in colours})
-        largest = max(shown.values(), key=lambda one: int(one["data-bytes"]))
-        for one in shown.values():
-            wide = float(largest["width"]) * int(one["data-bytes"]) / int(largest["data-bytes"])
-            assert float(one["width"]) == pytest.approx(max(wide, 0.6), abs=1e-3)

@@ -12,14 +12,13 @@ from pathlib import Path
 from hf_zero.checkpoint.consolidate import parse_bytes
 from hf_zero.errors import ConfigError
 from hf_zero.extras.cli.text import count
-from hf_zero.extras.pages.page import write_page
 
 NAME = "estimate"
 SUMMARY = "plan the memory of every stage and offload choice for a model, and name the one to take"
 EXAMPLES = """
 hf-zero estimate path/to/model --gpus 8 --gpu-memory 80GB --cpu-memory 512GB
 hf-zero estimate config.json --gpus 2 --gpu-memory 24GB --config zero3.json --batch-size 4
-hf-zero estimate path/to/model --gpus 8 --gpu-memory 80GB --plot memory.html
+hf-zero estimate path/to/model --gpus 8 --gpu-memory 80GB --plot memory.png
 hf-zero estimate path/to/model --gpus 8 --nodes 4 --sequence-length 4096 --gradient-checkpointing --json
 """
 
@@ -44,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--gradient-checkpointing", action="store_true", help="with activation checkpointing")
     add("--on-cpu", action="store_true", help="ranks compute on the CPU, over gloo")
     add("--json", action="store_true", help="print JSON")
-    add("--plot", type=Path, metavar="FILE.html", help="write a page with the memory of every choice, too")
+    add("--plot", type=Path, metavar="OUT.png", help="draw the device memory of every choice, too (matplotlib)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -67,10 +66,13 @@ def _without_collections() -> Iterator[None]:
 def _run(args: argparse.Namespace) -> None:
     from hf_zero.config import ZeroConfig
     from hf_zero.extras.cli import meta_model
+    from hf_zero.extras.cli.memory_chart import check_picture
     from hf_zero.extras.cli.memory_plans import Task
     from hf_zero.extras.estimate.choices import Hardware
     from hf_zero.native.devices import visible_devices
 
+    if args.plot is not None:
+        check_picture(args.plot)
     try:
         model_config = meta_model.read_config(args.model)
         raw = ZeroConfig.load(args.config).values if args.config is not None else {"bf16": {"enabled": True}}
@@ -84,7 +86,7 @@ def _run(args: argparse.Namespace) -> None:
     task = Task(model, raw, hardware, args.sequence_length or meta_model.default_length(model_config))
     answer = task.answer(args.batch_size)
     if args.plot is not None:
-        write_page(args.plot, task.page(answer))
+        task.draw(answer, args.plot)
     if args.json:
         print(json.dumps(task.as_json(answer)))
     else:

@@ -6,20 +6,18 @@ import argparse
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.consolidate import RankFiles, Stored, progress_bar
+from hf_zero.checkpoint.consolidate import RankFiles, progress_bar
 from hf_zero.checkpoint.file_list import Listed, changed_files, read_list
 from hf_zero.checkpoint.latest import chosen
 from hf_zero.checkpoint.manifest import Manifest, manifest_path, offering, read_manifest
 from hf_zero.checkpoint.published_weights import damaged_files
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.cli.text import format_bytes, plural, print_table
-from hf_zero.extras.pages.page import Section, page, stacks, table, write_page
 
 NAME = "inspect"
 SUMMARY = "show layout, sizes and versions of a checkpoint, and check that it is complete"
@@ -27,7 +25,6 @@ EXAMPLES = """
 hf-zero inspect outputs/checkpoint-500
 hf-zero inspect outputs/checkpoint-500 --verify
 hf-zero inspect outputs/checkpoint-500 --json
-hf-zero inspect outputs/checkpoint-500 --plot checkpoint.html
 """
 
 
@@ -39,7 +36,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--verify", action="store_true", help="read all files and compare their checksums, those beside zero/ too"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE.html", help="write a page of what lies in which file, too")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -52,14 +48,11 @@ def run(args: argparse.Namespace) -> None:
             _verify(files, manifest)
         else:
             files.header(0)
-        held = None if args.plot is None else [files.header(rank) for rank in range(len(manifest.files))]
     listed = read_list(folder)
     if args.verify:
         _verify_beside(folder, listed)
     summary = summarize(folder, manifest, verified=args.verify)
     summary["files_beside"] = None if listed is None else len(listed)
-    if held is not None:
-        write_page(args.plot, _page(summary, manifest, held))
     if args.json:
         print(json.dumps(summary))
     else:
@@ -106,9 +99,6 @@ def _run_on_weights(folder: Path, listed: dict[str, Listed], args: argparse.Name
     """A folder of save_only_model: a list of files, and no sharded state."""
     if args.verify:
         _verify_beside(folder, listed)
-    if args.plot is not None:
-        rows = [(name, {"weights": one.size}) for name, one in listed.items()]
-        write_page(args.plot, page("Weights", [("folder", str(folder))], [stacks("Files", rows)]))
     summary = {"checkpoint": str(folder), "files_beside": len(listed), "verified": args.verify}
     if args.json:
         print(json.dumps(summary))
@@ -121,63 +111,6 @@ def _run_on_weights(folder: Path, listed: dict[str, Listed], args: argparse.Name
             ("checksums", "all right" if args.verify else "not compared (--verify does)"),
         ]
     )
-
-
-def _page(summary: Mapping[str, Any], manifest: Manifest, held: Sequence[Mapping[str, Stored]]) -> str:
-    """The text of an HTML page. `held`: of each file, its tensors by `NAME::KIND`."""
-    by_file = [
-        (file.name, {**kinds, "header": file.size - sum(kinds.values())})
-        for file, kinds in zip(manifest.files, map(_bytes_by_kind, held), strict=True)
-    ]
-    facts = [
-        ("checkpoint", summary["checkpoint"]),
-        ("written", f"{summary['saved_at']} by hf_zero {summary['hf_zero_version']}"),
-        ("step", f"{summary['global_step']:,}"),
-        ("saved at", f"stage {summary['stage']}, in {plural(summary['world_size'], 'part')}"),
-        ("parameters", f"{summary['parameters']:,}, {summary['trainable_parameters']:,} of them trainable"),
-        ("size", format_bytes(summary["bytes"])),
-        ("checksums", "all right" if summary["verified"] else "not compared"),
-    ]
-    note = "Values by kind; the header has names, places and checksums."
-    return page(
-        "Checkpoint", facts, [stacks("What lies in which file", by_file, note), *_unit_sections(manifest, held)]
-    )
-
-
-def _unit_sections(manifest: Manifest, held: Sequence[Mapping[str, Stored]]) -> list[Section]:
-    of_unit: dict[str, Counter[str]] = {layout.name: Counter() for layout in manifest.layouts}
-    unit_of = {slot.name: layout.name for layout in manifest.layouts for slot in layout.slots}
-    for tensors in held:
-        for key, tensor in tensors.items():
-            name, _, kind = key.rpartition("::")
-            if unit := unit_of.get(name):
-                of_unit[unit][kind] += tensor.nbytes
-    columns = [
-        ("unit", "text"),
-        ("trainable", "text"),
-        ("tensors", "count"),
-        ("elements", "count"),
-        ("bytes", "bytes"),
-    ]
-    rows = [
-        (
-            layout.name,
-            "yes" if layout.trainable else "no",
-            len(layout.slots),
-            layout.numel,
-            of_unit[layout.name].total(),
-        )
-        for layout in manifest.layouts
-    ]
-    note = "Of all files together."
-    return [stacks("Units", of_unit.items(), note), table("Units in figures", columns, rows)]
-
-
-def _bytes_by_kind(tensors: Mapping[str, Stored]) -> Counter[str]:
-    sizes: Counter[str] = Counter()
-    for key, tensor in tensors.items():
-        sizes[key.rpartition("::")[2]] += tensor.nbytes
-    return sizes
 
 
 def _verify_beside(folder: Path, listed: dict[str, Listed] | None) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hf_zero.errors import ConfigError
 from hf_zero.estimate import Plan, Profile, measure, plan_model
+from hf_zero.extras.cli.memory_chart import draw
 from hf_zero.extras.cli.meta_model import make_batch
 from hf_zero.extras.cli.text import format_bytes, table
 from hf_zero.extras.estimate.choices import Advice, Choice, Hardware, advise, all_choices, as_json, plan_all, resolve
 from hf_zero.extras.estimate.saved_inputs_plan import SavedInputsPlan
-from hf_zero.extras.pages.page import Section, page, stacks
-from hf_zero.extras.pages.page import table as html_table
 from hf_zero.progress import progress
 
 
@@ -128,52 +128,16 @@ class Task:
             return
         print(_sentence(answer.advice))
 
-    def page(self, answer: Answer) -> str:
-        """The text of an HTML page with a bar for every choice."""
+    def draw(self, answer: Answer, path: Path) -> None:
+        """Write a picture of the device memory of every choice to `path`."""
         hardware, profile = self.hardware, answer.profile
-        activations = f"not counted: {answer.without}" if profile is None else format_bytes(profile.peak)
         facts = [
-            ("model", f"{type(self.model).__name__}, {self.parameters / 1e6:,.0f} M parameters"),
-            ("ranks", f"{hardware.world_size} on {'CPUs' if hardware.on_host else 'GPUs'}, {hardware.nodes} node(s)"),
-            ("micro-batch", f"{answer.batch_size} x {self.length}"),
-            ("activations at the peak", activations),
+            f"{type(self.model).__name__}, {self.parameters / 1e9:.1f} B parameters",
+            f"{hardware.world_size} {'CPU' if hardware.on_host else 'GPU'} rank(s)",
+            f"micro-batch {answer.batch_size} x {self.length}",
+            *(["activations are not counted"] if profile is None else []),
         ]
-        if answer.advice is not None:
-            facts.append(("advice", _sentence(answer.advice)))
-        return page("Memory by stage and offload", facts, _sections(answer.plans, hardware))
-
-
-def _sections(plans: Mapping[Choice, Plan], hardware: Hardware) -> list[Section]:
-    """A rank's device, host and disk, as far as anything is there, and all figures."""
-    media = {"device": "Device", "host": "Host", "disk": "Disk"}
-    limit = min((need.usable // need.ranks for need in hardware.needs(next(iter(plans.values())))[:1]), default=None)
-    made = []
-    for medium, name in media.items():
-        rows = [(_name(choice), parts) for choice, plan in plans.items() if (parts := getattr(plan, medium))]
-        if rows:
-            note = "Of one rank, at the peak of a step, by kind."
-            is_limited = medium == "device" and (hardware.on_host or hardware.gpu_memory is not None)
-            made.append(
-                stacks(name if medium == "disk" else f"{name} memory", rows, note, limit=limit if is_limited else None)
-            )
-    columns = [("choice", "text"), *((name, "bytes") for name in media.values()), ("fits", "text")]
-    figures = [
-        (_name(choice), plan.device_peak, plan.host_peak, sum(plan.disk.values()), _fits(plan, hardware))
-        for choice, plan in plans.items()
-    ]
-    return [*made, html_table("In figures", columns, figures)]
-
-
-def _name(choice: Choice) -> str:
-    media = {"optimizer": choice.optimizer, "params": choice.param}
-    offloaded = [f"{what} {medium}" for what, medium in media.items() if medium != "none"]
-    return f"stage {choice.stage}" + (f", {', '.join(offloaded)}" if offloaded else "")
-
-
-def _fits(plan: Plan, hardware: Hardware) -> str:
-    if not hardware.needs(plan):
-        return "no limit given"
-    return "yes" if hardware.misfit(plan) is None else "too large"
+        draw(answer.plans, ", ".join(facts), hardware, path)
 
 
 def _of_saved_inputs(inputs: SavedInputsPlan | None) -> Iterator[str]:

@@ -95,8 +95,6 @@ function axis(svg, left, width, top, bottom, most, unit) {
   }
 }
 
-function shortened(text, most) { return text.length > most ? "..." + text.slice(3 - most) : text; }
-
 const DRAW = {
   table(parent, section) {
     const made = element("table", {}, element("div", { class: "scroll" }, parent));
@@ -110,36 +108,6 @@ const DRAW = {
         element("td", { class: side(unit), title: String(value) }, line, show(value, unit));
       });
     }
-  },
-
-  stacks(parent, section) {
-    const kinds = [...new Set(section.rows.flatMap(row => Object.keys(row.parts)))], colors = palette(kinds);
-    const sums = section.rows.map(row => Object.values(row.parts).reduce((sum, one) => sum + one, 0));
-    const largest = Math.max(...sums, 1);
-    // A limit far beyond all bars would leave nothing to see of them.
-    const most = section.limit && section.limit < 4 * largest ? Math.max(largest, section.limit) : largest;
-    const limited = section.limit && section.limit <= most, above = limited ? 16 : 0;
-    const left = 240, width = WIDTH - left - 80, height = above + section.rows.length * 24;
-    const svg = canvas(parent, height + 22);
-    axis(svg, left, width, above, height, most, "bytes");
-    section.rows.forEach((row, at) => {
-      const y = above + at * 24 + 3;
-      shape("text", { x: left - 10, y: y + 13, "text-anchor": "end" }, svg, shortened(row.name, 36));
-      let x = left;
-      for (const kind in row.parts) {
-        const wide = row.parts[kind] / most * width;
-        part(svg, x, y, wide, 18, colors[kind], row.name + ", " + kind + ": " + bytes(row.parts[kind]),
-          { "data-bytes": row.parts[kind], "data-kind": kind, "data-row": row.name });
-        x += wide;
-      }
-      shape("text", { class: "soft sum", x: x + 6, y: y + 13 }, svg, bytes(sums[at]));
-    });
-    if (limited) {
-      const x = left + section.limit / most * width;
-      shape("line", { class: "limit", x1: x, x2: x, y1: above - 3, y2: height }, svg);
-      shape("text", { class: "soft limit", x, y: above - 6, "text-anchor": "middle" }, svg, "limit " + bytes(section.limit));
-    }
-    legend(parent, colors);
   },
 
   pairs(parent, section) {

@@ -5,7 +5,6 @@ The data is JSON in `<script type="application/json" id="data">`; page.js draws 
 | kind | data | drawn as |
 |---|---|---|
 | table | columns: [name, unit]; rows | a table |
-| stacks | rows: name, parts {kind: bytes}; limit | a bar for each row, of parts |
 | pairs | rows: name, planned, measured | two bars for each row |
 | area | at_ms; series: name, values in bytes | areas on each other, over the time |
 | strip | units: name, kind, gathered, numel | one bar, as wide as there are elements |
@@ -17,7 +16,7 @@ Units of figures: "bytes", "count", "ms", "text".
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -47,14 +46,6 @@ _FRAME = """<!DOCTYPE html>
 def table(title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Any]], note: str = "") -> Section:
     """`columns`: name and unit of each."""
     return {"kind": "table", "title": title, "note": note, "columns": [*columns], "rows": [[*row] for row in rows]}
-
-
-def stacks(
-    title: str, rows: Iterable[tuple[str, Mapping[str, int]]], note: str = "", *, limit: int | None = None
-) -> Section:
-    """`rows`: name, and bytes by kind; `limit`: bytes at which a line is drawn."""
-    made = [{"name": name, "parts": dict(parts)} for name, parts in rows]
-    return {"kind": "stacks", "title": title, "note": note, "rows": made, "limit": limit}
 
 
 def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:

@@ -58,8 +58,3 @@ HZ_API int32_t hz_simd_level(void);
 // One Adam or AdamW update of all spans of all batches, on up to `threads` threads (fewer where the work is small).
 // Returns 0; or -1 (types or span out of bounds, nothing was changed); or errno of what failed (nothing was changed).
 HZ_API int32_t hz_adam_step(const hz_adam_batch* batches, int64_t num_batches, int32_t threads, int32_t simd);
-
-// Reads four streams of floats and writes three of them, with next to no arithmetic: what memory allows an fp32 Adam.
-// `streaming` writes past the caches. Same threads and chunks as hz_adam_step. Returns 0 or errno.
-HZ_API int32_t hz_traffic(float* a, float* b, float* c, const float* d, int64_t numel, int32_t threads,
-                          int32_t streaming);
