@@ -51,7 +51,7 @@ def _load_into_engine(engine: ZeroEngine, folder: str | Path, tag: str | None, s
         opened.append(load_fp32_state_dict(folder, tag))
         matched.update(match_names(dict(own_tensors(engine.module)), opened[0], strict=strict))
 
-    engine.comm.together("load_fp32_into", match, catch=(CheckpointError,), raise_as=CheckpointError)
+    engine.comm.agree("load_fp32_into", match, CheckpointError)
     with opened[0] as state:
         units = [[slot.name for flat in unit.flats for slot in flat.layout.slots] for unit in engine.units]
         flats = list(matched.keys() - {name for names in units for name in names})

@@ -135,7 +135,7 @@ def check_value(
 
     engine = place.engine
     engine.require_all_ranks(what)
-    digests = engine.comm.together(what, digest, catch=(ConfigError,), raise_as=ConfigError)
+    digests = engine.comm.agree(what, digest, ConfigError)
     others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
     if same and others:
         raise ConfigError(

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from hf_zero.checkpoint.latest import chosen, holds_nothing, tagged
 from hf_zero.checkpoint.manifest import read_manifest
 from hf_zero.distributed.comm import Comm
-from hf_zero.errors import CheckpointError, ZeroError
+from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -33,32 +31,6 @@ class Target:
     @property
     def folder(self) -> Path:
         return self.root / self.tag
-
-
-def together(comm: Comm, what: str, work: Callable[[], _T]) -> list[_T]:
-    """Comm.together for work on files: CheckpointError on every rank if any could not do it, whatever the reason."""
-    causes: list[Exception] = []
-
-    def attempt() -> _T:
-        try:
-            return work()
-        except Exception as error:
-            if comm.world_size > 1 and not comm.is_connected:
-                raise  # it says why the connections ended, and nobody could be told
-            causes.append(error)
-            known = isinstance(error, ZeroError | OSError)
-            raise CheckpointError(str(error) if known else f"{type(error).__name__}: {error}") from error
-
-    try:
-        return comm.together(what, attempt, catch=(CheckpointError,), raise_as=CheckpointError)
-    except CheckpointError as error:
-        raise error from (causes[0] if causes else None)
-
-
-def on_rank_0(comm: Comm, what: str, work: Callable[[], _T]) -> _T:
-    """What `work` on files gives on rank 0, for every rank. Raises as `together` does."""
-    result: Any = together(comm, what, lambda: work() if comm.rank == 0 else None)[0]
-    return cast(_T, result)
 
 
 def agree_on_target(
@@ -78,7 +50,7 @@ def agree_on_target(
         root, name = tagged(save_dir, tag, default)
         return str(root), name, _described(root / name, options), _described(root, options)
 
-    answers = together(comm, "save_checkpoint", work)
+    answers = comm.agree("save_checkpoint", work, CheckpointError)
     tags = [name for _, name, _, _ in answers]
     if len(set(tags)) > 1 and tag_validation != "Fail":
         refuse_differences("save_checkpoint", [text for _, _, _, text in answers], "nothing was written")
@@ -110,7 +82,7 @@ def agree_on_source(
         empty = folder == Path(str(load_dir)) and holds_nothing(folder)
         return str(folder), empty, _described(None, options) + (f", {folder} holds no checkpoint" if empty else "")
 
-    answers = together(comm, "load_checkpoint", work)
+    answers = comm.agree("load_checkpoint", work, CheckpointError)
     refuse_differences("load_checkpoint", [text for _, _, text in answers], "nothing was loaded")
     folder, empty, _ = answers[comm.rank]
     return None if empty else Path(folder)
@@ -125,7 +97,7 @@ def _source_on_nodes(
             return None, _described(None, options)
         return str(folder.relative_to(root) if folder.is_relative_to(root) else folder), _described(None, options)
 
-    answers = together(comm, "load_checkpoint", work)
+    answers = comm.agree("load_checkpoint", work, CheckpointError)
     names = {name for name, _ in answers if name is not None}
     common = next(iter(names), None)
     if len(names) > 1 and tag in (None, ""):
@@ -148,12 +120,7 @@ def _newest_of_nodes(comm: Comm, root: Path, mine: str | None) -> str:
     def work() -> tuple[float, str]:
         return (0.0, "") if mine is None else (read_manifest(root / mine).saved_at, mine)
 
-    return max(together(comm, "load_checkpoint", work))[1]
-
-
-def check_same(comm: Comm, what: str, mine: str, outcome: str) -> None:
-    """Raise CheckpointError on every rank unless `mine` is the same on all."""
-    refuse_differences(what, comm.all_gather_object(mine, what), outcome)
+    return max(comm.agree("load_checkpoint", work, CheckpointError))[1]
 
 
 def _described(folder: Path | None, options: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint import differences
-from hf_zero.checkpoint.agreement import check_same, on_rank_0, together
+from hf_zero.checkpoint.agreement import refuse_differences
 from hf_zero.checkpoint.background import BackgroundSaves, Job
 from hf_zero.checkpoint.committers import commit_everywhere, find_committers, is_committer
 from hf_zero.checkpoint.consolidate import DEEPSPEEDS_NAME
@@ -247,7 +247,7 @@ def save(
         return _Told(save_id, groups, (session.file_number, socket.gethostname()))
 
     with _discarding(folder, beside, commits):
-        told = together(comm, "checkpoint contents", prepare)
+        told = comm.agree("checkpoint contents", prepare, CheckpointError)
         saved.exchange()
     save_id = next((one.save_id for one in told if one.save_id), "")  # one for all nodes: a file has one name
     info = _info(session, client_state, _shared(session, digests, told))
@@ -256,10 +256,14 @@ def save(
         return
     with _discarding(folder, beside, commits):
         write = partial(saved.write, info, save_id, f"Saving {folder.name}" if comm.rank == 0 else "")
-        records = together(comm, "checkpoint files", lambda: write() if saved.is_mine else None)
+        records = comm.agree("checkpoint files", write if saved.is_mine else None, CheckpointError)
         written = [record for record in records if record is not None]
         if not session.node_local:
-            on_rank_0(comm, "checkpoint manifest", lambda: commit(folder, build_manifest(info, written), beside))
+
+            def publish() -> None:
+                commit(folder, build_manifest(info, written), beside)
+
+            comm.agree("checkpoint manifest", publish if comm.rank == 0 else None, CheckpointError)
     if session.node_local:
         commit_everywhere(comm, folder, lambda: build_manifest(info, written), committers, beside)
 
@@ -427,13 +431,13 @@ def load(session: Session, folder: Path, parts: Parts) -> Manifest:
         check_frozen(comm, reader, _frozen_shards(session))
         said = _differences(session, reader, parts)
         with _half_loaded(session.optimizer, folder, parts):
-            together(comm, "weights", lambda: exchange.run(lambda: _load_weights(session, reader)))
+            comm.agree("weights", lambda: exchange.run(lambda: _load_weights(session, reader)), CheckpointError)
             gather_resident(session.flats)  # communicates, so no rank may have failed before
             if parts.optimizer and session.optimizer is not None:
                 load_states = partial(_load_optimizer, session, reader, parts)
-                said += together(comm, "optimizer state", lambda: exchange.run(load_states))[comm.rank]
+                said += comm.agree("optimizer state", lambda: exchange.run(load_states), CheckpointError)[comm.rank]
                 work = partial(_load_attached, session, reader)
-                together(comm, "state beside the optimizer's", lambda: exchange.run(work))
+                comm.agree("state beside the optimizer's", lambda: exchange.run(work), CheckpointError)
                 said += _load_guard(session.optimizer, reader.manifest)
         manifest = reader.manifest
     state = state_for(session.lr_scheduler, manifest.extra) if parts.scheduler else None
@@ -513,9 +517,10 @@ def _open_together(session: Session, folder: Path, parts: Parts) -> tuple[Checkp
             state_for(session.lr_scheduler, reader.manifest.extra)
         reader.verify_before_reading(mine)
 
-    together(comm, "checkpoint", work)
+    comm.agree("checkpoint", work, CheckpointError)
     reader, exchange, _ = opened[0]
-    check_same(comm, "load_checkpoint", f"{folder}, {reader.manifest.identity}", "nothing was loaded")
+    identities = comm.all_gather_object(f"{folder}, {reader.manifest.identity}", "load_checkpoint")
+    refuse_differences("load_checkpoint", identities, "nothing was loaded")
     return reader, exchange
 
 
@@ -580,7 +585,7 @@ def load_attached(session: Session, folder: Path, kind: str) -> None:
         if ATTACHED + kind not in stored:
             raise CheckpointError(f"{folder} holds no {kind!r}: it was saved without, or under another name")
         work = partial(_load_attached, session, reader, only=kind)
-        together(session.comm, kind, lambda: exchange.run(work))
+        session.comm.agree(kind, lambda: exchange.run(work), CheckpointError)
 
 
 def _load_attached(session: Session, reader: CheckpointReader, *, only: str | None = None) -> None:

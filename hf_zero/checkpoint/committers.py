@@ -6,12 +6,12 @@ Names of hosts say nothing of that, so the ranks look for what the others have w
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hf_zero.checkpoint.agreement import on_rank_0, together
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.writer import abandon, delete_empty, follow_up, make_folder, prepare_commit, publish
 from hf_zero.distributed.comm import Comm
@@ -25,7 +25,7 @@ def find_committers(comm: Comm, folder: Path) -> list[int]:
         CheckpointError: On every rank: one could not write there, or what they see is not the same both ways.
     """
     # Nobody has looked for these names before, so no cache of a network file system holds that there is no such file.
-    mark = on_rank_0(comm, "checkpoint folder", lambda: secrets.token_hex(4))
+    mark = comm.all_gather_object(secrets.token_hex(4), "checkpoint folder")[0]
 
     def token(rank: int) -> Path:
         return folder / f"rank-{rank:05d}.{mark}.safetensors.token"  # `discard` knows it by this name
@@ -45,8 +45,9 @@ def find_committers(comm: Comm, folder: Path) -> list[int]:
         return next(rank for rank in range(comm.world_size) if token(rank).exists())
 
     try:
-        together(comm, "checkpoint folder", write)
-        committers = together(comm, "checkpoint folder", look)  # and all have looked, before a token is deleted
+        comm.agree("checkpoint folder", write, CheckpointError)
+        # All have looked before a token is deleted.
+        committers = comm.agree("checkpoint folder", look, CheckpointError)
     except CheckpointError:
         delete_token()
         delete_empty(folder.parent)  # whoever comes last finds it empty
@@ -79,13 +80,14 @@ def commit_everywhere(
     the processes die in between, every folder has all files of the manifest that it holds.
     """
     commits = is_committer(comm, committers)
-    whole = on_rank_0(comm, "checkpoint manifest", build)
+    whole = comm.agree("checkpoint manifest", build if comm.rank == 0 else None, CheckpointError)[0]
     here = [rank for rank in range(whole.world_size) if committers[rank] == comm.rank]
     try:
-        together(comm, "checkpoint manifest", lambda: prepare_commit(folder, whole, here, beside) if commits else None)
+        prepare = functools.partial(prepare_commit, folder, whole, here, beside)
+        comm.agree("checkpoint manifest", prepare if commits else None, CheckpointError)
     except CheckpointError:
         if commits:
             abandon(folder, beside)
         raise
-    together(comm, "checkpoint manifest", lambda: publish(folder) if commits else None)
-    together(comm, "replaced files", lambda: follow_up(folder, whole, beside) if commits else None)
+    comm.agree("checkpoint manifest", lambda: publish(folder) if commits else None, CheckpointError)
+    comm.agree("replaced files", lambda: follow_up(folder, whole, beside) if commits else None, CheckpointError)

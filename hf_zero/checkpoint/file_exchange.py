@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from hf_zero.checkpoint.agreement import check_same, on_rank_0, together
+from hf_zero.checkpoint.agreement import refuse_differences
 from hf_zero.checkpoint.consolidate import MAX_OPEN_FILES, ConsolidateError, SafetensorsFile, check_sizes, hosts_of
 from hf_zero.checkpoint.manifest import Manifest, manifest_path, offering, read_manifest, zero_folder
 from hf_zero.checkpoint.reader import CheckpointReader
@@ -202,7 +202,8 @@ def open_on_nodes(comm: Comm, folder: Path) -> tuple[CheckpointReader, FileExcha
             check_sizes(folder, {manifest.files[rank].name: manifest.files[rank].size for rank in here})
         return here if len(here) < len(paths) else None  # most often all are there, and the list would be long
 
-    by_rank = [set(range(len(paths)) if here is None else here) for here in together(comm, "checkpoint", present)]
+    seen = comm.agree("checkpoint", present, CheckpointError)
+    by_rank = [set(range(len(paths)) if here is None else here) for here in seen]
     seers = [[rank for rank, here in enumerate(by_rank) if one in here] for one in range(len(paths))]
     _refuse_missing(folder, manifest, [one for one, ranks in enumerate(seers) if not ranks])
     exchange = FileExchange(comm, paths, seers)
@@ -227,17 +228,19 @@ def _same_manifest(comm: Comm, folder: Path) -> Manifest:
         looked.append(look())
         return None if looked[0] is None else looked[0].identity
 
-    found = together(comm, "checkpoint", identity)
+    found = comm.agree("checkpoint", identity, CheckpointError)
     holders = [rank for rank, one in enumerate(found) if one is not None]
     if not holders:
-        on_rank_0(comm, "checkpoint", lambda: bool(read_manifest(folder)))  # it says what is wrong
+        # Reading the manifest says what is wrong.
+        comm.agree("checkpoint", (lambda: bool(read_manifest(folder))) if comm.rank == 0 else None, CheckpointError)
     here = looked[0]
-    check_same(comm, "load_checkpoint", f"{folder}, {found[holders[0]] if here is None else here.identity}", _MIXED)
+    mine = f"{folder}, {found[holders[0]] if here is None else here.identity}"
+    refuse_differences("load_checkpoint", comm.all_gather_object(mine, "load_checkpoint"), _MIXED)
     if len(holders) == comm.world_size:
         assert here is not None
         return here
-    given = together(comm, "checkpoint manifest", lambda: here if comm.rank == holders[0] else None)[holders[0]]
-    assert given is not None
+    shown = here if comm.rank == holders[0] else None
+    given: Manifest = comm.all_gather_object(shown, "checkpoint manifest")[holders[0]]
     return given
 
 

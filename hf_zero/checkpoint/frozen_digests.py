@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.checkpoint.agreement import together
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.writer import Chunked
@@ -59,10 +58,10 @@ def full_digests(comm: Comm, shards: FrozenShards) -> dict[str, str]:
 
     All ranks must call. Raises CheckpointError on every rank if any rank could not read its shards.
     """
-    by_rank = together(
-        comm,
+    by_rank = comm.agree(
         "digests of frozen weights",
         lambda: {slice_.name: partial_digest(values, slice_) for slice_, values in shards},
+        CheckpointError,
     )
     totals: dict[str, int] = {}
     for mine in by_rank:

@@ -31,7 +31,9 @@ from hf_zero.distributed.operation_log import CALL
 from hf_zero.distributed.peer_memory import Gather, PeerMemory, meet_peers
 from hf_zero.distributed.process_end import leave_cleanly_at_exit
 from hf_zero.distributed.processes import (
+    agreed,
     all_ranks_give,
+    attempt,
     backend_for,
     default_device,
     ensure_process_group,
@@ -317,36 +319,34 @@ class Comm:
     def barrier(self, what: str) -> None:
         self.all_gather_object(None, what)
 
-    def together(
-        self, what: str, work: Callable[[], _T], *, catch: tuple[type[Exception], ...], raise_as: type[ZeroError]
+    def agree(
+        self,
+        what: str,
+        work: Callable[[], _T] | None,
+        raise_as: type[ZeroError],
+        *,
+        catch: type[Exception] = Exception,
     ) -> list[_T]:
-        """Run `work` on every rank; return what each gave, or raise on every rank what went wrong on any.
+        """Run `work` on every rank; return the results in rank order, or raise an error of any rank on every rank.
 
-        For small results, which travel. Errors of other kinds than `catch` leave this rank at once.
+        All ranks must call. Results travel, so they have to be small. `processes.agree` is the same before there is
+        an engine.
+
+        Args:
+            work: None on a rank that has nothing to do; its result is None.
+            raise_as: What every rank raises; the text names the ranks that failed and their reasons.
+            catch: The errors that travel. Other ones leave this rank at once.
         """
-        error, results = None, list[_T]()
-        try:
-            results.append(work())
-        except catch as problem:
-            error = str(problem)
-        outcomes = self.all_gather_object((error, results), what)
-        if failed := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]:
-            raise raise_as("\n".join(failed))
-        return [value for _, (value,) in outcomes]
+        error, mine = attempt(work, catch)
+        if error is not None and self.world_size > 1 and not self.is_connected:
+            raise error  # it says why the connections ended, and no other rank can be told
+        return agreed(self.all_gather_object(mine, what), raise_as, error)
 
     def require_all_ranks(self, name: str, timeout_s: float | None = None) -> None:
         """Return once every rank has called this with the same `name`; raise StateError if some do not come,
         DivergenceError if some have ended.
 
-        Goes through the key-value store, not through a collective, so a rank that is alone can say so.
-        """
-        self.wait_for_all_ranks(name, timeout_s)
-        self.barrier(name)
-
-    def wait_for_all_ranks(self, name: str, timeout_s: float | None = None) -> None:
-        """As `require_all_ranks`, for a caller that next makes a collective of all ranks.
-
-        Rank 0 may host the store: it must not leave, and end the process, while another rank is still asking.
+        The calls meet in the key-value store, not in a collective, so a rank that is alone can say so.
         """
         if self._processes is None:
             return
@@ -357,6 +357,7 @@ class Comm:
             self._presence.wait(name, self.name, self.rank, self.world_size, timeout_s, ended)
         except LostRankError as error:
             raise self._processes.failure(name, error) from error
+        self.barrier(name)  # rank 0 may hold the store: its process must not end while another rank still asks
 
     @contextlib.contextmanager
     def stop_together(self) -> Iterator[None]:

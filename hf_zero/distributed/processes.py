@@ -10,9 +10,9 @@ import pickle
 import socket
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, FunctionType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,9 @@ from torch._C._distributed_c10d import HashStore
 from hf_zero.distributed.environment import described_processes
 from hf_zero.distributed.process_end import leave_cleanly_at_exit
 from hf_zero.distributed.unusable_device import unusable_accelerator
-from hf_zero.errors import ConfigError, DivergenceError
+from hf_zero.errors import ConfigError, DivergenceError, ZeroError
+
+_T = TypeVar("_T")
 
 # Where the files of other frames than the user's begin; torchrun and `python -m` run frozen ones.
 _NOT_THE_USERS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), sysconfig.get_path("stdlib"), "<frozen")
@@ -196,7 +198,6 @@ def refuse_shared_device(device: torch.device) -> None:
     named = all_ranks_give(_identity(device), "devices")
     shared = [[rank for rank, name in enumerate(named) if name == one] for one in dict.fromkeys(named)]
     if doubled := next((ranks for ranks in shared if len(ranks) > 1), None):
-        wait_for_others("device")
         host, count = named[doubled[0]].split(" ")[0], torch.accelerator.device_count()
         raise ConfigError(
             f"rank {dist.get_rank()}: ranks {doubled} are all on one device of host {host} (this rank has {device}, "
@@ -262,28 +263,45 @@ def all_ranks_give(value: Any, what: str, timeout_s: float | None = None) -> lis
     return everyone
 
 
-def wait_for_others(purpose: str, timeout_s: float = 10.0) -> None:
-    """Before an error that every rank finds by itself: none may end while another one is still connecting to it."""
-    if not dist.is_initialized() or dist.get_world_size() < 2:
-        return
-    store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
-    with contextlib.suppress(RuntimeError):
-        for phase in ("came", "saw"):  # the process that holds the store leaves when all have seen that all came
-            store.set(f"hf_zero/{purpose}/{phase}/{dist.get_rank()}", "1")
-            store.wait([f"hf_zero/{purpose}/{phase}/{rank}" for rank in ranks], datetime.timedelta(seconds=timeout_s))
+def agree(what: str, work: Callable[[], _T] | None, raise_as: type[ZeroError], *, is_alone: bool = False) -> list[_T]:
+    """Do what `Comm.agree` does, before there is an engine: over the key-value store. All ranks must call.
+
+    `is_alone` is true where this process acts for itself, whatever the others do.
+    """
+    error, mine = attempt(work)
+    return agreed([mine] if is_alone else all_ranks_give(mine, what), raise_as, error)
+
+
+def attempt(
+    work: Callable[[], _T] | None, catch: type[Exception] = Exception
+) -> tuple[Exception | None, tuple[str | None, _T]]:
+    """Run `work`; return its error, and what the other ranks are told: the reason of the error, and the result."""
+    try:
+        return None, (None, cast(_T, work() if work is not None else None))
+    except catch as error:
+        reason = str(error) if isinstance(error, ZeroError | OSError) else f"{type(error).__name__}: {error}"
+        return error, (reason, cast(_T, None))
+
+
+def agreed(outcomes: Sequence[tuple[str | None, _T]], raise_as: type[ZeroError], cause: Exception | None) -> list[_T]:
+    """Return the results of all ranks, or raise the reasons of those that failed; `cause` is this rank's error."""
+    if failed := [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(outcomes) if reason is not None]:
+        raise raise_as("\n".join(failed)) from cause
+    return [result for _, result in outcomes]
 
 
 @contextlib.contextmanager
-def wrong_on_all(purpose: str) -> Iterator[None]:
-    """Around checks of what is the same on every rank, right after the processes have joined.
+def wrong_on_all(what: str) -> Iterator[None]:
+    """Raise a ConfigError of the block, which every rank finds by itself, when the other ranks have come too.
 
     A rank that ended at once would close connections that another one still makes, and gloo's words would take the
-    place of the error there. An error that only this rank finds is raised after `wait_for_others` has given up.
+    place of the error there. An error that only this rank finds is raised after 10 s.
     """
     try:
         yield
     except ConfigError:
-        wait_for_others(purpose)
+        with contextlib.suppress(DivergenceError, RuntimeError):
+            all_ranks_give(None, what, timeout_s=10.0)
         raise
 
 

@@ -74,7 +74,7 @@ class Checkpointing:
         exclude_frozen: bool,
     ) -> None:
         """Write into `save_dir/tag`, and with `save_latest` name it in `save_dir/latest`."""
-        self._comm.wait_for_all_ranks("save_checkpoint")
+        self._comm.require_all_ranks("save_checkpoint")
         options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
         default = f"global_step{self._schedule.global_steps}"
         target = agree_on_target(self._comm, save_dir, tag, default, options, self._settings.tag_validation)
@@ -83,7 +83,7 @@ class Checkpointing:
 
     def write(self, folder: str | Path, *, exclude_frozen: bool) -> None:
         """Write into `folder` itself: no tag, no `latest`."""
-        self._comm.wait_for_all_ranks("write_checkpoint")
+        self._comm.require_all_ranks("write_checkpoint")
         options = {"exclude_frozen_parameters": exclude_frozen}
         self._write(agree_on_target(self._comm, folder, None, "", options).folder, None, exclude_frozen, {})
 
@@ -137,7 +137,7 @@ class Checkpointing:
     def load(self, load_dir: str | Path, tag: str | int | None, parts: Parts) -> tuple[str | None, Any]:
         """Restore `parts`; returns (the checkpoint's folder, client_state), (None, {}) where nothing was saved yet."""
         self.finish()  # it may be the one that is asked for
-        self._comm.wait_for_all_ranks("load_checkpoint")
+        self._comm.require_all_ranks("load_checkpoint")
         node_local = self._settings.use_node_local_storage
         folder = agree_on_source(self._comm, load_dir, tag, vars(parts), node_local=node_local)
         if folder is None:

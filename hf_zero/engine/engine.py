@@ -393,7 +393,7 @@ class ZeroEngine(ModuleWrapper):
             for flat in (flat for unit in self.units for flat in unit.flats):
                 flat.check_views()
 
-        self.run_comm.together("the model's parameters", check, catch=(StateError,), raise_as=StateError)
+        self.run_comm.agree("the model's parameters", check, StateError)
 
     # ---------------------------------------------------------------- checkpoints
     def save_checkpoint(

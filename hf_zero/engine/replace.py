@@ -92,7 +92,7 @@ def replace_engines(
     comm = engines[0].comm
     if any(engine.is_sharded for engine in engines):
         check = functools.partial(_refuse_nan, model, ParamIndex(unit for engine in engines for unit in engine.units))
-        comm.together("the model's new parameters", check, catch=(StateError,), raise_as=StateError)
+        comm.agree("the model's new parameters", check, StateError)
     for engine in engines:
         engine.uninstall()
     layout_change = LayoutChange((unit for engine in engines for unit in engine.units), comm)

@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_zero.config import Problem, ZeroConfig
 from hf_zero.config.problems import raise_all
-from hf_zero.distributed.processes import launched_processes, wait_for_others, wants_cpu, wrong_on_all
+from hf_zero.distributed.processes import launched_processes, wants_cpu, wrong_on_all
 from hf_zero.engine.replace import engines_inside
 from hf_zero.errors import ConfigError
 from hf_zero.runtime.captured_graphs import REMEDY, recording_problem
@@ -74,7 +74,6 @@ def check_world_size(seen: int, by: str) -> None:
             "There is no accelerator here: add --use_cpu (TrainingArguments(use_cpu=True), Accelerator(cpu=True)), or "
             "set ACCELERATE_USE_CPU=true before the processes start, as hf-zero launch does by itself."
         )
-    wait_for_others("world size")  # accelerate may have joined them without counting them
     raise ConfigError(
         f"{launched} processes were started to train together, but {by} sees {seen}: each would train on all the "
         f"data, and all would write the same files.\n{remedy}"

@@ -45,28 +45,9 @@ def writing_alone(path: Any) -> Iterator[None]:
         raise _LocalError(str(error)) from error
 
 
-def write_on_all(comm: Comm, path: Any, work: Callable[[], _T]) -> _T:
-    """What `work`, which writes below `path`, gives on this rank. All ranks must call.
-
-    Collectives inside must come before the first write: a rank that cannot write leaves for the end.
-
-    Raises:
-        CheckpointError: On every rank, if any rank could not write. It names rank, path and reason.
-    """
-    return _on_all(comm, "writing files", writing(path), work)
-
-
-def read_on_all(comm: Comm, path: Any, work: Callable[[], _T]) -> _T:
-    """What `work`, which reads the file `path`, gives on this rank. All ranks must call; paths may differ.
-
-    Raises:
-        CheckpointError: On every rank, if the file of any rank is damaged. It names rank, path and reason.
-    """
-    return _on_all(comm, "reading files", _reading(path), work)
-
-
 @contextlib.contextmanager
-def _reading(path: Any) -> Iterator[None]:
+def reading(path: Any) -> Iterator[None]:
+    """Name the file where a read inside fails: it is damaged."""
     try:
         yield
     except ZeroError as error:
@@ -75,14 +56,21 @@ def _reading(path: Any) -> Iterator[None]:
         raise _LocalError(f"cannot read {path}, it is damaged: {_reason(error)}") from error
 
 
-def _on_all(comm: Comm, what: str, block: AbstractContextManager[None], work: Callable[[], _T]) -> _T:
+def on_all_ranks(comm: Comm, block: AbstractContextManager[None], work: Callable[[], _T]) -> _T:
+    """Run `work` inside `writing(path)` or `reading(path)`; return what it gives on this rank. All ranks must call.
+
+    Collectives inside must come before the first write: a rank that cannot write leaves for the end.
+
+    Raises:
+        CheckpointError: On every rank, if any rank could not write or read. It names rank, path and reason.
+    """
     results: list[_T] = []  # they do not travel
 
     def act() -> None:
         with block:
             results.append(work())
 
-    comm.together(what, act, catch=(_LocalError,), raise_as=CheckpointError)
+    comm.agree("files", act, CheckpointError, catch=_LocalError)
     return results[0]
 
 

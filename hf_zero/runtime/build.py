@@ -186,7 +186,7 @@ def build_units(
     drafted = flat_param_specs(model, settings, comm)
     if not comm.computes_on_host:
         look = functools.partial(_refuse_missing_types, drafted, settings, comm.device)
-        comm.together("types of the device", look, catch=(ConfigError,), raise_as=ConfigError)
+        comm.agree("types of the device", look, ConfigError)
     _tell_lost_strides([spec for spec, _ in drafted], comm)
     _check_equal(comm, [flat_spec.layout for _, mine in drafted for flat_spec in mine])
     total = sum(_shard_bytes(flat_spec) for _, mine in drafted for flat_spec in mine)

@@ -107,7 +107,7 @@ class Placements:
         self._masters: ShardStore = self.states
         self._params: ShardStore = self.host_params
         work = functools.partial(self._make_disks, flat_specs)
-        comm.together("offload folders", work, catch=(OffloadError,), raise_as=OffloadError)
+        comm.agree("offload folders", work, OffloadError)
         # A model that is forgotten without a teardown takes its files and pinned memory with it. At exit the folders
         # remove themselves, and memory goes with the process.
         stores = ([self.host, self.host_params, self.states], self.disks, self._folders)

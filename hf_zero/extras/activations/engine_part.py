@@ -22,7 +22,7 @@ class CheckpointingPart(EnginePart):
             self._start()
         else:
             what = "activation_checkpointing.nvme_path"
-            self.engine.comm.together(what, self._start, catch=(OffloadError,), raise_as=OffloadError)
+            self.engine.comm.agree(what, self._start, OffloadError)
 
     def _start(self) -> None:
         engine, config = self.engine, self.engine.config

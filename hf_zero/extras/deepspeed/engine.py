@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from hf_zero.checkpoint.agreement import on_rank_0
 from hf_zero.checkpoint.consolidate import ConsolidateError, published
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import CheckpointError, ConfigError, StateError
@@ -246,8 +245,10 @@ class DeepSpeedEngine(ZeroEngine):
             if self.rank == 0:
                 logger.warning("%s is not written: stage3_gather_16bit_weights_on_model_save is false", path)
             return False
-        state = self.full_state_dict(keep=self.run_comm.rank == 0, trainable_only=exclude_frozen_parameters)
-        on_rank_0(self.run_comm, "save_16bit_model", lambda: _write_weights(state, path))
+        writes = self.run_comm.rank == 0
+        state = self.full_state_dict(keep=writes, trainable_only=exclude_frozen_parameters)
+        work = (lambda: _write_weights(state, path)) if writes else None
+        self.run_comm.agree("save_16bit_model", work, CheckpointError)
         return True
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:

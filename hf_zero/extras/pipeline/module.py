@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_zero.config.resolved import PipelineSection
-from hf_zero.distributed.processes import all_ranks_give, join_processes, wrong_on_all
+from hf_zero.distributed.processes import agree, all_ranks_give, join_processes, wrong_on_all
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.extras.activations.checkpoint import non_reentrant_checkpoint
 from hf_zero.extras.pipeline.equal_settings import difference, layers_settings
@@ -367,16 +367,9 @@ class PipelineModule(nn.Module):
 
     def _measured(self, *, is_alone: bool) -> list[float]:
         """Seconds of each layer, by rank 0's clock."""
-        mine: list[float] | str = []
-        if is_alone or not dist.is_initialized() or dist.get_rank() == 0:
-            try:
-                mine = measure_layers(self._given, self._profile_inputs)
-            except ConfigError as error:
-                mine = str(error)
-        measured = mine if is_alone else all_ranks_give(mine, "times of layers")[0]
-        if isinstance(measured, str):
-            raise ConfigError(measured)
-        return list(measured)
+        measures = is_alone or not dist.is_initialized() or dist.get_rank() == 0
+        measure = functools.partial(measure_layers, self._given, self._profile_inputs)
+        return agree("times of layers", measure if measures else None, ConfigError, is_alone=is_alone)[0]
 
     def _build_layers(self) -> None:
         """Register the modules of this rank's layers and those that stand for tied ones; let go of all else."""

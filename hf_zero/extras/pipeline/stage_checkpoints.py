@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.agreement import on_rank_0
 from hf_zero.checkpoint.collective import Session
 from hf_zero.checkpoint.manifest import TensorInfo
 from hf_zero.checkpoint.scheduler_state import plain
@@ -137,7 +136,8 @@ class StageCheckpointing(Checkpointing):
         self._aliases = model.canonical_names
 
     def _write(self, folder: Path, client_state: Any, exclude_frozen: bool, beside: Mapping[Path, bytes]) -> None:
-        files = on_rank_0(self._comm, "description of the model", self._description)
+        describe = self._description if self._comm.rank == 0 else None
+        files = self._comm.agree("description of the model", describe, CheckpointError)[0]
         own = {folder / name: content for name, content in files.items()}
         super()._write(folder, client_state, exclude_frozen, {**own, **beside})
 

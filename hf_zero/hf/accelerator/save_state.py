@@ -16,7 +16,7 @@ from torch import nn
 from hf_zero.checkpoint.collective import Parts
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
-from hf_zero.hf.local_files import write_on_all
+from hf_zero.hf.local_files import on_all_ranks, writing
 from hf_zero.hf.models.peft import live_state
 from hf_zero.hf.models.saving import apart
 from hf_zero.hf.trainer.resume import state_to_load
@@ -59,7 +59,7 @@ class AcceleratorState(Accelerator):
             return super(AcceleratorState, self).save_state(output_dir, safe_serialization, **kwargs)
 
         with self._without_engines(keep=writes_weights):
-            folder = write_on_all(engines[0].comm, output_dir, write) if engines else write()
+            folder = on_all_ranks(engines[0].comm, writing(output_dir), write) if engines else write()
         for index, engine in enumerate(engines):
             engine.write_checkpoint(_engine_folder(folder, index))
         return folder

@@ -25,7 +25,6 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging as bars
 
 from hf_zero import progress
-from hf_zero.checkpoint.agreement import together
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.factory import engine_class
@@ -131,7 +130,7 @@ class ShardedLoad:
             self._files.extend(open_files(paths))
             self._check_index()
 
-        together(self._comm, "opening of weights", opened)
+        self._comm.agree("opening of weights", opened, CheckpointError)
         return {name: tensor for file in self._files for name, tensor in file.tensors.items()}
 
     def _check_index(self) -> None:
@@ -232,7 +231,7 @@ class ShardedLoad:
             with torch.no_grad():
                 return self._placer.read(show=self._comm.rank == 0)
 
-        seconds = together(self._comm, "reading of weights", work)
+        seconds = self._comm.agree("reading of weights", work, CheckpointError)
         stored = sum(tensor.nbytes for file in self._files for tensor in file.tensors.values())
         return LoadReport(sum(file.bytes_read for file in self._files), stored, seconds[self._comm.rank])
 

@@ -23,8 +23,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import logging as bars
 
 from hf_zero.checkpoint.manifest import ORIGINAL_NAMES
-from hf_zero.distributed.processes import all_ranks_give, join_processes, wrong_on_all
-from hf_zero.errors import CheckpointError, ConfigError, ZeroError
+from hf_zero.distributed.processes import agree, all_ranks_give, join_processes, wrong_on_all
+from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.extras.pipeline.module import PipelineModule
 from hf_zero.extras.pipeline.topology import ProcessTopology
 from hf_zero.hf.models.from_pretrained import SETTER, LoadReport, dtype_rule, slice_is_equal
@@ -117,17 +117,15 @@ class TransformersPipeline(PipelineModule):
         source = self._source[0]
         if source is None:
             return
-        problem = None
-        try:
-            self.load_report = source.read_into(self, self.hf_names)
-        except (ZeroError, OSError) as error:
-            problem = str(error)
-        finally:
-            source.close()
-            self._source = [None]
-        problems = [problem] if stage is not None else all_ranks_give(problem, "loading layers")
-        if first := next((one for one in problems if one is not None), None):
-            raise CheckpointError(first)
+
+        def read() -> None:
+            try:
+                self.load_report = source.read_into(self, self.hf_names)
+            finally:
+                source.close()
+                self._source = [None]
+
+        agree("loading layers", read, CheckpointError, is_alone=stage is not None)
 
     def description(self) -> dict[str, bytes]:
         """See PipelineModule.description: the model's configuration, and its names for `hf-zero consolidate`."""
@@ -209,14 +207,10 @@ class _StoredWeights:
             return original(model, given, None, dataclasses.replace(load_config, device_map=None))
 
     def _open(self, files: Sequence[str]) -> None:
-        problem = None
-        try:
+        def open_all() -> None:
             self._files = open_files(files)
-        except CheckpointError as error:
-            problem = str(error)
-        problems = [problem] if self._is_alone else all_ranks_give(problem, "opening weight files")
-        if first := next((one for one in problems if one is not None), None):
-            raise CheckpointError(first)
+
+        agree("opening weight files", open_all, CheckpointError, is_alone=self._is_alone)
 
     def _stored_twice(self, model: Any, stored: Mapping[str, Any], key_of: Mapping[str, str]) -> set[str]:
         """Stored names of tied parameters whose other name is stored too, with equal values."""

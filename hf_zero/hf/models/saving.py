@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.hf.local_files import write_on_all
+from hf_zero.hf.local_files import on_all_ranks, writing
 from hf_zero.hf.models.peft import (
     adapter_names,
     is_peft_model,
@@ -115,7 +115,7 @@ class _Saving:
                 return original(*args, **{**kwargs, "state_dict": weights})
 
             with unsharded_prompt_encoders(self._model):
-                return write_on_all(engine.comm, given.get("save_directory"), write)
+                return on_all_ranks(engine.comm, writing(given.get("save_directory")), write)
 
     def push_to_hub(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """All ranks must call. The first one pushes, and returns what the model's own method does; others None.

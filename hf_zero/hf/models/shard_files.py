@@ -32,7 +32,7 @@ from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.hf.local_files import write_on_all, writing
+from hf_zero.hf.local_files import on_all_ranks, writing
 from hf_zero.hf.models.peft import is_peft_model
 from hf_zero.hf.patching import replaced
 from hf_zero.runtime.full_weights import own_tensors
@@ -103,7 +103,7 @@ def _plan_of_all(
     answers = comm.all_gather_object(_fits(model, engine, original, call, writes), "how weights are saved")
     if not all(answers) or not _all_see(engine, folder):
         return None
-    plan = write_on_all(comm, folder, lambda: _plan(engine, original, call))
+    plan = on_all_ranks(comm, writing(folder), lambda: _plan(engine, original, call))
     return plan if all(comm.all_gather_object(len(plan) > 1, "how weights are saved")) else None
 
 
@@ -148,7 +148,7 @@ def _all_see(engine: ZeroEngine, folder: Path) -> bool:
             folder.mkdir(parents=True, exist_ok=True)
             mark.touch()
 
-    write_on_all(comm, folder, touch)
+    on_all_ranks(comm, writing(folder), touch)
     try:
         return all(comm.all_gather_object(mark.exists(), "who sees the folder"))
     finally:
@@ -191,5 +191,5 @@ def _write_files(engine: ZeroEngine, plan: _Plan, written: Mapping[str, Path]) -
                 with writing(written[file].with_name(file)):
                     save_file(inside, written[file], metadata=_METADATA)
 
-        write_on_all(comm, files[start], write)
+        on_all_ranks(comm, writing(files[start]), write)
         del tensors, write  # before the next round gathers

@@ -16,13 +16,12 @@ from typing import Any
 
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from hf_zero.checkpoint.agreement import together
 from hf_zero.checkpoint.committers import find_committers, is_committer
 from hf_zero.checkpoint.consolidate import check_sizes
 from hf_zero.checkpoint.manifest import manifest_path, offering, read_manifest, zero_folder
 from hf_zero.checkpoint.published_weights import damaged_files
 from hf_zero.distributed.comm import Comm
-from hf_zero.distributed.processes import all_ranks_give
+from hf_zero.distributed.processes import agree, all_ranks_give
 from hf_zero.errors import CheckpointError
 from hf_zero.hf.trainer.resume import numbered, usable
 
@@ -56,7 +55,7 @@ def one_writer_each(args: Any, comm: Comm) -> Iterator[None]:
                 "system that all ranks of a node see."
             )
 
-    together(comm, "save_on_each_node", check)
+    comm.agree("save_on_each_node", check, CheckpointError)
     args.save_on_each_node = is_committer(comm, committers)  # should_save is false on other ranks than 0 without it
     _inside.add(id(args))
     try:
@@ -173,23 +172,25 @@ def _bring_small_files(args: Any, folder: Path) -> None:
     owned: list[list[str]] = all_ranks_give([name for name in wanted if (folder / name).is_file()], _RESUME)
     first = {name: rank for rank, mine in reversed(list(enumerate(owned))) for name in mine}
     given: dict[str, bytes] = {}
-    problem = ""
-    try:
-        mine = {name: (folder / name).read_bytes() for name, rank in first.items() if rank == args.process_index}
-    except OSError as error:
-        mine, problem = {}, f"cannot read {error.filename}: {error.strerror}"
-    for files in all_ranks_give(mine, _RESUME):
-        given.update(files)
-    try:
-        for name in (name for name in lacking if name in given):
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
+
+    def read() -> dict[str, bytes]:
+        mine = [name for name, rank in first.items() if rank == args.process_index]
+        try:
+            return {name: (folder / name).read_bytes() for name in mine}
+        except OSError as error:
+            raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    def write() -> None:
+        for target in (folder / name for name in lacking if name in given):
             # Several ranks of a node write the same.
             temporary = target.with_name(f"{target.name}.{args.process_index}.partial")
-            temporary.write_bytes(given[name])
-            os.replace(temporary, target)
-    except OSError as error:
-        problem = f"cannot write {error.filename}: {error.strerror}"
-    problems = [f"rank {rank}: {text}" for rank, text in enumerate(all_ranks_give(problem, _RESUME)) if text]
-    if problems:
-        raise CheckpointError("\n".join(problems))
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                temporary.write_bytes(given[str(target.relative_to(folder))])
+                os.replace(temporary, target)
+            except OSError as error:
+                raise CheckpointError(f"cannot write {error.filename}: {error.strerror}") from error
+
+    for files in agree(_RESUME, read, CheckpointError):
+        given.update(files)
+    agree(_RESUME, write, CheckpointError)

@@ -24,9 +24,9 @@ from hf_zero.checkpoint.file_list import SMALL_BYTES, changed_files, read_list
 from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, check_files, manifest_path, offer, read_manifest, zero_folder
 from hf_zero.checkpoint.published_weights import damaged_files
 from hf_zero.distributed.comm import Comm
-from hf_zero.distributed.processes import all_ranks_give, call_site
+from hf_zero.distributed.processes import agree, all_ranks_give, call_site
 from hf_zero.errors import CheckpointError
-from hf_zero.hf.local_files import read_on_all, writing
+from hf_zero.hf.local_files import on_all_ranks, reading, writing
 from hf_zero.optim.schedules.base import Schedule
 
 logger = logging.getLogger(__name__)
@@ -97,21 +97,16 @@ def agree_on_checkpoint(args: Any, asked: Any) -> str:
 
     Raises CheckpointError on every rank, before training begins, if one of them cannot resume, or from another folder.
     """
-    chosen, problem = "", ""
-    try:
-        chosen = checkpoint_to_resume(args.output_dir, asked, quiet=args.process_index != 0)
-    except CheckpointError as error:
-        problem = str(error)
-    everyone = all_ranks_give((chosen, problem), "resume_from_checkpoint")
-    problems = list(dict.fromkeys(text for _, text in everyone if text))
-    if problems:
-        raise CheckpointError("\n".join(problems))
-    folders = [folder for folder, _ in everyone]
+
+    def find() -> str:
+        return checkpoint_to_resume(args.output_dir, asked, quiet=args.process_index != 0)
+
+    folders = agree("resume_from_checkpoint", find, CheckpointError)
     if len(set(folders)) > 1:
         raise CheckpointError(f"ranks would resume from different checkpoints: {folders} (in rank order).")
     if args.process_index == 0:
-        warn_of_changes(chosen)
-    return chosen
+        warn_of_changes(folders[0])
+    return folders[0]
 
 
 def checkpoint_to_resume(output_dir: str | Path, asked: str | Path | bool, *, quiet: bool = False) -> str:
@@ -215,7 +210,7 @@ def read_scheduler(trainer: Any, comm: Comm, folder: str) -> None:
             )
         trainer.lr_scheduler.load_state_dict(state)
 
-    read_on_all(comm, path, read)
+    on_all_ranks(comm, reading(path), read)
 
 
 def state_to_load(project: Any, input_dir: str | None) -> str:

@@ -22,7 +22,7 @@ from torch import nn
 from transformers.trainer_pt_utils import remove_dummy_checkpoint
 
 from hf_zero.access.copy_weights import copy_weights
-from hf_zero.checkpoint.agreement import check_same
+from hf_zero.checkpoint.agreement import refuse_differences
 from hf_zero.checkpoint.collective import Parts
 from hf_zero.checkpoint.file_list import write_list
 from hf_zero.checkpoint.replaced_files import drop, put_back, set_aside
@@ -31,7 +31,7 @@ from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin, ZeroPlugin
 from hf_zero.hf.accelerator.save_state import writes_weights
 from hf_zero.hf.conflicts import check_run
-from hf_zero.hf.local_files import read_on_all, write_on_all, writing, writing_alone
+from hf_zero.hf.local_files import on_all_ranks, reading, writing, writing_alone
 from hf_zero.hf.models.generation import calls_in_a_row
 from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_base, unsharded_prompt_encoders
 from hf_zero.hf.models.restore import restore_weights
@@ -209,7 +209,8 @@ def save_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, *
     self._zero_saves_on_all_ranks = True
     trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
     saved = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-    check_same(engine.comm, "a save of Trainer", os.path.abspath(saved), "nothing was written")
+    folders = engine.comm.all_gather_object(os.path.abspath(saved), "a save of Trainer")
+    refuse_differences("a save of Trainer", folders, "nothing was written")
     try:
         with one_writer_each(self.args, engine.comm):
             _save_or_put_back(self, engine, saved, lambda: orig(*args, **kwargs))
@@ -229,14 +230,14 @@ def _save_or_put_back(trainer: Any, engine: ZeroEngine, saved: Path, save: Calla
         with contextlib.suppress(OSError):  # what failed says more
             put_back(saved)
 
-    write_on_all(comm, saved, lambda: set_aside(saved) if writes else None)
+    on_all_ranks(comm, writing(saved), lambda: set_aside(saved) if writes else None)
     args.save_total_limit = None
     try:
-        write_on_all(comm, saved, save)
+        on_all_ranks(comm, writing(saved), save)
         keep = {saved, Path(trainer.state.best_model_checkpoint or saved)}
         complete = functools.partial(_complete, trainer, saved, limit, keep)
         if not in_background:  # every rank has written all its files
-            write_on_all(comm, saved, lambda: complete() if writes else None)
+            on_all_ranks(comm, writing(saved), lambda: complete() if writes else None)
     except BaseException:
         if writes:  # in the background a rank may be writing still
             engine.checkpoints.when_published(restore, otherwise=restore)
@@ -280,7 +281,8 @@ def finalize_training(self: Any, orig: Original, engine: ZeroEngine, *args: Any,
     if self.args.load_best_model_at_end:  # a rank that did not find it would keep its last weights
         best = self.state.best_model_checkpoint
         folder = "no folder was found" if best is None else os.path.abspath(best)
-        check_same(engine.comm, "load_best_model_at_end", folder, "the best model was not loaded")
+        folders = engine.comm.all_gather_object(folder, "load_best_model_at_end")
+        refuse_differences("load_best_model_at_end", folders, "the best model was not loaded")
     with one_writer_each(self.args, engine.comm):  # Trainer may delete the last checkpoint here, beside the best one
         return orig(*args, **kwargs)
 
@@ -321,7 +323,7 @@ def _save_full(self: Any, orig: Original, engine: ZeroEngine, folder: str) -> No
 
         # Unsharded parameters may be saved by one rank alone, in a script of its own.
         if engine.is_sharded or getattr(self, "_zero_saves_on_all_ranks", False):
-            write_on_all(engine.comm, folder, write)
+            on_all_ranks(engine.comm, writing(folder), write)
         else:
             write()
 
@@ -373,7 +375,7 @@ def load_optimizer_and_scheduler(self: Any, orig: Original, engine: ZeroEngine, 
 def load_rng_state(self: Any, orig: Original, engine: ZeroEngine, checkpoint: str | None) -> None:
     """Every rank reads a file of its own."""
     if checkpoint is not None:
-        read_on_all(engine.comm, rng_state_file(self, checkpoint), lambda: orig(checkpoint))
+        on_all_ranks(engine.comm, reading(rng_state_file(self, checkpoint)), lambda: orig(checkpoint))
 
 
 @_in_place_of("_load_best_model", needs=_engine)
