@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hf_zero import pipeline
 from hf_zero.engine import parts
 from hf_zero.engine.factory import use_engine_class
 from hf_zero.extras.deepspeed import names
@@ -76,11 +75,8 @@ for _part in (
 use_engine_class(lambda: importlib.import_module("hf_zero.extras.deepspeed.engine").DeepSpeedEngine)
 
 # Modules that are there as attributes, as with DeepSpeed: hf_zero.zero.Init, hf_zero.comm.get_rank().
-_MODULES = frozenset(["checkpointing", "comm", "ops", "pipe", "zero"])
+_MODULES = frozenset(["checkpointing", "comm", "ops", "pipe", "pipeline", "zero"])
 names.install()
-pipeline.offer(
-    "from_transformers", lambda: importlib.import_module("hf_zero.hf.models.pipeline_models").from_transformers
-)
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 60
 
 # From the lowest up: a room imports from rooms before it, in functions too. CONTRIBUTING.md tells of them.
 ROOMS = """errors layout progress pages config native distributed storage sharding runtime optim checkpoint
-    engine access activations estimate pipeline hf deepspeed launcher cli run __init__""".split()
+    engine access activations estimate hf pipeline deepspeed launcher cli run __init__""".split()
 FILES_BESIDE_THE_ROOMS = set(
     "__init__.py errors.py estimate.py layout.py pipeline.py progress.py run.py py.typed".split()
 )

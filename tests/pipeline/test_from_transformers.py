@@ -29,13 +29,6 @@ _BASE: dict[str, Any] = {
 }
 _LLAMA = {**_BASE, "intermediate_size": 36, "num_key_value_heads": 1, "head_dim": 8}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
-_GPT2 = {"n_positions": 32}
-
-
-def _opt(**more: Any) -> hf.OPTForCausalLM:
-    """As OPT-350m: embeddings of another width, projected in and out."""
-    sizes = {"ffn_dim": 24, "max_position_embeddings": 40, "word_embed_proj_dim": 8, "do_layer_norm_before": False}
-    return hf.OPTForCausalLM(hf.OPTConfig(**_BASE, **sizes, **more))
 
 
 def _smollm2(**more: Any) -> hf.LlamaForCausalLM:
@@ -43,20 +36,19 @@ def _smollm2(**more: Any) -> hf.LlamaForCausalLM:
 
 
 MODELS = {
-    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**_BASE, **_GPT2)),
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA)),
     "smollm2": _smollm2,
     "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_LLAMA, **_SLIDING)),  # masks of two kinds
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_LLAMA)),
-    "opt": _opt,
+    "gptj": lambda: hf.GPTJForCausalLM(hf.GPTJConfig(**_BASE, n_positions=32, rotary_dim=4)),
+    "gpt_neox": lambda: hf.GPTNeoXForCausalLM(
+        hf.GPTNeoXConfig(**_BASE, intermediate_size=24, hidden_dropout=0.1, attention_dropout=0.1)
+    ),
+    "cohere2": lambda: hf.Cohere2ForCausalLM(hf.Cohere2Config(**_LLAMA, sliding_window=3)),  # logits that are scaled
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**_LLAMA, sliding_window=3)),  # and two rotary ones
-    "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=3, n_head=2)),
-    "ctrl": lambda: hf.CTRLLMHeadModel(hf.CTRLConfig(**_BASE, dff=24)),  # changes its embeddings in place
-    "bert": lambda: hf.BertLMHeadModel(hf.BertConfig(**_BASE, intermediate_size=24, is_decoder=True)),
     "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**_LLAMA, num_local_experts=4)),
 }
 STORED_OTHERWISE = ("mixtral",)
-WITHOUT_POSITIONS = ("bloom", "ctrl")
 
 
 def made(name: str) -> Any:
@@ -93,10 +85,9 @@ def test_stages_in_a_row_are_the_model(name: str, tmp_path: Path) -> None:
     stages = stages_of(source, 3)
     ids, mask = given["input_ids"], given["attention_mask"]
     torch.testing.assert_close(run(stages, ids), model(ids).logits, rtol=0, atol=0)
-    if name not in WITHOUT_POSITIONS:
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        want = model(**given, position_ids=positions).logits
-        torch.testing.assert_close(run(stages, (ids, mask, positions)), want, rtol=0, atol=0)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    want = model(**given, position_ids=positions).logits
+    torch.testing.assert_close(run(stages, (ids, mask, positions)), want, rtol=0, atol=0)
 
     labels = ids.masked_fill(mask == 0, -100)
     model.zero_grad()
@@ -158,7 +149,7 @@ def test_weights_have_the_type_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_dropout_draws_what_the_models_own_draws() -> None:
-    model, given = made("gpt2").train(), batch()
+    model, given = made("gpt_neox").train(), batch()
     (whole,) = stages_of(model, 1)
     whole.train()
     results = []
@@ -172,7 +163,7 @@ def test_dropout_draws_what_the_models_own_draws() -> None:
 def test_recomputed_layers_give_the_same_gradients() -> None:
     grads = []
     for interval in (0, 2):
-        model, given = made("gpt2"), batch()
+        model, given = made("gpt_neox"), batch()
         stages = stages_of(model, 2, activation_checkpoint_interval=interval, seed_layers=True)
         for stage in stages:
             stage.train()
@@ -198,7 +189,7 @@ def test_tied_weights_that_are_stored_twice(equal: bool, tmp_path: Path) -> None
 
 
 def test_a_given_model_stays_as_it_is() -> None:
-    model, ids = made("opt"), batch()["input_ids"]
+    model, ids = made("gptj"), batch()["input_ids"]
     names, want = list(model.state_dict()), model(ids).logits
     (stage,) = stages_of(model, 1)
     assert list(model.state_dict()) == names
@@ -209,25 +200,40 @@ def test_a_given_model_stays_as_it_is() -> None:
 def test_models_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     sizes = {"vocab_size": VOCABULARY, "d_model": 16, "num_layers": 2, "num_heads": 2, "d_ff": 20}
     refused: list[tuple[Any, str]] = [
-        (hf.T5ForConditionalGeneration(hf.T5Config(**sizes)), "T5ForConditionalGeneration .* has an encoder"),
+        (
+            hf.T5ForConditionalGeneration(hf.T5Config(**sizes)),
+            "T5ForConditionalGeneration .* T5Config has no base_model_pp_plan",
+        ),
         (hf.LlamaForSequenceClassification(hf.LlamaConfig(**_LLAMA)), "LlamaForSequenceClassification .* no head"),
         (nn.Linear(2, 2), "Linear is no model of transformers"),
     ]
     routed = hf.MixtralConfig(**_LLAMA, num_local_experts=4, output_router_logits=True)
     refused.append((hf.MixtralForCausalLM(routed), "output_router_logits adds a loss"))
-    refused.append((_opt(layerdrop=0.1), "OPTForCausalLM .* layerdrop leaves out layers"))
-    refused.append((hf.OpenAIGPTLMHeadModel(hf.OpenAIGPTConfig(**_BASE)), "its parts do not run by themselves"))
-    other_loss = hf.TrOCRForCausalLM(hf.TrOCRConfig(vocab_size=VOCABULARY, d_model=16, decoder_layers=2))
-    refused.append((other_loss, r"TrOCRForCausalLM .* its loss is not that of the next token. Give .* a loss_fn"))
+    refused.append((hf.GPT2LMHeadModel(hf.GPT2Config(**_BASE)), "GPT2LMHeadModel .* GPT2Config has no base_model_pp_"))
+    other_loss = made("llama")
+    other_loss.loss_function = nn.functional.cross_entropy
+    refused.append((other_loss, r"LlamaForCausalLM .* its loss is not that of the next token \(or give .* a loss_fn"))
+    unplanned = made("llama")
+    unplanned.model.extra = nn.Linear(2, 2)
+    refused.append((unplanned, r"the parameter model.extra.weight belongs to none of the modules of its plan"))
     made("mixtral").save_pretrained(tmp_path / "mixtral")
     refused.append((tmp_path / "mixtral", "in another form than they are stored in: load the model"))
     for source, problem in refused:
         with pytest.raises(ConfigError, match=problem):
             hf_zero.pipeline.from_transformers(source, 1)
     stages_of(other_loss, 1, loss_fn=nn.functional.cross_entropy)
-    (whole,) = stages_of(made("opt"), 1)
+    (whole,) = stages_of(made("gptj"), 1)
     with pytest.raises(ConfigError, match=r"inputs of this pipeline are tuple with NoneType.*expected a tensor"):
         whole((None,))
+
+
+def test_a_script_gives_the_plan_of_a_class_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = ("wte", "wpe", "drop", "h", "ln_f")
+    monkeypatch.setattr(hf.GPT2Config, "base_model_pp_plan", {name: ([], []) for name in order})
+    monkeypatch.setattr(hf.GPT2LMHeadModel, "_pp_plan", {"lm_head": ([], [])})
+    torch.manual_seed(0)
+    model, given = hf.GPT2LMHeadModel(hf.GPT2Config(**_BASE, n_positions=32)).eval(), batch()
+    torch.testing.assert_close(run(stages_of(model, 3), given), model(**given).logits, rtol=0, atol=0)
 
 
 class Peeking(hf.LlamaModel):
@@ -240,10 +246,27 @@ class Peeking(hf.LlamaModel):
         return hf.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
 
-def test_layers_that_see_more_than_hidden_states_are_refused() -> None:
+class Looping(hf.LlamaModel):
+    """Calls its layers twice."""
+
+    def forward(self, inputs_embeds: Any = None, **_: Any) -> Any:
+        hidden = inputs_embeds
+        for layer in (*self.layers, *self.layers):
+            hidden = layer(hidden)
+        return hf.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+@pytest.mark.parametrize(
+    "base, problem",
+    [
+        (Peeking, "its layers take more of the tokens than the hidden"),
+        (Looping, f"its forward calls layers {2 * LAYERS} times, and it has {LAYERS}"),
+    ],
+)
+def test_forwards_that_do_otherwise_are_refused(base: type[hf.LlamaModel], problem: str) -> None:
     model = made("llama")
-    model.model.__class__ = Peeking
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM .* its layers take more of the tokens than the hidden"):
+    model.model.__class__ = base
+    with pytest.raises(ConfigError, match=f"LlamaForCausalLM .* {problem}"):
         hf_zero.pipeline.from_transformers(model, 1)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
 import hf_zero
 from hf_zero.extras.cli.main import main
@@ -17,9 +17,7 @@ WORDS, MICROS, STEPS, RATE = 40, 3, 3, 1e-2
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 CONFIGS = {
     "smollm2": LlamaConfig(**SIZES, vocab_size=WORDS, num_key_value_heads=1, tie_word_embeddings=True),
-    "gpt2": GPT2Config(
-        vocab_size=WORDS, n_embd=16, n_layer=3, n_head=2, n_positions=32, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
-    ),
+    "gpt_neox": GPTNeoXConfig(**SIZES, vocab_size=WORDS),
 }
 
 

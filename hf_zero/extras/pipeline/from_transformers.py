@@ -25,12 +25,11 @@ from transformers.utils import logging as bars
 from hf_zero.checkpoint.manifest import ORIGINAL_NAMES
 from hf_zero.distributed.processes import agree, all_ranks_give, join_processes, wrong_on_all
 from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.extras.pipeline.decoder_parts import Anatomy, DecoderLayer, Embeddings, Head, LayerCalls
 from hf_zero.extras.pipeline.module import PipelineModule
 from hf_zero.extras.pipeline.topology import ProcessTopology
 from hf_zero.hf.models.from_pretrained import SETTER, LoadReport, dtype_rule, slice_is_equal
 from hf_zero.hf.models.name_matching import match_stored
-from hf_zero.hf.models.pipeline_layers import Anatomy, Calls, DecoderLayer, Embeddings, Head
-from hf_zero.hf.models.pipeline_trial import check_parts
 from hf_zero.hf.models.stored import LazyTensor, StoredFile, open_files
 from hf_zero.hf.patching import replaced
 
@@ -72,8 +71,10 @@ def from_transformers(
     try:
         with wrong_on_all("from_transformers"):
             anatomy = Anatomy(model)
-            check_parts(anatomy, has_loss_fn=loss_fn is not None)
-        return TransformersPipeline(anatomy, source, num_stages, topology=topology, loss_fn=loss_fn, **options)
+            calls = LayerCalls(anatomy)
+            if loss_fn is None and model.loss_function is not ForCausalLMLoss:
+                raise anatomy.refused("its loss is not that of the next token (or give from_transformers a loss_fn)")
+        return TransformersPipeline(anatomy, calls, source, num_stages, topology=topology, loss_fn=loss_fn, **options)
     except BaseException:
         if source is not None:
             source.close()
@@ -91,6 +92,7 @@ class TransformersPipeline(PipelineModule):
     def __init__(
         self,
         anatomy: Anatomy,
+        calls: LayerCalls,
         source: _StoredWeights | None,
         num_stages: int | None,
         *,
@@ -98,7 +100,6 @@ class TransformersPipeline(PipelineModule):
         loss_fn: Callable[..., Any] | None,
         **options: Any,
     ) -> None:
-        calls = Calls(anatomy)
         layers: list[nn.Module] = [DecoderLayer(anatomy, index, calls) for index in range(len(anatomy.layers))]
         layers = [Embeddings(anatomy), *layers, Head(anatomy)]
         if loss_fn is None:
