@@ -19,7 +19,7 @@ import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import gt
 from pathlib import Path
 from typing import Any, cast
@@ -31,12 +31,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from conversion.target import ConvertedParam, ConvertedRun, new_folder, write_checkpoint
-from hf_zero.checkpoint.consolidate import MOST_NUMEL, WEIGHT_KINDS
+from conversion.target import NOTHING_KNOWN, ConvertedParam, check_frozen_are_there, new_folder, write_checkpoint
+from hf_zero.checkpoint.folders import chosen
+from hf_zero.checkpoint.format import MOST_NUMEL, STATE_MARK, WEIGHT_KINDS
 from hf_zero.checkpoint.frozen_digests import partial_digest
-from hf_zero.checkpoint.latest import chosen
-from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, STATE_MARK
-from hf_zero.checkpoint.optimizer_state import ATTACHED, GROUP_OF, restored
+from hf_zero.checkpoint.optimizer_state import ATTACHED, restored
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.scheduler_state import plain
 from hf_zero.checkpoint.writer import Chunked, Scalar, dtype_name
@@ -85,8 +84,7 @@ def to_dcp(src: str | Path, dst: str | Path) -> None:
     """
     with open_checkpoint(chosen(src, None)) as reader:
         reader.verify_before_reading()
-        if reader.manifest.extra.get(FROZEN_DIGESTS):
-            raise CheckpointError(f"{src} holds no frozen parameters: save it with exclude_frozen_parameters=False.")
+        check_frozen_are_there(reader)
         sources: dict[str, tuple[str, str]] = {}
         state = {"model": _model_entries(reader, sources), "optim": _optimizer_entries(reader, sources)}
         if not state["optim"]:
@@ -174,8 +172,8 @@ def _kept(item: tuple[str, Scalar]) -> tuple[str, torch.Tensor | Scalar]:
 def _group_of(reader: CheckpointReader, name: str) -> dict[str, Any]:
     """Hyperparameters of a parameter, with those that torch's own optimizer has beside hf_zero's."""
     manifest = reader.manifest
-    group = dict(manifest.param_groups[manifest.extra.get(GROUP_OF, {}).get(name, 0)])
-    saved_by = manifest.extra.get("optimizer") or ""
+    group = dict(manifest.param_groups[manifest.param_group_of.get(name, 0)])
+    saved_by = manifest.optimizer or ""
     if saved_by == "UncorrectedAdam" or not group.get("bias_correction", True):
         raise CheckpointError(
             f"{reader.folder}: torch has no Adam without bias correction, with which it was trained."
@@ -222,8 +220,13 @@ def from_dcp(src: str | Path, dst: str | Path, buffers: Sequence[str] = ()) -> N
     ]
     kept = {name: source.read(source.model[name]) for name in source.model if name in held}
     steps = [int(one.scalars["step"]) for one in params if "step" in one.scalars]
-    converted = ConvertedRun(
-        tied=tied, param_groups=run.groups, global_step=max(steps, default=0), extra=run.extra(source)
+    converted = replace(
+        NOTHING_KNOWN,
+        tied=tied,
+        param_groups=run.groups,
+        global_step=max(steps, default=0),
+        optimizer=run.optimizer(source),
+        param_group_of=run.group_of if len(run.groups) > 1 else {},
     )
     write_checkpoint(Path(dst), params, kept | odd, converted)
 
@@ -336,7 +339,8 @@ class _Run:
             self.groups.append({key: plain(value) for key, value in group.items() if key != "params"})
             self.group_of.update(dict.fromkeys(group["params"], number))
 
-    def extra(self, source: _Source) -> dict[str, Any]:
+    def optimizer(self, source: _Source) -> str | None:
+        """The name of the class of torch that keeps such state; None where there is none."""
         kinds = {frozenset(kinds) for kinds in self.state.values()}
         classes = {_OPTIMIZERS.get(one) for one in kinds}
         if self.groups and not kinds and all("dampening" in group for group in self.groups):
@@ -349,9 +353,8 @@ class _Run:
                 "which is not that of Adam, AdamW or SGD of torch: "
                 "convert a checkpoint without its optimizer, and start it anew."
             )
-        extra: dict[str, Any] = {GROUP_OF: self.group_of} if len(self.groups) > 1 else {}
         if not classes:
-            return extra
+            return None
         name = cast(str, classes.pop())
         known = {key for group in self.groups for key in group} & {*_options_of(name)}
         for number, group in enumerate(self.groups):
@@ -360,7 +363,7 @@ class _Run:
                     f"{source.folder}: parameter group {number} lacks {', '.join(lacking)}, which other groups of its "
                     f"optimizer have: {_METADATA} is damaged, copy it again."
                 )
-        return {"optimizer": name, **extra}
+        return name
 
 
 def _options_of(optimizer: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,12 +29,11 @@ from typing import Any, TypeVar
 import torch
 
 from conversion.pickles import StandIn, load_pickle
-from conversion.target import ConvertedParam, ConvertedRun, write_checkpoint
-from hf_zero.checkpoint.consolidate import CHUNK_BYTES, MOST_NUMEL
-from hf_zero.checkpoint.latest import chosen
-from hf_zero.checkpoint.manifest import zero_folder
-from hf_zero.checkpoint.optimizer_state import GROUP_OF
-from hf_zero.checkpoint.scheduler_state import CLASS, STATE, plain
+from conversion.target import NOTHING_KNOWN, ConvertedParam, write_checkpoint
+from hf_zero.checkpoint.folders import chosen
+from hf_zero.checkpoint.format import MOST_NUMEL, zero_folder
+from hf_zero.checkpoint.rank_reader import CHUNK_BYTES
+from hf_zero.checkpoint.scheduler_state import plain
 from hf_zero.checkpoint.writer import Chunked, Scalar, find_unwritable
 from hf_zero.errors import CheckpointError
 
@@ -131,23 +130,9 @@ def convert(source: str | Path, target: str | Path, tag: str | None = None) -> S
     files = open_source(chosen(source, tag))
     groups = flat_groups(files)
     trained = [one for group in groups for one in _trainable(files, group)]
-    params = in_model_order(files, [*trained, *_frozen(files, {one.name for one in trained})])
-    buffers = buffers_of(files)
-    buffers |= {one.name: joined(one) for one in params if not is_sharded(one)}
-    client, left_out = client_state_of(files)
+    params = [*trained, *_frozen(files, {one.name for one in trained})]
     group_of = {name: group.param_group for group in groups for name in group.shapes}
-    run = ConvertedRun(
-        stage=files.stage,
-        tied=tied_names(files, {one.name for one in params}),
-        param_groups=hyperparameters(files),
-        global_step=count_in(files.model, "global_steps", files.model_path),
-        client_state=client,
-        extra=run_extra(files, group_of),
-    )
-    sharded = [one for one in params if is_sharded(one)]
-    write_checkpoint(Path(target), sharded, buffers, run, beside=trainer_files(files.folder.parent))
-    numel = sum(math.prod(one.shape) for one in params)
-    return Summary(files.folder, files.stage, files.world_size, run.global_step, len(params), numel, left_out)
+    return write_converted(files, Path(target), params, group_of, files.world_size)
 
 
 def trainer_files(folder: Path) -> list[Path]:
@@ -512,21 +497,42 @@ def hyperparameters(files: Source) -> list[dict[str, Any]]:
     return [{key: plain(value) for key, value in group.items() if key not in ("params", "step")} for group in groups]
 
 
-def run_extra(files: Source, group_of: Mapping[str, int]) -> dict[str, Any]:
-    extra: dict[str, Any] = {"processes": files.world_size, "optimizer": "AdamW", "converted_from": "DeepSpeed"}
-    if len({*group_of.values()}) > 1:
-        extra[GROUP_OF] = dict(group_of)
-    scheduler = files.model.get("lr_scheduler")
-    if isinstance(scheduler, dict):
-        extra[STATE] = plain(scheduler)
-        named = files.config.get("scheduler")
-        if isinstance(named, dict) and isinstance(named.get("type"), str):
-            extra[CLASS] = named["type"]
+def write_converted(
+    files: Source, target: Path, params: Sequence[ConvertedParam], group_of: Mapping[str, int], processes: int
+) -> Summary:
+    """Write what was read of DeepSpeed's files as the checkpoint `target`.
+
+    Args:
+        group_of: Trained parameter -> number of its parameter group.
+        processes: Ranks of the run that saved.
+    """
+    params = in_model_order(files, params)
+    buffers = buffers_of(files) | {one.name: joined(one) for one in params if not is_sharded(one)}
+    client, left_out = client_state_of(files)
+    scheduler, named = files.model.get("lr_scheduler"), files.config.get("scheduler")
+    kind = named.get("type") if isinstance(named, dict) else None
     scaler = files.optims[0].get("loss_scaler")
     held = vars(scaler) if isinstance(scaler, StandIn) else {}
     guard = {key: held[key] for key in _SCALER_KEYS if type(held.get(key)) in (int, float)}
-    extra["step_guard"] = {**guard, "skipped_steps": count_in(files.model, "skipped_steps", files.model_path)}
-    return extra
+    run = replace(
+        NOTHING_KNOWN,
+        stage=files.stage,
+        tied=tied_names(files, {one.name for one in params}),
+        param_groups=hyperparameters(files),
+        global_step=count_in(files.model, "global_steps", files.model_path),
+        client_state=client,
+        processes=processes,
+        optimizer="AdamW",
+        converted_from="DeepSpeed",
+        param_group_of=dict(group_of) if len({*group_of.values()}) > 1 else {},
+        lr_scheduler=plain(scheduler) if isinstance(scheduler, dict) else None,
+        lr_scheduler_class=kind if isinstance(scheduler, dict) and isinstance(kind, str) else None,
+        step_guard={**guard, "skipped_steps": count_in(files.model, "skipped_steps", files.model_path)},
+    )
+    sharded = [one for one in params if is_sharded(one)]
+    write_checkpoint(target, sharded, buffers, run, beside=trainer_files(files.folder.parent))
+    numel = sum(math.prod(one.shape) for one in params)
+    return Summary(files.folder, files.stage, processes, run.global_step, len(params), numel, left_out)
 
 
 def client_state_of(files: Source) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from conversion.dcp import STATISTICS
-from conversion.target import ConvertedParam, ConvertedRun, write_checkpoint
-from hf_zero.checkpoint.consolidate import parse_json
+from conversion.target import NOTHING_KNOWN, ConvertedParam, write_checkpoint
+from hf_zero.checkpoint.format import parse_json
 from hf_zero.checkpoint.writer import Chunked
 from hf_zero.errors import CheckpointError
 
@@ -56,9 +57,10 @@ def from_hf(src: str | Path, dst: str | Path, buffers: Sequence[str] = ()) -> in
                 params.append(_param(opened, name, dtype, shape))
         tied = {alias: name for opened in tensors.values() for alias, name in _aliases(opened) if name in tensors}
         names = {one.name for one in params}
-        run = ConvertedRun(
+        run = replace(
+            NOTHING_KNOWN,
             tied={alias: name for alias, name in tied.items() if alias not in tensors and name in names},
-            extra={"converted_from": "Hugging Face"},
+            converted_from="Hugging Face",
         )
         write_checkpoint(Path(dst), params, kept, run)
     return len(params)

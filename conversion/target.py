@@ -9,14 +9,14 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.consolidate import DEEPSPEEDS_NAME
-from hf_zero.checkpoint.manifest import SCRIPT_NAME, SaveInfo, TensorInfo, scripts
+from hf_zero.checkpoint.format import SaveInfo, TensorInfo
+from hf_zero.checkpoint.reader import CheckpointReader
+from hf_zero.checkpoint.stand_alone import scripts
 from hf_zero.checkpoint.writer import (
     Chunked,
     Scalar,
@@ -44,40 +44,29 @@ class ConvertedParam:
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvertedRun:
-    """What is known of a run beside its parameters; see SaveInfo."""
-
-    stage: int = 0
-    tied: Mapping[str, str] = field(default_factory=dict)
-    param_groups: Sequence[Mapping[str, Any]] = ()
-    global_step: int = 0
-    client_state: Any = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+# What is known of a run beside its parameters, before anything is known. Whoever converts replaces fields of it.
+NOTHING_KNOWN = SaveInfo(world_size=1, stage=0, layouts=(), params=())
 
 
 def write_checkpoint(
     target: Path,
     params: Sequence[ConvertedParam],
     buffers: Mapping[str, torch.Tensor],
-    run: ConvertedRun,
+    run: SaveInfo,
     *,
     beside: Sequence[Path] = (),
 ) -> None:
     """Write the folder `target`, which appears complete or not at all.
 
     Args:
+        run: What is known of the run; layouts and params are filled in.
         beside: Files that are copied into it as they are.
     Raises:
         CheckpointError: `target` exists, or the operating system refused.
     """
     layouts = tuple(_layouts(params))
-    info = SaveInfo(
-        world_size=1,
-        layouts=layouts,
-        params=tuple(TensorInfo(one.name, one.shape, dtype_name(one.dtype)) for one in params),
-        **vars(run),
-    )
+    infos = tuple(TensorInfo(one.name, one.shape, dtype_name(one.dtype)) for one in params)
+    info = replace(run, layouts=layouts, params=infos)
     check_info(info)
     by_name = {one.name: one for one in params}
     slices = [slice_ for layout in layouts for slice_ in layout.slices(0)]
@@ -86,9 +75,17 @@ def write_checkpoint(
         save_id = prepare_folder(folder)
         bar = f"Writing {target.name}"
         record = write_rank_file(folder, 0, states, buffers, save_id=save_id, info=info, bar=bar)
-        commit(folder, build_manifest(info, [record]), scripts(folder, SCRIPT_NAME, DEEPSPEEDS_NAME))
+        commit(folder, build_manifest(info, [record]), scripts(folder))
         for path in beside:
             shutil.copyfile(path, folder / path.name)
+
+
+def check_frozen_are_there(reader: CheckpointReader) -> None:
+    """Raise CheckpointError where the checkpoint was saved without its frozen parameters."""
+    if reader.manifest.frozen_digests:
+        raise CheckpointError(
+            f"{reader.folder} holds no frozen parameters: save it with exclude_frozen_parameters=False."
+        )
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from conversion.deepspeed import KINDS, part_lengths
 from conversion.pickles import StandIn, save_anything
 from conversion.target import new_folder
 from conversion.universal import MODEL_FILE, RANK_MODEL_FILE, WEIGHTS, WRITTEN_FOR, Run, Written, read_state
-from hf_zero.checkpoint.latest import LATEST_NAME, chosen
+from hf_zero.checkpoint.folders import LATEST_NAME, chosen
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.errors import CheckpointError
 
@@ -117,7 +117,7 @@ def to_deepspeed(
     with open_checkpoint(chosen(src)) as reader:
         reader.verify_before_reading()
         run, manifest = Run.of(reader), reader.manifest
-        ranks = manifest.extra.get("processes", manifest.world_size) if world_size is None else world_size
+        ranks = (manifest.processes or manifest.world_size) if world_size is None else world_size
         target = _Target(max(manifest.stage, 1) if stage is None else stage, ranks)
         if target.stage not in (1, 2, 3) or target.world_size < 1:
             raise CheckpointError(f"stage {target.stage} on {ranks} ranks: expected stage 1, 2 or 3 on 1 rank or more")
@@ -221,11 +221,11 @@ def _stage_2(
 
 
 def _scale(reader: CheckpointReader) -> float:
-    return float(reader.manifest.extra.get("step_guard", {}).get("cur_scale", 1))
+    return float(reader.manifest.step_guard.get("cur_scale", 1))
 
 
 def _loss_scale(reader: CheckpointReader) -> dict[str, Any]:
-    guard = reader.manifest.extra.get("step_guard", {})
+    guard = reader.manifest.step_guard
     scaler: StandIn = _LossScaler(cur_scale=_scale(reader), dynamic=False)
     dynamic = "cur_iter" in guard and _scale(reader) != 1
     if dynamic:

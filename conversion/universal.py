@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -37,28 +37,20 @@ from conversion.deepspeed import (
     Summary,
     base_state,
     buffer_names,
-    buffers_of,
-    client_state_of,
     count_in,
     entry,
     frozen_param,
-    hyperparameters,
-    in_model_order,
     is_sharded,
-    joined,
-    run_extra,
     shapes_of,
     shared_names,
-    tied_names,
-    trainer_files,
+    write_converted,
 )
 from conversion.pickles import load_anything, load_pickle, save_anything
-from conversion.target import ConvertedParam, ConvertedRun, new_folder, write_checkpoint
-from hf_zero.checkpoint.latest import chosen
-from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, STATE_MARK, zero_folder
-from hf_zero.checkpoint.optimizer_state import ATTACHED, GROUP_OF, restored
+from conversion.target import ConvertedParam, check_frozen_are_there, new_folder
+from hf_zero.checkpoint.folders import chosen
+from hf_zero.checkpoint.format import STATE_MARK, Manifest, zero_folder
+from hf_zero.checkpoint.optimizer_state import ATTACHED, restored
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
-from hf_zero.checkpoint.scheduler_state import CLASS, STATE
 from hf_zero.checkpoint.writer import Chunked
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece
@@ -147,20 +139,16 @@ class Run:
     @classmethod
     def of(cls, reader: CheckpointReader) -> Run:
         manifest = reader.manifest
-        saved_by = manifest.extra.get("optimizer")
+        saved_by = manifest.optimizer
         if not manifest.param_groups or saved_by not in ("Adam", "AdamW", *SAME_AS_ADAMW):
             raise CheckpointError(
                 f"{reader.folder} was saved with {saved_by or 'no optimizer'}: a checkpoint of DeepSpeed "
                 "holds Adam and AdamW. For the weights alone use `hf-zero consolidate`."
             )
-        if manifest.extra.get(FROZEN_DIGESTS):
-            raise CheckpointError(
-                f"{reader.folder} holds no frozen parameters: save it with exclude_frozen_parameters=False."
-            )
+        check_frozen_are_there(reader)
         trained = [slot.name for layout in manifest.layouts if layout.trainable for slot in layout.slots]
-        numbers = manifest.extra.get(GROUP_OF, {})
         groups = [_group(reader.folder, group) for group in manifest.param_groups]
-        group_of = {name: numbers.get(name, 0) for name in trained}
+        group_of = {name: manifest.param_group_of.get(name, 0) for name in trained}
         return cls(groups, group_of, _common_step(reader, trained), _remarks(reader))
 
     def frozen(self, reader: CheckpointReader) -> list[str]:
@@ -188,7 +176,8 @@ class Run:
             names[self.group_of.get(name)].append(name)
         module = {info.name: torch.empty(0, dtype=getattr(torch, info.dtype)) for info in manifest.params}
         buffers = {info.name: reader.read_buffer(info.name) for info in manifest.buffers}
-        named = {"scheduler": {"type": manifest.extra[CLASS]}} if CLASS in manifest.extra else {}
+        kind = manifest.lr_scheduler_class
+        named = {} if kind is None else {"scheduler": {"type": kind}}
         frozen = OrderedDict((name, shapes[name]) for name in names.pop(None))
         client = manifest.client_state if isinstance(manifest.client_state, dict) else {}
         return {
@@ -200,12 +189,12 @@ class Run:
             "frozen_param_shapes": frozen,
             "frozen_param_fragments": None,
             "shared_params": dict(manifest.tied),
-            "lr_scheduler": _scheduler_state(manifest.extra),
+            "lr_scheduler": _scheduler_state(manifest),
             "data_sampler": None,
             "random_ltd": None,
             "skipped_steps": manifest.skipped_steps,
             "global_steps": manifest.global_step,
-            "dp_world_size": manifest.extra.get("processes", manifest.world_size),
+            "dp_world_size": manifest.processes or manifest.world_size,
             "mp_world_size": 1,
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
             "ds_config": {"zero_optimization": {"stage": manifest.stage}, **named},
@@ -282,7 +271,7 @@ def _universal_remarks(reader: CheckpointReader, groups: Sequence[Mapping[str, A
             f"DeepSpeed at stage 3 does not take {', '.join(own)}, which differ between the parameter groups: its "
             "optimizer keeps those that it was made with"
         )
-    if manifest.extra.get("step_guard", {}).get("cur_scale", 1) != 1:
+    if manifest.step_guard.get("cur_scale", 1) != 1:
         remarks.append("left out: the loss scale; DeepSpeed starts at that of its configuration")
     return remarks
 
@@ -292,19 +281,20 @@ def _remarks(reader: CheckpointReader) -> list[str]:
     manifest = reader.manifest
     attached = sorted({kind for kinds in manifest.kinds.values() for kind in kinds if kind.startswith(ATTACHED)})
     remarks = [f"left out: {kind.removeprefix(ATTACHED)}, which is not the optimizer's" for kind in attached]
-    if STATE in manifest.extra and _scheduler_state(manifest.extra) is None:
-        remarks.append(f"left out: the state of {manifest.extra.get(CLASS)}; load with load_lr_scheduler_states=False")
+    if manifest.lr_scheduler is not None and _scheduler_state(manifest) is None:
+        remarks.append(
+            f"left out: the state of {manifest.lr_scheduler_class}; load with load_lr_scheduler_states=False"
+        )
     client = manifest.client_state
     clash = sorted(OWN_KEYS & {*client}) if isinstance(client, dict) else ["the whole"] if client else []
     remarks += [f"left out: {key} of client_state, which is a name of DeepSpeed's own" for key in clash]
     return remarks
 
 
-def _scheduler_state(extra: Mapping[str, Any]) -> dict[str, Any] | None:
+def _scheduler_state(manifest: Manifest) -> dict[str, Any] | None:
     """The scheduler's state, if JSON can hold it: nested, such as MultiStepLR's, it has lost the kinds of its keys."""
-    state = extra.get(STATE)
-    plain = isinstance(state, dict) and not any(isinstance(value, dict) for value in state.values())
-    return cast(dict[str, Any], state) if plain else None
+    state = manifest.lr_scheduler
+    return None if state is None or any(isinstance(value, dict) for value in state.values()) else dict(state)
 
 
 # -------------------------------------------------------------------- universal -> hf_zero
@@ -329,23 +319,9 @@ def from_universal(src: str | Path, dst: str | Path, tag: str | None = None) -> 
             group_of[name] = owners[index]
             params.append(_trained(files, index, name, shape))
     params += _frozen(files, group_of)
-    params = in_model_order(files, params)
-    buffers = buffers_of(files)
-    buffers |= {one.name: joined(one) for one in params if not is_sharded(one)}
-    client, left_out = client_state_of(files)
-    processes = count_in(files.model, "dp_world_size", files.model_path)
-    run = ConvertedRun(
-        stage=files.stage,
-        tied=tied_names(files, {one.name for one in params}),
-        param_groups=hyperparameters(files),
-        global_step=count_in(files.model, "global_steps", files.model_path),
-        client_state=client,
-        extra=run_extra(files, group_of) | {"processes": processes},
+    return write_converted(
+        files, Path(dst), params, group_of, count_in(files.model, "dp_world_size", files.model_path)
     )
-    sharded = [one for one in params if is_sharded(one)]
-    write_checkpoint(Path(dst), sharded, buffers, run, beside=trainer_files(files.folder.parent))
-    numel = sum(math.prod(one.shape) for one in params)
-    return Summary(files.folder, files.stage, processes, run.global_step, len(params), numel, left_out)
 
 
 def _open(folder: Path) -> Source:

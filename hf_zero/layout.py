@@ -1,7 +1,7 @@
 """Decides which elements of which parameter live on which rank.
 
 Pure integer arithmetic: no torch, no processes, no devices, no IO. The runtime, the checkpoint files and the offline
-tools all take offsets from here, so a change in this file is a change of the checkpoint format (bump FORMAT_VERSION),
+tools all take offsets from here, so a change in this file is a change of the checkpoint format (checkpoint/format.py),
 but for sizes that readers take from the manifest: `padded_numel` and `bucket_numel`.
 
 [Note: Flat layout]
@@ -31,9 +31,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-
-# The newest that is read. Version 3 has `first_rank`; it is written where the ranks are stages of a pipeline, else 2.
-FORMAT_VERSION = 3
 
 # Elements. 16 bytes in 16-bit types: what vectorised kernels and NCCL want a tensor to start at.
 ALIGN = 8

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hf_zero.checkpoint.manifest import zero_folder
+from hf_zero.checkpoint.format import zero_folder
 from hf_zero.checkpoint.reader import open_checkpoint
 from tests.checkpoint import failed_saves
 from tests.checkpoint import test_background_saves as saves

@@ -31,8 +31,8 @@ NAMED_BY_OTHERS = ("cli", "deepspeed")
 CALLS_COLLECTIVES = "distributed"
 NAMES_CUDA = "hf_zero/native/pinning.py"
 # These run where nothing but the files of a checkpoint is there.
-OFFLINE = ("checkpoint/manifest.py", "checkpoint/consolidate.py")
-# Runs without hf_zero, where a copy of it lies in every checkpoint, and prints.
+OFFLINE = ("checkpoint/folders.py", "checkpoint/consolidate.py")
+# Runs without hf_zero too, as a part of the script that lies in every checkpoint, and prints.
 STAND_ALONE = "hf_zero/checkpoint/consolidate.py"
 OFFLINE_PACKAGES = frozenset(["numpy", "safetensors", "tqdm"])
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint import collective
-from hf_zero.checkpoint.latest import chosen
+from hf_zero.checkpoint.folders import chosen
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer

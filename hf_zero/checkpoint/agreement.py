@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.latest import chosen, holds_nothing, tagged
-from hf_zero.checkpoint.manifest import read_manifest
+from hf_zero.checkpoint.folders import chosen, holds_nothing, read_manifest, tagged
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hf_zero.checkpoint.consolidate import BINARY
+from hf_zero.checkpoint.rank_reader import BINARY
 from hf_zero.errors import CheckpointError
 
 TEMPORARY_SUFFIX = ".partial"

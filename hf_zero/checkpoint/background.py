@@ -34,9 +34,17 @@ from types import FrameType
 
 import torch
 
-from hf_zero.checkpoint.manifest import FileRecord, Manifest, SaveInfo
+from hf_zero.checkpoint.format import Manifest, SaveInfo
 from hf_zero.checkpoint.snapshot import SnapshotMemory
-from hf_zero.checkpoint.writer import SliceState, abandon, build_manifest, follow_up, prepare_commit, publish
+from hf_zero.checkpoint.writer import (
+    FileRecord,
+    SliceState,
+    abandon,
+    build_manifest,
+    follow_up,
+    prepare_commit,
+    publish,
+)
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.process_end import Turn, end_with_python
 from hf_zero.distributed.store_protocol import Letters, LostRankError

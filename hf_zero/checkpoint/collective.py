@@ -18,24 +18,11 @@ from hf_zero.checkpoint import differences
 from hf_zero.checkpoint.agreement import refuse_differences
 from hf_zero.checkpoint.background import BackgroundSaves, Job
 from hf_zero.checkpoint.committers import commit_everywhere, find_committers, is_committer
-from hf_zero.checkpoint.consolidate import DEEPSPEEDS_NAME
 from hf_zero.checkpoint.file_exchange import FileExchange, open_on_nodes
+from hf_zero.checkpoint.format import STATE_MARK, Manifest, SaveInfo, TensorInfo, zero_folder
 from hf_zero.checkpoint.frozen_digests import FrozenShards, check_frozen, full_digests
-from hf_zero.checkpoint.manifest import (
-    FROZEN_DIGESTS,
-    HOSTS,
-    SCRIPT_NAME,
-    STATE_MARK,
-    FileRecord,
-    Manifest,
-    SaveInfo,
-    TensorInfo,
-    scripts,
-    zero_folder,
-)
 from hf_zero.checkpoint.optimizer_state import (
     ATTACHED,
-    GROUP_OF,
     check_optimizer_fits,
     collect,
     group_numbers,
@@ -44,10 +31,12 @@ from hf_zero.checkpoint.optimizer_state import (
     read_states,
 )
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
-from hf_zero.checkpoint.scheduler_state import plain, scheduler_content, state_for
+from hf_zero.checkpoint.scheduler_state import plain, state_for
 from hf_zero.checkpoint.snapshot import nbytes_of_copy
+from hf_zero.checkpoint.stand_alone import scripts
 from hf_zero.checkpoint.writer import (
     Chunked,
+    FileRecord,
     Scalar,
     SliceState,
     abandon,
@@ -237,11 +226,11 @@ def save(
     committers = find_committers(comm, zero_folder(folder)) if session.node_local else [0] * comm.world_size
     commits = is_committer(comm, committers)
     saved = _Saved(session, folder)
-    beside = {**scripts(folder, SCRIPT_NAME, DEEPSPEEDS_NAME), **(beside or {})}
+    beside = {**scripts(folder), **(beside or {})}
 
     def prepare() -> _Told:
         saved.collect()
-        check_info(_info(session, client_state, {}))
+        check_info(_info(session, client_state))
         groups = {} if session.optimizer is None else group_numbers(session.optimizer)
         save_id = prepare_folder(folder, beside) if commits else ""
         return _Told(save_id, groups, (session.file_number, socket.gethostname()))
@@ -250,7 +239,7 @@ def save(
         told = comm.agree("checkpoint contents", prepare, CheckpointError)
         saved.exchange()
     save_id = next((one.save_id for one in told if one.save_id), "")  # one for all nodes: a file has one name
-    info = _info(session, client_state, _shared(session, digests, told))
+    info = replace(_info(session, client_state), **_shared(session, digests, told))
     if background is not None:
         background.start(Job(folder, info, _write_of_copy(saved, info, save_id, background), beside, committers))
         return
@@ -288,16 +277,13 @@ def _write_of_copy(
 
 
 def _shared(session: Session, digests: dict[str, str], told: Sequence[_Told]) -> dict[str, Any]:
-    """Entries of the manifest that the ranks make together."""
-    shared: dict[str, Any] = {}
-    if session.exclude_frozen:
-        shared[FROZEN_DIGESTS] = digests
-    if len(session.groups()) > 1:
-        shared[GROUP_OF] = {name: number for one in told for name, number in one.groups.items()}
-    if session.node_local:
-        hosts = dict(one.host for one in told)
-        shared[HOSTS] = [hosts[number] for number in range(session.num_writers)]
-    return shared
+    """The fields of SaveInfo that the ranks make together."""
+    hosts = dict(one.host for one in told)
+    return {
+        "frozen_digests": digests if session.exclude_frozen else None,
+        "param_group_of": {name: number for one in told for name, number in one.groups.items()},
+        "hosts": [hosts[number] for number in range(session.num_writers)] if session.node_local else (),
+    }
 
 
 @contextlib.contextmanager
@@ -321,15 +307,16 @@ def _frozen_shards(session: Session) -> FrozenShards:
     ]
 
 
-def _info(session: Session, client_state: Any, shared: dict[str, Any]) -> SaveInfo:
-    """`shared`: entries of `extra` that the ranks have agreed on."""
-    optimizer = session.optimizer
-    extra: dict[str, Any] = {"processes": session.comm.world_size, **shared}
-    extra.update(scheduler_content(session.lr_scheduler))
+def _info(session: Session, client_state: Any) -> SaveInfo:
+    """The fields that every rank knows; see `_shared`."""
+    optimizer, scheduler = session.optimizer, session.lr_scheduler
+    of_optimizer: dict[str, Any] = {}
     if optimizer is not None:
-        extra["optimizer"] = type(optimizer.optimizer).__name__
-        extra["step_guard"] = {**optimizer.guard.scaler.state_dict(), "skipped_steps": session.skipped_steps}
-        extra["optimizer_package"] = package_of(optimizer)
+        of_optimizer = {
+            "optimizer": type(optimizer.optimizer).__name__,
+            "optimizer_package": package_of(optimizer),
+            "step_guard": {**optimizer.guard.scaler.state_dict(), "skipped_steps": session.skipped_steps},
+        }
     return SaveInfo(
         world_size=session.num_writers,
         stage=session.stage,
@@ -341,7 +328,10 @@ def _info(session: Session, client_state: Any, shared: dict[str, Any]) -> SaveIn
         ],
         global_step=session.global_step,
         client_state=client_state,
-        extra=extra,
+        processes=session.comm.world_size,
+        lr_scheduler=None if scheduler is None else plain(scheduler.state_dict()),
+        lr_scheduler_class=None if scheduler is None else type(scheduler).__name__,
+        **of_optimizer,
     )
 
 
@@ -440,7 +430,7 @@ def load(session: Session, folder: Path, parts: Parts) -> Manifest:
                 comm.agree("state beside the optimizer's", lambda: exchange.run(work), CheckpointError)
                 said += _load_guard(session.optimizer, reader.manifest)
         manifest = reader.manifest
-    state = state_for(session.lr_scheduler, manifest.extra) if parts.scheduler else None
+    state = state_for(session.lr_scheduler, manifest) if parts.scheduler else None
     if state is not None:
         session.lr_scheduler.load_state_dict(state)
     for line in said if comm.rank == 0 else ():
@@ -468,7 +458,7 @@ def _differences(session: Session, reader: CheckpointReader, parts: Parts) -> li
 
 def _load_guard(optimizer: ShardedOptimizer, manifest: Manifest) -> list[str]:
     """Where the loss scale goes on; says so where it starts anew."""
-    saved = manifest.extra.get("step_guard", {})
+    saved = dict(manifest.step_guard)
     optimizer.guard.load_state_dict(saved)
     scaler = optimizer.guard.scaler
     if not scaler.dynamic or not saved or "cur_iter" in saved:
@@ -507,14 +497,14 @@ def _open_together(session: Session, folder: Path, parts: Parts) -> tuple[Checkp
             opened.append((reader, FileExchange(comm, (), ()), share))
         reader, _, mine = opened[0]
         buffers = session.shapes_in_no_unit()
-        if FROZEN_DIGESTS in reader.manifest.extra:  # then frozen parameters are not in the files, integers too
+        if reader.manifest.frozen_digests is not None:  # then frozen parameters are not in the files, integers too
             stored = {info.name for info in reader.manifest.buffers}
             buffers = {name: shape for name, shape in buffers.items() if name in stored or name not in params}
         reader.check_against(session.layouts, buffers, strict=parts.strict)
         if parts.optimizer and session.optimizer is not None:
             check_optimizer_fits(session.optimizer, reader.manifest)
         if parts.scheduler:
-            state_for(session.lr_scheduler, reader.manifest.extra)
+            state_for(session.lr_scheduler, reader.manifest)
         reader.verify_before_reading(mine)
 
     comm.agree("checkpoint", work, CheckpointError)
@@ -526,7 +516,7 @@ def _open_together(session: Session, folder: Path, parts: Parts) -> tuple[Checkp
 
 def _load_weights(session: Session, reader: CheckpointReader) -> None:
     """Masters or parameters of this rank, and buffers. No communication."""
-    absent = reader.manifest.extra.get(FROZEN_DIGESTS, {})  # found to be the same
+    absent = reader.manifest.frozen_digests or {}  # found to be the same
     for flat in session.flats:
         for slice_ in flat.layout.slices(flat.rank):
             if slice_.name in absent or not reader.holds(slice_.name):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.format import Manifest
 from hf_zero.checkpoint.writer import abandon, delete_empty, follow_up, make_folder, prepare_commit, publish
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError

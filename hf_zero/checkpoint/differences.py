@@ -51,7 +51,7 @@ def of_weights(reader: CheckpointReader, flats: Sequence[FlatParam]) -> list[str
 def of_optimizer_state(reader: CheckpointReader, layouts: Sequence[UnitLayout]) -> list[str]:
     """Parameters whose optimizer state starts anew, or is left out, because something else is trained now."""
     manifest = reader.manifest
-    if manifest.extra.get("optimizer") is None:
+    if manifest.optimizer is None:
         return ["it was saved without an optimizer: optimizer state and hyperparameters start anew"]
     then = [slot.name for layout in manifest.layouts if layout.trainable for slot in layout.slots]
     now = [slot.name for layout in layouts if layout.trainable for slot in layout.slots]

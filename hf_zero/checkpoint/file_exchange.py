@@ -20,8 +20,9 @@ from typing import TypeVar
 import torch
 
 from hf_zero.checkpoint.agreement import refuse_differences
-from hf_zero.checkpoint.consolidate import MAX_OPEN_FILES, ConsolidateError, SafetensorsFile, check_sizes, hosts_of
-from hf_zero.checkpoint.manifest import Manifest, manifest_path, offering, read_manifest, zero_folder
+from hf_zero.checkpoint.folders import offering, read_manifest
+from hf_zero.checkpoint.format import ConsolidateError, Manifest, check_sizes, manifest_path, zero_folder
+from hf_zero.checkpoint.rank_reader import MAX_OPEN_FILES, SafetensorsFile
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError
@@ -176,7 +177,7 @@ class _FileElsewhere(SafetensorsFile):
         self._rank = rank
         self._size = size  # as the ranks that see it have found
 
-    def read(self, view: memoryview, offset: int) -> None:
+    def read(self, view: memoryview, offset: int, end: int = 0) -> None:
         self._exchange.fetch(self._rank, view, offset)
 
     def size(self) -> int:
@@ -199,7 +200,7 @@ def open_on_nodes(comm: Comm, folder: Path) -> tuple[CheckpointReader, FileExcha
     def present() -> list[int] | None:
         here = [rank for rank, path in enumerate(paths) if path.exists()]
         with offering(folder):
-            check_sizes(folder, {manifest.files[rank].name: manifest.files[rank].size for rank in here})
+            check_sizes(folder, [manifest.files[rank] for rank in here])
         return here if len(here) < len(paths) else None  # most often all are there, and the list would be long
 
     seen = comm.agree("checkpoint", present, CheckpointError)
@@ -252,7 +253,7 @@ _MIXED = (
 
 def _refuse_missing(folder: Path, manifest: Manifest, missing: Sequence[int]) -> None:
     if missing:
-        hosts = hosts_of({"extra": manifest.extra})
+        hosts = manifest.hosts
         names = [
             f"{manifest.files[one].name}{f' (written on {hosts[one]})' if one < len(hosts) else ''}" for one in missing
         ]

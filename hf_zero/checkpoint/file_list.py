@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.atomic_files import written_atomically
-from hf_zero.checkpoint.consolidate import parse_json
-from hf_zero.checkpoint.manifest import ZERO_FOLDER
+from hf_zero.checkpoint.format import ZERO_FOLDER, parse_json
 from hf_zero.checkpoint.replaced_files import is_kept
 from hf_zero.errors import CheckpointError
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.checkpoint.manifest import FROZEN_DIGESTS
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.writer import Chunked
 from hf_zero.distributed.comm import Comm
@@ -76,7 +75,7 @@ def check_frozen(comm: Comm, reader: CheckpointReader, shards: FrozenShards) -> 
     Raises:
         CheckpointError: On every rank; names the first that differ.
     """
-    stored = reader.manifest.extra.get(FROZEN_DIGESTS, {})
+    stored = reader.manifest.frozen_digests
     if not stored:
         return
     mine = full_digests(comm, shards)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.latest import chosen
-from hf_zero.checkpoint.manifest import STATE_MARK, TensorInfo
+from hf_zero.checkpoint.folders import chosen
+from hf_zero.checkpoint.format import STATE_MARK, TensorInfo
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.errors import CheckpointError
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.consolidate import CODES, WEIGHT_KINDS
-from hf_zero.checkpoint.manifest import STATE_MARK, Manifest
+from hf_zero.checkpoint.format import CODES, STATE_MARK, WEIGHT_KINDS, Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.scheduler_state import like, plain
 from hf_zero.checkpoint.writer import Chunked, Scalar, dtype_name
@@ -26,8 +25,6 @@ from hf_zero.optim.sharded import ShardedOptimizer
 _PYTHON_NUMBER = "@python"
 # A tensor of one element that is not a 0-dim float32 keeps type and shape by one as this: step@int64[1].
 _AS_IT_WAS = re.compile(r"(?P<key>.+)@(?P<dtype>[a-z0-9_]+)\[(?P<ones>(1(, 1)*)?)\]")
-# In the manifest's `extra`: parameter -> index of its group
-GROUP_OF = "param_group_of"
 # Kinds that the optimizer does not know, such as an average of the weights.
 ATTACHED = "attached."
 # Optimizers that keep the same state under the same names: one goes on where the other stopped.
@@ -131,13 +128,13 @@ def restored(saved_as: str, value: Scalar) -> tuple[str, torch.Tensor | Scalar]:
 # -------------------------------------------------------------------- does it fit, and hyperparameters
 def check_optimizer_fits(optimizer: ShardedOptimizer, manifest: Manifest) -> None:
     """Raise CheckpointError unless the state in a checkpoint is that of such an optimizer, with as many groups."""
-    saved_class, mine = manifest.extra.get("optimizer"), type(optimizer.optimizer).__name__
+    saved_class, mine = manifest.optimizer, type(optimizer.optimizer).__name__
     if saved_class is not None and saved_class != mine and not {saved_class, mine} <= _SAME_STATE:
         raise CheckpointError(
             f"the checkpoint holds the state of {saved_class}, this run uses {mine}: use the same optimizer, or load "
             "with load_optimizer_states=False"
         )
-    packages = manifest.extra.get("optimizer_package"), package_of(optimizer)
+    packages = manifest.optimizer_package, package_of(optimizer)
     if saved_class == mine and None not in packages and len(set(packages)) > 1:
         raise CheckpointError(
             f"the checkpoint holds the state of {packages[0]}'s {mine}, this run uses that of {packages[1]}, with "
@@ -159,7 +156,7 @@ def _check_groups_of_parameters(optimizer: ShardedOptimizer, manifest: Manifest)
     groups = manifest.param_groups
     moved = []
     for name, mine in group_numbers(optimizer).items():
-        saved = manifest.extra.get(GROUP_OF, {}).get(name, mine)
+        saved = manifest.param_group_of.get(name, mine)
         if saved != mine and groups[saved] != groups[mine]:
             moved.append(f"{name} was in group {saved} and is in group {mine}")
     if moved:

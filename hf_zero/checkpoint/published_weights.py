@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
-from hf_zero.checkpoint.consolidate import SafetensorsFile, parse_json
+from hf_zero.checkpoint.format import parse_json
+from hf_zero.checkpoint.rank_reader import SafetensorsFile
 
 _LEGACY_PICKLE = b"\x80"  # how files of torch.save begin that are no archives
 # What the three formats raise; RuntimeError includes NotImplementedError.

@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.consolidate import BLOCK_BYTES, WEIGHT_KINDS, RankFiles, SafetensorsFile
-from hf_zero.checkpoint.manifest import BUFFER_KIND, STATE_MARK, Manifest, TensorInfo, offering, read_manifest
+from hf_zero.checkpoint.direct_reads import DirectFile, ahead
+from hf_zero.checkpoint.folders import offering, read_manifest
+from hf_zero.checkpoint.format import BLOCK_BYTES, BUFFER_KIND, STATE_MARK, WEIGHT_KINDS, Manifest, TensorInfo
+from hf_zero.checkpoint.rank_reader import RankFiles, SafetensorsFile
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Slice, Slot, UnitLayout
 from hf_zero.native.checksum import crc32_of_bytes
@@ -63,7 +65,7 @@ class _Part:
         for start, view in self.reads:
             tensor.read(view, start)
         tensor.finish()
-        files.forget()  # the next read may be much later
+        ahead.forget()  # the next read may be much later
         return sum(len(view) for _, view in self.reads)
 
 
@@ -80,7 +82,7 @@ class CheckpointReader:
         self.manifest = manifest
         self.on_read: Done = ignore  # told the bytes of every read
         with offering(folder):
-            self._files = RankFiles(folder, manifest.to_json(), crc32=crc32_of_bytes, elsewhere=elsewhere)
+            self._files = RankFiles(folder, manifest, crc32=crc32_of_bytes, open_file=DirectFile, elsewhere=elsewhere)
         # What is elsewhere comes over the process group, which one thread may use.
         self._in_parallel = not elsewhere
         self._pool: ThreadPoolExecutor | None = None
@@ -101,6 +103,7 @@ class CheckpointReader:
         for files in (self._files, *self._twins):
             files.close()
         self._twins.clear()
+        ahead.free()
 
     # ---------------------------------------------------------------- what there is
     @cached_property
@@ -194,7 +197,7 @@ class CheckpointReader:
         """
         ranks = range(len(self.manifest.files)) if ranks is None else ranks
         with offering(self.folder):
-            if not self._files.has_blocks:
+            if not self.manifest.has_blocks:
                 return self._files.verify(ranks)
             for rank in ranks:
                 self._files.header(rank)

@@ -6,15 +6,14 @@ all of them. So what is loaded takes its kinds from the state that the scheduler
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from hf_zero.checkpoint.format import SaveInfo
 from hf_zero.errors import CheckpointError
 
 _REMEDY = "Use the same scheduler over the same parameter groups, or load with load_lr_scheduler_states=False"
-STATE, CLASS = "lr_scheduler", "lr_scheduler_class"  # in the manifest's `extra`
 
 
 def plain(value: Any) -> Any:
@@ -28,29 +27,22 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else None
 
 
-def scheduler_content(scheduler: Any) -> dict[str, Any]:
-    """What a checkpoint holds of the scheduler; nothing where there is none."""
-    if scheduler is None:
-        return {}
-    return {STATE: plain(scheduler.state_dict()), CLASS: type(scheduler).__name__}
-
-
-def state_for(scheduler: Any, extra: Mapping[str, Any]) -> dict[str, Any] | None:
+def state_for(scheduler: Any, saved: SaveInfo) -> dict[str, Any] | None:
     """The saved state as `scheduler.load_state_dict` takes it; None where none was saved.
 
     Raises:
         CheckpointError: It is that of another scheduler.
     """
-    if scheduler is None or STATE not in extra:
+    if scheduler is None or saved.lr_scheduler is None:
         return None
-    saved, mine = extra.get(CLASS), type(scheduler).__name__
-    if saved not in (None, mine):
+    its, mine = saved.lr_scheduler_class, type(scheduler).__name__
+    if its not in (None, mine):
         raise CheckpointError(
-            f"the checkpoint holds the state of {saved}, this run's schedule is {mine}: use the same, or load "
+            f"the checkpoint holds the state of {its}, this run's schedule is {mine}: use the same, or load "
             "with load_lr_scheduler_states=False"
         )
     state = dict(scheduler.state_dict())
-    for key, value in extra[STATE].items():
+    for key, value in saved.lr_scheduler.items():
         if value is not None:
             state[key] = like(state.get(key), value, f"{mine}.{key}", _REMEDY)
     return state

@@ -36,31 +36,27 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.atomic_files import forget, give_name, staged, temporary_name, written_atomically
-from hf_zero.checkpoint.consolidate import (
-    CODES,
-    ITEM_BYTES,
-    check_manifest,
-    check_sizes,
-    encode_rank_header,
-)
-from hf_zero.checkpoint.manifest import (
+from hf_zero.checkpoint.folders import offering, read_manifest
+from hf_zero.checkpoint.format import (
     BUFFER_KIND,
+    CODES,
+    FORMAT_VERSION,
+    ITEM_BYTES,
     FileInfo,
-    FileRecord,
     Manifest,
     SaveInfo,
     TensorInfo,
+    check_sizes,
     encode_manifest,
+    encode_rank_header,
+    file_marks,
     manifest_path,
-    marks_of,
-    offering,
     package_version,
-    read_manifest,
     zero_folder,
 )
-from hf_zero.checkpoint.rank_file import DataWriter
+from hf_zero.checkpoint.rank_writer import DataWriter
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import FORMAT_VERSION, Slice
+from hf_zero.layout import Slice
 from hf_zero.progress import progress
 from hf_zero.sharding.shard import KeptElements
 
@@ -98,6 +94,18 @@ class SliceState:
     scalars: Mapping[str, Scalar] = field(default_factory=dict)  # such as "step": the same on every owner
 
 
+@dataclass(frozen=True)
+class FileRecord:
+    """What one rank wrote. Small and picklable: rank 0 gathers these before it writes the manifest."""
+
+    rank: int
+    file: FileInfo
+    numels: dict[str, int]  # parameter -> elements of it in this file
+    kinds: dict[str, dict[str, str]]  # parameter -> kind -> element type
+    scalars: dict[str, dict[str, Any]]  # parameter -> optimizer scalars
+    buffers: tuple[TensorInfo, ...]
+
+
 # -------------------------------------------------------------------- phase 0: every rank
 def check_info(info: SaveInfo) -> None:
     """Refuse what JSON cannot hold, before anything is written.
@@ -108,7 +116,7 @@ def check_info(info: SaveInfo) -> None:
     problems: list[str] = []
     find_unwritable(info.client_state, "client_state", problems)
     find_unwritable([dict(group) for group in info.param_groups], "param_groups", problems)
-    find_unwritable(dict(info.extra), "extra", problems)
+    find_unwritable(info.lr_scheduler, "lr_scheduler", problems)
     if problems:
         raise CheckpointError(
             f"a checkpoint holds JSON and tensors only, and these are neither: {'; '.join(problems)}. "
@@ -165,7 +173,7 @@ def write_rank_file(
     Any thread may call, several at once for several files. No collectives, and the GIL is released for the work.
 
     Args:
-        runs: Everything this rank owns. Tensors are 1-D [slice_.numel], in their own dtype.
+        slices: Everything this rank owns. Tensors are 1-D [slice_.numel], in their own dtype.
         buffers: Persistent buffers, unsharded, under their state_dict names; given by rank 0 only.
         info: What the manifest will hold; the file is marked with it.
         bar: The title of a progress bar; without one there is none.
@@ -182,7 +190,7 @@ def write_rank_file(
     if len(sources) < len(tensors):
         raise AssertionError(f"a tensor is given twice: {sorted(key for key, _ in tensors)}")
     path = zero_folder(folder) / f"rank-{rank:05d}{'.' if save_id else ''}{save_id}.safetensors"
-    marks = {} if info is None else marks_of(info, infos)
+    marks = {} if info is None else file_marks(info, infos)
     if rank:
         marks.pop("buffers", None)
     file = _write_tensors(path, sources, {"format": "pt", **marks}, bar)
@@ -308,7 +316,7 @@ def _wait_for_files(folder: str | Path, files: Sequence[FileInfo]) -> None:
     while True:
         try:
             with offering(folder):
-                return check_sizes(Path(folder), {file.name: file.size for file in files})
+                return check_sizes(Path(folder), files)
         except CheckpointError as error:
             if time.monotonic() > deadline:
                 raise CheckpointError(
@@ -368,7 +376,7 @@ def _check_complete(manifest: Manifest, records: Sequence[FileRecord]) -> None:
             problems.append(f"{slot.name}: {saved} of {slot.numel} elements")
     if not problems:
         try:
-            check_manifest(manifest.to_json())
+            Manifest.from_json(manifest.to_json())
         except ValueError as error:
             problems.append(str(error))
     if problems:

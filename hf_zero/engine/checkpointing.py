@@ -13,7 +13,7 @@ from hf_zero.checkpoint import collective
 from hf_zero.checkpoint.agreement import agree_on_source, agree_on_target
 from hf_zero.checkpoint.background import BackgroundSaves
 from hf_zero.checkpoint.collective import Parts, Session
-from hf_zero.checkpoint.latest import latest_files
+from hf_zero.checkpoint.folders import latest_files
 from hf_zero.config.resolved import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.step_schedule import StepSchedule

@@ -17,7 +17,7 @@ import transformers
 
 import hf_zero
 from hf_zero.checkpoint import background, collective, writer
-from hf_zero.checkpoint.manifest import manifest_path, zero_folder
+from hf_zero.checkpoint.format import manifest_path, zero_folder
 from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.distributed import process_end
 from hf_zero.errors import CheckpointError

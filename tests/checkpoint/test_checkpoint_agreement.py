@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero import CheckpointError
-from hf_zero.checkpoint.consolidate import SafetensorsFile
 from hf_zero.checkpoint.optimizer_state import read_states
+from hf_zero.checkpoint.rank_reader import SafetensorsFile
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.engine.engine import ZeroEngine
 from tests.checkpoint.test_resume import Net, start, steps

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from hf_zero import load_fp32_state_dict
-from hf_zero.checkpoint.manifest import manifest_path, read_manifest, zero_folder
+from hf_zero.checkpoint.folders import read_manifest
+from hf_zero.checkpoint.format import manifest_path, zero_folder
 from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.checkpoint.writer import abandon, build_manifest, commit, discard, prepare_folder, write_rank_file
 from hf_zero.errors import CheckpointError

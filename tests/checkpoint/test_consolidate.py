@@ -25,10 +25,19 @@ from safetensors.torch import load_file
 
 from hf_zero import layout
 from hf_zero.checkpoint import consolidate as script
-from hf_zero.checkpoint.consolidate import ConsolidateError, Options, consolidate
-from hf_zero.checkpoint.manifest import manifest_path, zero_folder
+from hf_zero.checkpoint import stand_alone
+from hf_zero.checkpoint.consolidate import Options, consolidate
+from hf_zero.checkpoint.format import (
+    CODES,
+    ITEM_BYTES,
+    ConsolidateError,
+    load_manifest,
+    manifest_path,
+    segments,
+    zero_folder,
+)
+from hf_zero.checkpoint.rank_reader import RankFiles
 from tests.harness.checkpoints import WholeModel, assert_holds, assert_same, make_model, save
-from tests.harness.in_memory import SHARED_MEMORY
 
 TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -79,7 +88,7 @@ def test_its_arithmetic_is_that_of_the_layout() -> None:
         )
         starts = {(run.name, rank): run.shard_offset for rank in range(unit.world_size) for run in unit.slices(rank)}
         for slot in unit.slots:
-            got = script.segments(unit.to_json(), slot.offset, slot.numel)
+            got = segments(unit, slot.name)
             want = [
                 (owned.rank, owned.piece.shard_offset - starts[slot.name, owned.rank], owned.piece.numel)
                 for owned in unit.locate(slot.name)
@@ -90,9 +99,8 @@ def test_its_arithmetic_is_that_of_the_layout() -> None:
 
 
 def test_its_tables_are_those_of_the_package() -> None:
-    assert script.FORMAT_VERSION == layout.FORMAT_VERSION
-    for name, code in script.CODES.items():
-        assert getattr(torch, name).itemsize == script.ITEM_BYTES[code]
+    for name, code in CODES.items():
+        assert getattr(torch, name).itemsize == ITEM_BYTES[code]
 
 
 # -------------------------------------------------------------------- the result
@@ -128,38 +136,19 @@ def test_weights_are_the_masters_bit_for_bit(
     assert_equal(read_folder(tmp_path / "cut"), expected(model))
 
 
-def forget_cached(folder: Path) -> None:
-    """Have the page cache give up the rank files."""
-    for path in zero_folder(folder).glob("rank-*"):
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def test_threads_write_parts_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that begin and end inside blocks of rank files, written past the page cache and through it."""
+    """Parts that begin and end inside blocks of rank files."""
     monkeypatch.setattr(script, "CHUNK_BYTES", mmap.PAGESIZE)
     masters = {"odd": torch.rand(3, 7), "big": torch.rand(700_001)}
     state = {name: {"master": master} for name, master in masters.items()}
     save(tmp_path / "c", WholeModel({"all": ("float32", True, list(masters))}, masters, state, {}, {}), 3, 120_000)
     threads = set()
-    assert not tmp_path.is_relative_to(SHARED_MEMORY), "conftest.py: files in memory are not read past the page cache"
-    file_system = subprocess.check_output(["stat", "-f", "-c", "%T", tmp_path]).strip()
-    fills, fill = [], script.Window.fill
-    monkeypatch.setattr(script.Window, "fill", lambda *arguments: fills.append(fill(*arguments)) or fills[-1])
     for name, dtype in (("fp32", None), ("bf16", torch.bfloat16)):
-        first, second = (tmp_path / f"{name}-{way}.safetensors" for way in ("direct", "plain"))
-        forget_cached(tmp_path / "c")
-        consolidate(tmp_path / "c", first, Options(dtype=name), lambda *_: threads.add(threading.get_ident()))
-        assert any(fills) or file_system == b"tmpfs", "nothing was read past the page cache"
-        fills.clear()
-        assert_equal(load_file(first), {key: master.to(dtype or master.dtype) for key, master in masters.items()})
-        with monkeypatch.context() as patch:
-            patch.delattr(os, "O_DIRECT", raising=False)
-            consolidate(tmp_path / "c", second, Options(dtype=name))
-        assert first.read_bytes() == second.read_bytes()
+        out = tmp_path / f"{name}.safetensors"
+        consolidate(tmp_path / "c", out, Options(dtype=name), lambda *_: threads.add(threading.get_ident()))
+        assert_equal(load_file(out), {key: master.to(dtype or master.dtype) for key, master in masters.items()})
     assert len(threads) > 1
-    tensors = {tensor.name: tensor for tensor in script.plan_tensors(script.read_manifest(tmp_path / "c"), Options())}
+    tensors = {tensor.name: tensor for tensor in script.plan_tensors(load_manifest(tmp_path / "c"), Options())}
     for rank, at in ((0, -1), (1, -400_000), (2, -900_000)):  # of the tensor's first and last block of a file
         path = zero_folder(tmp_path / "c") / f"rank-{rank:05d}.safetensors"
         content = path.read_bytes()
@@ -167,7 +156,7 @@ def test_threads_write_parts_of_one_file(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(ConsolidateError, match=f"{path} is damaged: wrong checksum"):
             consolidate(tmp_path / "c", tmp_path / "out.safetensors")
         assert not list(tmp_path.glob("out*"))
-        files = script.RankFiles(tmp_path / "c", script.read_manifest(tmp_path / "c"))
+        files = RankFiles(tmp_path / "c", load_manifest(tmp_path / "c"))
         with closing(files), pytest.raises(ConsolidateError, match=f"{path} is damaged: wrong checksum"):
             for key in masters:  # what a part reads it compares by itself, when it ends inside a block
                 part = script.TensorBytes(files, tensors[key], 2)
@@ -310,7 +299,7 @@ def test_the_copy_in_the_folder_stands_alone(tmp_path: Path) -> None:
     model = make_model()
     folder = tmp_path / "checkpoint-7"
     save(folder, model, 3, 16)
-    assert (folder / "consolidate.py").read_bytes() == Path(script.__file__).read_bytes()
+    assert (folder / "consolidate.py").read_text() == stand_alone.script()
     done = run_alone(folder, "checkpoint-7", "out", "--dtype", "bf16", "--shard-size", "1kB")
     assert (done.returncode, done.stderr) == (0, "")
     assert "out" in done.stdout

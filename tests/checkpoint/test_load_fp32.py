@@ -15,7 +15,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.checkpoint.consolidate import consolidate
-from hf_zero.checkpoint.manifest import zero_folder
+from hf_zero.checkpoint.format import zero_folder
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.test_resume import Net, start, steps
 from tests.harness.checkpoints import WholeModel, assert_same, make_model, save

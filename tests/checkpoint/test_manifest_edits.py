@@ -21,8 +21,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_zero.checkpoint.consolidate import ConsolidateError, consolidate
-from hf_zero.checkpoint.manifest import manifest_path
+from hf_zero.checkpoint.consolidate import consolidate
+from hf_zero.checkpoint.format import ConsolidateError, manifest_path
 from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.cli.main import main
@@ -162,8 +162,8 @@ def test_an_edited_manifest_is_refused_or_read_right(
     model, folder, out = make_model(), tmp_path / "checkpoint", tmp_path / "out.safetensors"
     lr_scheduler = {"last_epoch": 3, "base_lrs": [1e-3]}
     guard = {"cur_scale": 1.0, "skipped_steps": 0}
-    extra = {"optimizer": "AdamW", "lr_scheduler": lr_scheduler, "lr_scheduler_class": "StepLR", "step_guard": guard}
-    save(folder, model, 2, 64, extra=extra)
+    kinds = {"optimizer": "AdamW", "lr_scheduler_class": "StepLR"}
+    save(folder, model, 2, 64, lr_scheduler=lr_scheduler, step_guard=guard, **kinds)
     original = json.loads(manifest_path(folder).read_bytes())
     consolidate(folder, out)
     want = load_file(out)

@@ -19,8 +19,9 @@ from torch import nn
 import hf_zero
 from hf_zero import CheckpointError
 from hf_zero.checkpoint import background, committers, file_exchange, writer
-from hf_zero.checkpoint.consolidate import ConsolidateError, consolidate
-from hf_zero.checkpoint.manifest import read_manifest
+from hf_zero.checkpoint.consolidate import consolidate
+from hf_zero.checkpoint.folders import read_manifest
+from hf_zero.checkpoint.format import ConsolidateError
 from hf_zero.errors import ZeroError
 from tests.checkpoint.test_resume import Net, offload
 from tests.harness.ranks import RankFailure, run_ranks, try_ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_zero.checkpoint import rank_file
-from hf_zero.checkpoint.consolidate import BLOCK_BYTES, ConsolidateError, consolidate
-from hf_zero.checkpoint.manifest import FileInfo, SaveInfo, TensorInfo, read_manifest, zero_folder
+from hf_zero.checkpoint import rank_writer
+from hf_zero.checkpoint.consolidate import consolidate
+from hf_zero.checkpoint.direct_reads import ReadAhead
+from hf_zero.checkpoint.folders import read_manifest
+from hf_zero.checkpoint.format import BLOCK_BYTES, ConsolidateError, FileInfo, SaveInfo, TensorInfo, zero_folder
 from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.checkpoint.writer import Chunked, SliceState, build_manifest, commit, prepare_folder, write_rank_file
 from hf_zero.errors import CheckpointError
@@ -24,6 +27,7 @@ from hf_zero.extras.cli.main import main
 from hf_zero.layout import Piece, UnitLayout
 from tests.checkpoint.test_manifest_edits import VERSION_1, read_all
 from tests.harness.checkpoints import assert_holds, assert_same, make_model, save
+from tests.harness.in_memory import SHARED_MEMORY
 
 NUMEL = 5 * BLOCK_BYTES // 4 + 1000  # a little more than five blocks of floats
 
@@ -57,6 +61,37 @@ def flip(path: Path, bit: int) -> None:
 
 def part(start: int, numel: int) -> list[Piece]:
     return [Piece("w", start, numel, 0, 0)]
+
+
+def forget_cached(folder: Path) -> None:
+    """Have the page cache give up the rank files."""
+    for path in zero_folder(folder).glob("rank-*"):
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_a_load_reads_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that begin and end inside blocks, large enough for threads, and the same through the page cache."""
+    assert not tmp_path.is_relative_to(SHARED_MEMORY), "conftest.py: files in memory are not read past the page cache"
+    values = large(tmp_path, 3, 120_000)
+    file_system = subprocess.check_output(["stat", "-f", "-c", "%T", tmp_path]).strip()
+    fills, fill = [], ReadAhead.fill
+    monkeypatch.setattr(ReadAhead, "fill", lambda *arguments: fills.append(fill(*arguments)) or fills[-1])
+    forget_cached(tmp_path)
+
+    def read() -> None:
+        with open_checkpoint(tmp_path) as reader:
+            for start, numel in ((0, values.numel()), (7, 1000), (NUMEL - 5, BLOCK_BYTES)):
+                assert_same(reader.read("w", "master", part(start, numel)), values[start : start + numel])
+
+    read()
+    assert any(fills) or file_system == b"tmpfs", "nothing was read past the page cache"
+    fills.clear()
+    with monkeypatch.context() as patch:
+        patch.delattr(os, "O_DIRECT", raising=False)
+        read()
+    assert not fills
 
 
 # -------------------------------------------------------------------- checksums
@@ -175,9 +210,9 @@ def test_both_ways_of_writing_give_the_same_file(tmp_path: Path, monkeypatch: py
     for number in range(5):
         for how in ("strided", "chunks"):
             assert torch.equal(loaded[f"w::{how}{number}"], loaded[f"w::whole{number}"])
-    monkeypatch.setattr(rank_file, "STAGE_BYTES", 3 * 4096)  # many turns, which end in the middle of tensors
+    monkeypatch.setattr(rank_writer, "STAGE_BYTES", 3 * 4096)  # many turns, which end in the middle of tensors
     write(tmp_path / "small")
-    monkeypatch.setattr(rank_file, "_has_library", lambda: False)
+    monkeypatch.setattr(rank_writer, "_has_library", lambda: False)
     write(tmp_path / "plain")
     for other in ("small", "plain"):
         assert (tmp_path / other / "zero" / native.name).read_bytes() == content, other

@@ -16,7 +16,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.checkpoint.consolidate import consolidate
-from hf_zero.checkpoint.manifest import manifest_path
+from hf_zero.checkpoint.format import manifest_path
 from hf_zero.layout import ALIGN, UnitLayout
 from tests.harness.checkpoints import with_unaligned_parts
 from tests.harness.ranks import run_ranks

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.checkpoint.manifest import zero_folder
-from hf_zero.checkpoint.rank_file import DataWriter
+from hf_zero.checkpoint.format import zero_folder
+from hf_zero.checkpoint.rank_writer import DataWriter
 from tests.harness.ranks import run_ranks
 
 WIDTH = 24

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_zero.checkpoint.latest import latest_files
+from hf_zero.checkpoint.folders import latest_files
 from tests.checkpoint.test_consolidate import assert_equal, expected, run_alone
 from tests.harness.checkpoints import WholeModel, make_model, save
 

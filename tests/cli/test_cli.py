@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hf_zero.checkpoint import consolidate as script
-from hf_zero.checkpoint.manifest import manifest_path, zero_folder
+from hf_zero.checkpoint.format import manifest_path, zero_folder
 from hf_zero.extras.cli import report
 from hf_zero.extras.cli.main import COMMANDS, main
 from hf_zero.extras.cli.text import format_bytes, plural

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hf_zero
 from conversion.dcp import from_dcp, to_dcp
-from hf_zero.checkpoint.manifest import read_manifest
+from hf_zero.checkpoint.folders import read_manifest
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.cli.main import main
 from tests.harness.ranks import run_ranks
@@ -259,7 +259,7 @@ def optimizer_of(folder: Path, optimizer: type[torch.optim.Optimizer]) -> Any:
     weights, state = get_state_dict(model, run, options=options)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=folder / "plain", no_dist=True)
     from_dcp(folder / "plain", folder / "out")
-    return read_manifest(folder / "out").extra["optimizer"]
+    return read_manifest(folder / "out").optimizer
 
 
 def test_an_optimizer_with_the_state_of_another_is_refused(tmp_path: Path) -> None:

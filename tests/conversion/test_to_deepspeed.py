@@ -132,7 +132,7 @@ def test_the_loss_scale_goes_along(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path / "sgd", make_model(0), 1, extra={"optimizer": "SGD"}, param_groups=[{"lr": 1.0}])
+    save(tmp_path / "sgd", make_model(0), 1, optimizer="SGD", param_groups=[{"lr": 1.0}])
     with pytest.raises(CheckpointError, match="was saved with SGD: a checkpoint of DeepSpeed holds Adam and AdamW"):
         to_deepspeed(tmp_path / "sgd", tmp_path / "out")
     convert(DATA / "stage2", tmp_path / "ours")

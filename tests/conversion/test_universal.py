@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,9 +22,9 @@ import torch.distributed as dist
 import hf_zero
 from conversion.deepspeed import STAND_INS, convert
 from conversion.pickles import load_anything, load_pickle
-from conversion.target import ConvertedParam, ConvertedRun, write_checkpoint
+from conversion.target import NOTHING_KNOWN, ConvertedParam, write_checkpoint
 from conversion.universal import from_universal, to_universal
-from hf_zero.checkpoint.manifest import read_manifest
+from hf_zero.checkpoint.folders import read_manifest
 from hf_zero.checkpoint.writer import Chunked
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.cli.main import main
@@ -137,7 +138,7 @@ def test_nothing_is_lost_on_the_way_there_and_back(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------- bad input
-def saved_with(folder: Path, steps: list[float | None], extra: dict[str, Any], group: dict[str, Any]) -> Path:
+def saved_with(folder: Path, steps: list[float | None], known: dict[str, Any], group: dict[str, Any]) -> Path:
     """A checkpoint of hf_zero with a parameter of three elements for each of `steps`."""
     ones = Chunked(3, torch.float32, lambda: iter([torch.ones(3)]))
     params = []
@@ -145,7 +146,7 @@ def saved_with(folder: Path, steps: list[float | None], extra: dict[str, Any], g
         kinds = ("master",) if step is None else ("master", "exp_avg", "exp_avg_sq")
         scalars = {} if step is None else {"step": step}
         params.append(ConvertedParam(f"p{number}", (3,), torch.float32, True, dict.fromkeys(kinds, ones), scalars))
-    write_checkpoint(folder, params, {}, ConvertedRun(param_groups=[group], extra=extra))
+    write_checkpoint(folder, params, {}, replace(NOTHING_KNOWN, param_groups=[group], **known))
     return folder
 
 

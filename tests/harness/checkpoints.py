@@ -11,10 +11,18 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.consolidate import DEEPSPEEDS_NAME
-from hf_zero.checkpoint.manifest import SCRIPT_NAME, FileRecord, SaveInfo, TensorInfo, scripts
+from hf_zero.checkpoint.format import SaveInfo, TensorInfo
 from hf_zero.checkpoint.reader import open_checkpoint
-from hf_zero.checkpoint.writer import SliceState, build_manifest, check_info, commit, prepare_folder, write_rank_file
+from hf_zero.checkpoint.stand_alone import scripts
+from hf_zero.checkpoint.writer import (
+    FileRecord,
+    SliceState,
+    build_manifest,
+    check_info,
+    commit,
+    prepare_folder,
+    write_rank_file,
+)
 from hf_zero.layout import Slice, UnitLayout
 
 
@@ -108,7 +116,7 @@ def save_info(model: WholeModel, layouts: tuple[UnitLayout, ...], **changes: Any
         param_groups=[{"lr": 1e-3, "betas": (0.9, 0.999), "foreach": None}],
         global_step=20,
         client_state={"epoch": 1.5, "losses": [float("inf"), 2.0]},
-        extra={"note": "\u00e9"},
+        converted_from="\u00e9",
     )
     return replace(info, **changes)
 
@@ -143,7 +151,7 @@ def save(
         buffers = model.buffers if rank == 0 else None
         states = model.rank_states(layouts, rank)
         records.append(write_rank_file(folder, rank, states, buffers, save_id=save_id, info=info))
-    own = scripts(folder, SCRIPT_NAME, DEEPSPEEDS_NAME)
+    own = scripts(folder)
     commit(folder, build_manifest(info, records[::-1]), {**own, **(beside or {})})
     return info
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.checkpoint import atomic_files, background, collective, rank_file, writer
+from hf_zero.checkpoint import atomic_files, background, collective, rank_writer, writer
 from hf_zero.checkpoint.snapshot import SnapshotMemory
 from hf_zero.distributed.store_protocol import Letters
 
@@ -20,7 +20,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "what is saved is found": (collective._Saved, "collect"),
     "the snapshot": (SnapshotMemory, "copy"),
     "a rank file begins": (collective, "write_rank_file"),
-    "tensors are written": (rank_file.DataWriter, "write"),
+    "tensors are written": (rank_writer.DataWriter, "write"),
     "the header is written": (writer, "encode_rank_header"),
     "a file is synced": (atomic_files.os, "fsync"),
     "a file gets its name": (atomic_files.os, "replace"),

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import hf_zero
-from hf_zero.checkpoint.consolidate import ConsolidateError, consolidate
+from hf_zero.checkpoint.consolidate import consolidate
+from hf_zero.checkpoint.format import ConsolidateError
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.cli.main import main
 from hf_zero.hf.trainer.resume import agree_on_checkpoint, checkpoint_to_resume

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.checkpoint.latest import chosen
-from hf_zero.checkpoint.manifest import read_manifest
-from hf_zero.checkpoint.optimizer_state import GROUP_OF
+from hf_zero.checkpoint.folders import chosen, read_manifest
 from hf_zero.errors import StateError
 from tests.harness.ranks import run_ranks
 from tests.runtime.test_second_model import Net
@@ -90,7 +88,7 @@ def sharded(stage: int, more: dict[str, Any], late: bool, folder: str) -> dict[s
     engine.save_checkpoint(folder)
     # A new run, with all of them trainable from the start, goes on where this one ended.
     again = build()
-    group_of = read_manifest(chosen(folder)).extra.get(GROUP_OF, {})
+    group_of = read_manifest(chosen(folder)).param_group_of
     assert len(set(group_of.values())) == (len(optimizer.param_groups) if late else 0)
     groups: list[dict[str, Any]] = [{"params": []} for _ in optimizer.param_groups]
     for name, param in again.named_parameters():

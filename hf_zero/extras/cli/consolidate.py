@@ -14,8 +14,8 @@ from hf_zero.checkpoint.consolidate import (
     options_of,
     progress_bar,
 )
-from hf_zero.checkpoint.latest import chosen
-from hf_zero.checkpoint.manifest import ORIGINAL_NAMES, check_files, read_manifest
+from hf_zero.checkpoint.folders import check_files, chosen, read_manifest
+from hf_zero.checkpoint.format import ORIGINAL_NAMES
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.cli.text import format_bytes
 

@@ -11,11 +11,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.consolidate import RankFiles, progress_bar
+from hf_zero.checkpoint.consolidate import progress_bar
 from hf_zero.checkpoint.file_list import Listed, changed_files, read_list
-from hf_zero.checkpoint.latest import chosen
-from hf_zero.checkpoint.manifest import Manifest, manifest_path, offering, read_manifest
+from hf_zero.checkpoint.folders import chosen, offering, read_manifest
+from hf_zero.checkpoint.format import Manifest, manifest_path
 from hf_zero.checkpoint.published_weights import damaged_files
+from hf_zero.checkpoint.rank_reader import RankFiles
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.cli.text import format_bytes, plural, print_table
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     if not manifest_path(folder).exists() and (listed := read_list(folder)) is not None:
         return _run_on_weights(folder, listed, args)
     manifest = read_manifest(folder)
-    with offering(folder), closing(RankFiles(folder, manifest.to_json())) as files:
+    with offering(folder), closing(RankFiles(folder, manifest)) as files:
         if args.verify:
             _verify(files, manifest)
         else:

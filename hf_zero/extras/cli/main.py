@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from hf_zero.checkpoint.consolidate import CLEAR_LINE, ConsolidateError, signals_raise
-from hf_zero.checkpoint.manifest import package_version
+from hf_zero.checkpoint.consolidate import CLEAR_LINE, signals_raise
+from hf_zero.checkpoint.format import ConsolidateError, package_version
 from hf_zero.errors import ZeroError
 from hf_zero.extras.cli import bench, config, consolidate, convert, estimate, inspect, launch, profile, report
 

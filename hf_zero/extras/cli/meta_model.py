@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from hf_zero.checkpoint.consolidate import parse_json
+from hf_zero.checkpoint.format import parse_json
 from hf_zero.errors import ConfigError
 
 DEFAULT_LENGTH = 1024

@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterable
 from typing import Any
 
-from hf_zero.checkpoint.manifest import package_version
+from hf_zero.checkpoint.format import package_version
 from hf_zero.errors import NativeError, ZeroError
 from hf_zero.extras.cli.text import format_bytes, print_table
 from hf_zero.native.machine import memory_bytes, usable_cores

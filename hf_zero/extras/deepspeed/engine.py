@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from hf_zero.checkpoint.consolidate import ConsolidateError, published
+from hf_zero.checkpoint.consolidate import published
+from hf_zero.checkpoint.format import ConsolidateError
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.optim.hyperparameters import learning_rates, momenta

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, core_model_loadi
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import logging as bars
 
-from hf_zero.checkpoint.manifest import ORIGINAL_NAMES
+from hf_zero.checkpoint.format import ORIGINAL_NAMES
 from hf_zero.distributed.processes import agree, all_ranks_give, join_processes, wrong_on_all
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.extras.pipeline.decoder_parts import Anatomy, DecoderLayer, Embeddings, Head, LayerCalls

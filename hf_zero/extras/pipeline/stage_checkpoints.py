@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.collective import Session
-from hf_zero.checkpoint.manifest import TensorInfo
+from hf_zero.checkpoint.format import TensorInfo
 from hf_zero.checkpoint.scheduler_state import plain
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm

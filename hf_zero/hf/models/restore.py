@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_zero.checkpoint.consolidate import parse_json
+from hf_zero.checkpoint.format import parse_json
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import CheckpointError
 from hf_zero.hf.models.name_matching import match_stored

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.consolidate import TORCH_NAMES, SafetensorsFile
+from hf_zero.checkpoint.format import TORCH_NAMES
+from hf_zero.checkpoint.rank_reader import SafetensorsFile
 from hf_zero.errors import CheckpointError
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from hf_zero.checkpoint.committers import find_committers, is_committer
-from hf_zero.checkpoint.consolidate import check_sizes
-from hf_zero.checkpoint.manifest import manifest_path, offering, read_manifest, zero_folder
+from hf_zero.checkpoint.folders import offering, read_manifest
+from hf_zero.checkpoint.format import check_sizes, manifest_path, zero_folder
 from hf_zero.checkpoint.published_weights import damaged_files
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.processes import agree, all_ranks_give
@@ -127,10 +127,10 @@ def _view(folder: Path) -> _View | None:
         identity, missing = None, frozenset[str]()
         if zero_folder(folder).is_dir():
             manifest = read_manifest(folder)
-            sizes = {file.name: file.size for file in manifest.files}
-            missing = frozenset(name for name in sizes if not (zero_folder(folder) / name).exists())
+            here = [file for file in manifest.files if (zero_folder(folder) / file.name).exists()]
+            missing = frozenset(file.name for file in manifest.files) - {file.name for file in here}
             with offering(folder):
-                check_sizes(folder, {name: size for name, size in sizes.items() if name not in missing})
+                check_sizes(folder, here)
             identity = manifest.identity
         if not (folder / TRAINER_STATE_NAME).is_file():
             return _View(f"{folder} is not complete: {TRAINER_STATE_NAME}, which is written last, is missing.")

@@ -21,7 +21,8 @@ from transformers.trainer_utils import SaveStrategy, sort_checkpoints
 
 from hf_zero.checkpoint.agreement import refuse_differences
 from hf_zero.checkpoint.file_list import SMALL_BYTES, changed_files, read_list
-from hf_zero.checkpoint.manifest import FROZEN_DIGESTS, check_files, manifest_path, offer, read_manifest, zero_folder
+from hf_zero.checkpoint.folders import check_files, offer, read_manifest
+from hf_zero.checkpoint.format import manifest_path, zero_folder
 from hf_zero.checkpoint.published_weights import damaged_files
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.processes import agree, all_ranks_give, call_site
@@ -39,7 +40,7 @@ def has_sharded_state(folder: str | Path) -> bool:
 
 def lacks_frozen_weights(folder: str | Path) -> bool:
     """Whether the sharded state in `folder` was committed without the weights that are not trained."""
-    return bool(read_manifest(folder).extra.get(FROZEN_DIGESTS))
+    return bool(read_manifest(folder).frozen_digests)
 
 
 def why_torn(folder: str | Path) -> str | None:

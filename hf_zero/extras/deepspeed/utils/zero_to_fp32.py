@@ -13,14 +13,9 @@ from pathlib import Path
 import torch
 
 from hf_zero.access.load_fp32 import ModelT, load_fp32_into
-from hf_zero.checkpoint.consolidate import (
-    ONE_FILE,
-    ConsolidateError,
-    Options,
-    consolidate_into,
-    parse_bytes,
-)
-from hf_zero.checkpoint.latest import chosen
+from hf_zero.checkpoint.consolidate import ONE_FILE, Options, consolidate_into, parse_bytes
+from hf_zero.checkpoint.folders import chosen
+from hf_zero.checkpoint.format import ConsolidateError
 from hf_zero.checkpoint.lazy_state_dict import load_fp32_state_dict
 from hf_zero.errors import CheckpointError, ConfigError
 

@@ -22,7 +22,7 @@ from types import TracebackType
 import torch
 
 from hf_zero.checkpoint.atomic_files import OpenFile
-from hf_zero.checkpoint.consolidate import BLOCK_BYTES
+from hf_zero.checkpoint.format import BLOCK_BYTES
 from hf_zero.config.resolved import Aio
 from hf_zero.errors import NativeError
 from hf_zero.native import checksum
