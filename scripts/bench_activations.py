@@ -112,7 +112,7 @@ def deepspeed(**keys: Any) -> Iterator[Checkpoint]:
 
 
 def variants(layers: int, *, peers: bool) -> dict[str, Callable[[], Any]]:
-    whole = {"partition_activations": True}
+    whole: dict[str, Any] = {"partition_activations": True}
     arena = {**whole, "contiguous_checkpointing": True, "num_checkpoints": layers}
     common: dict[str, Callable[[], Any]] = {PLAIN: plain, BASE: lambda: of_torch(reentrant=True)}
     if peers:
@@ -267,7 +267,7 @@ def summary(rows: Rows) -> dict[str, Mapping[str, float]]:
     def ratio(figures: dict[str, list[float]], figure: str) -> float:
         return statistics.median(a / b for a, b in zip(figures[figure], rows[BASE][figure], strict=True))
 
-    found = {}
+    found: dict[str, Mapping[str, float]] = {}
     for name in variants(1, peers="deepspeed" in rows):  # rows are in the order of the first round
         figures = rows[name]
         held, peak = statistics.median(figures["held"]), statistics.median(figures["peak"])

@@ -105,7 +105,8 @@ def main() -> int:
         Path(args.worker).write_text(json.dumps(work(args.numel[0], args.threads[0], args.rounds)))
         return 0
     print(f"{datetime.date.today()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}\n")
-    results, missed = [], []
+    results: list[Any] = []
+    missed: list[str] = []
     for numel in args.numel:
         for threads in args.threads:
             results.append(run_apart(numel, threads, args))

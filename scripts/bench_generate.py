@@ -183,11 +183,11 @@ def report(args: argparse.Namespace, result: dict[str, Any]) -> Verdict:
     head += [f"by CPU x {base}" for base in bases]
     lines += ["", benchlib.table(head, rows), "", _LEGEND]
     ok = True
-    for name, (base, target) in TARGETS.items():
-        if name in seconds and base in seconds:
-            ratio = benchlib.paired(seconds[base], seconds[name])
+    for name, (other, target) in TARGETS.items():
+        if name in seconds and other in seconds:
+            ratio = benchlib.paired(seconds[other], seconds[name])
             met = ratio >= target
-            lines.append(f"{name} over {base}: {ratio:.3f}, target {target}: {'ok' if met else 'MISSED'}")
+            lines.append(f"{name} over {other}: {ratio:.3f}, target {target}: {'ok' if met else 'MISSED'}")
             ok = ok and met
     for name, count in result["differing"].items():
         if count:

@@ -202,7 +202,7 @@ def memory(folder: Path, arguments: argparse.Namespace) -> bool:
     listed = ", ".join(f"{one / 1e6:.0f}" for one in peaks)
     print(f"peak of {arguments.ranks} ranks over the memory before, MB: {listed}")
     print(f"bound {bound / 1e6:.0f} (model {total / 1e6:.0f}, largest tensor {largest / 1e6:.0f})")
-    return max(peaks) <= bound
+    return bool(max(peaks) <= bound)
 
 
 def main() -> None:

@@ -228,7 +228,7 @@ class Series:
     """What was measured of one variant: on one rank, and after `over_ranks` on all of them."""
 
     wall_s: list[list[float]] = dataclasses.field(default_factory=list)  # [round][step]; the slowest rank's
-    passes_s: list[list[Sequence[float]]] = dataclasses.field(default_factory=list)  # [round][step][PASSES], CPU
+    passes_s: list[list[list[float]]] = dataclasses.field(default_factory=list)  # [round][step][PASSES], CPU
     cpu_s: list[float] = dataclasses.field(default_factory=list)  # [round], per step; the sum over ranks
     faults: list[float] = dataclasses.field(default_factory=list)  # [round], minor page faults per step; the sum
     busy_s: list[float] = dataclasses.field(default_factory=list)  # [round], per step; of all cores, by anybody

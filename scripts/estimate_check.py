@@ -57,8 +57,8 @@ def live_bytes() -> int:
                 continue  # the mapping that a block was cut out of
             storage = found.untyped_storage()
             last = sum((size - 1) * stride for size, stride in zip(found.shape, found.stride(), strict=True))
-            low = found.storage_offset() * found.element_size()
-            high = min(low + (last + 1) * found.element_size(), storage.nbytes())
+            low = int(found.storage_offset()) * found.element_size()
+            high = min(low + (int(last) + 1) * found.element_size(), storage.nbytes())
             before = spans.get(storage.data_ptr(), (low, high))
             spans[storage.data_ptr()] = (min(low, before[0]), max(high, before[1]))
     return sum(max(high - low, 0) for low, high in spans.values())

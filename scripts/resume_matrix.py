@@ -71,7 +71,7 @@ def limit(places: list[Place]) -> float:
 
 def resume_at(target: Place, sources: list[Place], scratch: str) -> tuple[list[dict[str, Any]], str]:
     """What the runs of `sources` go on as at `target`; or nothing, and why."""
-    call = (resume_each, (target.stage, [folder_of(source, scratch) for source in sources], target.medium), {})
+    call: Any = (resume_each, (target.stage, [folder_of(source, scratch) for source in sources], target.medium), {})
     ended = ranks.try_ranks(call, target.world, timeout=limit(sources), wait_for_all=False)
     failed = [one for one in ended.outcomes if isinstance(one, ranks.RankFailure)]
     if ended.hang or failed:

@@ -57,7 +57,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     watch = MemoryWatch()
     torch.set_default_dtype(torch.bfloat16)
     size = ModelSize.of(args)
-    model = size.build()
+    model: Any = size.build()
     torch.set_default_dtype(torch.float32)
     model.gradient_checkpointing_enable()
     numel = sum(param.numel() for param in model.parameters())

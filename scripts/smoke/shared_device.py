@@ -14,7 +14,8 @@ from smoke.training import Task
 def check(task: Task, device: str) -> Iterator[Row]:
     """On every rank."""
     host_group.register()
-    comm.refuse_shared_device = lambda device: None  # what it refuses is what is to be seen here
+    # This run is to show what is refused otherwise.
+    comm.refuse_shared_device = lambda device: None  # type: ignore[assignment]
     hf_zero.init_distributed()
     for row in over_ranks.check(task, device, 2):
         yield Row(row.what.replace("2 ranks", "2 ranks on one device"), row.status, row.detail)

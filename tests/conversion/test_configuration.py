@@ -46,9 +46,9 @@ def test_public_configurations_resolve_to_the_same_or_are_refused_alike() -> Non
         try:
             wanted = ZeroConfig.load(path)
         except ConfigError as error:
-            with pytest.raises(ConfigError) as mine:
+            with pytest.raises(ConfigError) as raised:
                 convert_config(path)
-            assert str(mine.value).splitlines()[0] == str(error).splitlines()[0]
+            assert str(raised.value).splitlines()[0] == str(error).splitlines()[0]
             continue
         if wanted.check():
             with pytest.raises(ConfigError, match=r"not supported yet|unknown key|needs number_checkpoints"):

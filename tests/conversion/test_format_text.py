@@ -101,7 +101,7 @@ def joined(layout: dict[str, Any], slot: list[Any], kind: str, dtype: str, files
         rank = (position - start) // part
         count = min(start + (rank + 1) * part, end) - position
         file = files[layout.get("first_rank", 0) + rank]
-        parts.append(stored(*file, f"{name}::{kind}", dtype)[used[rank] : used[rank] + count])
+        parts.append(stored(file[0], file[1], f"{name}::{kind}", dtype)[used[rank] : used[rank] + count])
         used[rank] += count
         position += count
     return np.concatenate(parts).reshape(shape)

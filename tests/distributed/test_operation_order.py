@@ -20,8 +20,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import hf_zero
-from hf_zero.distributed import comm, operation_log
 from hf_zero.distributed import comm as comm_module
+from hf_zero.distributed import group_work, operation_log
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.operation_log import OperationLog, difference_of
 from hf_zero.engine import recovery
@@ -106,7 +106,7 @@ def start(stage: int, zero: dict[str, Any]) -> ZeroEngine:
 
 def run_cases(stage: int, zero: dict[str, Any], seed: int, count: int) -> dict[str, int]:
     """How the cases ended. All ranks must see the same end of each."""
-    operation_log.STALLED_AFTER_S = comm.FIRST_LOOK_S = comm.LOOK_EVERY_S = 0.02
+    operation_log.STALLED_AFTER_S = group_work.FIRST_LOOK_S = group_work.LOOK_EVERY_S = 0.02
     engine, plain = start(stage, zero), build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     ends: dict[str, int] = collections.Counter()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -151,7 +153,7 @@ class Conv(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], layers: int) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase], layers: int) -> None:
         super().__init__()
         self.rnn = kind(WIDTH, WIDTH, num_layers=layers)
 

@@ -84,7 +84,8 @@ class Recorder:
         for root in roots:
             root.addHandler(handler)
             root.setLevel(logging.INFO)
-        new_group, allocate, library = dist.new_group, os.posix_fallocate, aio._native()
+        new_group, allocate = dist.new_group, os.posix_fallocate
+        library: Any = aio._native()
         create = library.hz_aio_create
 
         def allocated(file: int, offset: int, size: int) -> None:

@@ -122,10 +122,11 @@ def set_tf32(folder: str, asked: bool | None, has_hardware: bool) -> tuple[str, 
     transformers.training_args.is_torch_tf32_available = lambda: has_hardware  # type: ignore[attr-defined]
     named = runs.arguments(folder, max_steps=1, **({} if asked is None else {"tf32": asked}))
     args = hf_zero.TrainingArguments(**named, zero={"zero_optimization": {"stage": 3}})
-    before = torch.backends.fp32_precision
+    before = torch.backends.fp32_precision  # type: ignore[attr-defined]
     trainer = hf_zero.Trainer(model=runs.build(), args=args, train_dataset=runs.examples(8, 1))
     trainer.train()
-    return before, torch.backends.cuda.matmul.fp32_precision == "tf32", torch.backends.fp32_precision
+    after = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    return before, torch.backends.cuda.matmul.fp32_precision == "tf32", after
 
 
 @pytest.mark.slow

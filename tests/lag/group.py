@@ -57,7 +57,7 @@ class LagGroup(dist.ProcessGroup):
     supports_coalescing = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = ""
         self.under_way: dict[int, LagWork] = {}  # nobody has waited for them
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)

@@ -129,7 +129,7 @@ def test_state_goes_on_where_it_was(scaler: type[PlainScaler]) -> None:
     assert got == expected[32:]
 
 
-WRONG = {
+WRONG: dict[str, list[object]] = {
     "fp16.loss_scale": [-1, True, "x", float("inf"), float("nan")],
     "fp16.loss_scale_window": [0, -5, 1.5],
     "fp16.hysteresis": [0],

@@ -71,7 +71,7 @@ def everything(engine: ZeroEngine) -> dict[str, torch.Tensor]:
     found = {}
     for unit in engine.units:
         for buffer in unit.flats:
-            found[f"{unit.name}/shard"] = torch.cat([part.clone().float() for part in buffer.shard.parts])
+            found[f"{unit.name}/shard"] = torch.cat([part.clone().float() for part in buffer.shard.parts])  # type: ignore[attr-defined]
     for name, param in engine.module.named_parameters():
         for kind in ("master", "exp_avg", "exp_avg_sq"):
             found[f"{name}/{kind}"] = hf_zero.full_optimizer_state(param, kind)

@@ -146,7 +146,7 @@ def asks_for_no_values() -> None:
         assert like.shape == param.shape and type(like) is torch.Tensor
     assert torch.zeros(2).to(param).dtype == param.dtype and param.is_leaf and param.requires_grad
     assert WEIGHT in repr(param) and hash(param) == hash(param)
-    assert torch.autograd.graph.get_gradient_edge(param).node.variable is param
+    assert torch.autograd.graph.get_gradient_edge(param).node.variable is param  # type: ignore[attr-defined]
     engine.teardown()
     assert type(param) is nn.Parameter and not param.isnan().any()
 
