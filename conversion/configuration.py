@@ -15,11 +15,10 @@ from typing import Any
 import yaml
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.keys import ROOT
+from hf_zero.config.keys import REFUSED, root, status
 from hf_zero.config.parse import COMMENTS
 from hf_zero.config.problems import raise_all
 from hf_zero.config.schema import Alias, Block, find, put
-from hf_zero.config.supported import REFUSED, fate
 from hf_zero.errors import ConfigError
 
 _OFFLOAD = "zero_optimization.offload"
@@ -122,7 +121,7 @@ def _of_deepspeed(config: ZeroConfig) -> Converted:
         raise_all(config.source, problems)
     converted = Converted(config.values)
     for path, value in _leaves(config.raw):
-        verdict, note = _fate(config, path, value)
+        verdict, note = _status(config, path, value)
         converted.lines.append(f"{verdict}: {path} = {json.dumps(value)}{note}")
         if verdict == "ignored":
             _remove(converted.values, path.split("."))
@@ -130,10 +129,10 @@ def _of_deepspeed(config: ZeroConfig) -> Converted:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys with their values; a block stands for all that is inside where its fate is that of all."""
+    """Keys with their values; a block stands for all that is inside where its status is that of all."""
     for name, value in values.items():
         path = f"{prefix}{name}"
-        row = find(ROOT, path)
+        row = find(root(), path)
         inside = isinstance(row, Block) and not row.refused and not row.no_effect and not row.free
         if inside and isinstance(value, Mapping) and value and not path.endswith(".params"):
             yield from _leaves(value, f"{path}.")
@@ -141,8 +140,8 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield path, value
 
 
-def _fate(config: ZeroConfig, path: str, value: Any) -> tuple[str, str]:
-    row = find(ROOT, path)
+def _status(config: ZeroConfig, path: str, value: Any) -> tuple[str, str]:
+    row = find(root(), path)
     if path.rpartition(".")[2].startswith(COMMENTS):
         return "ignored", ": a comment"
     if value is None:
@@ -151,7 +150,7 @@ def _fate(config: ZeroConfig, path: str, value: Any) -> tuple[str, str]:
         return "changed", f", which is {row.target} = {json.dumps(config.get(row.target))}"
     if row is not None and row.no_effect:
         return "ignored", f": {row.no_effect}"
-    if row is not None and fate(row).verdict == REFUSED and not row.is_on(value):
+    if row is not None and status(row).verdict == REFUSED and not row.is_on(value):
         return "ignored", ": off"
     found = config.get(path)
     if isinstance(row, Block) or found == value:

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.supported import NOTHING_TO_DO, OBEYED, OTHER_NAME, REFUSED, keys
+from hf_zero.config.keys import NOTHING_TO_DO, OBEYED, OTHER_NAME, REFUSED, statuses
 from hf_zero.errors import ConfigError
 
 OUT = Path(__file__).resolve().parents[1] / "hf_zero" / "config" / "SUPPORTED.md"
@@ -40,17 +40,14 @@ def key_tables() -> str:
     """One table for each verdict. A block that is refused as a whole stands in one row."""
     parts = [INTRODUCTION]
     for verdict, title in VERDICTS.items():
-        found = [(path, fate.reason) for path, fate in keys() if fate.verdict == verdict]
+        found = [(path, status.reason) for path, status in statuses() if status.verdict == verdict]
         parts.append(f"## {title[0].upper()}{title[1:]} ({len(found)})\n\n{_table(verdict, found)}")
     return "\n".join(parts)
 
 
 def _table(verdict: str, found: list[tuple[str, str]]) -> str:
-    if verdict == OBEYED:
-        lines = [f"- `{path}`{f', {reason}' if reason else ''}" for path, reason in found]
-    else:
-        head = {NOTHING_TO_DO: "why", REFUSED: "instead", OTHER_NAME: "name"}[verdict]
-        lines = [f"| key | {head} |", "|---|---|", *(f"| `{path}` | {reason} |" for path, reason in found)]
+    head = {OBEYED: "what it does", NOTHING_TO_DO: "why", REFUSED: "instead", OTHER_NAME: "name"}[verdict]
+    lines = [f"| key | {head} |", "|---|---|", *(f"| `{path}` | {reason} |" for path, reason in found)]
     return "\n".join(lines) + "\n"
 
 

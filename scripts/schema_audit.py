@@ -190,7 +190,7 @@ def collect() -> dict[str, dict[str, Any]]:
 
 def differences(keys: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
     """Keys that hf_zero does not know, and those whose default differs."""
-    from hf_zero.config.keys import ROOT
+    from hf_zero.config.keys import root
     from hf_zero.config.schema import Block, Key, find
 
     def is_known(path: str) -> bool:
@@ -199,8 +199,8 @@ def differences(keys: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
             blocks.append(blocks[-1].rpartition(".")[0])
         if keys[path]["type"] == "object":
             return True  # an object of the running program: no file can give it
-        return find(ROOT, path) is not None or any(
-            isinstance(row := find(ROOT, block), Block) and row.free for block in blocks[1:]
+        return find(root(), path) is not None or any(
+            isinstance(row := find(root(), block), Block) and row.free for block in blocks[1:]
         )
 
     unknown = [
@@ -208,7 +208,7 @@ def differences(keys: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
     ]
     other = []
     for path, row in keys.items():
-        ours = find(ROOT, path)
+        ours = find(root(), path)
         if isinstance(ours, Key) and plain(ours.default) != row["default"] and not row.get("removed"):
             other.append(f"{path}: {row['default']!r} there, {ours.default!r} here")
     return unknown, other

@@ -23,10 +23,10 @@ from accelerate import Accelerator
 from torch import nn
 
 import hf_zero
-from hf_zero.config.resolved import PipelineSection
 from hf_zero.distributed import failure_monitor, operation_log
 from hf_zero.extras.deepspeed.engine import DeepSpeedEngine
 from hf_zero.extras.pipeline.pipeline_engine import PipelineEngine
+from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin
 from hf_zero.hf.models.generation import _Calls

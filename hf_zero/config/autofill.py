@@ -2,7 +2,7 @@
 
 A rule fills its key where the file says "auto". Where the file has a value instead, most rules demand that it equals
 the argument, compared by value ("8" is 8). Some rules also fill a key that is missing. Arguments and models are only
-looked at by attribute, so anything alike will do.
+looked at by attribute, so anything alike will do. What is left of the batch numbers follows from the others.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_zero.config.conditions import ACCUMULATION, MICRO, TRAIN
 from hf_zero.config.schema import number
 
 ABSENT: Any = object()  # where None is a value
@@ -54,10 +55,10 @@ class Rule:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("train_micro_batch_size_per_gpu", ("per_device_train_batch_size",), batch=True, fills_missing=True),
-    Rule("gradient_accumulation_steps", ("gradient_accumulation_steps",), fills_missing=True),
+    Rule(MICRO, ("per_device_train_batch_size",), batch=True, fills_missing=True),
+    Rule(ACCUMULATION, ("gradient_accumulation_steps",), fills_missing=True),
     Rule(
-        "train_batch_size",
+        TRAIN,
         ("world_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
         lambda *factors: math.prod(factors),
         "train_batch_size (calculated)",
@@ -175,3 +176,61 @@ def _widths(model: Any) -> Iterator[int]:
         shape = tuple(parameter.shape)
         if len(shape) >= 2 and max(shape[1:]) > 0:
             yield max(shape[1:])
+
+
+# ---------------------------------------------------------------- the batch numbers
+@dataclass(frozen=True)
+class Batch:
+    """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size.
+
+    `inferred` names the numbers that followed from the others, `defaulted` those set to 1 or so.
+    """
+
+    train: int
+    micro: int
+    accumulation: int
+    inferred: tuple[str, ...] = ()
+    defaulted: tuple[str, ...] = ()
+
+    def multiplies_up(self, world_size: int) -> bool:
+        product = self.micro * self.accumulation * world_size
+        return min(self.train, self.micro, self.accumulation) > 0 and self.train == product
+
+    def problem(self, world_size: int) -> str:
+        """DeepSpeed's text, which people search for."""
+        return (
+            "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * "
+            f"gradient_acc_step * world_size {self.train} != {self.micro} * {self.accumulation} * {world_size}"
+        )
+
+    def remedy(self, world_size: int) -> str:
+        """The nearest train_batch_size that would do, for what was given and not inferred."""
+        step = world_size
+        if MICRO not in self.inferred:
+            step *= self.micro
+        if ACCUMULATION not in (*self.inferred, *self.defaulted):
+            step *= self.accumulation
+        if MICRO in self.inferred or ACCUMULATION in self.inferred:
+            nearest = max(1, round(self.train / step)) * step
+            return f"Set train_batch_size to a multiple of {step}, such as {nearest}, or leave it out."
+        product = self.micro * self.accumulation * world_size
+        return f"Set train_batch_size to {product}, or leave one of the three out: it follows from the others."
+
+
+def complete_batch(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> Batch:
+    """Infer what is missing, in the six ways of DeepSpeed; with nothing to go by, one sample per rank and step."""
+    if train is not None and micro is not None and accumulation is not None:
+        return Batch(train, micro, accumulation)
+    if train is not None and micro is not None:
+        return Batch(train, micro, train // micro // world_size, (ACCUMULATION,))
+    if train is not None and accumulation is not None:
+        return Batch(train, train // world_size // accumulation, accumulation, (MICRO,))
+    if micro is not None and accumulation is not None:
+        return Batch(micro * accumulation * world_size, micro, accumulation, (TRAIN,))
+    if train is not None:
+        return Batch(train, train // world_size, 1, (MICRO,), (ACCUMULATION,))
+    if micro is not None:
+        return Batch(micro * world_size, micro, 1, (TRAIN,), (ACCUMULATION,))
+    steps = 1 if accumulation is None else accumulation
+    defaulted = (MICRO,) if accumulation is not None else (MICRO, ACCUMULATION)
+    return Batch(steps * world_size, 1, steps, (TRAIN,), defaulted)

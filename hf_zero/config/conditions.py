@@ -13,10 +13,7 @@ a run have names that begin with "@", and are known to some callers only:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from hf_zero.config.schema import When
+from hf_zero.config.schema import Get, When
 
 ZERO = "zero_optimization"
 STAGE = f"{ZERO}.stage"
@@ -24,12 +21,15 @@ OFFLOAD_PARAM, OFFLOAD_OPTIMIZER = f"{ZERO}.offload_param", f"{ZERO}.offload_opt
 FORCE = "zero_force_ds_cpu_optimizer"
 ACTIVATIONS = "activation_checkpointing"
 PARAMS = "optimizer.params"
+BATCH_KEYS = TRAIN, MICRO, ACCUMULATION = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
 # Types whose offloaded states are updated by native code.
 NATIVE = ("Adam", "AdamW")
 # The most elements of a tile of the native update: enough for a disk's full rate, and a few tiles are little memory.
 MAX_TILE_NUMEL = 1 << 22
-
-Get = Callable[[str], Any]  # the resolved value at a dotted path, or None; a fact
 
 
 class Unknown(Exception):
@@ -107,7 +107,6 @@ NO_DISK = When(
     lambda get: "nvme" not in (get(f"{OFFLOAD_PARAM}.device"), optimizer_device(get)),
     'with a device = "nvme" what is saved is on the disk',
 )
-NOT_NATIVE = When(lambda get: not updates_natively(get), "the native update of offloaded states has one way to run")
 TILES = When(
     lambda get: not updates_natively(get) or get(f"{ZERO}.sub_group_size") <= MAX_TILE_NUMEL,
     f"a tile of the native update has at most {MAX_TILE_NUMEL} elements",
@@ -131,14 +130,7 @@ SOME_OPS = When(lambda get: get("comms_logger.prof_all") is False, "comms_logger
 CONTIGUOUS_INPUTS = When(
     lambda get: get(f"{ACTIVATIONS}.contiguous_memory_optimization") is True, "contiguous_memory_optimization is off"
 )
-IN_PIPELINE = When(lambda get: get("@pipeline"), "the model is not a hf_zero.PipelineModule")
 OWN_LOADER = When(
     lambda get: get("@loader"),
     "no loader is made of training_data here; the script's own, or TrainingArguments.dataloader_drop_last, decides",
 )
-CORRECTED = When(
-    lambda get: get(f"{PARAMS}.bias_correction") is not False, "Adam without bias correction has one way to run"
-)
-NAMED_ADAM = When(lambda get: get("optimizer.type") == "Adam", "AdamW always decouples the weight decay")
-DECAYS = When(lambda get: bool(get("scheduler.params.decay_step_size")), "decay_step_size is 0, so nothing decays")
-CYCLES_BETAS = When(lambda get: get("scheduler.params.cycle_momentum") is not False, "cycle_momentum is off")

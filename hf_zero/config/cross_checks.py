@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_zero.config.conditions import (
     ACTIVATIONS,
@@ -13,16 +12,13 @@ from hf_zero.config.conditions import (
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     STAGE,
-    Get,
-    is_known,
     runs_in_torch,
 )
 from hf_zero.config.conditions import PARAMS as _PARAMS
-from hf_zero.config.keys import ROOT
-from hf_zero.config.optimizers import OTHER_OPTIMIZERS
-from hf_zero.config.precision import MAX_SCALE, MIN_SCALE
-from hf_zero.config.problems import Problems, either, show
-from hf_zero.config.schema import Alias, Block, look_up, walk
+from hf_zero.config.keys import root, typed_blocks
+from hf_zero.config.problems import Problems
+from hf_zero.config.resolved import MAX_SCALE, MIN_SCALE
+from hf_zero.config.schema import Alias, Block, Conflict, Get, either, look_up, show, walk
 
 CONTIGUOUS, NUMBER_CHECKPOINTS = f"{ACTIVATIONS}.contiguous_memory_optimization", f"{ACTIVATIONS}.number_checkpoints"
 _BUDGET = f"{ACTIVATIONS}.activation_memory"
@@ -30,35 +26,24 @@ _ON_DISK = f"{ACTIVATIONS}.nvme_path"
 MOMENTS = f"{_PARAMS}.fp32_optimizer_states"
 _OFFLOAD = f"{OFFLOAD_OPTIMIZER}.device"
 _PROF_OPS = "comms_logger.prof_ops"
-_PIPELINE = "pipeline"
-PARTITIONS = 'expected "parameters", "uniform", "type:REGEX" (of class names) or "profile"'
 _DELAYED = f"{OFFLOAD_OPTIMIZER}.delayed_update"
 # Of an engine, by DeepSpeed's names.
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast")
-# What torch's Adam has and Adam without bias correction has not.
-_NOT_UNCORRECTED = ("torch_adam", "amsgrad", "maximize", "capturable")
-
-
-class Conflict(NamedTuple):
-    """The value of `key` does not go with others."""
-
-    key: str
-    wrong: str
-    remedy: str
 
 
 def refusals(values: Mapping[str, Any], problems: Problems) -> list[str]:
     """Add a problem for each key that is on and not supported yet; return the blocks that are refused as a whole."""
     blocks = []
-    for path, row in walk(ROOT):
+    for path, row in walk(root()):
         if isinstance(row, Alias) or not row.refused:
             continue
         value = look_up(values, path)
         if row.is_on(value):
             blocks += [path] if isinstance(row, Block) else []
             problems.add(path, value, "not supported yet", row.refused, shown=_switch(path, value))
-    if look_up(values, "optimizer.type") in OTHER_OPTIMIZERS:
-        blocks.append(_PARAMS)
+    for name, block in typed_blocks():
+        kind = block.type_of(look_up(values, f"{name}.type"))
+        blocks += [f"{name}.params"] if kind is not None and kind.refused else []
     return blocks
 
 
@@ -75,14 +60,10 @@ def _switch(path: str, value: Any) -> tuple[str, Any]:
 
 def cross_problems(get: Get, args: Any, problems: Problems) -> None:
     """Add the problems that show only when several keys, facts or the training arguments are seen together."""
-    for conflicts in _CONFLICTS:
+    declared = [block.conflicts for block in root().keys.values() if isinstance(block, Block) and block.conflicts]
+    for conflicts in (*_CONFLICTS, *declared):
         for key, wrong, remedy in conflicts(get):
             problems.add(key, get(key), wrong, remedy)
-    optimizer = get("optimizer")
-    if isinstance(optimizer, Mapping) and "type" not in optimizer and not problems.has("optimizer"):
-        problems.add(
-            "optimizer", optimizer, "the type is missing", 'Write "type": "AdamW" in it, or remove the block.'
-        )
     for name, other in (("fsdp", "FSDP"), ("deepspeed", "DeepSpeed")):
         given = getattr(args, name, None)
         if given:
@@ -194,123 +175,13 @@ def _of_native_update(get: Get) -> Iterator[Conflict]:
             yield Conflict(key, f"it belongs to the native Adam, and {why} leaves the update to torch", remedy)
 
 
-def _of_optimizer(get: Get) -> Iterator[Conflict]:
-    kind = get("optimizer.type")
-    decoupled, mode = (get(f"{_PARAMS}.{name}") for name in ("decoupled_weight_decay", "adam_w_mode"))
-    if kind == "Adam" and None not in (decoupled, mode) and decoupled is not mode:
-        yield Conflict(
-            f"{_PARAMS}.decoupled_weight_decay",
-            f"adam_w_mode = {show(mode)} says the opposite of it",
-            "Remove one of them.",
-        )
-    if kind in NATIVE and get(f"{_PARAMS}.torch_adam") is True and get(_OFFLOAD) == "nvme":
-        yield Conflict(
-            f"{_PARAMS}.torch_adam",
-            f'it does not go with {_OFFLOAD} = "nvme": what is on disk is updated by native code',
-            'Remove it, or offload to "cpu".',
-        )
-    if kind in NATIVE and get(f"{_PARAMS}.bias_correction") is False:
-        for name in _NOT_UNCORRECTED:
-            if get(f"{_PARAMS}.{name}") is True:
-                yield Conflict(
-                    f"{_PARAMS}.{name}", "it does not go with bias_correction = false", "Remove one of them."
-                )
-    yield from _of_torch_arguments(get)
-    if kind == "Lamb" and _is_offloaded(get):
-        yield Conflict(
-            "optimizer.type",
-            f'Lamb does not go with {_OFFLOAD} = "{get(_OFFLOAD)}": its update needs norms over all ranks',
-            'Remove offload_optimizer, or use "AdamW".',
-        )
-    if kind not in (None, *NATIVE, *OTHER_OPTIMIZERS, "Lamb", "OneBitAdam") and get(_OFFLOAD) == "nvme":
-        yield Conflict(
-            "optimizer.type",
-            f'it does not go with {_OFFLOAD} = "nvme": what is on disk is updated by native code, which is Adam\'s',
-            'Use "AdamW", or offload to "cpu".',
-        )
-    if kind == "OneBitAdam" and get(STAGE) not in (None, 0):
-        yield Conflict(
-            "optimizer.type",
-            f"it does not go with ZeRO ({STAGE} = {get(STAGE)}): it compresses momenta of unsharded parameters",
-            'Set the stage to 0, or use "AdamW".',
-        )
-    if kind in ("Lamb", "OneBitAdam") and get(f"{_PARAMS}.amsgrad") is True:
-        yield Conflict(f"{_PARAMS}.amsgrad", f"{kind} does not have it", "Remove it.")
-    if kind == "OneBitAdam" and get(f"{_PARAMS}.eps_inside_sqrt") is True:
-        yield Conflict(f"{_PARAMS}.eps_inside_sqrt", "OneBitAdam adds eps to the square root", "Remove it.")
-
-
-def _of_torch_arguments(get: Get) -> Iterator[Conflict]:
-    """What torch's classes refuse when they are made."""
-    if get(f"{_PARAMS}.fused") is True and get(f"{_PARAMS}.foreach") is True:
-        yield Conflict(f"{_PARAMS}.foreach", "it does not go with fused = true", "Remove one of them.")
-    if get(f"{_PARAMS}.nesterov") is True and (not get(f"{_PARAMS}.momentum") or get(f"{_PARAMS}.dampening")):
-        yield Conflict(f"{_PARAMS}.nesterov", "it needs a momentum above 0 and no dampening", "Remove it.")
-    etas = get(f"{_PARAMS}.etas")
-    if etas is not None and not 0 < etas[0] < 1 < etas[1]:
-        yield Conflict(
-            f"{_PARAMS}.etas", "expected a factor between 0 and 1, and one above 1", "Write [0.5, 1.2], the default."
-        )
-
-
 def _of_reduction(get: Get) -> Iterator[Conflict]:
-    if get("gradient_allreduce_op") != "sum":
-        return
-    if get("optimizer.type") == "OneBitAdam":
-        yield Conflict(
-            "gradient_allreduce_op", "OneBitAdam exchanges means of momenta", 'Set it to "mean", or use "AdamW".'
-        )
-    if get(STAGE) == 3:
+    if get("gradient_allreduce_op") == "sum" and get(STAGE) == 3:
         yield Conflict(
             "gradient_allreduce_op",
             "stage 3 has the mean only, as in DeepSpeed",
             'Set it to "mean" and multiply the loss by the number of ranks, or use stage 0, 1 or 2.',
         )
-
-
-def partition_fault(method: str) -> str | None:
-    """What is wrong with a partition_method; None where nothing is."""
-    kind, _, pattern = method.partition(":")
-    if kind.lower() == "type" and pattern:
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            return f"{pattern!r} is no regular expression: {error}"
-    elif kind.lower() not in ("uniform", "parameters", "profile") or pattern:
-        return f"no method has this name: {PARTITIONS}"
-    return None
-
-
-def _of_pipeline(get: Get) -> Iterator[Conflict]:
-    """What stages cannot do. With a PipelineModule, its own settings are those of the block."""
-    schedule, chunks = get(f"{_PIPELINE}.schedule"), get(f"{_PIPELINE}.virtual_stages")
-    partition = get(f"{_PIPELINE}.partition")
-    if partition != "best" and (fault := partition_fault(partition)) is not None:
-        yield Conflict(f"{_PIPELINE}.partition", fault, 'Correct it, or write "best", the module\'s own.')
-    if schedule == "interleaved" and chunks < 2:
-        yield Conflict(
-            f"{_PIPELINE}.schedule",
-            "it needs pipeline.virtual_stages of 2 or more",
-            'Write "virtual_stages": 2 beside it, or use "1f1b".',
-        )
-    if schedule == "zero_bubble" and chunks > 1:
-        yield Conflict(
-            f"{_PIPELINE}.schedule",
-            f"it goes with pipeline.virtual_stages 1, not {chunks}",
-            'Remove virtual_stages, or use "interleaved".',
-        )
-    if (get(f"{_PIPELINE}.stages") or 1) == 1 and not is_known(get, "@pipeline"):
-        return
-    if get(STAGE) > 1:
-        yield Conflict(
-            STAGE,
-            "a pipeline takes 0 or 1. Several micro-batches are in a stage at once, and each of their backwards would "
-            "have to reduce gradients (stage 2) or gather parameters (stage 3) again, which costs more than the "
-            "memory is worth",
-            "Set it to 0 or 1, and add stages to the pipeline where memory is short.",
-        )
-    if get("flops_profiler.enabled") is True:
-        yield Conflict("flops_profiler.enabled", "it counts one model in one process", "Turn it off for a pipeline.")
 
 
 def _of_activations(get: Get) -> Iterator[Conflict]:
@@ -356,8 +227,6 @@ _CONFLICTS = (
     _of_types,
     _of_offload,
     _of_native_update,
-    _of_optimizer,
     _of_reduction,
     _of_activations,
-    _of_pipeline,
 )

@@ -1,55 +1,49 @@
-"""Every key of the configuration at its place, with DeepSpeed's names and defaults: ROOT.
+"""Every key of the configuration at its place, with DeepSpeed's names and defaults: `root()`.
 
-A key is obeyed unless its row is marked `refused` or `no_effect`. Keys that are obeyed and whose
-value is a field of the resolved configuration are declared there, in `resolved.py`; the others here.
+A key is obeyed unless its row is marked `refused` or `no_effect`. Keys whose value is a field of the resolved
+configuration are declared there, in `resolved.py`; those of a class that a key chooses beside that class (DECLARED);
+the others here. scripts/config_tables.py writes the table for readers, SUPPORTED.md, from `statuses`.
 """
 
 from __future__ import annotations
 
-from hf_zero.config.conditions import (
-    ANY_DISK,
-    FORCE,
-    IN_PIPELINE,
-    OPTIMIZER_ON_HOST,
-    PRINTS,
-    SCALED_LEVEL,
-    ZERO,
-)
-from hf_zero.config.optimizers import (
-    OPTIMIZER_PARAMS,
-    OPTIMIZERS,
-    OWN_OPTIMIZERS,
-    SCHEDULER_PARAMS,
-    SCHEDULERS,
-    TORCH_OPTIMIZERS,
-)
-from hf_zero.config.precision import LossScaling
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+
+from hf_zero.config.conditions import ANY_DISK, FORCE, OPTIMIZER_ON_HOST, PRINTS, SCALED_LEVEL, ZERO
 from hf_zero.config.resolved import (
     Aio,
     CheckpointSection,
     FlopsProfilerSection,
+    LossScaling,
     OffloadOptimizer,
-    PipelineSection,
     ResolvedConfig,
     ZeroSection,
 )
 from hf_zero.config.schema import (
     Alias,
     Block,
+    Choice,
+    Count,
+    DType,
     Entry,
+    Flag,
     Key,
-    anything,
-    choice,
-    count,
-    dtype,
-    flag,
-    no_effect,
-    only,
-    real,
-    refused,
+    Real,
+    Texts,
     refused_block,
     rows_of,
-    texts,
+)
+from hf_zero.config.typed_block import TypedBlock
+
+# Modules of rooms above that declare blocks of the configuration, as BLOCKS, beside the classes that obey them. They
+# are loaded with the first configuration that is read, and import no torch.
+DECLARED = (
+    "hf_zero.optim.optimizer_types",
+    "hf_zero.optim.schedule_types",
+    "hf_zero.extras.pipeline.pipeline_section",
 )
 
 _FP32_MASTERS = "Remove it: masters are kept in fp32."
@@ -75,7 +69,7 @@ _WITHOUT_PREFIX = """prefetch_bucket_size param_persistence_threshold model_pers
 
 
 def _offload(device: str) -> Alias:
-    return Alias(target=f"{ZERO}.{device}.device", kind="bool", convert={True: "cpu", False: None})
+    return Alias(target=f"{ZERO}.{device}.device", convert={True: "cpu", False: None})
 
 
 # 16-bit training
@@ -84,55 +78,57 @@ def _offload(device: str) -> Alias:
 FP16 = Block(
     always=True,
     keys={
-        "enabled": flag(False, auto=True),
-        "auto_cast": no_effect(flag(True, auto=True), "floating inputs are always cast to the type of the parameters"),
+        "enabled": Flag(False, auto=True, help="Train in fp16, with scaled losses and fp32 master weights."),
+        "auto_cast": Flag(True, auto=True, no_effect="floating inputs are always cast to the type of the parameters"),
         **rows_of(LossScaling),
-        "fp16_master_weights_and_grads": refused(flag(False, auto=True), _FP32_MASTERS),
+        "fp16_master_weights_and_grads": Flag(False, auto=True, refused=_FP32_MASTERS),
     },
 )
 
 BF16 = Block(
     always=True,
     keys={
-        "enabled": flag(False, auto=True),
-        "immediate_grad_update": no_effect(flag(False, auto=True), "gradients are always taken as they are ready"),
-        "check_grad_overflow": flag(True, auto=True),
-        "bf16_master_weights_and_grads": refused(flag(False, auto=True), _FP32_MASTERS),
-        "bf16_optimizer_states": refused(flag(False, auto=True), "Remove it: optimizer states are kept in fp32."),
+        "enabled": Flag(False, auto=True, help="Train in bf16, with fp32 master weights."),
+        "immediate_grad_update": Flag(False, auto=True, no_effect="gradients are always taken as they are ready"),
+        "check_grad_overflow": Flag(True, auto=True, help="Skip a step whose gradients are not finite, on all ranks."),
+        "bf16_master_weights_and_grads": Flag(False, auto=True, refused=_FP32_MASTERS),
+        "bf16_optimizer_states": Flag(False, auto=True, refused="Remove it: optimizer states are kept in fp32."),
     },
 )
 
 AMP = Block(
     keys={
-        "enabled": flag(False, auto=True),
-        "opt_level": choice("O1", "O0", "O1", "O2", "O3", auto=True),
-        "loss_scale": only(anything(), SCALED_LEVEL),
+        "enabled": Flag(False, auto=True, help="Train in mixed precision by apex' levels, at stage 0."),
+        "opt_level": Choice(
+            "O1", choices=("O0", "O1", "O2", "O3"), auto=True, help="O0 is fp32, O1 autocast, O2 and O3 are fp16."
+        ),
+        "loss_scale": Key(when=(SCALED_LEVEL,), help='The fixed loss scale, or "dynamic".'),
         **dict.fromkeys(
             "cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights cast_model_outputs".split(),
-            no_effect(anything(), _APEX),
+            Key(no_effect=_APEX),
         ),
-        "num_losses": no_effect(count(1, low=1), _APEX),
-        "verbosity": no_effect(count(1), _APEX),
-        **dict.fromkeys(("min_loss_scale", "max_loss_scale"), no_effect(real(), _APEX)),
+        "num_losses": Count(1, low=1, no_effect=_APEX),
+        "verbosity": Count(1, no_effect=_APEX),
+        **dict.fromkeys(("min_loss_scale", "max_loss_scale"), Real(no_effect=_APEX)),
     }
 )
 
 TORCH_AUTOCAST = Block(
     keys={
-        "enabled": flag(False),
-        "dtype": dtype(),
-        "lower_precision_safe_modules": no_effect(texts(), "torch's autocast decides by operation"),
+        "enabled": Flag(False, help="Run the forward under torch.autocast; parameters keep their types."),
+        "dtype": DType(help="The type that autocast computes in; bf16 without it."),
+        "lower_precision_safe_modules": Texts(no_effect="torch's autocast decides by operation"),
     },
 )
 
 DATA_TYPES = Block(
     always=True,
     keys={
-        "grad_accum_dtype": dtype(),
-        "param_dtype": refused(dtype(), 'Remove it: "bf16": {"enabled": true} chooses the dtype of parameters.'),
-        "buffer_dtype": refused(dtype(), "Remove it: buffers keep their dtype."),
-        "keep_in_fp32_modules": no_effect(
-            texts(auto=True), "buffers always keep their dtype; keep_fp32 names parameters"
+        "grad_accum_dtype": DType(help="The type in which gradients accumulate; fp32 without it."),
+        "param_dtype": DType(refused='Remove it: "bf16": {"enabled": true} chooses the dtype of parameters.'),
+        "buffer_dtype": DType(refused="Remove it: buffers keep their dtype."),
+        "keep_in_fp32_modules": Texts(
+            auto=True, no_effect="buffers always keep their dtype; keep_fp32 names parameters"
         ),
     },
 )
@@ -147,48 +143,50 @@ ZERO_KEYS: dict[str, Entry] = {
         always=True,
         keys={
             **rows_of(OffloadOptimizer),
-            "super_offload": refused(flag(False, auto=True), "Remove it: updates run beside the forward."),
-            "cpuadam_cores_perc": no_effect(
-                real(0.8, high=1.0, auto=True),
-                "the update takes the cores of this process over its local ranks; HF_ZERO_CPU_THREADS sets another "
-                "number",
+            "super_offload": Flag(False, auto=True, refused="Remove it: updates run beside the forward."),
+            "cpuadam_cores_perc": Real(
+                0.8,
+                high=1.0,
+                auto=True,
+                no_effect="the update takes the cores of this process over its local ranks; HF_ZERO_CPU_THREADS sets "
+                "another number",
             ),
         },
     ),
-    "contiguous_gradients": no_effect(flag(True, auto=True), _BY_LAYOUT),
-    "use_multi_rank_bucket_allreduce": no_effect(flag(True, auto=True), _BY_LAYOUT),
-    "compute_grad_norm": no_effect(flag(True, auto=True), "the norm is computed when it is asked for"),
-    "load_from_fp32_weights": no_effect(
-        flag(True, auto=True), "masters always come from the fp32 values where a checkpoint has them"
+    "contiguous_gradients": Flag(True, auto=True, no_effect=_BY_LAYOUT),
+    "use_multi_rank_bucket_allreduce": Flag(True, auto=True, no_effect=_BY_LAYOUT),
+    "compute_grad_norm": Flag(True, auto=True, no_effect="the norm is computed when it is asked for"),
+    "load_from_fp32_weights": Flag(
+        True, auto=True, no_effect="masters always come from the fp32 values where a checkpoint has them"
     ),
-    "elastic_checkpoint": no_effect(flag(False, auto=True), _ANY_RANKS),
-    "stage3_module_granularity_threshold": no_effect(count(0, auto=True), _WHOLE_LAYERS),
-    "stage3_use_all_reduce_for_fetch_params": no_effect(flag(False, auto=True), _NO_COPY),
-    "stage3_allgather_sequential": no_effect(flag(False, auto=True), _NO_COPY),
-    "legacy_stage1": no_effect(flag(False, auto=True), "there is one stage 1"),
-    "grad_hooks": no_effect(flag(True, auto=True), "gradients are always taken by hooks"),
-    "round_robin_gradients": no_effect(flag(False, auto=True), "every rank owns a part of every bucket"),
-    "parameter_alignment": no_effect(flag(False, auto=True), "parameters always start at 16-byte addresses"),
-    "memory_efficient_linear": no_effect(flag(True, auto=True), "torch's linear is left as it is"),
-    "pipeline_loading_checkpoint": no_effect(flag(False, auto=True), "a checkpoint is always read tensor by tensor"),
-    "override_module_apply": no_effect(
-        flag(True, auto=True), "parameters keep their shape, so apply needs no override"
+    "elastic_checkpoint": Flag(False, auto=True, no_effect=_ANY_RANKS),
+    "stage3_module_granularity_threshold": Count(0, auto=True, no_effect=_WHOLE_LAYERS),
+    "stage3_use_all_reduce_for_fetch_params": Flag(False, auto=True, no_effect=_NO_COPY),
+    "stage3_allgather_sequential": Flag(False, auto=True, no_effect=_NO_COPY),
+    "legacy_stage1": Flag(False, auto=True, no_effect="there is one stage 1"),
+    "grad_hooks": Flag(True, auto=True, no_effect="gradients are always taken by hooks"),
+    "round_robin_gradients": Flag(False, auto=True, no_effect="every rank owns a part of every bucket"),
+    "parameter_alignment": Flag(False, auto=True, no_effect="parameters always start at 16-byte addresses"),
+    "memory_efficient_linear": Flag(True, auto=True, no_effect="torch's linear is left as it is"),
+    "pipeline_loading_checkpoint": Flag(False, auto=True, no_effect="a checkpoint is always read tensor by tensor"),
+    "override_module_apply": Flag(
+        True, auto=True, no_effect="parameters keep their shape, so apply needs no override"
     ),
-    "log_trace_cache_warnings": no_effect(flag(False, auto=True), "the order of gathers is fixed, there is no trace"),
-    "enable_sanity_checks": no_effect(flag(False, auto=True), "they are always on"),
-    "save_muon_momentum_buffer_in_memory": no_effect(flag(False, auto=True), "it matters under offload only"),
+    "log_trace_cache_warnings": Flag(False, auto=True, no_effect="the order of gathers is fixed, there is no trace"),
+    "enable_sanity_checks": Flag(False, auto=True, no_effect="they are always on"),
+    "save_muon_momentum_buffer_in_memory": Flag(False, auto=True, no_effect="it matters under offload only"),
     "leaf_module": Block(
-        always=True, keys={name: no_effect(texts(), _WHOLE_LAYERS) for name in ("classes", "names", "name_suffixes")}
+        always=True, keys={name: Texts(no_effect=_WHOLE_LAYERS) for name in ("classes", "names", "name_suffixes")}
     ),
     "zenflow": refused_block(_DROP_BLOCK),
-    "zero_hpz_partition_size": refused(count(1, auto=True), _ZEROPP),
+    "zero_hpz_partition_size": Count(1, auto=True, refused=_ZEROPP),
     **{
-        f"zero_quantized_{kind}": refused(flag(False, auto=True), _ZEROPP)
+        f"zero_quantized_{kind}": Flag(False, auto=True, refused=_ZEROPP)
         for kind in ("weights", "nontrainable_weights", "gradients")
     },
     "zeropp_loco_param": refused_block(_ZEROPP),
-    "mics_shard_size": refused(count(-1, low=-1, auto=True), _ALL_RANKS),
-    "mics_hierarchical_params_gather": refused(flag(False, auto=True), _ALL_RANKS),
+    "mics_shard_size": Count(-1, low=-1, auto=True, refused=_ALL_RANKS),
+    "mics_hierarchical_params_gather": Flag(False, auto=True, refused=_ALL_RANKS),
     # Names without the prefix, deprecated names, and a block that old files keep here.
     **{name: Alias(target=f"{ZERO}.stage3_{name}") for name in _WITHOUT_PREFIX},
     "stage3_gather_fp16_weights_on_model_save": Alias(target=f"{ZERO}.stage3_gather_16bit_weights_on_model_save"),
@@ -204,7 +202,7 @@ AIO = Block(
     keys={
         **rows_of(Aio, ANY_DISK),
         "thread_count": Alias(target="aio.intra_op_parallelism"),
-        "use_gds": refused(flag(False), _DROP),
+        "use_gds": Flag(False, refused=_DROP),
     },
 )
 
@@ -212,28 +210,11 @@ AIO = Block(
 # The optimizer, checkpoints, and what is around them
 
 
-OPTIMIZER = Block(
-    keys={
-        "type": Key(
-            kind="choice",
-            choices=OPTIMIZERS,
-            offered=(*TORCH_OPTIMIZERS, *OWN_OPTIMIZERS),
-            refused="Use AdamW, Adam, Lamb, Lion or SGD, which are right on shards.",
-        ),
-        "params": Block(keys=OPTIMIZER_PARAMS),
-        "legacy_fusion": no_effect(flag(False), "torch's optimizers are used"),
-    }
-)
-
-SCHEDULER = Block(
-    keys={"type": Key(kind="choice", choices=SCHEDULERS), "params": Block(keys=SCHEDULER_PARAMS)},
-)
-
 FLOPS_PROFILER = Block(
     always=True,
     keys={
         **rows_of(FlopsProfilerSection),
-        "recompute_fwd_factor": no_effect(real(0.0), "operations of the backward are counted, recomputation included"),
+        "recompute_fwd_factor": Real(0.0, no_effect="operations of the backward are counted, recomputation included"),
     },
 )
 
@@ -241,105 +222,146 @@ CHECKPOINT = Block(
     always=True,
     keys={
         **rows_of(CheckpointSection),
-        "load_universal": no_effect(flag(False), f"{_ANY_RANKS} and any stage"),
-        "parallel_write": Block(always=True, keys={"pipeline_stage": refused(flag(False), _DROP)}),
-        "checkpoint_serialization": no_effect(flag(True), "files are safetensors"),
+        "load_universal": Flag(False, no_effect=f"{_ANY_RANKS} and any stage"),
+        "parallel_write": Block(always=True, keys={"pipeline_stage": Flag(False, refused=_DROP)}),
+        "checkpoint_serialization": Flag(True, no_effect="files are safetensors"),
         "writer": refused_block(_DROP_BLOCK),
     },
 )
 
-PIPELINE = Block(
-    always=True,
-    keys={
-        **rows_of(PipelineSection, IN_PIPELINE),
-        **dict.fromkeys(
-            ("pipe_partitioned", "grad_partitioned"),
-            no_effect(flag(True), "it is about layers that are split between ranks (tensor parallelism)"),
-        ),
-        "use_reentrant": no_effect(flag(True), "layers are recomputed with and without inputs that need gradients"),
-    },
-)
-
-_SWITCH = Block(free=True, keys={"enabled": flag()})
+_SWITCH = Block(free=True, keys={"enabled": Flag(False)})
 _TECHNIQUES = "weight_quantization activation_quantization sparse_pruning row_pruning head_pruning channel_pruning"
-_TP_SIZE = Block(free=True, keys={"tp_size": count(1)})
+_TP_SIZE = Block(free=True, keys={"tp_size": Count(1)})
 
 REFUSED_BLOCKS: dict[str, Entry] = {
-    "msamp": refused_block('Use "bf16": {"enabled": true}.', enabled=flag()),
-    "autotuning": refused_block(_DROP_BLOCK, enabled=flag()),
+    "msamp": refused_block('Use "bf16": {"enabled": true}.', enabled=Flag(False)),
+    "autotuning": refused_block(_DROP_BLOCK, enabled=Flag(False)),
     "elasticity": refused_block(
-        "Remove the block: a checkpoint resumes at any number of ranks, and torchrun restarts.", enabled=flag()
+        "Remove the block: a checkpoint resumes at any number of ranks, and torchrun restarts.", enabled=Flag(False)
     ),
-    **dict.fromkeys(("curriculum_learning", "data_efficiency"), refused_block(_OUT, enabled=flag())),
+    **dict.fromkeys(("curriculum_learning", "data_efficiency"), refused_block(_OUT, enabled=Flag(False))),
     "compression_training": refused_block(
         _OUT,
         layer_reduction=_SWITCH,
         **{name: Block(free=True, keys={"shared_parameters": _SWITCH}) for name in _TECHNIQUES.split()},
     ),
     **dict.fromkeys(("quantize_training", "weight_quantization"), refused_block(_OUT)),
-    "eigenvalue": refused_block(_OUT, enabled=flag()),
-    "progressive_layer_drop": refused_block(_OUT, enabled=flag()),
+    "eigenvalue": refused_block(_OUT, enabled=Flag(False)),
+    "progressive_layer_drop": refused_block(_OUT, enabled=Flag(False)),
     "sparse_attention": refused_block("Remove the block and choose the attention in the model's configuration."),
-    "nebula": refused_block(_OWN_FILES, enabled=flag()),
+    "nebula": refused_block(_OWN_FILES, enabled=Flag(False)),
     "datastates_ckpt": refused_block(_OWN_FILES),
-    "hybrid_engine": refused_block("Remove the block: generate works on the sharded model.", enabled=flag()),
+    "hybrid_engine": refused_block("Remove the block: generate works on the sharded model.", enabled=Flag(False)),
     "tensor_parallel": refused_block(
         "Remove the block, or set autotp_size to 0: ranks share data only.",
-        autotp_size=count(0),
-        tp_size=count(1),
+        autotp_size=Count(0),
+        tp_size=Count(1),
         tp=_TP_SIZE,
         tensor_parallel=_TP_SIZE,
     ),
-    "expert_parallel": refused_block("Remove the block: experts are sharded like other parameters.", enabled=flag()),
+    "expert_parallel": refused_block(
+        "Remove the block: experts are sharded like other parameters.", enabled=Flag(False)
+    ),
 }
 
-ROOT = Block(
-    always=True,
-    keys={
-        **rows_of(ResolvedConfig),
-        "fp16": FP16,
-        "bf16": BF16,
-        "bfloat16": Alias(target="bf16"),
-        "amp": AMP,
-        "torch_autocast": TORCH_AUTOCAST,
-        "data_types": DATA_TYPES,
-        ZERO: Block(always=True, keys=ZERO_KEYS),
-        "aio": AIO,
-        "optimizer": OPTIMIZER,
-        "scheduler": SCHEDULER,
-        FORCE: only(flag(True), OPTIMIZER_ON_HOST),
-        "managed_gradient_accumulation": refused(
-            flag(True), "Remove it; engine.no_sync() skips the reduction where wanted."
-        ),
-        "sparse_gradients": refused(flag(False), _DROP),
-        "sequence_parallel_size": refused(count(1, low=1), _DROP),
-        "graph_harvesting": refused(flag(False), _DROP),
-        "seq_parallel_communication_data_type": no_effect(dtype(), "there is no sequence parallelism"),
-        "disable_allgather": no_effect(flag(False), "it is not read by DeepSpeed either"),
-        "disable_python_gc": no_effect(flag(False), "Python's garbage collector is left alone"),
-        "log_level": no_effect(anything(), "use the logging module"),
-        "vocabulary_size": no_effect(count(low=1), "the model knows it"),
-        "use_data_before_expert_parallelism": no_effect(flag(False), "there is no expert parallelism"),
-        "checkpoint": CHECKPOINT,
-        "flops_profiler": FLOPS_PROFILER,
-        "pipeline": PIPELINE,
-        "timers": Block(
-            keys={
-                "throughput": Block(
-                    keys={
-                        "enabled": only(flag(None), PRINTS),  # None: on
-                        "synchronized": no_effect(
-                            flag(True), "times are the device's own, taken without waiting for it"
-                        ),
-                    }
-                )
-            }
-        ),
-        "compile": Block(
-            free=True,
-            keys={"deepcompile": refused(flag(False), _COMPILE), "passes": refused(texts(), _COMPILE)},
-            no_effect="torch.compile is applied by the script or Trainer",
-        ),
-        **REFUSED_BLOCKS,
-    },
-)
+_TOP: dict[str, Entry] = {
+    **rows_of(ResolvedConfig),
+    "fp16": FP16,
+    "bf16": BF16,
+    "bfloat16": Alias(target="bf16"),
+    "amp": AMP,
+    "torch_autocast": TORCH_AUTOCAST,
+    "data_types": DATA_TYPES,
+    ZERO: Block(always=True, keys=ZERO_KEYS),
+    "aio": AIO,
+    FORCE: Flag(
+        True,
+        when=(OPTIMIZER_ON_HOST,),
+        help="Refuse an optimizer that the native Adam cannot replace on the CPU; false runs any of them in torch.",
+    ),
+    "managed_gradient_accumulation": Flag(
+        True, refused="Remove it; engine.no_sync() skips the reduction where wanted."
+    ),
+    "sparse_gradients": Flag(False, refused=_DROP),
+    "sequence_parallel_size": Count(1, low=1, refused=_DROP),
+    "graph_harvesting": Flag(False, refused=_DROP),
+    "seq_parallel_communication_data_type": DType(no_effect="there is no sequence parallelism"),
+    "disable_allgather": Flag(False, no_effect="it is not read by DeepSpeed either"),
+    "disable_python_gc": Flag(False, no_effect="Python's garbage collector is left alone"),
+    "log_level": Key(no_effect="use the logging module"),
+    "vocabulary_size": Count(low=1, no_effect="the model knows it"),
+    "use_data_before_expert_parallelism": Flag(False, no_effect="there is no expert parallelism"),
+    "checkpoint": CHECKPOINT,
+    "flops_profiler": FLOPS_PROFILER,
+    "timers": Block(
+        keys={
+            "throughput": Block(
+                keys={
+                    "enabled": Flag(  # None: on
+                        None, when=(PRINTS,), help="Add the throughput and the memory to the lines of steps_per_print."
+                    ),
+                    "synchronized": Flag(True, no_effect="times are the device's own, taken without waiting for it"),
+                }
+            )
+        }
+    ),
+    "compile": Block(
+        free=True,
+        keys={"deepcompile": Flag(False, refused=_COMPILE), "passes": Texts(refused=_COMPILE)},
+        no_effect="torch.compile is applied by the script or Trainer",
+    ),
+    **REFUSED_BLOCKS,
+}
+
+
+@cache
+def root() -> Block:
+    """All keys, as one block."""
+    declared = [import_module(module).BLOCKS for module in DECLARED]
+    return Block(always=True, keys={**_TOP, **{name: block for blocks in declared for name, block in blocks.items()}})
+
+
+def typed_blocks() -> list[tuple[str, TypedBlock]]:
+    """The blocks whose `type` names a class, by name."""
+    return [(name, block) for name, block in root().keys.items() if isinstance(block, TypedBlock)]
+
+
+# ---------------------------------------------------------------- what becomes of each key
+OBEYED = "obeyed"
+NOTHING_TO_DO = "taken, nothing to do"
+REFUSED = "refused when on"
+OTHER_NAME = "another name"
+
+
+@dataclass(frozen=True)
+class KeyStatus:
+    """The answer to "is it obeyed, taken, or refused?": one of the four words above.
+
+    `reason` says what an obeyed key does, why there is nothing to do for another, or what to do instead.
+    """
+
+    verdict: str
+    reason: str
+
+
+def status(entry: Entry) -> KeyStatus:
+    """The status of a key, or of all of a block."""
+    if isinstance(entry, Alias):
+        return KeyStatus(OTHER_NAME, f"of {entry.target}")
+    if entry.no_effect:
+        return KeyStatus(NOTHING_TO_DO, entry.no_effect)
+    if isinstance(entry, Choice) and entry.offered:
+        refused = [name for name in entry.choices if name not in entry.offered]
+        return KeyStatus(OBEYED, f"{entry.help} Refused are {', '.join(refused)}.")
+    if entry.refused:
+        return KeyStatus(REFUSED, entry.refused)
+    return KeyStatus(OBEYED, "" if isinstance(entry, Block) else entry.help)
+
+
+def statuses(block: Block | None = None, prefix: str = "") -> Iterator[tuple[str, KeyStatus]]:
+    """Every key with its status. A block that is refused stands for all that is inside."""
+    for name, entry in (block or root()).keys.items():
+        if not isinstance(entry, Block) or entry.refused or entry.no_effect:
+            yield f"{prefix}{name}", status(entry)
+        if isinstance(entry, Block) and not entry.refused:
+            yield from statuses(entry, f"{prefix}{name}.")

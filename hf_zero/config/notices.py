@@ -6,20 +6,10 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from hf_zero.config.conditions import (
-    OFFLOAD_OPTIMIZER,
-    PARAMS,
-    STAGE,
-    ZERO,
-    Get,
-    Unknown,
-    runs_in_torch,
-)
-from hf_zero.config.keys import ROOT
-from hf_zero.config.optimizers import NOT_TAKEN
-from hf_zero.config.problems import show
+from hf_zero.config.conditions import OFFLOAD_OPTIMIZER, STAGE, ZERO, Unknown, runs_in_torch
+from hf_zero.config.keys import root, typed_blocks
 from hf_zero.config.resolved import FILE, ResolvedConfig
-from hf_zero.config.schema import AUTO, Block, Entry, Key, find
+from hf_zero.config.schema import AUTO, Block, Entry, Get, Key, find, show
 
 TITLE = "hf_zero configuration:"
 _GATHER = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
@@ -78,7 +68,7 @@ def _without_effect(path: str, value: Any, given: Mapping[str, Any], get: Get) -
         if not holds:
             return when.otherwise.format(stage=get(STAGE) or 0)
     block, _, name = path.rpartition(".")
-    switch = find(ROOT, f"{block}.enabled") if block and name != "enabled" else None
+    switch = find(root(), f"{block}.enabled") if block and name != "enabled" else None
     if isinstance(switch, Key) and switch.default is False and f"{block}.enabled" not in given:
         try:
             return None if get(f"{block}.enabled") else f"{block}.enabled is not given"
@@ -91,17 +81,19 @@ def _rows_on(path: str) -> Iterator[Entry]:
     """The rows of the blocks around a path, and its own, as far as they are known."""
     names = path.split(".")
     for depth in range(len(names)):
-        row = find(ROOT, ".".join(names[: depth + 1]))
+        row = find(root(), ".".join(names[: depth + 1]))
         if row is not None:
             yield row
 
 
 def _differences(given: Mapping[str, Any], get: Get) -> Iterator[str]:
     """What has an effect, but another one than its name or DeepSpeed promises."""
+    for block, rows in typed_blocks():
+        one = rows.type_of(given.get(f"{block}.type"))
+        for name in sorted(one.not_taken) if one is not None else ():
+            if given.get(f"{block}.params.{name}") is True:
+                yield f"{block}.params.{name} = true has no effect: {given[f'{block}.type']} has one way to run"
     kind = given.get("optimizer.type")
-    for name in sorted(NOT_TAKEN.get(kind or "", ())):
-        if given.get(f"{PARAMS}.{name}") is True:
-            yield f"{PARAMS}.{name} = true has no effect: {kind} has one way to run"
     if kind is not None and runs_in_torch(get) and given.get(f"{OFFLOAD_OPTIMIZER}.device") == "cpu":
         yield f"optimizer.type = {kind} has no native update: torch runs it on the host"
     if given.get(_GATHER) is False and get(STAGE) == 3:

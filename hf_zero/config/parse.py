@@ -17,11 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.config import jsonc
-from hf_zero.config.keys import ROOT
-from hf_zero.config.optimizers import params_of
-from hf_zero.config.problems import LIKENESS_ELSEWHERE, Problem, Problems, nearest, show
-from hf_zero.config.schema import AUTO, Alias, BadValue, Block, Entry, Key, find, look_up, put
-from hf_zero.config.suggest import advice
+from hf_zero.config.keys import root
+from hf_zero.config.problems import LIKENESS_ELSEWHERE, Problem, Problems, advice, nearest
+from hf_zero.config.schema import (
+    AUTO,
+    Alias,
+    BadValue,
+    Block,
+    Choice,
+    Count,
+    Entry,
+    Flag,
+    Key,
+    Real,
+    find,
+    look_up,
+    put,
+    show,
+)
+from hf_zero.config.typed_block import TypedBlock
 from hf_zero.errors import ConfigError
 
 # Members of this name are comments, at any depth.
@@ -132,7 +146,7 @@ def _check(raw: dict[str, Any], document: jsonc.Document, name: str) -> Parsed:
             f"{path} stands twice, at line {document.lines[path]} and at line {line}: expected once.",
             "Remove one of them.",
         )
-    checker.block(ROOT, raw, "")
+    checker.block(root(), raw, "")
     return Parsed(
         source=name,
         raw=raw,
@@ -167,8 +181,8 @@ class _Checker:
                     self._unknown(rows, name, value, here, where)
             elif value is not None:
                 entry = rows.keys[name]
-                if name == "params" and path in ("optimizer", "scheduler"):
-                    entry = params_of(path, data)
+                if name == "params" and isinstance(rows, TypedBlock):
+                    entry = rows.params_of(data.get("type"))
                 self._entry(entry, value, here, where)
 
     def _entry(self, entry: Entry, value: Any, path: str, written: str) -> None:
@@ -194,12 +208,12 @@ class _Checker:
             self.block(rows, value, path, written)
 
     def _alias(self, alias: Alias, value: Any, written: str) -> None:
-        target = find(ROOT, alias.target)
+        target = find(root(), alias.target)
         if target is None:
             raise AssertionError(f"the alias {written} leads nowhere: {alias.target}")
         if alias.convert is not None:
             try:
-                value = alias.convert[Key(kind=alias.kind).check(value)]
+                value = alias.convert[Flag().check(value)]
             except BadValue as error:
                 self.problems.add(written, value, f"expected {error}", f"Correct it, or write {alias.target} instead.")
                 return
@@ -243,14 +257,14 @@ class _Checker:
 
 def _remedy(row: Key, value: Any) -> str:
     """What to write instead of a value that does not fit."""
-    if row.kind == "choice" and isinstance(value, str):
+    if isinstance(row, Choice) and isinstance(value, str):
         near = nearest(value, row.choices)
         if near is not None:
             remove = f", or remove the key{_default(row)}" if row.default is not None else ""
             return f'The nearest known value is "{near}": write that{remove}.'
-    if row.kind == "bool" and isinstance(value, str) and value.lower() in ("true", "false"):
+    if isinstance(row, Flag) and isinstance(value, str) and value.lower() in ("true", "false"):
         return f"Write {value.lower()} without quotes."
-    if row.kind in ("int", "float") and isinstance(value, str) and _WITH_UNIT.fullmatch(value):
+    if type(row) in (Count, Real) and isinstance(value, str) and _WITH_UNIT.fullmatch(value):
         return f"Write the number without a unit, or remove the key{_default(row)}."
     return f"Correct the value, or remove the key{_default(row)}."
 

@@ -1,16 +1,18 @@
 """Mistakes in a configuration: one `Problem` each, collected, and raised together as one ConfigError.
 
-Owns the wording common to all problems and the search for the nearest known key. It does not decide what is wrong.
+Owns the wording common to all problems, and the search for the known key that was probably meant by an unknown one, at
+the same depth or elsewhere. It does not decide what is wrong.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from hf_zero.config.keys import root
+from hf_zero.config.schema import Alias, Block, either, show
 from hf_zero.errors import ConfigError
 
 # Below this likeness (difflib ratio) a suggestion is more likely to mislead than to help.
@@ -19,8 +21,32 @@ LIKENESS = 0.6
 LIKENESS_ELSEWHERE = 0.8
 # So near that a key of the same name in another block is not what was meant.
 LIKENESS_SURE = 0.7
-# Letters at the start that two names must share where nothing else is alike: nvme_dir and nvme_path.
+# The first letters that two names must share where nothing else is alike: nvme_dir and nvme_path.
 SAME_START = 4
+
+# Names from elsewhere, and the key that means the same here.
+FOREIGN: dict[str, str] = {
+    "max_grad_norm": "gradient_clipping",
+    "learning_rate": "optimizer.params.lr",
+    "adam_beta1": "optimizer.params.betas",
+    "adam_beta2": "optimizer.params.betas",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "mixed_precision": "bf16.enabled",
+    "monitor_config": "tensorboard, wandb, csv_monitor or comet",
+    "comms_config": "comms_logger",
+    "offload": "zero_optimization.offload_optimizer or zero_optimization.offload_param",
+    "cuda_visible_devices": "the environment variable CUDA_VISIBLE_DEVICES",
+}
+
+# A name that stands in more blocks than this (`enabled`) gives no hint of the block that was meant.
+_FEW = 3
+# Blocks around training, whose keys are not what is meant elsewhere.
+_ASIDE = ("amp", "torch_autocast", "timers")
+# More keys than this are not listed.
+_MANY = 12
 
 
 @dataclass(frozen=True)
@@ -77,15 +103,6 @@ def raise_all(source: str, problems: Sequence[Problem]) -> None:
     raise ConfigError(f"{noun} in the ZeRO configuration ({source}):\n{listed}")
 
 
-def show(value: Any, longest: int = 80) -> str:
-    """A value as it stands in JSON, cut to a length that keeps the message readable."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
-
-
 def nearest(name: str, known: Iterable[str], cutoff: float = LIKENESS) -> str | None:
     """The known name most like `name`, whatever its case, or None if none is like it."""
     by_lower: dict[str, str] = {}
@@ -98,8 +115,57 @@ def nearest(name: str, known: Iterable[str], cutoff: float = LIKENESS) -> str | 
     return by_lower[match[0]] if match else None
 
 
-def either(choices: Sequence[str]) -> str:
-    """`a, b or c`."""
-    if len(choices) < 2:
-        return "".join(choices)
-    return f"{', '.join(choices[:-1])} or {choices[-1]}"
+# ---------------------------------------------------------------- what was meant
+class Advice(NamedTuple):
+    wrong: str
+    remedy: str
+    near: str | None  # the nearest key at the same depth, when that is the advice
+
+
+def advice(rows: Block, name: str, path: str) -> Advice:
+    """The advice for the unknown key `name`, written at the dotted `path` in the block `rows`."""
+    block = path.rpartition(".")[0]
+    foreign = FOREIGN.get(name.lower())
+    if foreign is not None:
+        return Advice(f"unknown key; here it is {foreign}", f"Use {foreign} instead, or remove it.", None)
+    canonical = [key for key, row in rows.keys.items() if not isinstance(row, Alias)]
+    near = nearest(name, canonical, LIKENESS_SURE)
+    if near is None:
+        far = nearest(name, (other.rpartition(".")[2] for other in _paths()), LIKENESS_ELSEWHERE)
+        homes = _homes(far) if far is not None else ()
+        if 0 < len(homes) <= _FEW:
+            wrong = (
+                "unknown key at this depth; it is known as" if far == name else "unknown key; the nearest known key is"
+            )
+            return Advice(f"{wrong} {either(homes)}", _move(homes, block), None)
+        near = nearest(name, canonical)
+    if near is None:  # only another name of a key is like it
+        alias = nearest(name, rows.keys)
+        row = rows.keys[alias] if alias is not None else None
+        near = row.target.rpartition(".")[2] if isinstance(row, Alias) else None
+    if near is not None:
+        full = f"{block}.{near}" if block else near
+        return Advice(f'unknown key; the nearest known key is "{near}"', f"Rename it to {full}, or remove it.", near)
+    listed = f" Known in {block}: {', '.join(sorted(canonical))}." if block and len(canonical) <= _MANY else ""
+    return Advice("unknown key, and no known key is like it", f"Remove it.{listed}", None)
+
+
+def _paths(block: Block | None = None, prefix: str = "") -> Iterator[str]:
+    """The keys that may have been meant elsewhere: not those inside blocks of other tools."""
+    for name, row in (block or root()).keys.items():
+        if not isinstance(row, Alias):
+            yield f"{prefix}{name}"
+        if isinstance(row, Block) and not row.free and name not in _ASIDE:
+            yield from _paths(row, f"{prefix}{name}.")
+
+
+def _homes(name: str) -> tuple[str, ...]:
+    """The dotted paths of the keys of this name, whatever the block."""
+    return tuple(path for path in _paths() if path.rpartition(".")[2].lower() == name.lower())
+
+
+def _move(homes: tuple[str, ...], block: str) -> str:
+    top = [home for home in homes if "." not in home]
+    if top and block:
+        return f"Move it to the top of the configuration, outside {block.partition('.')[0]}, or remove it."
+    return f"Write it as {either(homes)}, or remove it."

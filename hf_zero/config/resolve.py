@@ -11,19 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.config import batch
-from hf_zero.config.autofill import ABSENT, NEEDS_ARGUMENTS, RULES, Arguments, Rule, bucket_sizes, equal, hidden_size
-from hf_zero.config.conditions import FORCE, OFFLOAD_PARAM, STAGE, runs_in_torch
+from hf_zero.config.autofill import (
+    ABSENT,
+    NEEDS_ARGUMENTS,
+    RULES,
+    Arguments,
+    Rule,
+    bucket_sizes,
+    complete_batch,
+    equal,
+    hidden_size,
+)
+from hf_zero.config.conditions import ACCUMULATION, BATCH_KEYS, FORCE, OFFLOAD_PARAM, STAGE, TRAIN, runs_in_torch
 from hf_zero.config.cross_checks import MOMENTS, cross_problems, refusals
-from hf_zero.config.keys import ROOT
+from hf_zero.config.keys import root, typed_blocks
 from hf_zero.config.notices import getter, notices
-from hf_zero.config.optimizers import torch_form
 from hf_zero.config.parse import Parsed
-from hf_zero.config.precision import precision_of
-from hf_zero.config.problems import Problem, Problems, show
-from hf_zero.config.resolved import DEFAULT, FILE, PipelineSection, ResolvedConfig
-from hf_zero.config.schedules import check_block
-from hf_zero.config.schema import AUTO, BadValue, Block, Key, find, look_up, put, rows_of, values_of, walk
+from hf_zero.config.problems import Problem, Problems
+from hf_zero.config.resolved import DEFAULT, FILE, LossScaling, Precision, ResolvedConfig
+from hf_zero.config.schema import AUTO, BadValue, Block, Key, find, look_up, put, show, values_of, walk
 
 # Origins of values, beside FILE and DEFAULT. AUTO_* were "auto" in the file.
 ARGUMENTS = "TrainingArguments"
@@ -67,13 +73,6 @@ def resolve(parsed: Parsed, around: Surroundings) -> Outcome:
     return _Resolver(parsed, around).run()
 
 
-def pipeline_section(values: Mapping[str, Any]) -> PipelineSection:
-    """The pipeline block of what was read."""
-    given = {name: value for name, value in values.get("pipeline", {}).items() if value != AUTO}
-    rows = rows_of(PipelineSection).items()
-    return PipelineSection(**{name: given.get(name, row.default) for name, row in rows if isinstance(row, Key)})
-
-
 class _Resolver:
     def __init__(self, parsed: Parsed, around: Surroundings) -> None:
         self.parsed = parsed
@@ -86,14 +85,13 @@ class _Resolver:
     def run(self) -> Outcome:
         self._fill_from_arguments()
         self._fill_from_model()
-        check_block(self.values, self.problems)
+        self._check_types()
         self._drop_leftover_auto()
         self._fill_defaults()
         self._keep_parameters_below_stage_3()
         self._fill_batch()
         refused = refusals(self.values, self.problems)
         cross_problems(getter(self._get, self._facts()), self.around.args, self.problems)
-        self._check_stages()
         problems = tuple(self.problems.without_details_of(refused))
         return Outcome(problems, None if problems else self._config())
 
@@ -104,16 +102,19 @@ class _Resolver:
     def _get(self, path: str) -> Any:
         return look_up(self.values, path)
 
-    def _check_stages(self) -> None:
-        model, stages = self.around.model, self._get("pipeline.stages")
-        if model is not None and stages is not None and stages > 1 and not _has_stages(model):
-            self.problems.add(
-                "pipeline.stages",
-                stages,
-                f"{type(model).__name__} has no stages: expected a hf_zero.PipelineModule",
-                "Make one of it (hf_zero.pipeline.from_transformers does, of language models) and call "
-                "hf_zero.initialize, or remove the block.",
-            )
+    def _check_types(self) -> None:
+        """Add what is missing or contradictory in blocks with a type. "auto" may still stand in them."""
+        for name, rows in typed_blocks():
+            block = self._get(name)
+            if not isinstance(block, Mapping):
+                continue
+            if "type" not in block:
+                if not self.problems.has(name):
+                    self.problems.add(name, dict(block), "the type is missing", rows.missing)
+                continue
+            for fault in rows.faults(block["type"], block.get("params", {})) if rows.faults is not None else ():
+                if not self.problems.has(path := f"{name}.params.{fault.name}"):
+                    self.problems.add(path, fault.value, fault.wrong, fault.remedy)
 
     # TrainingArguments
 
@@ -192,7 +193,7 @@ class _Resolver:
         self.problems.add(path, "auto", wrong, "Write the number.")
 
     def _fill_defaults(self) -> None:
-        for path, row in _always(ROOT):
+        for path, row in _always(root()):
             if self._get(path) is None:
                 self._set(path, row.default, DEFAULT)
 
@@ -202,31 +203,31 @@ class _Resolver:
             self._set(PARAM_DEVICE, "none", BELOW_STAGE_3)
 
     def _fill_batch(self) -> None:
-        if self.around.file_only or any(map(self.problems.has, batch.KEYS)):
+        if self.around.file_only or any(map(self.problems.has, BATCH_KEYS)):
             return
         world = self.around.world_size
-        train, micro, accumulation = (self._get(path) for path in batch.KEYS)
+        train, micro, accumulation = (self._get(path) for path in BATCH_KEYS)
         if train is None and micro is None and accumulation is not None and self.around.args is None:
             self.problems.add(
-                batch.ACCUMULATION,
+                ACCUMULATION,
                 accumulation,
                 "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided",
                 f"Write one of the two beside it; alone it says nothing of the samples in a step over {world} ranks.",
             )
             return
-        numbers = batch.complete(train, micro, accumulation, world)
-        for path, value in zip(batch.KEYS, (numbers.train, numbers.micro, numbers.accumulation), strict=True):
+        numbers = complete_batch(train, micro, accumulation, world)
+        for path, value in zip(BATCH_KEYS, (numbers.train, numbers.micro, numbers.accumulation), strict=True):
             if path in numbers.inferred:
                 self._set(path, value, INFERRED)
             elif path in numbers.defaulted:
                 self._set(path, value, DEFAULT)
         if not numbers.multiplies_up(world):
-            given = next((path for path in batch.KEYS if self.origins.get(path) == FILE), batch.TRAIN)
+            given = next((path for path in BATCH_KEYS if self.origins.get(path) == FILE), TRAIN)
             self.problems.add(given, self._get(given), numbers.problem(world), numbers.remedy(world))
 
     def _config(self) -> ResolvedConfig:
         settings = {path: self._get(path) for path, _ in _leaves(self.values)}
-        order = {path: place for place, (path, _) in enumerate(walk(ROOT))}
+        order = {path: place for place, (path, _) in enumerate(walk(root()))}
         settings = dict(sorted(settings.items(), key=lambda item: order.get(item[0], len(order))))
         values = self.values
         optimizer, scheduler = values.get("optimizer"), values.get("scheduler")
@@ -238,7 +239,7 @@ class _Resolver:
             grad_accum_dtype=self._get("data_types.grad_accum_dtype"),
             force_native_adam=values[FORCE] and not runs_in_torch(self._get),
             moments_16bit=self._get(MOMENTS) is False,
-            optimizer=torch_form(optimizer) if optimizer else None,
+            optimizer=_in_form(optimizer) if optimizer else None,
             scheduler=copy.deepcopy(scheduler) if scheduler else None,
             settings=settings,
             origins={path: self.origins.get(path, FILE) for path in settings},
@@ -258,9 +259,9 @@ class _Resolver:
         facts: dict[str, Any] = {}
         model = self.around.model
         if model is not None:
-            facts["@pipeline"] = _has_stages(model)
+            facts |= {"@model": type(model).__name__, "@pipeline": hasattr(model, "num_pipeline_stages")}
         if facts.get("@pipeline"):
-            facts |= {"pipeline.virtual_stages": model.virtual_stages}
+            facts["pipeline.virtual_stages"] = model.virtual_stages
         if self.around.args is not None or self.around.makes_loader is not None:
             facts["@loader"] = bool(self.around.makes_loader)
         return facts
@@ -274,8 +275,33 @@ class _Resolver:
         ]
 
 
-def _has_stages(model: Any) -> bool:
-    return hasattr(model, "num_pipeline_stages")
+def _in_form(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """An `optimizer` block in the form of a class of torch.optim or hf_zero.optim."""
+    kind = dict(typed_blocks())["optimizer"].types[optimizer["type"]]
+    return kind.block(optimizer["type"], optimizer.get("params", {}))
+
+
+def precision_of(values: Mapping[str, Any]) -> Precision:
+    """The precision that resolved values ask for; cross_checks.py says what cannot be asked for together."""
+    autocast = None
+    if look_up(values, "torch_autocast.enabled"):
+        autocast = look_up(values, "torch_autocast.dtype") or "bfloat16"
+    if look_up(values, "fp16.enabled"):
+        scaling = LossScaling(**values_of(LossScaling, values["fp16"]))
+        return Precision("float16", autocast, scaling, skip_nonfinite=True)
+    if look_up(values, "bf16.enabled"):
+        return Precision("bfloat16", autocast, skip_nonfinite=look_up(values, "bf16.check_grad_overflow") is True)
+    level = (look_up(values, "amp.opt_level") or "O1") if look_up(values, "amp.enabled") is True else None
+    if level in ("O1", "O2", "O3"):
+        fixed = look_up(values, "amp.loss_scale")
+        if fixed is None and level == "O3":
+            fixed = 1.0  # as apex
+        scaling = LossScaling.of_torch() if fixed in (None, "dynamic") else LossScaling(static=float(fixed))
+        if level == "O1":
+            return Precision(None, "float16", scaling, skip_nonfinite=True)
+        return Precision("float16", None, scaling, skip_nonfinite=True)
+    scaled = autocast == "float16"
+    return Precision(None, autocast, LossScaling.of_torch() if scaled else None, skip_nonfinite=scaled)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -283,7 +309,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
     result: list[tuple[str, Any]] = []
     for name, value in values.items():
         path = f"{prefix}{name}"
-        row = find(ROOT, path)
+        row = find(root(), path)
         if isinstance(row, Block) and row.keys and isinstance(value, Mapping):
             result.extend(_leaves(value, f"{path}."))
         else:
@@ -303,7 +329,7 @@ def _always(block: Block, prefix: str = "") -> list[tuple[str, Key]]:
 
 
 def _key(path: str) -> Key | None:
-    row = find(ROOT, path)
+    row = find(root(), path)
     return row if isinstance(row, Key) else None
 
 

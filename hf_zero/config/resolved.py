@@ -1,7 +1,7 @@
 """The resolved configuration: what the engine reads. Plain frozen data without "auto"; every value has an origin.
 
-A field made by `key` declares a key of the file: its type, range and default; a section as `default_factory`, a block.
-`keys.py` takes them from here, and has the keys that no field holds.
+A field made by `key` declares a key of the file: its type, range, default and help; a section as `default_factory`, a
+block. `keys.py` takes them from here, and has the keys that no field holds.
 """
 
 from __future__ import annotations
@@ -12,68 +12,158 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
-from hf_zero.config import batch
 from hf_zero.config import conditions as c
-from hf_zero.config.precision import Precision
-from hf_zero.config.problems import show
 from hf_zero.config.schema import (
     AUTO,
-    Key,
-    choice,
-    count,
-    dtype,
-    flag,
-    interval,
+    Choice,
+    Count,
+    DType,
+    Flag,
+    Interval,
+    Real,
+    Size,
+    Text,
+    Texts,
     key,
     put,
-    real,
     rows_of,
-    size,
-    text,
-    texts,
+    section_of,
+    show,
 )
 from hf_zero.errors import ConfigError
 
 _MANY = 1 << 16  # of stages, threads or buffers: more is a mistake
 _YEAR_S = 365 * 86400.0  # gloo counts nanoseconds in 63 bits
+# A loss in fp32 times more than this is infinite.
+MAX_POWER = 127
+MAX_SCALE = 2.0**MAX_POWER
+MIN_SCALE = 2.0**-24  # less loses the gradients that it should keep
 
 # Origins of values; resolve.py has the others.
 FILE = "file"
 DEFAULT = "default"
 
-
 _PARAMS_ON_DISK = (c.PARAMS_AWAY, c.PARAMS_ON_DISK)
+_Section = TypeVar("_Section")
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """fp16: how losses are scaled. Names and rules are DeepSpeed's; see optim/loss_scaler.py."""
+
+    static: float = key(
+        "The fixed loss scale; 0 adapts it to overflows.", Real(0.0, high=MAX_SCALE, auto=True), "loss_scale"
+    )
+    initial_power: int = key(
+        "The first dynamic loss scale is 2 to this power.",
+        Count(16, high=MAX_POWER, auto=True, when=(c.DYNAMIC_SCALE,)),
+        "initial_scale_power",
+    )
+    window: int = key(
+        "The loss scale doubles after this many steps without an overflow.",
+        Count(1000, low=1, auto=True, when=(c.DYNAMIC_SCALE,)),
+        "loss_scale_window",
+    )
+    hysteresis: int = key(
+        "The loss scale is halved at the overflow of this number.",
+        Count(2, low=1, auto=True, when=(c.DYNAMIC_SCALE, c.HYSTERESIS)),
+    )
+    consecutive_hysteresis: bool = key(
+        "Count the overflows of hysteresis anew after each step without one.",
+        Flag(False, auto=True, when=(c.DYNAMIC_SCALE, c.HYSTERESIS, c.HAS_HYSTERESIS)),
+    )
+    min_scale: float = key(
+        "The smallest dynamic loss scale; an overflow there is an error.",
+        Count(1, high=MAX_SCALE, auto=True, when=(c.DYNAMIC_SCALE,)),
+        "min_loss_scale",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "min_scale", float(self.min_scale))  # the key is a whole number
+
+    @classmethod
+    def of_torch(cls, initial_power: int = 16, window: int = 2000) -> LossScaling:
+        """The scaling of torch.amp.GradScaler, with no hysteresis and no lower bound to speak of."""
+        return cls(initial_power=initial_power, window=window, hysteresis=1, min_scale=MIN_SCALE)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """fp16, bf16, amp and torch_autocast as one decision."""
+
+    dtype: str | None = None  # of parameters: "bfloat16", "float16", or None: the model keeps its dtypes
+    autocast: str | None = None  # the forward runs under torch.autocast with this dtype
+    scaling: LossScaling | None = None  # None: losses are not scaled
+    skip_nonfinite: bool = False  # a step whose gradient is not finite is left out on all ranks
 
 
 @dataclass(frozen=True)
 class OffloadParam:
     """zero_optimization.offload_param."""
 
-    device: str = key(choice("none", "none", "cpu", "nvme"), when=c.PARAMS_AWAY)
-    nvme_path: str | None = key(text(), when=_PARAMS_ON_DISK)
-    buffer_count: int = key(count(5, low=1, high=_MANY, auto=True), when=_PARAMS_ON_DISK)
-    buffer_size: int = key(count(1e8, low=1, auto=True), when=_PARAMS_ON_DISK)
-    max_in_cpu: int = key(count(1e9, auto=True), when=_PARAMS_ON_DISK)
-    pin_memory: bool = key(flag(True, auto=True), when=(c.PARAMS_AWAY, c.PARAMS_OFFLOADED, c.ACCELERATOR))
+    device: str = key(
+        "Where parameter shards are kept between their uses.",
+        Choice("none", choices=("none", "cpu", "nvme"), when=(c.PARAMS_AWAY,)),
+    )
+    nvme_path: str | None = key("The folder on a fast disk for parameter shards.", Text(when=_PARAMS_ON_DISK))
+    buffer_count: int = key(
+        "How many host buffers parameters from the disk pass through.",
+        Count(5, low=1, high=_MANY, auto=True, when=_PARAMS_ON_DISK),
+    )
+    buffer_size: int = key(
+        "The most elements of one of these buffers.", Count(100_000_000, low=1, auto=True, when=_PARAMS_ON_DISK)
+    )
+    max_in_cpu: int = key(
+        "How many elements per rank stay in host memory before the disk is used.",
+        Count(10**9, auto=True, when=_PARAMS_ON_DISK),
+    )
+    pin_memory: bool = key(
+        "Pin the host memory of parameters, for faster copies to the device.",
+        Flag(True, auto=True, when=(c.PARAMS_AWAY, c.PARAMS_OFFLOADED, c.ACCELERATOR)),
+    )
 
 
 @dataclass(frozen=True)
 class OffloadOptimizer:
     """zero_optimization.offload_optimizer. `delayed_update` and `delayed_update_start` are hf_zero's own."""
 
-    device: str = key(choice("none", "none", "cpu", "nvme"))
-    nvme_path: str | None = key(text(), when=c.OPTIMIZER_ON_DISK)
-    buffer_count: int = key(count(4, low=1, high=_MANY, auto=True), when=c.OPTIMIZER_ON_DISK)
-    pin_memory: bool = key(flag(True, auto=True), when=(c.PINS, c.ACCELERATOR))
+    device: str = key(
+        "Where master weights and optimizer states are kept.", Choice("none", choices=("none", "cpu", "nvme"))
+    )
+    nvme_path: str | None = key(
+        "The folder on a fast disk for master weights and optimizer states.", Text(when=(c.OPTIMIZER_ON_DISK,))
+    )
+    buffer_count: int = key(
+        "How many tiles of states from the disk are in host memory.",
+        Count(4, low=1, high=_MANY, auto=True, when=(c.OPTIMIZER_ON_DISK,)),
+    )
+    pin_memory: bool = key(
+        "Pin the host memory of gradients and updated parameters, for faster copies.",
+        Flag(True, auto=True, when=(c.PINS, c.ACCELERATOR)),
+    )
     # DeepSpeed: false; here the staging pool bounds the memory either way
-    pipeline_read: bool = key(flag(True, auto=True), when=c.OPTIMIZER_ON_DISK)
-    pipeline_write: bool = key(flag(True, auto=True), when=c.OPTIMIZER_ON_DISK)
-    fast_init: bool = key(flag(False, auto=True), when=c.OPTIMIZER_ON_DISK)
-    ratio: float = key(real(1.0, high=1.0, auto=True), when=c.OFFLOADED)
-    delayed_update: bool = key(flag(False))
-    delayed_update_start: int = key(count(0), when=c.DELAYED)
+    pipeline_read: bool = key(
+        "Read the next tile from the disk while one is updated.", Flag(True, auto=True, when=(c.OPTIMIZER_ON_DISK,))
+    )
+    pipeline_write: bool = key(
+        "Write the last tile to the disk while one is updated.", Flag(True, auto=True, when=(c.OPTIMIZER_ON_DISK,))
+    )
+    fast_init: bool = key(
+        "Let the optimizer's file grow as it is written, and reserve no disk space.",
+        Flag(False, auto=True, when=(c.OPTIMIZER_ON_DISK,)),
+    )
+    ratio: float = key(
+        "The share of elements whose optimizer states leave the device (stage 3).",
+        Real(1.0, high=1.0, auto=True, when=(c.OFFLOADED,)),
+    )
+    delayed_update: bool = key(
+        "Run the update beside the next step, so that it takes effect one step late.", Flag(False)
+    )
+    delayed_update_start: int = key(
+        "The first optimizer step whose update may be delayed.", Count(0, when=(c.DELAYED,))
+    )
 
 
 @dataclass(frozen=True)
@@ -84,16 +174,21 @@ class Aio:
         ConfigError: A value is out of range, also where it comes from Python; every one of them is named.
     """
 
-    block_size: int = key(count(1 << 20, low=1, high=1 << 30))  # bytes of one operation
-    queue_depth: int = key(count(8, low=1, high=4096))  # operations under way at once, per thread
-    intra_op_parallelism: int = key(count(1, low=1, high=_MANY))  # threads that submit
-    single_submit: bool = key(flag(False))  # one operation per system call, not as many as there are
-    # A free place is filled at once; False: when all operations under way are through.
-    overlap_events: bool = key(flag(True))
+    block_size: int = key("Bytes of one read or write.", Count(1 << 20, low=1, high=1 << 30))
+    queue_depth: int = key("How many operations each thread has under way at once.", Count(8, low=1, high=4096))
+    intra_op_parallelism: int = key("How many threads submit operations.", Count(1, low=1, high=_MANY))
+    single_submit: bool = key("Submit one operation per system call, not as many as there are.", Flag(False))
+    overlap_events: bool = key(
+        "Submit the next operation as soon as one ends; false waits for all that are under way.", Flag(True)
+    )
 
     def __post_init__(self) -> None:
-        given = ((name, getattr(self, name), row) for name, row in rows_of(Aio).items() if isinstance(row, Key))
-        wrong = [f"aio.{name}={value} must be {row.expected()}" for name, value, row in given if not row.holds(value)]
+        given = ((name, getattr(self, name), row) for name, row in rows_of(Aio).items())
+        wrong = [
+            f"aio.{name}={value} must be {row.expected()}"
+            for name, value, row in given
+            if isinstance(row, Count) and not row.holds(value)
+        ]
         if wrong:
             raise ConfigError("; ".join(wrong) + ".")
 
@@ -102,66 +197,76 @@ class Aio:
 class CheckpointSection:
     """checkpoint. `async` is hf_zero's own."""
 
-    asynchronous: bool = key(flag(False), "async", when=c.NO_DISK)
-    tag_validation: str = key(choice("Warn", "Ignore", "Warn", "Fail"))
-    use_node_local_storage: bool = key(flag(False))
+    asynchronous: bool = key(
+        "Write checkpoints in the background while training goes on.", Flag(False, when=(c.NO_DISK,)), "async"
+    )
+    tag_validation: str = key(
+        "What happens when ranks give different tags.", Choice("Warn", choices=("Ignore", "Warn", "Fail"))
+    )
+    use_node_local_storage: bool = key(
+        "Every host writes its ranks' files to a disk of its own, not to a shared folder.", Flag(False)
+    )
 
 
 @dataclass(frozen=True)
 class MonitorSection:
     """tensorboard and csv_monitor: files in `output_path`/`job_name`."""
 
-    enabled: bool = key(flag(False))
-    output_path: str = key(text(""))
-    job_name: str = key(text("DeepSpeedJobName"))
+    enabled: bool = key("Write the numbers of training to files, on rank 0.", Flag(False))
+    output_path: str = key("The folder that these files are written into.", Text(""))
+    job_name: str = key("The folder inside output_path for this run.", Text("DeepSpeedJobName"))
 
 
 @dataclass(frozen=True)
 class FlopsProfilerSection:
     """flops_profiler: operations and times of a step, module by module."""
 
-    enabled: bool = key(flag(False))
-    profile_step: int = key(count(1))  # from 0
-    module_depth: int = key(count(-1, low=-1))  # of the summary; -1: all
-    top_modules: int = key(count(1, low=1))
-    detailed: bool = key(flag(True))
-    output_file: str | None = key(text())  # None: standard output
+    enabled: bool = key("Count the operations of one step, and measure its modules' times.", Flag(False))
+    profile_step: int = key("The step that is profiled, counted from 0.", Count(1))
+    module_depth: int = key("How deep the summary goes into the modules; -1 is to the last.", Count(-1, low=-1))
+    top_modules: int = key("How many modules of each depth the summary names.", Count(1, low=1))
+    detailed: bool = key("Print the profile of every module after the summary.", Flag(True))
+    output_file: str | None = key("The file to write the profile to, in the place of standard output.", Text())
 
 
 @dataclass(frozen=True)
 class WandbSection:
-    """wandb: a run of Weights & Biases. What is None is the library's own, as its environment sets it."""
+    """wandb: a run of Weights & Biases. A value of None is the library's own, as its environment sets it."""
 
-    enabled: bool = key(flag(False))
-    group: str | None = key(text())
-    team: str | None = key(text())
-    project: str = key(text("deepspeed"))
+    enabled: bool = key("Send the numbers of training to Weights & Biases, from rank 0.", Flag(False))
+    group: str | None = key("The group of runs that this one belongs to.", Text())
+    team: str | None = key("The team or user (entity) that the run belongs to.", Text())
+    project: str = key("The project that the run belongs to.", Text("deepspeed"))
 
 
 @dataclass(frozen=True)
 class CometSection:
-    """comet: an experiment of Comet. What is None is the library's own, as its configuration sets it."""
+    """comet: an experiment of Comet. A value of None is the library's own, as its configuration sets it."""
 
-    enabled: bool = key(flag(False))
-    samples_log_interval: int = key(count(100))  # a tag is written once in so many samples
-    project: str | None = key(text())
-    workspace: str | None = key(text())
-    api_key: str | None = key(text())
-    experiment_name: str | None = key(text())
-    experiment_key: str | None = key(text())
-    online: bool | None = key(flag(None))
-    mode: str | None = key(choice(None, "get", "create", "get_or_create"))
+    enabled: bool = key("Send the numbers of training to Comet, from rank 0.", Flag(False))
+    samples_log_interval: int = key("Each number is sent once in this many samples.", Count(100))
+    project: str | None = key("The project that the experiment belongs to.", Text())
+    workspace: str | None = key("The workspace that the experiment belongs to.", Text())
+    api_key: str | None = key("The key of the account; logs do not show it.", Text())
+    experiment_name: str | None = key("The name that the experiment is shown under.", Text())
+    experiment_key: str | None = key("The identifier of the experiment, to go on with one that exists.", Text())
+    online: bool | None = key("Send to the server; false writes an archive on this machine.", Flag(None))
+    mode: str | None = key(
+        "Whether an experiment is made, or one is gone on with.", Choice(choices=("get", "create", "get_or_create"))
+    )
 
 
 @dataclass(frozen=True)
 class CommsLoggerSection:
     """comms_logger: figures of the collectives, for log_summary."""
 
-    enabled: bool = key(flag(False))
-    verbose: bool = key(flag(False))  # a line for each
-    prof_all: bool = key(flag(True))
-    prof_ops: tuple[str, ...] = key(texts(), when=c.SOME_OPS)  # where not all: which
-    debug: bool = key(flag(False))  # those of each tensor apart
+    enabled: bool = key("Count the collectives of every step, with their sizes and times.", Flag(False))
+    verbose: bool = key("Print a line for each collective.", Flag(False))
+    prof_all: bool = key("Count all kinds of collectives; false counts those of prof_ops.", Flag(True))
+    prof_ops: tuple[str, ...] = key(
+        "The kinds of collectives that are counted, such as all_reduce.", Texts(when=(c.SOME_OPS,))
+    )
+    debug: bool = key("Count the collectives of each tensor apart.", Flag(False))
 
 
 @dataclass(frozen=True)
@@ -171,15 +276,29 @@ class ActivationCheckpointing:
     Which regions are checkpointed is the model's (gradient_checkpointing_enable) or the script's matter.
     """
 
-    partition_activations: bool = key(flag(False))
-    cpu_checkpointing: bool = key(flag(False))
-    contiguous_memory_optimization: bool = key(flag(False))
-    # Regions whose inputs are saved at a time
-    number_checkpoints: int | None = key(count(low=1, high=_MANY), when=c.CONTIGUOUS_INPUTS)
-    synchronize_checkpoint_boundary: bool = key(flag(False), when=c.ACCELERATOR)
-    profile: bool = key(flag(False))
-    activation_memory: int | None = key(size())  # bytes that checkpointed regions may take; hf_zero's own
-    nvme_path: str | None = key(text())  # a folder on disk for what they save; hf_zero's own
+    partition_activations: bool = key(
+        "Each rank of a group that shares inputs keeps its part of them, and gathers them for backward.", Flag(False)
+    )
+    cpu_checkpointing: bool = key(
+        "Keep the inputs of checkpointed regions in host memory until backward.", Flag(False)
+    )
+    contiguous_memory_optimization: bool = key(
+        "Keep the inputs of all checkpointed regions in one arena, which is allocated once.", Flag(False)
+    )
+    number_checkpoints: int | None = key(
+        "How many checkpointed regions (layers) the arena has room for.",
+        Count(low=1, high=_MANY, when=(c.CONTIGUOUS_INPUTS,)),
+    )
+    synchronize_checkpoint_boundary: bool = key(
+        "Wait for the device at every border of a checkpointed region.", Flag(False, when=(c.ACCELERATOR,))
+    )
+    profile: bool = key("Log the time of every region's forward and recomputation.", Flag(False))
+    activation_memory: int | None = key(
+        "Bytes of the device that checkpointed regions may take; as many as fit are not recomputed.", Size(low=1)
+    )
+    nvme_path: str | None = key(
+        "The folder on a fast disk for the inputs of checkpointed regions, until backward.", Text()
+    )
 
     @property
     def is_on(self) -> bool:
@@ -188,38 +307,59 @@ class ActivationCheckpointing:
 
 
 @dataclass(frozen=True)
-class PipelineSection:
-    """pipeline: how a PipelineModule is split and run. `schedule` and `virtual_stages` are hf_zero's own."""
-
-    # None: the module's own, or one for each process
-    stages: int | None = key(count(low=1, high=_MANY, auto=True))
-    partition: str = key(text("best"))  # "best": the module's own partition_method
-    seed_layers: bool = key(flag(False))  # True: also where the module was made without
-    activation_checkpoint_interval: int = key(count(0))  # 0: the module's own
-    schedule: str = key(choice("1f1b", "1f1b", "gpipe", "interleaved", "zero_bubble"))
-    virtual_stages: int = key(count(1, low=1, high=_MANY))  # chunks of layers of each stage; 1: the module's own
-
-
-@dataclass(frozen=True)
 class ZeroSection:
     """zero_optimization. Sizes are in elements."""
 
-    stage: int = key(count(0, high=3))
-    reduce_scatter: bool = key(flag(True, auto=True), when=c.SHARDED)
-    reduce_bucket_size: int = key(count(5e8, low=1, auto=True), when=(c.REDUCE_BUCKETS, c.REDUCE_COPIES))
-    allgather_partitions: bool = key(flag(True, auto=True), when=c.STAGES_1_2)
-    allgather_bucket_size: int = key(count(5e8, low=1, auto=True), when=(c.GATHER_BUCKETS, c.GATHERS_IN_PARTS))
-    overlap_comm: bool = key(flag(True, auto=True))  # DeepSpeed: at stage 3 only; here it costs no buffers
-    sub_group_size: int = key(count(1e9, auto=True), when=c.TILES)
-    stage3_prefetch_bucket_size: int = key(count(5e7, auto=True), when=c.STAGE_3)
-    stage3_param_persistence_threshold: int = key(count(1e5, auto=True), when=c.STAGE_3)
-    stage3_model_persistence_threshold: int = key(count(sys.maxsize, auto=True), when=c.STAGE_3)
-    stage3_max_live_parameters: int = key(count(1e9, auto=True), when=c.STAGE_3)
+    stage: int = key(
+        "What ranks shard: 1 optimizer states, 2 gradients too, 3 parameters too; 0 nothing.", Count(0, high=3)
+    )
+    reduce_scatter: bool = key(
+        "Reduce-scatter gradients; false all-reduces them, and each rank keeps its shard.",
+        Flag(True, auto=True, when=(c.SHARDED,)),
+    )
+    reduce_bucket_size: int = key(
+        "The most elements that one reduction of gradients moves.",
+        Count(500_000_000, low=1, auto=True, when=(c.REDUCE_BUCKETS, c.REDUCE_COPIES)),
+    )
+    allgather_partitions: bool = key(
+        "All-gather updated parameters; false broadcasts them from their owners.",
+        Flag(True, auto=True, when=(c.STAGES_1_2,)),
+    )
+    allgather_bucket_size: int = key(
+        "The most elements that one all-gather of parameters moves.",
+        Count(500_000_000, low=1, auto=True, when=(c.GATHER_BUCKETS, c.GATHERS_IN_PARTS)),
+    )
+    # DeepSpeed: at stage 3 only; here it costs no buffers
+    overlap_comm: bool = key("Reduce gradients and prefetch parameters while layers compute.", Flag(True, auto=True))
+    sub_group_size: int = key(
+        "The most elements that the optimizer updates in one call.", Count(10**9, auto=True, when=(c.TILES,))
+    )
+    stage3_prefetch_bucket_size: int = key(
+        "How many elements of the next layers are all-gathered ahead; 0 turns it off.",
+        Count(50_000_000, auto=True, when=(c.STAGE_3,)),
+    )
+    stage3_param_persistence_threshold: int = key(
+        "Parameters of fewer elements than this are never resharded.", Count(100_000, auto=True, when=(c.STAGE_3,))
+    )
+    stage3_model_persistence_threshold: int = key(
+        "The most elements of the whole model that are never resharded.",
+        Count(sys.maxsize, auto=True, when=(c.STAGE_3,)),
+    )
+    stage3_max_live_parameters: int = key(
+        "The most elements that are unsharded beyond the layers in use.", Count(10**9, auto=True, when=(c.STAGE_3,))
+    )
     # DeepSpeed: 1e9, which never reshards a model of that size between forward and backward
-    stage3_max_reuse_distance: int = key(count(0, auto=True), when=c.STAGE_3)
+    stage3_max_reuse_distance: int = key(
+        "A layer stays unsharded if fewer elements than this are used before its next use.",
+        Count(0, auto=True, when=(c.STAGE_3,)),
+    )
     # None: not set, so weights are written
-    stage3_gather_16bit_weights_on_model_save: bool | None = key(flag(None, auto=True), when=c.STAGE_3)
-    ignore_unused_parameters: bool = key(flag(True, auto=True))
+    stage3_gather_16bit_weights_on_model_save: bool | None = key(
+        "Write the full weights (model.safetensors) whenever a model is saved.", Flag(auto=True, when=(c.STAGE_3,))
+    )
+    ignore_unused_parameters: bool = key(
+        "Let parameters have no gradient in a step; false makes that an error.", Flag(True, auto=True)
+    )
     offload_param: OffloadParam = field(default_factory=OffloadParam)
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
 
@@ -233,24 +373,52 @@ class ResolvedConfig(Mapping[str, Any]):
     `desync_timeout`, `keep_fp32` and `gather_for_generation` are hf_zero's own keys.
     """
 
-    train_batch_size: int = key(count(low=1, auto=True))
-    train_micro_batch_size_per_gpu: int = key(count(low=1, auto=True))
-    gradient_accumulation_steps: int = key(count(low=1, auto=True))
-    gradient_clipping: float = key(real(0.0, auto=True))  # 0.0: off
+    train_batch_size: int = key(
+        "Samples of one optimizer step over all ranks and micro-batches.", Count(low=1, auto=True)
+    )
+    train_micro_batch_size_per_gpu: int = key(
+        "Samples that one rank processes in one forward.", Count(low=1, auto=True)
+    )
+    gradient_accumulation_steps: int = key("Micro-batches of one optimizer step.", Count(low=1, auto=True))
+    gradient_clipping: float = key(
+        "The largest norm of the gradients of all parameters; 0 is no clipping.", Real(0.0, auto=True)
+    )
     # "float32", "bfloat16", "float16"; None: the dtype of what is reduced
-    communication_data_type: str | None = key(dtype())
-    prescale_gradients: bool = key(flag(False))
-    gradient_predivide_factor: float = key(real(1.0, low=1e-6, high=1e6))
-    gradient_allreduce_op: str = key(choice("mean", "mean", "sum"))
-    zero_allow_untested_optimizer: bool = key(flag(False), when=c.SHARDED)
-    keep_fp32: tuple[str, ...] = key(texts(), when=c.CASTS)  # patterns of parameter names
-    desync_timeout: float = key(real(600.0, low=1.0, high=_YEAR_S))  # seconds
-    gather_for_generation: str = key(choice("auto", "auto", "once", "stream"), when=c.STAGE_3)
-    dataloader_drop_last: bool = key(flag(False), when=c.OWN_LOADER)
-    steps_per_print: int = key(interval())  # 0: never
-    wall_clock_breakdown: bool = key(flag(False))
-    memory_breakdown: bool = key(flag(False))
-    dump_state: bool = key(flag(False))
+    communication_data_type: str | None = key("The type in which gradients are reduced between ranks.", DType())
+    prescale_gradients: bool = key(
+        "Divide gradients by the number of ranks before they are summed, not after.", Flag(False)
+    )
+    gradient_predivide_factor: float = key(
+        "Gradients are divided by this before they are summed, and by the rest after.", Real(1.0, low=1e-6, high=1e6)
+    )
+    gradient_allreduce_op: str = key(
+        "Whether ranks' gradients are averaged or summed.", Choice("mean", choices=("mean", "sum"))
+    )
+    zero_allow_untested_optimizer: bool = key(
+        "Take an optimizer that hf_zero does not know as one that treats every element by itself.",
+        Flag(False, when=(c.SHARDED,)),
+    )
+    keep_fp32: tuple[str, ...] = key(
+        "Patterns of the names of parameters that stay in fp32 where others are cast to 16 bits.",
+        Texts(when=(c.CASTS,)),
+    )
+    desync_timeout: float = key(
+        "Seconds until ranks that wait for a living rank give up and report.", Real(600.0, low=1.0, high=_YEAR_S)
+    )
+    gather_for_generation: str = key(
+        "How generate gets the weights at stage 3: all at once, or layer by layer for every token.",
+        Choice("auto", choices=("auto", "once", "stream"), when=(c.STAGE_3,)),
+    )
+    dataloader_drop_last: bool = key(
+        "Leave out the last samples of training_data where they do not fill a batch.",
+        Flag(False, when=(c.OWN_LOADER,)),
+    )
+    steps_per_print: int = key(
+        "A line with the rate and the throughput is printed every so many steps; 0 prints none.", Interval(0)
+    )
+    wall_clock_breakdown: bool = key("Print the time of every phase of a step.", Flag(False))
+    memory_breakdown: bool = key("Print the memory in use before and after every phase of a step.", Flag(False))
+    dump_state: bool = key("Print the resolved configuration when the engine is made.", Flag(False))
     zero: ZeroSection = field(default_factory=ZeroSection, metadata={"name": "zero_optimization"})
     aio: Aio = field(default_factory=Aio)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
@@ -261,7 +429,6 @@ class ResolvedConfig(Mapping[str, Any]):
     comet: CometSection = field(default_factory=CometSection)
     comms_logger: CommsLoggerSection = field(default_factory=CommsLoggerSection)
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
-    pipeline: PipelineSection = field(default_factory=PipelineSection)
     # Made of several keys.
     stage: int
     world_size: int
@@ -287,9 +454,13 @@ class ResolvedConfig(Mapping[str, Any]):
         """Whether the value of a key is the file's own, and neither "auto" nor a default."""
         return self.origins.get(path) == FILE
 
+    def section(self, block: str, kind: type[_Section]) -> _Section:
+        """The values of a block that is declared beside the class that obeys it (`keys.DECLARED`)."""
+        return section_of(kind, block, self.settings.get)
+
     @cached_property
     def _given(self) -> dict[str, Any]:
-        return _without_auto(self.raw, self.settings) | {name: getattr(self, name) for name in batch.KEYS}
+        return _without_auto(self.raw, self.settings) | {name: getattr(self, name) for name in c.BATCH_KEYS}
 
     def __getitem__(self, key: str) -> Any:
         return self._given[key]
@@ -332,12 +503,8 @@ class ResolvedConfig(Mapping[str, Any]):
         return result
 
 
-# Keys that are passwords, more or less.
-_SECRETS = frozenset(["comet.api_key"])
-
-
 def _hidden(path: str, value: Any) -> Any:
-    return "(not shown)" if path in _SECRETS and value is not None else value
+    return "(not shown)" if path.endswith("api_key") and value is not None else value
 
 
 def _without_auto(given: Mapping[str, Any], settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

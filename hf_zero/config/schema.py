@@ -1,20 +1,19 @@
 """The shape of a configuration: which keys there are at which depth, and what each may hold.
 
-The rows themselves are in `resolved.py` (keys that are obeyed as they are) and `keys.py` (the others, and the blocks).
-This file owns the row types, the fields that declare rows, the check of one value against its row, and the lookup of
+The rows themselves are in `resolved.py` (keys that are obeyed as they are), `keys.py` (the others), and beside the
+classes that are chosen by a key (`keys.DECLARED`). This file owns the row types with their checks, and the lookup of
 rows and values by dotted path.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, TypeVar
-
-from hf_zero.config.problems import either
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 AUTO = "auto"
 
@@ -26,10 +25,21 @@ _DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16", "torch.float16", "half"), "float16"),
 }
+_WRONG: Any = object()  # a value that does not fit its row
+
+Get = Callable[[str], Any]  # the resolved value at a dotted path, or None; a fact of the run
 
 
 class BadValue(ValueError):
     """A value does not fit its row; `str()` names what was expected."""
+
+
+class Conflict(NamedTuple):
+    """The value of `key` does not go with others."""
+
+    key: str
+    wrong: str
+    remedy: str
 
 
 @dataclass(frozen=True)
@@ -40,41 +50,27 @@ class When:
     for {stage}.
     """
 
-    holds: Callable[[Callable[[str], Any]], bool]
+    holds: Callable[[Get], bool]
     otherwise: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Key:
-    """One row: the type of the value, its range, its default, whether "auto" may stand there, and its effect.
+    """One row: the default of a key, what the key does, and on what that depends. A subclass is a type of values."""
 
-    `kind` is one of bool, int, interval (steps between two events; infinity is never, as 0), size (bytes), float,
-    text, choice, dtype, texts (a list), floats (a number or a list), any.
-    """
-
-    kind: str
     default: Any = None
-    low: float | None = None  # inclusive
-    above: float | None = None  # exclusive
-    high: float | None = None  # inclusive
-    below: float | None = None  # exclusive
-    choices: tuple[str, ...] = ()  # of choice
-    offered: tuple[str, ...] = ()  # the choices that are obeyed and that messages name, where that is not all
-    size: int | None = None  # of floats: the number of elements
-    auto: bool = False
+    _: KW_ONLY
+    help: str = ""  # one sentence: what the key does, with the unit of its value
+    auto: bool = False  # "auto" may stand there
     # The key is obeyed unless one of these says otherwise.
     refused: str = ""  # what to do instead: the key is an error when it is on
     no_effect: str = ""  # why there is nothing to do: a value other than the default gives a notice
     when: tuple[When, ...] = ()  # where one does not hold, a value other than the default gives a notice
 
+    words: ClassVar[str] = "anything"
+
     def is_on(self, value: Any) -> bool:
         """Whether a checked value asks for more than the default does: what is refused of a refused key."""
-        if self.kind == "bool":
-            return value is (not self.default)
-        if self.kind == "int":
-            return isinstance(value, int) and value > max(self.default or 0, 0)
-        if self.offered:
-            return value is not None and value not in self.offered
         return value not in (None, self.default)
 
     def check(self, value: Any) -> Any:
@@ -83,37 +79,102 @@ class Key:
         Raises:
             BadValue: It has the wrong type or is out of range.
         """
-        checked = _CHECKS[self.kind](self, value)
+        checked = self._canonical(value)
         if checked is _WRONG:
-            given, bits = number(value), 63 if self.kind in ("int", "interval", "size") else 128
-            too_large = self.high is None and given is not None and abs(given) >= 2**bits
-            raise BadValue(f"{self.expected()}{f', less than 2 ** {bits}' if too_large else ''}")
+            raise BadValue(self.expected() + self._too_large(value))
         return checked
 
     def expected(self) -> str:
         """What may stand here, in words."""
-        if self.kind == "int" and self.low is not None and self.high is not None and self.high - self.low < 10:
-            words = either([str(number) for number in range(int(self.low), int(self.high) + 1)])
-        elif self.kind == "choice":
-            words = either([f'"{choice}"' for choice in self.offered or self.choices])
-        elif self.kind == "floats":
-            words = f"a list of {self.size} numbers" if self.size else "a number or a list of numbers"
-            words += self._range()
-        else:
-            words = _NAMES[self.kind] + self._range()
+        words = self._in_words()
         return f'{words}, or "auto"' if self.auto else words
 
-    def _range(self) -> str:
-        parts = []
-        if self.low is not None:
-            parts.append(f"of at least {self.low:.12g}")
-        if self.above is not None:
-            parts.append(f"above {self.above:.12g}")
-        if self.high is not None:
-            parts.append(f"at most {self.high:.12g}")
-        if self.below is not None:
-            parts.append(f"below {self.below:.12g}")
-        return f" {' and '.join(parts)}" if parts else ""
+    def _canonical(self, value: Any) -> Any:
+        return value
+
+    def _in_words(self) -> str:
+        return self.words
+
+    def _too_large(self, value: Any) -> str:
+        return ""
+
+
+class Flag(Key):
+    """true or false."""
+
+    words = "true or false"
+
+    def is_on(self, value: Any) -> bool:
+        return value is (not self.default)
+
+    def _canonical(self, value: Any) -> Any:
+        return value if isinstance(value, bool) else _WRONG
+
+
+class Text(Key):
+    """A text without null bytes, which no path has."""
+
+    words = "a text"
+
+    def _canonical(self, value: Any) -> Any:
+        return value if isinstance(value, str) and "\0" not in value else _WRONG
+
+
+@dataclass(frozen=True)
+class Texts(Key):
+    """A tuple of texts, written as a text or a list of texts."""
+
+    default: Any = ()
+
+    words = "a text or a list of texts"
+
+    def _canonical(self, value: Any) -> Any:
+        items = (value,) if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+            return _WRONG
+        return tuple(items)
+
+
+class DType(Key):
+    """The name of one of torch's floating types."""
+
+    words = '"fp32", "bf16" or "fp16"'
+
+    def _canonical(self, value: Any) -> Any:
+        return _DTYPES.get(value.lower(), _WRONG) if isinstance(value, str) else _WRONG
+
+
+@dataclass(frozen=True)
+class Choice(Key):
+    """One of several texts, in any case."""
+
+    _: KW_ONLY
+    choices: tuple[str, ...]
+    offered: tuple[str, ...] = ()  # the choices that are obeyed and that messages name, where that is not all
+
+    def is_on(self, value: Any) -> bool:
+        return value is not None and value not in self.offered if self.offered else super().is_on(value)
+
+    def _canonical(self, value: Any) -> Any:
+        by_lower = {choice.lower(): choice for choice in self.choices}
+        return by_lower.get(value.lower(), _WRONG) if isinstance(value, str) else _WRONG
+
+    def _in_words(self) -> str:
+        return either([f'"{choice}"' for choice in self.offered or self.choices])
+
+
+@dataclass(frozen=True)
+class Real(Key):
+    """A finite number in a range."""
+
+    _: KW_ONLY
+    low: float | None = 0  # inclusive
+    above: float | None = None  # exclusive
+    high: float | None = None  # inclusive
+    below: float | None = None  # exclusive
+
+    words = "a number"
+    bits: ClassVar[int] = 128  # a number of that many is told that it is too large
 
     def holds(self, number: float) -> bool:
         """Whether a number is finite and in the row's range."""
@@ -125,14 +186,91 @@ class Key:
             and (self.below is None or number < self.below)
         )
 
+    def _canonical(self, value: Any) -> Any:
+        given = number(value)
+        return _WRONG if given is None or not self.holds(given) else float(given)
+
+    def _in_words(self) -> str:
+        bounds = {"of at least": self.low, "above": self.above, "at most": self.high, "below": self.below}
+        listed = [f"{words} {bound:.12g}" for words, bound in bounds.items() if bound is not None]
+        return f"{self.words} {' and '.join(listed)}" if listed else self.words
+
+    def _too_large(self, value: Any) -> str:
+        given = number(value)
+        too_large = self.high is None and given is not None and abs(given) >= 2**self.bits
+        return f", less than 2 ** {self.bits}" if too_large else ""
+
+
+class Count(Real):
+    """An integer in a range; 5e8 and "8" are integers too."""
+
+    words = "an integer"
+    bits = 63
+
+    def is_on(self, value: Any) -> bool:
+        return isinstance(value, int) and value > max(self.default or 0, 0)
+
+    def _canonical(self, value: Any) -> Any:
+        given = number(value)
+        if given is None or not self.holds(given) or given != int(given) or abs(given) > sys.maxsize:
+            return _WRONG
+        return int(given)
+
+    def _in_words(self) -> str:
+        if self.low is not None and self.high is not None and self.high - self.low < 10:
+            return either([str(number) for number in range(int(self.low), int(self.high) + 1)])
+        return super()._in_words()
+
+
+class Interval(Count):
+    """The number of steps between two events; infinity is never, as 0 is."""
+
+    def _canonical(self, value: Any) -> Any:
+        endless = value.strip().lower() in ("inf", "infinity") if isinstance(value, str) else value == math.inf
+        return 0 if endless else super()._canonical(value)
+
+
+class Size(Count):
+    """A number of bytes, or a text with a unit."""
+
+    words = 'a size such as "4GB", "512MiB" or a number of bytes'
+
+    def _canonical(self, value: Any) -> Any:
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            return super()._canonical(value)
+        unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper())
+        return super()._canonical(int(float(match[1]) * unit))
+
+
+@dataclass(frozen=True)
+class Reals(Real):
+    """A list of `size` numbers; without a size, a list of any length or one number."""
+
+    _: KW_ONLY
+    size: int | None = None
+
+    def _canonical(self, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return _WRONG if self.size else super()._canonical(value)
+        items = [number(item) for item in value]
+        if len(items) != (self.size or max(len(items), 1)):
+            return _WRONG
+        if not all(item is not None and self.holds(item) for item in items):
+            return _WRONG
+        return [float(item) for item in items if item is not None]
+
+    def _in_words(self) -> str:
+        words = f"a list of {self.size} numbers" if self.size else "a number or a list of numbers"
+        return words + super()._in_words().removeprefix(self.words)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:
-    """Another name of a key. `target` is a dotted path from the top; `convert` maps a value, None drops it."""
+    """Another name of a key. `target` is a dotted path from the top; `convert` maps a flag to its value or None."""
 
     target: str
-    kind: str = ""  # "" takes the target's own type
-    convert: Mapping[Any, Any] | None = None
+    convert: Mapping[bool, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +278,8 @@ class Block:
     """An object of the configuration.
 
     `free`: names that are not in `keys` pass unchecked. `always`: its defaults belong to every resolved configuration;
-    the other blocks appear there only when the user wrote them.
+    the other blocks appear there only when the user wrote them. `conflicts` yields what only shows when several keys
+    are seen together.
     """
 
     keys: Mapping[str, Entry]
@@ -148,6 +287,7 @@ class Block:
     always: bool = False
     refused: str = ""  # as of Key, for everything inside
     no_effect: str = ""
+    conflicts: Callable[[Get], Iterator[Conflict]] | None = None
 
     def is_on(self, value: Any) -> bool:
         """Whether a block asks for something: by a key of `keys` that is on, or, where there are none, by standing
@@ -160,17 +300,7 @@ class Block:
 
 
 Entry = Key | Alias | Block
-_Row = TypeVar("_Row", Key, Block)
-
-
-def refused(row: _Row, instead: str) -> _Row:
-    """A row of something that this release does not do; `instead` is the remedy in the error."""
-    return replace(row, refused=instead)
-
-
-def no_effect(row: _Row, why: str) -> _Row:
-    """A row that is taken and has nothing to do here; `why` stands in the notice."""
-    return replace(row, no_effect=why)
+_Section = TypeVar("_Section")
 
 
 def refused_block(instead: str, **switches: Entry) -> Block:
@@ -178,81 +308,22 @@ def refused_block(instead: str, **switches: Entry) -> Block:
     return Block(keys=switches, free=True, refused=instead)
 
 
-def flag(default: bool | None = False, *, auto: bool = False) -> Key:
-    return Key(kind="bool", default=default, auto=auto)
-
-
-def count(default: float | None = None, *, low: float = 0, high: float | None = None, auto: bool = False) -> Key:
-    return Key(kind="int", default=None if default is None else int(default), low=low, high=high, auto=auto)
-
-
-def size() -> Key:
-    """Bytes: a number, or a text with a unit."""
-    return Key(kind="size", low=1)
-
-
-def interval() -> Key:
-    return Key(kind="interval", default=0, low=0)
-
-
-def real(
-    default: float | None = None,
-    *,
-    low: float | None = 0,
-    above: float | None = None,
-    high: float | None = None,
-    below: float | None = None,
-    auto: bool = False,
-) -> Key:
-    return Key(kind="float", default=default, low=low, above=above, high=high, below=below, auto=auto)
-
-
-def text(default: str | None = None) -> Key:
-    return Key(kind="text", default=default)
-
-
-def choice(default: str | None, *choices: str, auto: bool = False) -> Key:
-    return Key(kind="choice", default=default, choices=choices, auto=auto)
-
-
-def dtype() -> Key:
-    return Key(kind="dtype")
-
-
-def texts(*default: str, auto: bool = False) -> Key:
-    return Key(kind="texts", default=default, auto=auto)
-
-
-def floats(
-    *, size: int | None = None, low: float | None = None, below: float | None = None, auto: bool = False
-) -> Key:
-    return Key(kind="floats", size=size, low=low, below=below, auto=auto)
-
-
-def anything() -> Key:
-    return Key(kind="any")
-
-
-def only(row: Key, *when: When) -> Key:
-    """A row whose key has an effect under these conditions only."""
-    return replace(row, when=when)
-
-
-def key(row: Key, name: str = "", *, when: When | tuple[When, ...] = ()) -> Any:
+def key(help: str, row: Key, name: str = "") -> Any:
     """A field of a section with the value of the key `name`, which is the field's own name where none is given."""
-    row = only(row, *((when,) if isinstance(when, When) else when))
-    return field(default=row.default, metadata={"row": row, "name": name})
+    return field(default=row.default, metadata={"row": replace(row, help=help), "name": name})
 
 
 def rows_of(section: type[Any], *when: When) -> dict[str, Entry]:
     """The rows and blocks that the fields of a section declare, the rows under these conditions."""
     return {
-        name: only(entry, *entry.when, *when) if isinstance(entry, Key) else Block(always=True, keys=rows_of(entry))
+        name: replace(entry, when=(*entry.when, *when))
+        if isinstance(entry, Key)
+        else Block(always=True, keys=rows_of(entry))
         for _, name, entry in _declared(section)
     }
 
 
-def values_of(section: type[Any], block: Mapping[str, Any]) -> dict[str, Any]:
+def values_of(section: type[_Section], block: Mapping[str, Any]) -> dict[str, Any]:
     """The values of those fields in a resolved block; its other keys are refused, or there is nothing to do."""
     return {
         attribute: block[name] if isinstance(entry, Key) else entry(**values_of(entry, block[name]))
@@ -260,8 +331,14 @@ def values_of(section: type[Any], block: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def section_of(section: type[_Section], block: str, get: Get) -> _Section:
+    """A section of the values at its dotted paths, with its own defaults for those that are None or "auto"."""
+    given = {attribute: get(f"{block}.{name}") for attribute, name, _ in _declared(section)}
+    return section(**{attribute: value for attribute, value in given.items() if value not in (None, AUTO)})
+
+
 def _declared(section: type[Any]) -> Iterator[tuple[str, str, Any]]:
-    """Of each field that declares something: its attribute, the name in the file, and the row or the inner section."""
+    """Each field that declares something: its attribute, the name in the file, and the row or the inner section."""
     for one in fields(section):
         name = one.metadata.get("name") or one.name
         if "row" in one.metadata:
@@ -315,94 +392,17 @@ def number(value: Any) -> float | int | None:
     return value
 
 
-_WRONG: Any = object()
+def show(value: Any, longest: int = 80) -> str:
+    """A value as it stands in JSON, cut to a length that keeps the message readable."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def _check_bool(key: Key, value: Any) -> Any:
-    return value if isinstance(value, bool) else _WRONG
-
-
-def _check_int(key: Key, value: Any) -> Any:
-    given = number(value)
-    if given is None or not key.holds(given) or given != int(given) or abs(given) > sys.maxsize:
-        return _WRONG
-    return int(given)
-
-
-def _check_size(key: Key, value: Any) -> Any:
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        return _check_int(key, value)
-    unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper())
-    return _check_int(key, int(float(match[1]) * unit))
-
-
-def _check_interval(key: Key, value: Any) -> Any:
-    endless = value.strip().lower() in ("inf", "infinity") if isinstance(value, str) else value == math.inf
-    return 0 if endless else _check_int(key, value)
-
-
-def _check_float(key: Key, value: Any) -> Any:
-    given = number(value)
-    return _WRONG if given is None or not key.holds(given) else float(given)
-
-
-def _check_text(key: Key, value: Any) -> Any:
-    return value if isinstance(value, str) and "\0" not in value else _WRONG  # no path has a null byte
-
-
-def _check_choice(key: Key, value: Any) -> Any:
-    by_lower = {choice.lower(): choice for choice in key.choices}
-    return by_lower.get(value.lower(), _WRONG) if isinstance(value, str) else _WRONG
-
-
-def _check_dtype(key: Key, value: Any) -> Any:
-    return _DTYPES.get(value.lower(), _WRONG) if isinstance(value, str) else _WRONG
-
-
-def _check_texts(key: Key, value: Any) -> Any:
-    items = (value,) if isinstance(value, str) else value
-    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-        return _WRONG
-    return tuple(items)
-
-
-def _check_floats(key: Key, value: Any) -> Any:
-    if not isinstance(value, list | tuple):
-        return _WRONG if key.size else _check_float(key, value)
-    items = [number(item) for item in value]
-    if len(items) != (key.size or max(len(items), 1)):
-        return _WRONG
-    if not all(item is not None and key.holds(item) for item in items):
-        return _WRONG
-    return [float(item) for item in items if item is not None]
-
-
-def _check_any(key: Key, value: Any) -> Any:
-    return value
-
-
-_CHECKS = {
-    "bool": _check_bool,
-    "int": _check_int,
-    "interval": _check_interval,
-    "size": _check_size,
-    "float": _check_float,
-    "text": _check_text,
-    "choice": _check_choice,
-    "dtype": _check_dtype,
-    "texts": _check_texts,
-    "floats": _check_floats,
-    "any": _check_any,
-}
-_NAMES = {
-    "bool": "true or false",
-    "int": "an integer",
-    "interval": "an integer",
-    "size": 'a size such as "4GB", "512MiB" or a number of bytes',
-    "float": "a number",
-    "text": "a text",
-    "dtype": '"fp32", "bf16" or "fp16"',
-    "texts": "a text or a list of texts",
-    "any": "anything",
-}
+def either(choices: Sequence[str]) -> str:
+    """`a, b or c`."""
+    if len(choices) < 2:
+        return "".join(choices)
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"

@@ -6,13 +6,13 @@ import copy
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_zero.config.parse import Parsed, parse
 from hf_zero.config.problems import Problem, raise_all
-from hf_zero.config.resolve import Outcome, Surroundings, pipeline_section, resolve
-from hf_zero.config.resolved import PipelineSection, ResolvedConfig
-from hf_zero.config.schema import AUTO, look_up, put
+from hf_zero.config.resolve import Outcome, Surroundings, resolve
+from hf_zero.config.resolved import ResolvedConfig
+from hf_zero.config.schema import AUTO, look_up, put, section_of
 
 # Blocks and keys of the file that decide where parameters are and how they are gathered.
 _OF_PARAMETERS = ("zero_optimization", "aio", "desync_timeout", "gather_for_generation")
@@ -20,6 +20,7 @@ _OF_PARAMETERS = ("zero_optimization", "aio", "desync_timeout", "gather_for_gene
 _OF_TYPES = ("bf16", "bfloat16", "fp16", "keep_fp32")
 _OF_OPTIMIZER = ("offload_optimizer", "cpu_offload")
 
+_Section = TypeVar("_Section")
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -74,10 +75,9 @@ class ZeroConfig:
         """Seconds after which a rank that waits for others gives up, which needs no resolving."""
         return float(self.get("desync_timeout", ResolvedConfig.desync_timeout))
 
-    @property
-    def pipeline(self) -> PipelineSection:
-        """The pipeline block, which needs no resolving: the number of ranks that share data follows from it."""
-        return pipeline_section(self._parsed.values)
+    def section(self, block: str, kind: type[_Section]) -> _Section:
+        """A block without "auto", in the form that is declared beside the class that obeys it; not resolved."""
+        return section_of(kind, block, lambda path: look_up(self._parsed.values, path))
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted path as the file has it ("auto" included), under canonical names and types."""

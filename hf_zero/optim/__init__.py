@@ -1,23 +1,21 @@
-"""The user's optimizer on shards, optimizers that torch does not have, and DeepSpeed's learning-rate schedules."""
+"""The user's optimizer on shards, optimizers that torch does not have, and learning-rate schedules."""
 
-from hf_zero.optim.optimizers.cpu_adam import CPUAdam
-from hf_zero.optim.optimizers.lamb import Lamb
-from hf_zero.optim.optimizers.lion import Lion
-from hf_zero.optim.optimizers.muon import Muon
-from hf_zero.optim.optimizers.onebit import OneBitAdam
-from hf_zero.optim.optimizers.uncorrected_adam import UncorrectedAdam
-from hf_zero.optim.schedules.deepspeed import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "CPUAdam",
-    "LRRangeTest",
-    "Lamb",
-    "Lion",
-    "Muon",
-    "OneBitAdam",
-    "OneCycle",
-    "UncorrectedAdam",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-]
+from hf_zero.optim.optimizer_types import OPTIMIZERS
+from hf_zero.optim.schedule_types import SCHEDULES
+
+# Public name -> module. Classes are loaded at first use, so that their types can be read without torch.
+_CLASSES = {
+    path.rpartition(".")[2]: path.rpartition(".")[0]
+    for path in (*OPTIMIZERS, *SCHEDULES)
+    if path.startswith("hf_zero.optim.")
+}
+__all__ = sorted(_CLASSES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CLASSES:
+        raise AttributeError(f"module 'hf_zero.optim' has no attribute {name!r}")
+    return getattr(import_module(_CLASSES[name]), name)

@@ -10,7 +10,7 @@ import logging
 import math
 from typing import Any
 
-from hf_zero.config.precision import LossScaling, Precision
+from hf_zero.config.resolved import LossScaling, Precision
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.runtime.loss_scale import LossScale

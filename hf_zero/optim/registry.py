@@ -1,4 +1,4 @@
-"""What of each optimizer matters here: whether its update is right on shards, who can make it, and its fused form.
+"""Whether an optimizer's update is right on shards, who can make it, and its fused form; see `optimizer_types.py`.
 
 A shard is a range of elements. An optimizer is right on it if it treats every element by itself; one that looks at the
 full matrix, at its shape, or at all parameters together needs more, or is refused by name.
@@ -10,7 +10,6 @@ own may do so to look at a row, a norm or a sign count before it calls the other
 
 from __future__ import annotations
 
-import enum
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,93 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.config.optimizers import OWN_OPTIMIZERS
+from hf_zero import optim
 from hf_zero.errors import ConfigError
+from hf_zero.optim.optimizer_types import (
+    ELEMENTWISE_INSTEAD,
+    INSTEAD,
+    OPTIMIZERS,
+    REFUSED,
+    OptimizerType,
+    Updates,
+)
 from hf_zero.optim.optimizers.base import CheckedOptimizer
-from hf_zero.optim.optimizers.lamb import Lamb
-from hf_zero.optim.optimizers.lion import Lion
 from hf_zero.optim.optimizers.muon import Muon
-from hf_zero.optim.optimizers.onebit import OneBitAdam
-from hf_zero.optim.optimizers.uncorrected_adam import UncorrectedAdam
-
-
-class Updates(enum.Enum):
-    """What an optimizer updates, given the gradient of that."""
-
-    ELEMENTS = enum.auto()  # each by itself
-    SHARDS = enum.auto()  # as the class is written for shards
-    PARAMETERS = enum.auto()  # unsharded, on the rank that owns one
-    REPLICAS = enum.auto()  # all parameters on every rank: stage 0 only
-
-
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """
-    Args:
-        is_native: The native Adam does the same on offloaded states.
-        groups: With PARAMETERS, which param groups need them; all where it is None.
-        fused: Where torch has a kernel without temporaries: its other ways need two or three times the memory of what
-            they update.
-    """
-
-    updates: Updates
-    is_native: bool = False
-    groups: Callable[[Mapping[str, Any]], bool] | None = None
-    fused: frozenset[str] = frozenset()
-
-
-_ELEMENTS = OptimizerSpec(Updates.ELEMENTS)
-_NATIVE = OptimizerSpec(Updates.ELEMENTS, is_native=True)
-_EVERYWHERE = frozenset(["cpu", "accelerator"])
-# torch's, by name. SGD's kernel fails where one parameter has its momentum and another one, whose first gradient comes
-# later, has none yet: it is fused without momentum only.
-_TORCH: dict[str, OptimizerSpec] = {
-    **dict.fromkeys("Adamax NAdam RAdam Adadelta RMSprop ASGD Rprop".split(), _ELEMENTS),
-    "SGD": OptimizerSpec(Updates.ELEMENTS, fused=_EVERYWHERE),
-    "Adagrad": OptimizerSpec(Updates.ELEMENTS, fused=frozenset(["cpu"])),
-    **dict.fromkeys(("Adam", "AdamW"), OptimizerSpec(Updates.ELEMENTS, is_native=True, fused=_EVERYWHERE)),
-    **dict.fromkeys(("Adafactor", "Muon"), OptimizerSpec(Updates.PARAMETERS)),
-}
-# Others, by module and name.
-_OTHERS: dict[str, OptimizerSpec] = {
-    "transformers.optimization.Adafactor": OptimizerSpec(Updates.PARAMETERS),
-    "hf_zero.extras.deepspeed.ops.adam.DeepSpeedCPUAdam": _NATIVE,
-    "hf_zero.extras.deepspeed.ops.adam.FusedAdam": _NATIVE,
-    "hf_zero.optim.optimizers.cpu_adam.CPUAdam": _NATIVE,
-    "hf_zero.optim.optimizers.uncorrected_adam.UncorrectedAdam": _NATIVE,
-}
-# Classes of hf_zero.optim that are no Adam.
-_OWN: dict[type, OptimizerSpec] = {
-    Lamb: OptimizerSpec(Updates.SHARDS),
-    Lion: OptimizerSpec(Updates.SHARDS),
-    Muon: OptimizerSpec(Updates.PARAMETERS, groups=lambda group: bool(group["use_muon"])),
-    OneBitAdam: OptimizerSpec(Updates.REPLICAS),
-}
-_OWN_BY_NAME = {kind.__name__: kind for kind in (Lamb, Lion, Muon, OneBitAdam, UncorrectedAdam)}
-assert _OWN_BY_NAME.keys() >= OWN_OPTIMIZERS.keys()
-
-# Classes that users bring: what each needs that a shard has not, and what to use instead.
-_MATRIX, _BLOCKS = "the full matrix", "quantisation blocks that a shard cuts"
-_NORM, _ALL = "the norm of the full parameter", "inner products over all parameters"
-_REFUSED = {
-    "Adafactor": "row and column means of the full matrix",
-    **dict.fromkeys(("Muon", "MuonWithAuxAdam"), "the full momentum matrix"),
-    **dict.fromkeys(("LBFGS", "Prodigy", "DAdaptAdam"), _ALL),
-    "SparseAdam": "sparse gradients",
-    **dict.fromkeys(("Lamb", "LAMB", "FusedLamb", "LARS"), _NORM),
-    **dict.fromkeys(("Lion8bit", "Adam8bit", "AdamW8bit"), _BLOCKS),
-    **dict.fromkeys("Shampoo DistributedShampoo SOAP GaLoreAdamW GaLoreAdafactor APOLLOAdamW".split(), _MATRIX),
-    "LOMO": "gradients inside backward",
-    "AdaLomo": "row and column means of the full matrix",
-    "ScheduleFreeWrapper": "a second copy of the parameters that it swaps itself",
-}
-_INSTEAD = {
-    **dict.fromkeys(("Lamb", "LAMB", "FusedLamb"), "hf_zero.optim.Lamb, which asks the other ranks for it"),
-    "Adafactor": "the Adafactor of torch.optim or transformers, which gets full matrices",
-    **dict.fromkeys(("Muon", "MuonWithAuxAdam"), "torch.optim.Muon or hf_zero.optim.Muon, which get full matrices"),
-}
-_ELEMENTWISE_INSTEAD = "an elementwise optimizer (torch.optim.AdamW, Adam, SGD, ...)"
-
 
 # What a subclass, or an instance, may have in the place of a known class' own: no part of an update.
 _NO_UPDATE = frozenset(["__init__", "__repr__", "__doc__", "__module__", "add_param_group", "zero_grad", "state_dict"])
@@ -126,7 +50,7 @@ class _Kind:
     """
 
     known: type | None
-    spec: OptimizerSpec | None
+    spec: OptimizerType | None
     below: Sequence[type]
     changed: Sequence[str]
 
@@ -140,11 +64,10 @@ class _Kind:
         return cls(known, spec, kinds[:place], list(dict.fromkeys(changed)))
 
 
-def _entry(kind: type) -> OptimizerSpec | None:
-    """Of exactly this class."""
-    if kind.__module__.startswith("torch.optim"):
-        return _TORCH.get(kind.__name__)
-    return _OWN.get(kind) or _OTHERS.get(f"{kind.__module__}.{kind.__name__}")
+def _entry(kind: type) -> OptimizerType | None:
+    """The entry of exactly this class."""
+    module = "torch.optim" if kind.__module__.startswith("torch.optim") else kind.__module__
+    return OPTIMIZERS.get(f"{module}.{kind.__name__}")
 
 
 def _replaces(known: type | None, name: str, value: Any) -> bool:
@@ -161,7 +84,7 @@ def _unwrapped(function: Any) -> Any:
     return function
 
 
-def _spec_of(optimizer: torch.optim.Optimizer) -> OptimizerSpec | None:
+def _spec_of(optimizer: torch.optim.Optimizer) -> OptimizerType | None:
     """Of its class, or of the known one above it whose updates it makes."""
     kind = _Kind.of(optimizer)
     return None if kind.changed else kind.spec
@@ -193,11 +116,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, sharded: bool, allow_un
         )
     changed = [kind.known] if kind.changed and kind.known is not None else []
     for name in (one.__name__ for one in (*kind.below, *changed)):
-        if name in _REFUSED:
+        if name in REFUSED:
             raise ConfigError(
-                f"optimizer {type(optimizer).__name__} cannot be right on shards: it needs {_REFUSED[name]}, and at "
+                f"optimizer {type(optimizer).__name__} cannot be right on shards: it needs {REFUSED[name]}, and at "
                 "stages 1-3 a rank holds only a range of elements.\n"
-                f"Use {_INSTEAD.get(name, _ELEMENTWISE_INSTEAD)}, or stage 0."
+                f"Use {INSTEAD.get(name, ELEMENTWISE_INSTEAD)}, or stage 0."
             )
     if (kind.spec is None or kind.changed) and not allow_untested:
         own = f", whose {', '.join(kind.changed)} is not that of {changed[0].__name__}," if changed else ""
@@ -275,13 +198,14 @@ _WAYS = ("fused", "foreach", "capturable", "differentiable")  # chosen by the bl
 def optimizer_of(block: Mapping[str, Any], model: nn.Module) -> tuple[Any, dict[str, Any]]:
     """(class, keyword arguments) of a resolved `optimizer` block, for parameters of `model` or groups of them."""
     name = block["type"]
-    kind = _OWN_BY_NAME.get(name) or getattr(torch.optim, name)
+    kind = getattr(optim if name in optim.__all__ else torch.optim, name)
     arguments = dict(block.get("params", {}))
     if kind is Muon:
         named = model.named_parameters()
         arguments["others"] = [param for name, param in named if any(part in name.lower() for part in _NOT_MUON)]
     place = "accelerator" if torch.accelerator.is_available() else "cpu"
-    has_kernel = name not in _OWN_BY_NAME and name in _TORCH and place in _TORCH[name].fused
+    entry = _entry(kind)
+    has_kernel = entry is not None and place in entry.fused
     chosen = arguments.keys() & set(_WAYS) or arguments.get("momentum")
     if has_kernel and not chosen and can_be_fused(model.parameters()):
         arguments["fused"] = True

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.keys import ROOT
-from hf_zero.config.schema import Alias, Block, Key, walk
+from hf_zero.config.keys import root
+from hf_zero.config.schema import Alias, Block, Count, DType, Flag, Key, Real, Text, Texts, walk
 from hf_zero.errors import ConfigError
 
 ZERO = "zero_optimization"
@@ -36,8 +36,8 @@ def message(config: dict[str, Any], *args: Any, **kwargs: Any) -> str:
     return str(raised.value)
 
 
-REFUSED = {path: row for path, row in walk(ROOT) if not isinstance(row, Alias) and row.refused}
-NO_EFFECT = {path: row for path, row in walk(ROOT) if not isinstance(row, Alias) and row.no_effect}
+REFUSED = {path: row for path, row in walk(root()) if not isinstance(row, Alias) and row.refused}
+NO_EFFECT = {path: row for path, row in walk(root()) if not isinstance(row, Alias) and row.no_effect}
 
 # Path -> a value that turns it on and one that leaves it off.
 SWITCHES: dict[str, tuple[Any, Any]] = {
@@ -94,19 +94,11 @@ def test_the_switches_of_the_table_above_are_the_table_of_refusals() -> None:
 
 
 def test_keys_without_effect_are_taken_with_a_notice() -> None:
-    others = {
-        "texts": ["x"],
-        "text": "x",
-        "int": 12345,
-        "float": 0.5,
-        "any": "info",
-        "dtype": "bf16",
-        "choice": "Fail",
-    }
+    others = {Texts: ["x"], Text: "x", Count: 12345, Real: 0.5, Key: "info", DType: "bf16"}
     for path, row in NO_EFFECT.items():
         if not isinstance(row, Key):
             continue
-        value = (not row.default) if row.kind == "bool" else others[row.kind]
+        value = (not row.default) if isinstance(row, Flag) else others[type(row)]
         given = nested(path, value)
         given.setdefault("optimizer", {})["type"] = "OneBitAdam" if ".params." in path else "SGD"
         resolved = ZeroConfig.load(given).resolve()
@@ -322,7 +314,7 @@ ODD_VALUES: tuple[Any, ...] = (
 def test_odd_values_anywhere_are_problems_and_never_other_errors() -> None:
     args = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=1, max_grad_norm=1.0, fp16=None)
     refused = 0
-    for place, (path, _) in enumerate(walk(ROOT)):
+    for place, (path, _) in enumerate(walk(root())):
         for value in ODD_VALUES[place % 4 :: 4]:  # a quarter for each key keeps it short; every value meets every kind
             given = args if place % 2 else None
             config = ZeroConfig.load(nested(path, value), defer=True)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.problems import FOREIGN
 from hf_zero.config.schema import look_up
-from hf_zero.config.suggest import FOREIGN
 from hf_zero.errors import ConfigError
 
 DATA = Path(__file__).resolve().parents[1] / "data"

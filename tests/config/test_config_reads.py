@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_zero
 from hf_zero.config import ResolvedConfig
-from hf_zero.config.precision import LossScaling, Precision
+from hf_zero.config.keys import OBEYED, statuses
 from hf_zero.config.resolved import (
     ActivationCheckpointing,
     Aio,
@@ -21,15 +21,16 @@ from hf_zero.config.resolved import (
     CometSection,
     CommsLoggerSection,
     FlopsProfilerSection,
+    LossScaling,
     MonitorSection,
     OffloadOptimizer,
     OffloadParam,
-    PipelineSection,
+    Precision,
     WandbSection,
     ZeroSection,
 )
-from hf_zero.config.supported import OBEYED, keys
 from hf_zero.errors import ConfigError
+from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from tests.harness.ranks import run_ranks
 
 SECTIONS = (
@@ -200,7 +201,7 @@ def field_of(path: str) -> str:
 
 def test_what_is_obeyed_is_read_outside_the_configuration(tmp_path: Path) -> None:
     found = set.union(*run_ranks(train_and_look, 2, str(tmp_path)))
-    obeyed = [path for path, decided in keys() if decided.verdict == OBEYED]
+    obeyed = [path for path, decided in statuses() if decided.verdict == OBEYED]
     # The parameters of optimizers and schedulers are passed on as they are.
     obeyed = [path for path in obeyed if not path.startswith(("optimizer.", "scheduler."))]
     assert len(obeyed) > 60

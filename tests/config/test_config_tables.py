@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from hf_zero.config.keys import ROOT
+from hf_zero.config.keys import root
 from hf_zero.config.schema import find
 
 HERE = Path(__file__).resolve()
@@ -32,7 +32,7 @@ def test_the_table_of_keys_is_current(tables: ModuleType) -> None:
     assert written.rstrip() == tables.key_tables().rstrip(), "run python scripts/config_tables.py"
     assert public.count("\n|") > 80
     named = set(re.findall(r"`([\w.]+)`", written))
-    assert len([name for name in named if find(ROOT, name) is not None]) > 150
+    assert len([name for name in named if find(root(), name) is not None]) > 150
 
 
 def test_the_table_of_public_configurations_is_current(tables: ModuleType) -> None:

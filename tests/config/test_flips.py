@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.config.supported import OBEYED, keys
+from hf_zero.config.keys import OBEYED, statuses
 from tests.harness.flips import FLIPS, Flip, changes
 from tests.harness.ranks import run_ranks
 
@@ -35,7 +35,7 @@ def test_a_key_without_effect_would_be_found(tmp_path: Path) -> None:
 
 
 def test_every_obeyed_key_is_flipped() -> None:
-    assert set(FLIPS) == {path for path, fate in keys() if fate.verdict == OBEYED}
+    assert set(FLIPS) == {path for path, status in statuses() if status.verdict == OBEYED}
     assert len(HERE) > 170
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_zero import ConfigError, ZeroConfig
-from hf_zero.config.precision import LossScaling
+from hf_zero.config.resolved import LossScaling
 from hf_zero.hf.accelerator.plain_loop import scaling_of
 from hf_zero.hf.conflicts import scaler_conflicts
 from hf_zero.optim.loss_scaler import HysteresisScaler, PlainScaler, StaticScaler, make_scaler

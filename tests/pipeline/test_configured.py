@@ -14,6 +14,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.extras.pipeline.layer_spec import LayerSpec
 from hf_zero.extras.pipeline.module import PipelineModule
+from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from hf_zero.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from tests.harness.ranks import run_ranks
 
@@ -23,7 +24,7 @@ def layers(count: int = 4) -> list[LayerSpec]:
 
 
 def section(**block: Any) -> Any:
-    return ZeroConfig.load({"pipeline": block}).pipeline
+    return ZeroConfig.load({"pipeline": block}).section("pipeline", PipelineSection)
 
 
 def test_the_block_of_the_documents_log_is_taken_as_it_is() -> None:
@@ -38,8 +39,9 @@ def test_the_block_of_the_documents_log_is_taken_as_it_is() -> None:
     }
     loaded = ZeroConfig.load({"train_batch_size": 16, "pipeline": block})
     resolved = loaded.resolve(model=nn.Linear(2, 2))
-    assert resolved.pipeline == loaded.pipeline == ZeroConfig.load({}).pipeline
-    assert resolved.pipeline.stages is None and resolved.pipeline.schedule == "1f1b"
+    made = resolved.section("pipeline", PipelineSection)
+    assert made == loaded.section("pipeline", PipelineSection) == section()
+    assert made.stages is None and made.schedule == "1f1b"
     assert not any("pipeline" in notice for notice in resolved.notices)
     apart = ZeroConfig.load({"pipeline": {"pipe_partitioned": False}}).resolve()
     assert any("pipeline.pipe_partitioned" in notice for notice in apart.notices)
@@ -65,7 +67,7 @@ def test_a_model_without_stages_is_told_so() -> None:
         config.resolve(model=nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"Linear has no stages.*\n.*call hf_zero.initialize, or remove the block"):
         hf_zero.initialize(model=nn.Linear(2, 2), config={"pipeline": {"stages": 2}})
-    assert config.resolve(model=PipelineModule(layers())).pipeline.stages == 2
+    assert config.resolve(model=PipelineModule(layers())).settings["pipeline.stages"] == 2
 
 
 def test_a_module_follows_the_block() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from tests.harness.ranks import run_ranks
 
 VOCABULARY, LAYERS = 97, 3
@@ -273,7 +274,7 @@ def test_forwards_that_do_otherwise_are_refused(base: type[hf.LlamaModel], probl
 def load_on_ranks(folder: str, damaged: str) -> dict[str, Any]:
     module = hf_zero.pipeline.from_transformers(folder, partition_method="uniform")
     assert not module.is_built
-    module.configure(ZeroConfig.load({"pipeline": {"stages": 2}}).pipeline)
+    module.configure(ZeroConfig.load({"pipeline": {"stages": 2}}).section("pipeline", PipelineSection))
     with pytest.raises(CheckpointError) as raised:
         hf_zero.pipeline.from_transformers(damaged, 2)
     return {

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from hf_zero.config.cross_checks import partition_fault
 from hf_zero.errors import ConfigError
 from hf_zero.extras.pipeline.layer_partition import matching_layers, split_balanced, split_uniform
+from hf_zero.extras.pipeline.pipeline_section import partition_fault
 
 
 def all_splits(num_layers: int, num_parts: int) -> list[list[int]]:

@@ -24,8 +24,9 @@ from hf_zero.extras.deepspeed.engine import DeepSpeedEngine
 from hf_zero.extras.deepspeed.runtime.pipe.engine import PipelineEngine
 from hf_zero.extras.deepspeed.script_arguments import adopt_local_rank, config_of
 from hf_zero.extras.pipeline.module import PipelineModule
+from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from hf_zero.optim.registry import optimizer_of
-from hf_zero.optim.schedules.deepspeed import choose_scheduler
+from hf_zero.optim.schedules.build_schedule import choose_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.sharding.partition import check_parameters
 
@@ -140,7 +141,7 @@ def _ranks_with_data(model: nn.Module, loaded: ZeroConfig) -> int:
     """How many ranks have batches of their own: all of them, or those of a stage. Splits a pipeline's layers."""
     if not isinstance(model, PipelineModule):
         return dist.get_world_size()
-    model.configure(loaded.pipeline)
+    model.configure(loaded.section("pipeline", PipelineSection))
     return model.grid.data_parallel_size
 
 

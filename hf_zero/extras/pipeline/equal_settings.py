@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.extras.pipeline.layer_table import LayerRow
+from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 
 _MOST = 160  # characters of a value in a message
 _NO_SETTING = ("params", "param_names")
@@ -27,7 +28,7 @@ def batch_settings(config: ResolvedConfig) -> dict[str, str]:
         "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
         "gradient_clipping": config.gradient_clipping,
         "zero_optimization.stage": config.stage,
-        **{f"pipeline.{name}": value for name, value in asdict(config.pipeline).items()},
+        **{f"pipeline.{name}": value for name, value in asdict(config.section("pipeline", PipelineSection)).items()},
         "optimizer": config.optimizer,
         "scheduler": config.scheduler,
         "the precision": config.precision,

@@ -6,9 +6,9 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 
-from hf_zero.config.cross_checks import partition_fault
 from hf_zero.errors import ConfigError
 from hf_zero.extras.pipeline.layer_table import LayerRow
+from hf_zero.extras.pipeline.pipeline_section import partition_fault
 
 
 def split_uniform(num_layers: int, num_parts: int) -> list[int]:

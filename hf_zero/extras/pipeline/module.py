@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_zero.config.resolved import PipelineSection
 from hf_zero.distributed.processes import agree, all_ranks_give, join_processes, wrong_on_all
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.extras.activations.checkpoint import non_reentrant_checkpoint
@@ -23,6 +22,7 @@ from hf_zero.extras.pipeline.layer_partition import split_layers
 from hf_zero.extras.pipeline.layer_spec import LayerSpec, TiedLayerSpec
 from hf_zero.extras.pipeline.layer_table import Layer, LayerRow, describe_layers
 from hf_zero.extras.pipeline.layer_times import measure_layers
+from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from hf_zero.extras.pipeline.random_states import random_states_kept, seed_all
 from hf_zero.extras.pipeline.topology import PipeDataParallelTopology, PipelineGrid, ProcessTopology
 from hf_zero.runtime.log_lines import log_start

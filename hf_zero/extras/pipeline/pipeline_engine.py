@@ -23,6 +23,7 @@ from hf_zero.extras.pipeline.batch_run import BatchRun, BatchTimes, Place
 from hf_zero.extras.pipeline.equal_settings import batch_settings, difference, group_settings
 from hf_zero.extras.pipeline.micro_batches import Batch, RepeatingLoader, read_micro_batches
 from hf_zero.extras.pipeline.module import PipelineModule
+from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from hf_zero.extras.pipeline.stage_checkpoints import StageCheckpointing
 from hf_zero.extras.pipeline.stage_passes import BadLossError, StagePasses, scalar_loss
 from hf_zero.extras.pipeline.stage_schedules import EVALUATION, Action, bubble_share, order_of
@@ -66,6 +67,7 @@ class PipelineEngine(ZeroEngine):
         self._has_ties = bool(ties := module.ties)
         self._ties = TiedCopies(module, ties, self.place, self._messages, grads)
         super().__init__(module, config, train=train, groups=grid.dp_groups, **given)
+        self._schedule_name = config.section("pipeline", PipelineSection).schedule
         self._passes = StagePasses(
             module, self.loss_scale, weights=self._weights, loss_of=self._loss_of, feed=self._feed
         )
@@ -134,7 +136,7 @@ class PipelineEngine(ZeroEngine):
             )
         if not self.module.training:
             self.module.train()
-        count, schedule = self.accumulation_steps, self.config.pipeline.schedule
+        count, schedule = self.accumulation_steps, self._schedule_name
         batch = self._read(data_iter, count)
         with self._together("train_batch"):
             run = self._start(batch, around_backward=self._around_backward)

@@ -44,22 +44,6 @@ class Action:
         return f"{self.kind.value}{self.micro}" + (f".{self.chunk}" if self.chunk else "")
 
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
-EVALUATION = "evaluation"  # the forwards alone
-
-
-def order_of(schedule: str, stage: int, stages: int, micros: int, virtual_stages: int = 1) -> list[Action]:
-    """What stage `stage` of `stages` does for `micros` micro-batches, one after the other."""
-    make: dict[str, Callable[[int, int, int, int], list[Action]]] = {
-        "gpipe": _gpipe,
-        "1f1b": _interleaved if virtual_stages > 1 else _one_forward_one_backward,
-        "interleaved": _interleaved,
-        "zero_bubble": _zero_bubble,
-        EVALUATION: _forwards,
-    }
-    return make[schedule](stage, stages, micros, virtual_stages)
-
-
 def _gpipe(stage: int, stages: int, micros: int, virtual_stages: int) -> list[Action]:
     return [
         *_forwards(stage, stages, micros, virtual_stages),
@@ -72,6 +56,8 @@ def _forwards(stage: int, stages: int, micros: int, virtual_stages: int) -> list
 
 
 def _one_forward_one_backward(stage: int, stages: int, micros: int, virtual_stages: int) -> list[Action]:
+    if virtual_stages > 1:
+        return _interleaved(stage, stages, micros, virtual_stages)
     order = published_1f1b(stage, stages, micros)
     if stage == 0:  # nobody waits for its gradients of inputs
         return order
@@ -136,6 +122,21 @@ def _zero_bubble(stage: int, stages: int, micros: int, virtual_stages: int) -> l
         if len(waiting) > stage or left == 0:
             order.append(Action(Kind.BACKWARD_WEIGHT, 0, waiting.pop(0)))
     return order + [Action(Kind.BACKWARD_WEIGHT, 0, micro) for micro in waiting]
+
+
+SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
+    "1f1b": _one_forward_one_backward,
+    "gpipe": _gpipe,
+    "interleaved": _interleaved,
+    "zero_bubble": _zero_bubble,
+}
+EVALUATION = "evaluation"  # the forwards alone
+
+
+def order_of(schedule: str, stage: int, stages: int, micros: int, virtual_stages: int = 1) -> list[Action]:
+    """What stage `stage` of `stages` does for `micros` micro-batches, one after the other."""
+    make = _forwards if schedule == EVALUATION else SCHEDULES[schedule]
+    return make(stage, stages, micros, virtual_stages)
 
 
 # -------------------------------------------------------------------- what follows from an order

@@ -25,7 +25,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.base import Schedule
-from hf_zero.optim.schedules.deepspeed import choose_scheduler
+from hf_zero.optim.schedules.build_schedule import choose_scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.batch import ACCUMULATION, MICRO, TRAIN
-from hf_zero.config.precision import LossScaling
+from hf_zero.config.conditions import ACCUMULATION, MICRO, TRAIN
+from hf_zero.config.resolved import LossScaling
 
 logger = logging.getLogger(__name__)
 

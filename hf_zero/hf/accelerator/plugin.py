@@ -21,9 +21,8 @@ from accelerate.utils import is_compiled_module
 from torch import nn
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
-from hf_zero.config.precision import LossScaling
 from hf_zero.config.problems import raise_all
-from hf_zero.config.resolved import FILE
+from hf_zero.config.resolved import FILE, LossScaling
 from hf_zero.distributed.processes import wrong_on_all
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.replace import new_engine

@@ -53,7 +53,7 @@ from hf_zero.hf.trainer.resume import (
 from hf_zero.hf.trainer.trl_hash import hash_over_shards
 from hf_zero.native.checksum import crc32_of_bytes
 from hf_zero.optim.registry import optimizer_of
-from hf_zero.optim.schedules.deepspeed import choose_scheduler
+from hf_zero.optim.schedules.build_schedule import choose_scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's schedules have in common: how they count, set rates, save their state and check their parameters.
+"""The base of schedules: how they count, set rates, save their state and check their parameters.
 
 A schedule counts optimizer steps as DeepSpeed does: it stands at iteration -1 when it is made, and every `step()`,
 which comes after the optimizer's, goes one further. So the first two steps of a warm-up use the same rate, and a curve
@@ -7,7 +7,6 @@ lags one step behind the one of transformers that has the same formula.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,18 +14,17 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hf_zero.config.optimizers import SCHEDULER_TYPES
-from hf_zero.config.schedules import PARAMS, Fault, faults, value_faults
+from hf_zero.config.typed_block import Fault
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.optim.schedule_types import PARAMS, TYPES, faults, value_faults
 
 Rates = float | Sequence[float]
 # One number per param group; a group whose rate is a tensor (capturable) has tensors here too.
 PerGroup = list[Any]
-LOG, LINEAR = "log", "linear"
 
 
 class Schedule(LRScheduler):
-    """What the five have in common. `state_dict` holds the iteration alone, so a schedule may be changed at a resume.
+    """A learning-rate schedule. `state_dict` holds the iteration alone, so a schedule may be changed at a resume.
 
     Args:
         optimizer: A torch optimizer, sharded or not.
@@ -92,7 +90,7 @@ class Schedule(LRScheduler):
         Args:
             arguments: All of a constructor's: its `locals()` at the start.
         """
-        kind = next(one.__name__ for one in type(self).__mro__ if one.__name__ in SCHEDULER_TYPES)
+        kind = next(one.__name__ for one in type(self).__mro__ if one.__name__ in TYPES)
         other = ("self", "__class__", "optimizer", "last_batch_iteration")
         given = {name: value for name, value in arguments.items() if name not in other and value is not None}
         found = list(value_faults(kind, given)) or list(faults(kind, given))
@@ -105,11 +103,6 @@ class Schedule(LRScheduler):
             noun = "1 mistake" if len(found) == 1 else f"{len(found)} mistakes"
             listed = "\n".join(f"{number}. {PARAMS}.{fault}" for number, fault in enumerate(found, start=1))
             raise ConfigError(f"{noun} in the parameters of {kind}:\n{listed}")
-
-
-def warmth(iteration: int, steps: int, kind: str) -> float:
-    """How much of a warm-up is done at `iteration`, which is before its end: 0 at the first iteration."""
-    return iteration / steps if kind == LINEAR else math.log(iteration + 1) / math.log(steps)
 
 
 def per_group(optimizer: Optimizer, value: Any) -> PerGroup:

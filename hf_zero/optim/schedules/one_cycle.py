@@ -1,0 +1,102 @@
+"""DeepSpeed's `OneCycle`: rates go up and down once, momenta the other way, then both decay."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from torch.optim import Optimizer
+
+from hf_zero.optim.schedules.base import PerGroup, Rates, Schedule, per_group
+
+logger = logging.getLogger(__name__)
+
+# OneCycle sets the second of Adam's betas to this, whatever the optimizer has.
+CYCLE_BETA2 = 0.99
+
+
+class OneCycle(Schedule):
+    """From `cycle_min_lr` up to `cycle_max_lr` and down again, then decay; Adam's first beta goes the other way.
+
+    After the cycle the rate is min / (1 + decay_lr_rate * steps / decay_step_size), and beta1 is
+    max * (1 + decay_mom_rate * steps / decay_step_size); a `decay_step_size` of 0 means no decay. Stair counts move
+    both in so many stairs per half. As with DeepSpeed, beta1 is `cycle_min_mom` before the first step and beta2
+    becomes 0.99; an optimizer without betas keeps its momentum, which a warning says. (Smith, arXiv:1803.09820)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: Rates | None = None,
+        cycle_max_lr: Rates | None = None,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: Rates = 0.8,
+        cycle_max_mom: Rates = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._check(locals())
+        self.min_lrs, self.max_lrs = per_group(optimizer, cycle_min_lr), per_group(optimizer, cycle_max_lr)
+        self.first, self.second = cycle_first_step_size, cycle_second_step_size
+        if self.second is None:
+            self.second = self.first
+        self.first_stairs, self.second_stairs = cycle_first_stair_count, cycle_second_stair_count
+        if self.second_stairs is None:
+            self.second_stairs = self.first_stairs
+        self.decay_step_size = decay_step_size
+        self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
+        self.cycles_betas = cycle_momentum and "betas" in optimizer.defaults
+        if cycle_momentum and not self.cycles_betas:
+            logger.warning(
+                "OneCycle leaves the momentum of %s alone: it has no betas. Set cycle_momentum to false to say so.",
+                type(optimizer).__name__,
+            )
+        self.min_moms, self.max_moms = per_group(optimizer, cycle_min_mom), per_group(optimizer, cycle_max_mom)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def rates(self, iteration: int) -> PerGroup:
+        ends = zip(self.min_lrs, self.max_lrs, strict=True)
+        if iteration < self._length:
+            height = self._height(iteration)
+            return [lowest + (highest - lowest) * height for lowest, highest in ends]
+        return [lowest / self._growth(iteration, self.decay_lr_rate) for lowest, _ in ends]
+
+    def momenta(self, iteration: int) -> PerGroup:
+        """Beta1 of each param group at an iteration."""
+        ends = zip(self.min_moms, self.max_moms, strict=True)
+        if iteration < 0:
+            return list(self.min_moms)
+        if iteration < self._length:
+            height = self._height(iteration)
+            return [highest - (highest - lowest) * height for lowest, highest in ends]
+        return [highest * self._growth(iteration, self.decay_mom_rate) for _, highest in ends]
+
+    @property
+    def _length(self) -> int:
+        return self.first + (self.second or 0)
+
+    def _height(self, iteration: int) -> float:
+        """Where between its ends the cycle is: 0 at the bottom, 1 at the top."""
+        place = (iteration + 1) % self._length
+        rises = place <= self.first
+        way, size = (place, self.first) if rises else (self._length - place, self.second or 0)
+        stairs = self.first_stairs if rises else (self.second_stairs or 0)
+        return math.floor(way * stairs / size) / stairs if stairs > 0 else way / size
+
+    def _growth(self, iteration: int, rate: float) -> float:
+        """What decay divides rates by, and multiplies momenta with, after the cycle."""
+        if self.decay_step_size == 0:
+            return 1.0
+        return 1 + rate * (iteration - self._length + 1) / self.decay_step_size
+
+    def _go_to(self, iteration: int) -> None:
+        super()._go_to(iteration)
+        if self.cycles_betas:
+            for group, beta1 in zip(self.optimizer.param_groups, self.momenta(iteration), strict=False):
+                group["betas"] = (beta1, CYCLE_BETA2)
