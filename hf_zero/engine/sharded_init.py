@@ -23,6 +23,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.factory import engine_class
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
+from hf_zero.native.host_memory import return_freed_memory
 from hf_zero.runtime.build import BuildSettings, build_units
 from hf_zero.runtime.edit_watch import EditWatch
 from hf_zero.runtime.memory_report import cast_line
@@ -91,18 +92,21 @@ class ShardedConstruction:
         """Put the parameters of `module` itself into shards. All ranks must call."""
         if module in self._settled:
             return
-        groups: dict[torch.dtype, dict[str, nn.Parameter]] = {}
-        for name, param in module.named_parameters(recurse=False):
-            if param not in self._index and param.is_floating_point() and not param.is_meta:
-                groups.setdefault(param.dtype, {})[f"{type(module).__name__}.{name}"] = param
-        if not groups:
-            return
         label = f"{type(module).__name__} {next(self._numbers)}"
-        unit = ShardUnit(label, UnitKind.LAYER, module, [self._flat(label, *item) for item in groups.items()])
+        # One flat parameter for each: at the end it goes when its parameter has moved, whatever unit that belongs to.
+        flats = [
+            self._flat(f"{label}/{name}", param)
+            for name, param in module.named_parameters(recurse=False)
+            if param not in self._index and param.is_floating_point() and not param.is_meta
+        ]
+        if not flats:
+            return
+        unit = ShardUnit(label, UnitKind.LAYER, module, flats)
         unit.reshard()
         for flat in unit.flats:
             flat.watch_values(self._refuse)
         self._index.add(unit)
+        return_freed_memory(sum(flat.full_bytes for flat in flats))
 
     def _refuse(self, param: nn.Parameter, writes: bool) -> bool:
         """A constructor reads or writes parameters of a module that has been finished."""
@@ -112,18 +116,17 @@ class ShardedConstruction:
             "inside `with hf_zero.gathered_params(child, write_rank=0):`."
         )
 
-    def _flat(self, name: str, dtype: torch.dtype, params: dict[str, nn.Parameter]) -> FlatParam:
-        kind = str(dtype).removeprefix("torch.")
+    def _flat(self, name: str, param: nn.Parameter) -> FlatParam:
         layout = UnitLayout.build(
-            f"{name}/{kind}",
-            {name: tuple(param.shape) for name, param in params.items()},
-            dtype=kind,
+            name,
+            {name: tuple(param.shape)},
+            dtype=str(param.dtype).removeprefix("torch."),
             trainable=False,
             world_size=self._comm.world_size,
             max_bucket_numel=self._comm.max_bucket_numel,
         )
-        spec, members = FlatParamSpec(layout, dtype, on_demand=True), list(params.values())
-        return FlatParam(spec, members, self._comm, self._placement, FlatParam.initialize_from_params)
+        spec = FlatParamSpec(layout, param.dtype, on_demand=True)
+        return FlatParam(spec, [param], self._comm, self._placement, FlatParam.initialize_from_params)
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[nn.Parameter], write_rank: int | None) -> Iterator[None]:

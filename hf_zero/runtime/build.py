@@ -194,7 +194,7 @@ def build_units(
     title = "Writing shards to disk" if on_disk else "Partitioning parameters"
     with progress(title, total, shown=comm.rank == 0) as done:
         built = make_units(drafted, settings, comm, initialize, reuse=reuse, done=done)
-    return_freed_memory()  # the whole parameters'
+    return_freed_memory(total * comm.world_size)  # the whole parameters'
     return built
 
 

@@ -421,7 +421,7 @@ class FlatParam:
         # Whoever still knows this one (an engine that another one replaces) must not keep the memory.
         self.full = self.full.new_empty(0)
         self.storage = self.full.untyped_storage()
-        self._views, self.buckets, self.master = [], [], None
+        self._views, self._bound, self.buckets, self.master = [], [], [], None
         del self.shard
 
 

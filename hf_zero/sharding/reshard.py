@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_zero.distributed.comm import Comm
+from hf_zero.native.host_memory import return_freed_memory
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.param_index import ParamIndex, ParamPlace
 from hf_zero.sharding.placement import FlatParamSpec, Placement
@@ -100,4 +101,6 @@ class LayoutChange:
         del self._left[flat]
         self._masters.pop(flat, None)
         self._gathered.discard(flat)
+        nbytes = flat.full_bytes
         flat.discard()
+        return_freed_memory(nbytes)

@@ -1,4 +1,4 @@
-"""The most memory that a rank takes while a model is loaded in shards: its share and one tensor."""
+"""The most memory that a rank takes while a model is loaded, or constructed, in shards: its share and little more."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_zero
@@ -71,4 +72,42 @@ def test_a_rank_takes_its_share_and_the_largest_tensor(world: int, tmp_path: Pat
     assert 0.9 * sum(sizes) > bound, "vacuous: a whole model would fit"
     peaks = run_ranks(load, world, str(tmp_path))
     assert sum(sizes) / world * 0.9 < min(peaks), "vacuous: the shards are not seen"
+    assert max(peaks) <= bound, (peaks, bound)
+
+
+class Block(nn.Module):
+    """A decoder layer as far as its parameters go."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleDict({"up": nn.Linear(width, 2 * width), "down": nn.Linear(2 * width, width)})
+        self.norm = nn.LayerNorm(width)
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(width) for _ in range(layers)])
+
+
+def construct(threshold: int) -> int:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": threshold}
+    init = hf_zero.zero.Init(config_dict_or_path={"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1})
+    with init:
+        Stack(8, 1)  # what a first construction imports is no memory of a model
+
+    def build() -> Stack:
+        with init:
+            return Stack(1024, LAYERS)
+
+    return peak_of(build)
+
+
+@pytest.mark.parametrize("threshold", [0, 100_000])  # with the second, biases and norms stay unsharded
+def test_a_model_under_construction_takes_its_share_and_the_largest_module(threshold: int) -> None:
+    sizes = [sum(param.nbytes for param in block.parameters()) for block in Stack(1024, LAYERS).layers]
+    bound = sum(sizes) / 2 + 2 * max(sizes) + _SLACK
+    assert 0.9 * sum(sizes) > bound, "vacuous: a whole model would fit"
+    peaks = run_ranks(construct, 2, threshold)
+    assert sum(sizes) / 2 * 0.9 < min(peaks), "vacuous: the shards are not seen"
     assert max(peaks) <= bound, (peaks, bound)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class _Block(contextlib.AbstractContextManager["_Block"]):
-    """A `with` block that a class of DeepSpeed's name stands for."""
+    """A `with` block that a class of DeepSpeed's name stands for. It can be entered again."""
 
-    _block: contextlib.AbstractContextManager[None]
+    _open: Callable[[], contextlib.AbstractContextManager[None]]
 
     def __enter__(self) -> _Block:
+        self._block = self._open()
         self._block.__enter__()
         return self
 
@@ -73,7 +74,7 @@ class Init(_Block):
         given = config_dict_or_path if config is None else config
         if remote_device == "cpu":
             given = _offloaded(given, pin_memory)
-        self._block = sharded_init(given, enabled=enabled and module is None, dtype=dtype)
+        self._open = lambda: sharded_init(given, enabled=enabled and module is None, dtype=dtype)
         if module is not None and enabled:
             trainable = [param for param in module.parameters() if param.requires_grad]
             shard(module, given)
@@ -99,7 +100,8 @@ class GatheredParameters(_Block):
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        self._block = gathered_params(params, write_rank=modifier_rank) if enabled else contextlib.nullcontext()
+        held = params if isinstance(params, nn.Module | nn.Parameter) else list(params)
+        self._open = lambda: gathered_params(held, write_rank=modifier_rank) if enabled else contextlib.nullcontext()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
