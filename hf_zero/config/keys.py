@@ -33,6 +33,7 @@ from hf_zero.config.schema import (
     Key,
     Real,
     Texts,
+    find,
     refused_block,
     rows_of,
 )
@@ -98,9 +99,12 @@ BF16 = Block(
 
 AMP = Block(
     keys={
-        "enabled": Flag(False, auto=True, help="Train in mixed precision by apex' levels, at stage 0."),
+        "enabled": Flag(False, auto=True, help="Train in mixed precision by the levels of apex, at stage 0."),
         "opt_level": Choice(
-            "O1", choices=("O0", "O1", "O2", "O3"), auto=True, help="O0 is fp32, O1 autocast, O2 and O3 are fp16."
+            "O1",
+            choices=("O0", "O1", "O2", "O3"),
+            auto=True,
+            help="The level of apex: O0 is fp32, O1 autocast, O2 and O3 are fp16.",
         ),
         "loss_scale": Key(when=(SCALED_LEVEL,), help='The fixed loss scale, or "dynamic".'),
         **dict.fromkeys(
@@ -324,6 +328,12 @@ def root() -> Block:
 def typed_blocks() -> list[tuple[str, TypedBlock]]:
     """The blocks whose `type` names a class, by name."""
     return [(name, block) for name, block in root().keys.items() if isinstance(block, TypedBlock)]
+
+
+def help_of(path: str) -> str:
+    """The sentence that says what the key at a dotted path does; "" where there is no such key, or nothing to say."""
+    entry = find(root(), path)
+    return entry.help if isinstance(entry, Key) else ""
 
 
 # ---------------------------------------------------------------- what becomes of each key

@@ -54,20 +54,22 @@ class LossScaling:
     """fp16: how losses are scaled. Names and rules are DeepSpeed's; see optim/loss_scaler.py."""
 
     static: float = key(
-        "The fixed loss scale; 0 adapts it to overflows.", Real(0.0, high=MAX_SCALE, auto=True), "loss_scale"
+        "The fixed loss scale; 0 is a dynamic one, which follows overflows.",
+        Real(0.0, high=MAX_SCALE, auto=True),
+        "loss_scale",
     )
     initial_power: int = key(
-        "The first dynamic loss scale is 2 to this power.",
+        "The power of 2 that the dynamic loss scale starts from.",
         Count(16, high=MAX_POWER, auto=True, when=(c.DYNAMIC_SCALE,)),
         "initial_scale_power",
     )
     window: int = key(
-        "The loss scale doubles after this many steps without an overflow.",
+        "The number of steps without an overflow after which the loss scale doubles.",
         Count(1000, low=1, auto=True, when=(c.DYNAMIC_SCALE,)),
         "loss_scale_window",
     )
     hysteresis: int = key(
-        "The loss scale is halved at the overflow of this number.",
+        "The number of overflows after which the loss scale is halved.",
         Count(2, low=1, auto=True, when=(c.DYNAMIC_SCALE, c.HYSTERESIS)),
     )
     consecutive_hysteresis: bool = key(
@@ -104,19 +106,20 @@ class OffloadParam:
     """zero_optimization.offload_param."""
 
     device: str = key(
-        "Where parameter shards are kept between their uses.",
+        "The place where parameter shards are kept between uses: the device, host memory or a disk.",
         Choice("none", choices=("none", "cpu", "nvme"), when=(c.PARAMS_AWAY,)),
     )
     nvme_path: str | None = key("The folder on a fast disk for parameter shards.", Text(when=_PARAMS_ON_DISK))
     buffer_count: int = key(
-        "How many host buffers parameters from the disk pass through.",
+        "The number of host buffers that parameters from the disk pass through.",
         Count(5, low=1, high=_MANY, auto=True, when=_PARAMS_ON_DISK),
     )
     buffer_size: int = key(
-        "The most elements of one of these buffers.", Count(100_000_000, low=1, auto=True, when=_PARAMS_ON_DISK)
+        "The number of elements of one of the buffers for parameters from the disk.",
+        Count(100_000_000, low=1, auto=True, when=_PARAMS_ON_DISK),
     )
     max_in_cpu: int = key(
-        "How many elements per rank stay in host memory before the disk is used.",
+        "The number of elements per rank that stay in host memory before the disk is used.",
         Count(10**9, auto=True, when=_PARAMS_ON_DISK),
     )
     pin_memory: bool = key(
@@ -130,13 +133,14 @@ class OffloadOptimizer:
     """zero_optimization.offload_optimizer. `delayed_update` and `delayed_update_start` are hf_zero's own."""
 
     device: str = key(
-        "Where master weights and optimizer states are kept.", Choice("none", choices=("none", "cpu", "nvme"))
+        "The place of master weights and optimizer states: the device, host memory or a disk.",
+        Choice("none", choices=("none", "cpu", "nvme")),
     )
     nvme_path: str | None = key(
         "The folder on a fast disk for master weights and optimizer states.", Text(when=(c.OPTIMIZER_ON_DISK,))
     )
     buffer_count: int = key(
-        "How many tiles of states from the disk are in host memory.",
+        "The number of tiles of states from the disk that are in host memory at a time.",
         Count(4, low=1, high=_MANY, auto=True, when=(c.OPTIMIZER_ON_DISK,)),
     )
     pin_memory: bool = key(
@@ -155,7 +159,7 @@ class OffloadOptimizer:
         Flag(False, auto=True, when=(c.OPTIMIZER_ON_DISK,)),
     )
     ratio: float = key(
-        "The share of elements whose optimizer states leave the device (stage 3).",
+        "The share of elements whose optimizer states leave the device, at stage 3; 1 is all.",
         Real(1.0, high=1.0, auto=True, when=(c.OFFLOADED,)),
     )
     delayed_update: bool = key(
@@ -174,9 +178,11 @@ class Aio:
         ConfigError: A value is out of range, also where it comes from Python; every one of them is named.
     """
 
-    block_size: int = key("Bytes of one read or write.", Count(1 << 20, low=1, high=1 << 30))
-    queue_depth: int = key("How many operations each thread has under way at once.", Count(8, low=1, high=4096))
-    intra_op_parallelism: int = key("How many threads submit operations.", Count(1, low=1, high=_MANY))
+    block_size: int = key("The number of bytes of one read or write.", Count(1 << 20, low=1, high=1 << 30))
+    queue_depth: int = key(
+        "The number of operations that each thread has under way at once.", Count(8, low=1, high=4096)
+    )
+    intra_op_parallelism: int = key("The number of threads that submit operations.", Count(1, low=1, high=_MANY))
     single_submit: bool = key("Submit one operation per system call, not as many as there are.", Flag(False))
     overlap_events: bool = key(
         "Submit the next operation as soon as one ends; false waits for all that are under way.", Flag(True)
@@ -201,10 +207,11 @@ class CheckpointSection:
         "Write checkpoints in the background while training goes on.", Flag(False, when=(c.NO_DISK,)), "async"
     )
     tag_validation: str = key(
-        "What happens when ranks give different tags.", Choice("Warn", choices=("Ignore", "Warn", "Fail"))
+        "The reaction to ranks that give different tags: none, a warning or an error.",
+        Choice("Warn", choices=("Ignore", "Warn", "Fail")),
     )
     use_node_local_storage: bool = key(
-        "Every host writes its ranks' files to a disk of its own, not to a shared folder.", Flag(False)
+        "Write the files of a host's ranks to a disk of that host, not to a shared folder.", Flag(False)
     )
 
 
@@ -212,8 +219,8 @@ class CheckpointSection:
 class MonitorSection:
     """tensorboard and csv_monitor: files in `output_path`/`job_name`."""
 
-    enabled: bool = key("Write the numbers of training to files, on rank 0.", Flag(False))
-    output_path: str = key("The folder that these files are written into.", Text(""))
+    enabled: bool = key("Write losses, rates and loss scales of training to files, on rank 0.", Flag(False))
+    output_path: str = key("The folder that the files are written into.", Text(""))
     job_name: str = key("The folder inside output_path for this run.", Text("DeepSpeedJobName"))
 
 
@@ -223,17 +230,21 @@ class FlopsProfilerSection:
 
     enabled: bool = key("Count the operations of one step, and measure its modules' times.", Flag(False))
     profile_step: int = key("The step that is profiled, counted from 0.", Count(1))
-    module_depth: int = key("How deep the summary goes into the modules; -1 is to the last.", Count(-1, low=-1))
-    top_modules: int = key("How many modules of each depth the summary names.", Count(1, low=1))
+    module_depth: int = key(
+        "The depth to which the summary goes into the modules; -1 is the deepest.", Count(-1, low=-1)
+    )
+    top_modules: int = key("The number of modules that the summary names at each depth.", Count(1, low=1))
     detailed: bool = key("Print the profile of every module after the summary.", Flag(True))
-    output_file: str | None = key("The file to write the profile to, in the place of standard output.", Text())
+    output_file: str | None = key("The file that the profile is written to, in the place of standard output.", Text())
 
 
 @dataclass(frozen=True)
 class WandbSection:
     """wandb: a run of Weights & Biases. A value of None is the library's own, as its environment sets it."""
 
-    enabled: bool = key("Send the numbers of training to Weights & Biases, from rank 0.", Flag(False))
+    enabled: bool = key(
+        "Send losses, rates and loss scales of training to Weights & Biases, from rank 0.", Flag(False)
+    )
     group: str | None = key("The group of runs that this one belongs to.", Text())
     team: str | None = key("The team or user (entity) that the run belongs to.", Text())
     project: str = key("The project that the run belongs to.", Text("deepspeed"))
@@ -243,16 +254,17 @@ class WandbSection:
 class CometSection:
     """comet: an experiment of Comet. A value of None is the library's own, as its configuration sets it."""
 
-    enabled: bool = key("Send the numbers of training to Comet, from rank 0.", Flag(False))
-    samples_log_interval: int = key("Each number is sent once in this many samples.", Count(100))
+    enabled: bool = key("Send losses, rates and loss scales of training to Comet, from rank 0.", Flag(False))
+    samples_log_interval: int = key("The number of samples after which a value is sent again.", Count(100))
     project: str | None = key("The project that the experiment belongs to.", Text())
     workspace: str | None = key("The workspace that the experiment belongs to.", Text())
     api_key: str | None = key("The key of the account; logs do not show it.", Text())
     experiment_name: str | None = key("The name that the experiment is shown under.", Text())
-    experiment_key: str | None = key("The identifier of the experiment, to go on with one that exists.", Text())
+    experiment_key: str | None = key("The identifier of an experiment that exists and is continued.", Text())
     online: bool | None = key("Send to the server; false writes an archive on this machine.", Flag(None))
     mode: str | None = key(
-        "Whether an experiment is made, or one is gone on with.", Choice(choices=("get", "create", "get_or_create"))
+        "The choice between a new experiment and one that is continued.",
+        Choice(choices=("get", "create", "get_or_create")),
     )
 
 
@@ -277,7 +289,8 @@ class ActivationCheckpointing:
     """
 
     partition_activations: bool = key(
-        "Each rank of a group that shares inputs keeps its part of them, and gathers them for backward.", Flag(False)
+        "Keep a part of the inputs on each rank of a group that shares them, and gather them for backward.",
+        Flag(False),
     )
     cpu_checkpointing: bool = key(
         "Keep the inputs of checkpointed regions in host memory until backward.", Flag(False)
@@ -286,7 +299,7 @@ class ActivationCheckpointing:
         "Keep the inputs of all checkpointed regions in one arena, which is allocated once.", Flag(False)
     )
     number_checkpoints: int | None = key(
-        "How many checkpointed regions (layers) the arena has room for.",
+        "The number of checkpointed regions (layers) that the arena has room for.",
         Count(low=1, high=_MANY, when=(c.CONTIGUOUS_INPUTS,)),
     )
     synchronize_checkpoint_boundary: bool = key(
@@ -294,7 +307,8 @@ class ActivationCheckpointing:
     )
     profile: bool = key("Log the time of every region's forward and recomputation.", Flag(False))
     activation_memory: int | None = key(
-        "Bytes of the device that checkpointed regions may take; as many as fit are not recomputed.", Size(low=1)
+        "The bytes of the device for checkpointed regions; those that fit keep activations and are not recomputed.",
+        Size(low=1),
     )
     nvme_path: str | None = key(
         "The folder on a fast disk for the inputs of checkpointed regions, until backward.", Text()
@@ -311,14 +325,14 @@ class ZeroSection:
     """zero_optimization. Sizes are in elements."""
 
     stage: int = key(
-        "What ranks shard: 1 optimizer states, 2 gradients too, 3 parameters too; 0 nothing.", Count(0, high=3)
+        "The ZeRO stage: ranks shard optimizer states from 1, gradients from 2, parameters at 3.", Count(0, high=3)
     )
     reduce_scatter: bool = key(
         "Reduce-scatter gradients; false all-reduces them, and each rank keeps its shard.",
         Flag(True, auto=True, when=(c.SHARDED,)),
     )
     reduce_bucket_size: int = key(
-        "The most elements that one reduction of gradients moves.",
+        "The most elements that one reduction of gradients moves at a time.",
         Count(500_000_000, low=1, auto=True, when=(c.REDUCE_BUCKETS, c.REDUCE_COPIES)),
     )
     allgather_partitions: bool = key(
@@ -326,7 +340,7 @@ class ZeroSection:
         Flag(True, auto=True, when=(c.STAGES_1_2,)),
     )
     allgather_bucket_size: int = key(
-        "The most elements that one all-gather of parameters moves.",
+        "The most elements that one all-gather of parameters moves at a time.",
         Count(500_000_000, low=1, auto=True, when=(c.GATHER_BUCKETS, c.GATHERS_IN_PARTS)),
     )
     # DeepSpeed: at stage 3 only; here it costs no buffers
@@ -335,11 +349,12 @@ class ZeroSection:
         "The most elements that the optimizer updates in one call.", Count(10**9, auto=True, when=(c.TILES,))
     )
     stage3_prefetch_bucket_size: int = key(
-        "How many elements of the next layers are all-gathered ahead; 0 turns it off.",
+        "The number of elements of the next layers that are all-gathered ahead; 0 turns prefetch off.",
         Count(50_000_000, auto=True, when=(c.STAGE_3,)),
     )
     stage3_param_persistence_threshold: int = key(
-        "Parameters of fewer elements than this are never resharded.", Count(100_000, auto=True, when=(c.STAGE_3,))
+        "The number of elements below which a parameter is never resharded.",
+        Count(100_000, auto=True, when=(c.STAGE_3,)),
     )
     stage3_model_persistence_threshold: int = key(
         "The most elements of the whole model that are never resharded.",
@@ -350,7 +365,7 @@ class ZeroSection:
     )
     # DeepSpeed: 1e9, which never reshards a model of that size between forward and backward
     stage3_max_reuse_distance: int = key(
-        "A layer stays unsharded if fewer elements than this are used before its next use.",
+        "The most elements that may be used before a layer's next use if it is to stay unsharded until then.",
         Count(0, auto=True, when=(c.STAGE_3,)),
     )
     # None: not set, so weights are written
@@ -374,14 +389,16 @@ class ResolvedConfig(Mapping[str, Any]):
     """
 
     train_batch_size: int = key(
-        "Samples of one optimizer step over all ranks and micro-batches.", Count(low=1, auto=True)
+        "The number of samples of one optimizer step, over all ranks and micro-batches.", Count(low=1, auto=True)
     )
     train_micro_batch_size_per_gpu: int = key(
-        "Samples that one rank processes in one forward.", Count(low=1, auto=True)
+        "The number of samples that one rank processes in one forward.", Count(low=1, auto=True)
     )
-    gradient_accumulation_steps: int = key("Micro-batches of one optimizer step.", Count(low=1, auto=True))
+    gradient_accumulation_steps: int = key(
+        "The number of micro-batches of one optimizer step.", Count(low=1, auto=True)
+    )
     gradient_clipping: float = key(
-        "The largest norm of the gradients of all parameters; 0 is no clipping.", Real(0.0, auto=True)
+        "The norm that the gradients of all parameters are clipped to; 0 turns clipping off.", Real(0.0, auto=True)
     )
     # "float32", "bfloat16", "float16"; None: the dtype of what is reduced
     communication_data_type: str | None = key("The type in which gradients are reduced between ranks.", DType())
@@ -389,32 +406,33 @@ class ResolvedConfig(Mapping[str, Any]):
         "Divide gradients by the number of ranks before they are summed, not after.", Flag(False)
     )
     gradient_predivide_factor: float = key(
-        "Gradients are divided by this before they are summed, and by the rest after.", Real(1.0, low=1e-6, high=1e6)
+        "The number that gradients are divided by before they are summed; the rest of the mean comes after.",
+        Real(1.0, low=1e-6, high=1e6),
     )
     gradient_allreduce_op: str = key(
-        "Whether ranks' gradients are averaged or summed.", Choice("mean", choices=("mean", "sum"))
+        'The reduction of gradients over ranks: "mean" or "sum".', Choice("mean", choices=("mean", "sum"))
     )
     zero_allow_untested_optimizer: bool = key(
         "Take an optimizer that hf_zero does not know as one that treats every element by itself.",
         Flag(False, when=(c.SHARDED,)),
     )
     keep_fp32: tuple[str, ...] = key(
-        "Patterns of the names of parameters that stay in fp32 where others are cast to 16 bits.",
+        "The patterns of names of parameters that stay in fp32 where others are cast to 16 bits.",
         Texts(when=(c.CASTS,)),
     )
     desync_timeout: float = key(
-        "Seconds until ranks that wait for a living rank give up and report.", Real(600.0, low=1.0, high=_YEAR_S)
+        "The seconds until ranks that wait for a living rank give up and report.", Real(600.0, low=1.0, high=_YEAR_S)
     )
     gather_for_generation: str = key(
-        "How generate gets the weights at stage 3: all at once, or layer by layer for every token.",
+        "The way in which generate gets the weights at stage 3: all at once, or layer by layer for every token.",
         Choice("auto", choices=("auto", "once", "stream"), when=(c.STAGE_3,)),
     )
     dataloader_drop_last: bool = key(
-        "Leave out the last samples of training_data where they do not fill a batch.",
+        "Drop the last samples of training_data if they do not fill a batch.",
         Flag(False, when=(c.OWN_LOADER,)),
     )
     steps_per_print: int = key(
-        "A line with the rate and the throughput is printed every so many steps; 0 prints none.", Interval(0)
+        "The number of steps between printed lines with the rate and the throughput; 0 prints none.", Interval(0)
     )
     wall_clock_breakdown: bool = key("Print the time of every phase of a step.", Flag(False))
     memory_breakdown: bool = key("Print the memory in use before and after every phase of a step.", Flag(False))

@@ -71,7 +71,7 @@ _BY_GROUP = "signs travel through the process group"
 
 # Keys that several types have. Only the four that TrainingArguments know may be "auto".
 _SHARED: dict[str, Key] = {
-    "lr": Real(auto=True, help="The learning rate; a scheduler starts from it."),
+    "lr": Real(auto=True, help="The learning rate, which a schedule starts from."),
     "betas": Reals(size=2, below=1, auto=True, help="The decays of the running averages of gradients and squares."),
     "eps": Real(auto=True, help="The number that is added to the denominator of an update."),
     "weight_decay": Real(auto=True, help="The factor of the weight decay."),
@@ -146,7 +146,7 @@ OPTIMIZERS: dict[str, OptimizerType] = {
     "torch.optim.Adagrad": OptimizerType(
         params=_params(
             "lr weight_decay foreach maximize differentiable fused eps",
-            lr_decay=Real(help="How much the learning rate falls per step."),
+            lr_decay=Real(help="The factor by which the learning rate falls with the steps."),
             initial_accumulator_value=Real(help="The sum of squares before the first step."),
         ),
         fused=frozenset(["cpu"]),
@@ -165,13 +165,14 @@ OPTIMIZERS: dict[str, OptimizerType] = {
     "torch.optim.ASGD": OptimizerType(
         params=_params(
             f"{_COMMON} alpha",
-            lambd=Real(help="How fast the learning rate decays."),
+            lambd=Real(help="The speed at which the learning rate decays."),
             t0=Real(help="The step at which averaging begins."),
         )
     ),
     "torch.optim.NAdam": OptimizerType(
         params=_params(
-            f"{_COMMON} betas eps decoupled_weight_decay", momentum_decay=Real(help="How fast the momentum decays.")
+            f"{_COMMON} betas eps decoupled_weight_decay",
+            momentum_decay=Real(help="The speed at which the momentum decays."),
         )
     ),
     "torch.optim.RAdam": OptimizerType(params=_params(f"{_COMMON} betas eps decoupled_weight_decay")),
@@ -208,7 +209,9 @@ OPTIMIZERS: dict[str, OptimizerType] = {
     "hf_zero.optim.optimizers.muon.Muon": OptimizerType(
         params=_params(
             "lr betas eps weight_decay momentum torch_adam adam_w_mode fp32_optimizer_states",
-            ns_method=Choice(choices=("gram", "standard"), help="How the Newton-Schulz iteration is computed."),
+            ns_method=Choice(
+                choices=("gram", "standard"), help="The way in which the Newton-Schulz iteration is computed."
+            ),
             muon_lr=Real(help="The learning rate of matrices, in the place of lr."),
             adam_lr=Real(help="The learning rate of all that Adam updates, in the place of lr."),
             per_head_muon=Flag(None, refused="Remove it: Muon takes full matrices."),

@@ -31,15 +31,17 @@ _DECAYS = When(lambda get: bool(get(f"{PARAMS}.decay_step_size")), "decay_step_s
 _CYCLES_BETAS = When(lambda get: get(f"{PARAMS}.cycle_momentum") is not False, "cycle_momentum is off")
 
 _WARMUP = {
-    "warmup_num_steps": Count(auto=True, help="How many optimizer steps the warm-up takes."),
-    "warmup_type": Choice(choices=("log", "linear"), help="Whether the rate of the warm-up grows by log or linearly."),
+    "warmup_num_steps": Count(auto=True, help="The number of optimizer steps of the warm-up."),
+    "warmup_type": Choice(
+        choices=("log", "linear"), help="The growth of the rate in the warm-up: logarithmic or linear."
+    ),
 }
 _RATES = {
     "warmup_min_lr": Reals(auto=True, help="The rate before the warm-up, one number or one per param group."),
     "warmup_max_lr": Reals(auto=True, help="The rate after the warm-up, one number or one per param group."),
 }
 _NEEDS_TOTAL = {"total_num_steps": 'Write the number of optimizer steps, or "auto" under Trainer.'}
-_TOTAL = {"total_num_steps": Count(low=1, auto=True, help="How many optimizer steps the whole schedule takes.")}
+_TOTAL = {"total_num_steps": Count(low=1, auto=True, help="The number of optimizer steps of the whole schedule.")}
 
 # Module and name of the class.
 SCHEDULES: dict[str, Type] = {
@@ -61,21 +63,25 @@ SCHEDULES: dict[str, Type] = {
             "cycle_min_lr": Reals(help="The rate that the cycle starts and ends with."),
             "cycle_max_lr": Reals(help="The highest rate of the cycle."),
             "decay_lr_rate": Real(
-                when=(_DECAYS,), help="How much the rate decays per decay_step_size steps after the cycle."
+                when=(_DECAYS,), help="The decay of the rate per decay_step_size steps after the cycle."
             ),
-            "cycle_first_step_size": Count(low=1, help="How many steps the first half of the cycle takes."),
-            "cycle_second_step_size": Count(help="How many steps the second half takes; without it, as the first."),
-            "cycle_first_stair_count": Count(help="In how many stairs the first half goes; 0 is a straight line."),
+            "cycle_first_step_size": Count(low=1, help="The number of steps of the first half of the cycle."),
+            "cycle_second_step_size": Count(
+                help="The number of steps of the second half of the cycle; by default that of the first."
+            ),
+            "cycle_first_stair_count": Count(
+                help="The number of stairs of the first half of the cycle; 0 is a straight line."
+            ),
             "cycle_second_stair_count": Count(
-                help="In how many stairs the second half goes; without it, as the first."
+                help="The number of stairs of the second half of the cycle; by default that of the first."
             ),
-            "decay_step_size": Count(help="The steps of one decay after the cycle; 0 is no decay."),
+            "decay_step_size": Count(help="The number of steps of one decay after the cycle; 0 is no decay."),
             "cycle_momentum": Flag(None, help="Let Adam's first beta go the other way than the rate."),
             "cycle_min_mom": Reals(below=1, when=(_CYCLES_BETAS,), help="The lowest first beta of the cycle."),
             "cycle_max_mom": Reals(below=1, when=(_CYCLES_BETAS,), help="The highest first beta of the cycle."),
             "decay_mom_rate": Real(
                 when=(_CYCLES_BETAS, _DECAYS),
-                help="How much the first beta grows per decay_step_size steps after the cycle.",
+                help="The growth of the first beta per decay_step_size steps after the cycle.",
             ),
         },
         required={
@@ -86,8 +92,8 @@ SCHEDULES: dict[str, Type] = {
     "hf_zero.optim.schedules.lr_range_test.LRRangeTest": Type(
         params={
             "lr_range_test_min_lr": Reals(help="The rate of the first step."),
-            "lr_range_test_step_size": Count(low=1, help="How many steps one interval has."),
-            "lr_range_test_step_rate": Real(help="How much of the first rate is added per interval."),
+            "lr_range_test_step_size": Count(low=1, help="The number of steps of one interval."),
+            "lr_range_test_step_rate": Real(help="The part of the first rate that is added per interval."),
             "lr_range_test_staircase": Flag(None, help="Raise the rate at the end of an interval only."),
         }
     ),

@@ -51,11 +51,13 @@ def test_check_lists_all_problems_with_the_nearest_key(tmp_path: Path, capsys: C
     status, out, err = call(capsys, "check", path)
     assert status == 1
     assert 'the nearest known key is "gradient_clipping"' in out and "bf16.enabled" in out and "msamp.enabled" in out
+    assert "   bf16.enabled: Train in bf16, with fp32 master weights.\n" in out
     assert err == f"hf-zero config check: error: 3 problems in {path}\n"
     status, out, err = call(capsys, "check", path, "--json")
     rows = json.loads(out)["problems"]
     assert status == 1 and [row["key"] for row in rows] == ["bf16.enabled", "gradient_cliping", "msamp"]
     assert all(row["line"] and row["remedy"] for row in rows)
+    assert rows[0]["help"] == "Train in bf16, with fp32 master weights." and not rows[1]["help"]
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1]"])
@@ -84,7 +86,8 @@ def test_resolve_shows_every_value_with_its_origin(tmp_path: Path, capsys: Captu
     assert shown["steps_per_print"] == "0 [default]"
     as_json = call(capsys, "resolve", "--world_size", "3", "--json", path, *arguments)
     values = json.loads(as_json[1])["values"]
-    assert values["train_batch_size"] == {"value": 24, "origin": "TrainingArguments"}
+    assert (values["train_batch_size"]["value"], values["train_batch_size"]["origin"]) == (24, "TrainingArguments")
+    assert values["train_batch_size"]["help"].startswith("The number of samples of one optimizer step")
     assert set(values) == set(shown)
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 from hf_zero.config import Problem, ZeroConfig
 from hf_zero.config.autofill import hidden_size
+from hf_zero.config.keys import help_of
 from hf_zero.errors import ConfigError
 from hf_zero.extras.cli.text import plural
 
@@ -88,11 +90,13 @@ def _report_problems(config: ZeroConfig, problems: Sequence[Problem], *, as_json
     if not problems:
         return
     if as_json:
-        rows = [{"key": one.key, "line": one.line, "text": one.text, "remedy": one.remedy} for one in problems]
+        rows = [{"help": help_of(problem.key), **asdict(problem)} for problem in problems]
         print(json.dumps({"source": config.source, "stage": config.stage, "problems": rows}))
     else:
         for number, problem in enumerate(problems, start=1):
             print(f"{number}. {problem}")
+            if text := help_of(problem.key):
+                print(f"   {problem.key}: {text}")
     raise ConfigError(f"{plural(len(problems), 'problem')} in {config.source}")
 
 
@@ -107,7 +111,7 @@ def _resolve(args: argparse.Namespace) -> None:
     assert resolved is not None, "no problems"
     if args.json:
         values = {
-            path: {"value": value, "origin": resolved.origins[path]}
+            path: {"value": value, "origin": resolved.origins[path], "help": help_of(path)}
             for path, value in resolved.public_settings.items()
         }
         print(json.dumps({"source": config.source, "values": values, "notices": list(resolved.notices)}))

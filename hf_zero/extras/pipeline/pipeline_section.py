@@ -21,21 +21,23 @@ class PipelineSection:
     """How a PipelineModule is split and run. `schedule` and `virtual_stages` are hf_zero's own."""
 
     stages: int | None = key(
-        "How many stages the layers are split into; without it as the module says, or one per process.",
+        "The number of stages; by default as the module says, or one per process.",
         Count(low=1, high=_MANY, auto=True),
     )
-    partition: str = key('How layers are divided among stages; "best" is as the module says.', Text("best"))
+    partition: str = key(
+        'The way in which layers are divided among stages; "best" is as the module says.', Text("best")
+    )
     seed_layers: bool = key(
         "Seed the random numbers before each layer is built, whatever the module says.", Flag(False)
     )
     activation_checkpoint_interval: int = key(
-        "Recompute the activations of so many layers at a time in backward; 0 is as the module says.", Count(0)
+        "The number of layers that are recomputed at a time in backward; 0 is as the module says.", Count(0)
     )
     schedule: str = key(
         "The order in which a stage computes its micro-batches.", Choice("1f1b", choices=tuple(SCHEDULES))
     )
     virtual_stages: int = key(
-        "How many chunks of layers each stage has; 1 is as the module says.", Count(1, low=1, high=_MANY)
+        "The number of chunks of layers of each stage; 1 is as the module says.", Count(1, low=1, high=_MANY)
     )
 
 
