@@ -97,10 +97,7 @@ OPTIMIZER_ON_HOST = When(
     'it chooses who updates states in the host\'s memory (offload_optimizer.device = "cpu")',
 )
 ANY_DISK = When(
-    lambda get: (
-        "nvme" in (get(f"{OFFLOAD_PARAM}.device"), optimizer_device(get))
-        or get(f"{ACTIVATIONS}.nvme_path") is not None
-    ),
+    lambda get: "nvme" in (get(f"{OFFLOAD_PARAM}.device"), optimizer_device(get)),
     "nothing is on a disk",
 )
 NO_DISK = When(

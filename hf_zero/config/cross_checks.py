@@ -22,7 +22,6 @@ from hf_zero.config.schema import Alias, Block, Conflict, Get, either, look_up, 
 
 CONTIGUOUS, NUMBER_CHECKPOINTS = f"{ACTIVATIONS}.contiguous_memory_optimization", f"{ACTIVATIONS}.number_checkpoints"
 _BUDGET = f"{ACTIVATIONS}.activation_memory"
-_ON_DISK = f"{ACTIVATIONS}.nvme_path"
 MOMENTS = f"{_PARAMS}.fp32_optimizer_states"
 _OFFLOAD = f"{OFFLOAD_OPTIMIZER}.device"
 _PROF_OPS = "comms_logger.prof_ops"
@@ -190,12 +189,6 @@ def _of_activations(get: Get) -> Iterator[Conflict]:
         for name in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
             if get(f"{ACTIVATIONS}.{name}") is True:
                 yield Conflict(_BUDGET, f"{name} is true as well, and a budget decides that itself", f"Remove {name}.")
-    if get(_ON_DISK) is not None:
-        for name in ("cpu_checkpointing", "contiguous_memory_optimization"):
-            if get(f"{ACTIVATIONS}.{name}") is True:
-                yield Conflict(_ON_DISK, f"{name} is true as well, which is another place for them", f"Remove {name}.")
-        if get(_BUDGET) is not None:
-            yield Conflict(_ON_DISK, "a budget keeps inputs in memory", "Remove nvme_path, or activation_memory.")
     if get(CONTIGUOUS) is not True:
         return
     if get(f"{ACTIVATIONS}.partition_activations") is not True:

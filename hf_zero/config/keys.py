@@ -14,6 +14,7 @@ from importlib import import_module
 
 from hf_zero.config.conditions import ANY_DISK, FORCE, OPTIMIZER_ON_HOST, PRINTS, SCALED_LEVEL, ZERO
 from hf_zero.config.resolved import (
+    ActivationCheckpointing,
     Aio,
     CheckpointSection,
     FlopsProfilerSection,
@@ -32,6 +33,7 @@ from hf_zero.config.schema import (
     Flag,
     Key,
     Real,
+    Text,
     Texts,
     find,
     refused_block,
@@ -295,6 +297,15 @@ _TOP: dict[str, Entry] = {
     "log_level": Key(no_effect="use the logging module"),
     "vocabulary_size": Count(low=1, no_effect="the model knows it"),
     "use_data_before_expert_parallelism": Flag(False, no_effect="there is no expert parallelism"),
+    "activation_checkpointing": Block(
+        always=True,
+        keys={
+            **rows_of(ActivationCheckpointing),
+            "nvme_path": Text(
+                refused='Remove it, and write "cpu_checkpointing": true to keep inputs in the host\'s memory.'
+            ),
+        },
+    ),
     "checkpoint": CHECKPOINT,
     "flops_profiler": FLOPS_PROFILER,
     "timers": Block(

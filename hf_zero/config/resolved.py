@@ -310,9 +310,6 @@ class ActivationCheckpointing:
         "The bytes of the device for checkpointed regions; those that fit keep activations and are not recomputed.",
         Size(low=1),
     )
-    nvme_path: str | None = key(
-        "The folder on a fast disk for the inputs of checkpointed regions, until backward.", Text()
-    )
 
     @property
     def is_on(self) -> bool:

@@ -61,6 +61,7 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     "weight_quantization": ({"post_init_quant": {"x": 1}}, {"enabled": False}),
     "sparse_attention": ({"mode": "fixed"}, {}),
     "datastates_ckpt": ({"host_cache_size": 16}, {}),
+    "activation_checkpointing.nvme_path": ("/local_nvme", None),
     "compile.passes": (["autosp"], []),
     "tensor_parallel": ({"autotp_size": 2}, {"autotp_size": 0}),
 }

@@ -49,7 +49,6 @@ SILENT: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (zero(1, stage3_max_reuse_distance=7), "stage3_max_reuse_distance", "stage is 1", zero(3)),
     ({"gather_for_generation": "once"}, "gather_for_generation", "stage is 0", zero(3)),
     ({"aio": {"block_size": 4096}}, "aio.block_size", "nothing is on a disk", {ZERO: DISK}),
-    ({"aio": {"block_size": 4096}}, "aio.block_size", "nothing", {"activation_checkpointing": {"nvme_path": "/x"}}),
     ({ZERO: {"offload_optimizer": {"fast_init": True}}}, "fast_init", "not on a disk", {ZERO: DISK}),
     ({ZERO: {"offload_optimizer": {"pipeline_read": False}}}, "pipeline_read", "not on a disk", {ZERO: DISK}),
     (

@@ -230,10 +230,8 @@ def test_the_activation_checkpointing_block_moves_saved_inputs() -> None:
 
     plain, recomputed = plan({})
     host, moved = plan({"cpu_checkpointing": True})
-    disk, written = plan({"nvme_path": "/no/such/folder"})
-    assert recomputed.saved - moved.saved == inputs == recomputed.saved - written.saved
-    assert host.host["saved inputs"] == inputs == disk.disk["saved inputs"]
-    assert "saved inputs" not in plain.host and disk.host["staging"] == 4 * inputs // layers
+    assert recomputed.saved - moved.saved == inputs == host.host["saved inputs"]
+    assert "saved inputs" not in plain.host
     assert host.device_peak < plain.device_peak
 
     whole = plan({}, checkpoints=False)[1]

@@ -605,7 +605,6 @@ FLIPS: dict[str, Flip] = {
     f"{ACT}.synchronize_checkpoint_boundary": Flip(True, {f"{ZERO}.stage": 1}, "regions", "lag"),
     f"{ACT}.profile": Flip(True, {}, "regions"),
     f"{ACT}.activation_memory": Flip("1GB", {}, "regions"),
-    f"{ACT}.nvme_path": Flip(f"{FOLDER}/a", {}, "regions"),
     "pipeline.stages": Flip(1, PIPE, "pipeline"),
     "pipeline.partition": Flip("type:linear", PIPE, "pipeline"),
     "pipeline.seed_layers": Flip(True, PIPE, "pipeline"),

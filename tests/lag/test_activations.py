@@ -31,7 +31,6 @@ DOCUMENTS = {
     "number_checkpoints": 4,
 }
 ON_DEVICE = {**DOCUMENTS, "cpu_checkpointing": False, "number_checkpoints": LAYERS}
-ON_DISK = {"nvme_path": "saved"}  # in the run's folder
 # stage, medium of offload, reentrant, LoRA, the block, schedule
 RUNS = [
     (0, "none", True, False, ON_HOST, "late"),
@@ -41,8 +40,7 @@ RUNS = [
     (3, "cpu", True, True, ON_HOST, "random:2"),
     (3, "nvme", False, False, ON_HOST, "early"),
     (3, "none", False, False, ON_DEVICE, "late"),
-    (3, "none", False, False, ON_DISK, "late"),
-    (1, "nvme", True, True, ON_DISK, "random:3"),
+    (1, "nvme", True, True, ON_HOST, "random:3"),
 ]
 Run = tuple[int, str, bool, bool, dict[str, Any], str]
 
@@ -102,8 +100,7 @@ def on_lag(folder: str) -> list[Any]:
     results = []
     for number, run in enumerate(RUNS):
         device.set_schedule(run[5])
-        block = {**run[4], "nvme_path": f"{folder}/{number}/saved"} if run[4] is ON_DISK else run[4]
-        results.append(train(run, block, f"{folder}/{number}"))
+        results.append(train(run, run[4], f"{folder}/{number}"))
         torch.accelerator.synchronize()
         assert device.take_reports() == [], run
     return results
@@ -119,10 +116,10 @@ def test_inputs_on_the_host_give_the_bits_of_the_cpu(tmp_path: Path) -> None:
             assert result["outcome"] == expected[rank][number], (rank, run)
             *between, last = result["usages"]
             for usage in between:
-                held = usage["device" if run[4] is ON_DEVICE else "disk" if run[4] is ON_DISK else "host"]
+                held = usage["device" if run[4] is ON_DEVICE else "host"]
                 assert held >= nbytes and usage["regions"] == LAYERS, (rank, run, usage)
                 assert run[4] is ON_DEVICE or usage["device"] == 0, (rank, run, usage)
-            assert last["device"] == last["host"] == last["disk"] == last["regions"] == 0, (rank, run, last)
+            assert last["device"] == last["host"] == last["regions"] == 0, (rank, run, last)
             assert last["allocations"] == between[1]["allocations"] > 0, (rank, run, last)
 
 

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.config.resolved import ActivationCheckpointing, Aio
+from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.distributed.input_group import InputGroup
 from hf_zero.extras.activations import regions
 from hf_zero.extras.activations.budget import Budget, Choice, tensors_in
-from hf_zero.extras.activations.disk_inputs import DiskInputs, Guard
 from hf_zero.extras.activations.saved_inputs import USAGE, SavedInputs, SavedRegion
 from hf_zero.runtime.clocks import Clock, clock_of
 from hf_zero.runtime.log_lines import log_line
@@ -61,16 +60,12 @@ class RegionTimes:
 class Checkpointing:
     """What one set of settings does at the borders of regions."""
 
-    def __init__(
-        self, settings: ActivationCheckpointing, device: torch.device, rank: int, group: Any, aio: Aio, guard: Guard
-    ) -> None:
+    def __init__(self, settings: ActivationCheckpointing, device: torch.device, rank: int, group: Any) -> None:
         self.settings = settings
         self._device = device
         inputs = InputGroup(group) if group is not None and dist.get_world_size(group) > 1 else None
         self.budget = _budget_of(settings, device, rank)
-        path = settings.nvme_path
-        disk = DiskInputs(path, device, rank, aio, guard) if path is not None else None
-        self.saved = SavedInputs(_of_inputs(settings), device, rank, inputs, disk)
+        self.saved = SavedInputs(_of_inputs(settings), device, rank, inputs)
         self._times = RegionTimes(clock_of(device)) if settings.profile and rank == 0 else None
         self._next = 0  # number of the next region in this forward
         self.has_met_any = False  # region, so far
@@ -132,7 +127,7 @@ class Checkpointing:
         self._next = 0
 
     def finish(self) -> None:
-        self.saved.close()
+        self.saved.release_idle()
         if self._times is not None:
             self._times.finish()
 
@@ -221,24 +216,12 @@ def usage() -> dict[str, int]:
     return dict.fromkeys(USAGE, 0) if (now := current()) is None else now.saved.usage()
 
 
-def use(
-    settings: ActivationCheckpointing,
-    device: torch.device,
-    rank: int,
-    *,
-    aio: Aio | None = None,
-    guard: Guard = contextlib.nullcontext,
-) -> Callable[[], None]:
+def use(settings: ActivationCheckpointing, device: torch.device, rank: int) -> Callable[[], None]:
     """Apply `settings` to every region of this process from now on, until the returned function is called.
 
-    Where several were asked for, the last ones hold.
-
-    Args:
-        guard: Around reads and writes of a disk, whose OffloadErrors the other ranks have to hear of.
-    Raises:
-        OffloadError: The folder `nvme_path` cannot be used.
+    If several were asked for, the last ones hold.
     """
-    mine = Checkpointing(settings, device, rank, _group, aio or Aio(), guard)
+    mine = Checkpointing(settings, device, rank, _group)
     _stack.append(mine)
     unwatch = regions.watch(mine.border)
 

@@ -11,8 +11,6 @@ To the host, copies run on a stream of their own. An input is held until its cop
 them at most, then the compute stream waits. A script that changes an input in place meanwhile is told so in backward,
 as autograd tells it of what it has saved itself. In backward the inputs of the region before are on their way to the
 device while this region is recomputed: staged are the inputs of two regions at most.
-On their way to disk (disk_inputs.py) inputs pass the same way to staging memory, whose writes begin when the host has
-seen that the copy is over.
 """
 
 from __future__ import annotations
@@ -28,12 +26,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.distributed.input_group import InputGroup
 from hf_zero.errors import ConfigError
-from hf_zero.extras.activations.disk_inputs import DiskCopy, DiskInputs
 from hf_zero.extras.activations.input_memory import Arena, DeviceBlocks, HostBlocks, InputMemory
 from hf_zero.storage.copy_stream import MAX_DOWNLOADS, CopyStreams
 
 # What SavedInputs.usage tells.
-USAGE = ("device", "device_peak", "host", "host_peak", "disk", "disk_peak", "allocations")
+USAGE = ("device", "device_peak", "host", "host_peak", "allocations")
 
 
 class SavedRegion:
@@ -67,9 +64,6 @@ class _MemoryCopy:
         self.staged: torch.Tensor | None = None  # on the device again
         self.is_staged: torch.Event | None = None  # the copy to the device is over
 
-    def arrived(self) -> None:
-        """It is where it is going to stay."""
-
     def bring(self, streams: CopyStreams) -> None:
         """Start the copy to the device."""
         if self.staged is None:
@@ -91,13 +85,10 @@ class _MemoryCopy:
         self.memory.give(self.block)
 
 
-_Copy = _MemoryCopy | DiskCopy
-
-
 class _Saved:
     """What autograd holds in the place of one input."""
 
-    def __init__(self, tensor: torch.Tensor, region: SavedRegion, copy: _Copy) -> None:
+    def __init__(self, tensor: torch.Tensor, region: SavedRegion, copy: _MemoryCopy) -> None:
         self.region = region
         self.copy = copy
         self.numel, self.shape, self.stride = tensor.numel(), tensor.shape, tensor.stride()
@@ -125,7 +116,7 @@ class _Download(NamedTuple):
 
     event: torch.Event
     source: torch.Tensor
-    copy: _Copy
+    copy: _MemoryCopy
     saved: weakref.ref[_Saved]
 
 
@@ -134,23 +125,15 @@ class SavedInputs:
 
     Args:
         group: Ranks that share inputs; None where every rank keeps its own whole.
-        disk: Where inputs go instead of memory.
     """
 
     def __init__(
-        self,
-        settings: ActivationCheckpointing,
-        device: torch.device,
-        rank: int,
-        group: InputGroup | None = None,
-        disk: DiskInputs | None = None,
+        self, settings: ActivationCheckpointing, device: torch.device, rank: int, group: InputGroup | None = None
     ) -> None:
         self._device = device
-        self._disk = disk
         self._rank = rank
         self._group = group if settings.partition_activations else None
         self._on_host = settings.cpu_checkpointing and device.type != "cpu"
-        self._moves = self._on_host or disk is not None  # inputs leave the device
         self._number = settings.number_checkpoints if settings.contiguous_memory_optimization else None
         self._streams = CopyStreams(device)
         self.memory = self._choose_memory(device)
@@ -162,8 +145,6 @@ class SavedInputs:
         self._held_bytes = self._held_peak = 0  # of what `_under_way` copies
 
     def _choose_memory(self, device: torch.device) -> InputMemory | None:
-        if self._disk is not None:
-            return None
         if self._number is not None:
             return (Arena.on_host if self._on_host else Arena.on_device)(self._number, device)
         if self._on_host:
@@ -173,7 +154,7 @@ class SavedInputs:
     @property
     def places_anything(self) -> bool:
         """Whether inputs go anywhere else than where they are."""
-        return self.memory is not None or self._disk is not None
+        return self.memory is not None
 
     @property
     def num_live(self) -> int:
@@ -185,11 +166,6 @@ class SavedInputs:
         the device too. `_peak` is the most at a time; `allocations` how often memory was allocated for them."""
         self._release()
         found = dict.fromkeys(USAGE, 0)
-        if self._disk is not None:
-            self._disk.drop_unused()
-            found |= {"disk": self._disk.live_bytes, "disk_peak": self._disk.peak_bytes}
-            held = {"device": self._held_bytes, "device_peak": self._held_peak}
-            return found | held | {"allocations": self._disk.allocations}
         if (memory := self.memory) is None:
             return found
         place = "host" if self._on_host else "device"
@@ -209,14 +185,6 @@ class SavedInputs:
             self._streams.synchronize()
             self._release()
             self.memory.release_idle()
-
-    def close(self) -> None:
-        """Give everything back; nothing is saved or brought back after that."""
-        self.release_idle()
-        if self._disk is not None:
-            while self._under_way:
-                self._forget_oldest()
-            self._disk.close()
 
     # ---------------------------------------------------------------- forward
     @torch.no_grad()
@@ -239,15 +207,15 @@ class SavedInputs:
         if self._group is not None:
             self._group.compare(flat, f"region {region.number}")
             numel, mine = self._group.part_numel(flat.numel()), self._group.part_of(flat)
-        copy = self._room_for(numel, tensor.dtype)
+        assert self.memory is not None
+        copy = _MemoryCopy(self.memory, numel, tensor.dtype, self._device)
         data = copy.data
         saved = _Saved(tensor, region, copy)
         region.inputs.append(weakref.ref(saved))
         data[mine.numel() :].zero_()  # of the last part, what nobody reads but the gather
         target = data[: mine.numel()]
-        if not self._moves or self._device.type == "cpu":
+        if not self._on_host:
             target.copy_(mine)
-            copy.arrived()
             return saved
         shares_memory = tensor.untyped_storage().nbytes() != tensor.nbytes  # which goes when its owner wants
         if shares_memory and saved.is_dense:
@@ -258,12 +226,6 @@ class SavedInputs:
             saved.source = tensor.detach() if saved.is_dense and not shares_memory else None
             self._hold(saved, copy.saved, mine)
         return saved
-
-    def _room_for(self, numel: int, dtype: torch.dtype) -> _Copy:
-        if self._disk is not None:
-            return self._disk.begin(numel, dtype)
-        assert self.memory is not None
-        return _MemoryCopy(self.memory, numel, dtype, self._device)
 
     def _admit(self, region: SavedRegion) -> None:
         if region in self._live:
@@ -295,7 +257,6 @@ class SavedInputs:
     def _forget_oldest(self) -> None:
         oldest = self._under_way.popleft()
         self._held_bytes -= oldest.source.nbytes
-        oldest.copy.arrived()
         if (saved := oldest.saved()) is not None:
             saved.look_for_change()
             saved.source = None
@@ -321,7 +282,7 @@ class SavedInputs:
 
     def _part(self, saved: _Saved) -> torch.Tensor:
         """What was kept, in memory of its own."""
-        if not self._moves:
+        if not self._on_host:
             return saved.copy.data if self._group is not None else saved.copy.data.clone()
         saved.copy.bring(self._streams)  # needed first
         for one in saved.region.waiting(saved.num_uses):

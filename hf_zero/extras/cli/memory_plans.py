@@ -144,9 +144,8 @@ def _of_saved_inputs(inputs: SavedInputsPlan | None) -> Iterator[str]:
     if inputs is None:
         return
     yield from inputs.notes
-    for place, nbytes in (("host", inputs.host), ("disk", inputs.disk)):
-        if nbytes:
-            yield f"saved inputs of {inputs.num_regions} checkpointed regions: {format_bytes(nbytes)} on {place}"
+    if inputs.host:
+        yield f"saved inputs of {inputs.num_regions} checkpointed regions: {format_bytes(inputs.host)} on host"
 
 
 _COLUMNS = ("params", "master", "states", "grads", "gathered", "buffers", "activ.")

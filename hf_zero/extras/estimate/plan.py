@@ -183,7 +183,7 @@ class _Planner:
         staging = built.placements.staging_bytes
         phases = {name: peak + buffer_bytes + (staging if name != "start" else 0) for name, peak in phases.items()}
         if self._profile is not None and (inputs := self._profile.inputs) is not None:
-            phases["forward and backward"] += inputs.host + inputs.staging
+            phases["forward and backward"] += inputs.host
         between += buffer_bytes + staging
         return self._by_medium(built, states, report, moment, static, buffer_bytes, phases, between)
 
@@ -241,8 +241,7 @@ class _Planner:
         if placements.disks:
             host["staging"] = placements.staging_bytes
         if self._profile is not None and (inputs := self._profile.inputs) is not None:
-            host["saved inputs"], disk["saved inputs"] = inputs.host, inputs.disk
-            host["staging"] = host.get("staging", 0) + inputs.staging
+            host["saved inputs"] = inputs.host
         if states.early:
             disk["staged states"] = states.staged_bytes
         return Plan(

@@ -17,19 +17,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.extras.activations.budget import Budget, Choice, RegionBytes, bytes_of, choose, least, tensors_in
-from hf_zero.extras.activations.disk_inputs import BUFFERS
 
 _BLOCK = "activation_checkpointing"
 
 
 @dataclass(frozen=True)
 class SavedInputsPlan:
-    """What the block does with a micro-batch: bytes on the host and on disk, and staging memory of the host."""
+    """What the block does with a micro-batch: bytes on the host, and notes."""
 
     num_regions: int
     host: int = 0
-    disk: int = 0
-    staging: int = 0
     notes: tuple[str, ...] = ()  # for people
 
 
@@ -46,12 +43,11 @@ class PlannedCheckpointing:
         self._settings = settings
         self._choices = choices
         self._on_host = on_host
-        self._on_disk = settings.nvme_path is not None
-        self._places_all = self._on_disk or (settings.cpu_checkpointing and not on_host)
+        self._places_all = settings.cpu_checkpointing and not on_host
         self._measured = Budget(1, rank=1, can_offload=False)  # of no limit: it only measures
         self._inputs: list[int] = []
         self._placed: dict[tuple[Any, ...], StorageWeakRef] = {}
-        self._placed_bytes = self._largest = 0
+        self._placed_bytes = 0
 
     def border(self, args: Any) -> _Border:
         number = len(self._inputs)
@@ -82,7 +78,6 @@ class PlannedCheckpointing:
         if key not in self._placed or self._placed[key].expired():
             self._placed[key] = StorageWeakRef(tensor.untyped_storage())
             self._placed_bytes += tensor.nbytes
-            self._largest = max(self._largest, tensor.nbytes)
         return functools.partial(
             torch.empty_strided, tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
@@ -92,11 +87,8 @@ class PlannedCheckpointing:
         return saved if isinstance(saved, torch.Tensor) else saved()
 
     def result(self) -> SavedInputsPlan:
-        number, placed = len(self._inputs), self._placed_bytes
-        notes = tuple(_notes(self._settings, number, on_host=self._on_host))
-        if self._on_disk:
-            return SavedInputsPlan(number, disk=placed, staging=BUFFERS * self._largest, notes=notes)
-        return SavedInputsPlan(number, host=placed, notes=notes)
+        notes = _notes(self._settings, len(self._inputs), on_host=self._on_host)
+        return SavedInputsPlan(len(self._inputs), self._placed_bytes, tuple(notes))
 
 
 class _Border:
