@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -209,6 +211,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._forget_window()
         self._after_step()
 
+    def _refuse_nan_weights(self) -> None:
+        """Raise StateError on all ranks if weights were no numbers before the first step. All ranks must call.
+
+        A number that has been computed from a sharded parameter without asking torch, in C++ say, is NaN.
+        """
+        flats = dict.fromkeys([*(acc.flat for acc in self._reducer.accumulators), *self._params.flats])
+        mine = [
+            name
+            for flat in flats
+            for name, slice_ in flat.slices.items()
+            if flat.best.read_slice(slice_).isnan().any()
+        ]
+        found = list(dict.fromkeys(itertools.chain(*self._comm.all_gather_object(mine, "weights that are NaN"))))
+        if found:
+            raise StateError(
+                f"the gradient of the first step is NaN, because {len(found)} parameter(s) hold NaN: "
+                f"{', '.join(found[:5])}.\nIf they were computed from sharded parameters, which have no values "
+                "between uses, compute them inside `with hf_zero.gathered_params(model):`, on all ranks."
+            )
+
     def _wait_for_masters(self) -> None:
         """Before the optimizer writes to them."""
         for acc in self._reducer.accumulators:
@@ -412,6 +434,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._reducer.shown.collect_all() or self._facts is None:
             facts = self._ballot(purpose=purpose)
             self._facts = dataclasses.replace(facts, norm=self.norm_of_all(facts.norm))
+            if self.last_norm is None and math.isnan(self._facts.norm):
+                self._refuse_nan_weights()
             if self.guard.accepts(self._facts.norm):
                 self.last_norm = self._facts.norm
         return self._facts
