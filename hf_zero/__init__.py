@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from hf_zero import pipeline as pipeline
 from hf_zero.engine import parts
-from hf_zero.engine.factory import use_engine_class
 from hf_zero.extras.deepspeed import names
 
 __version__ = "0.1.0"
@@ -24,10 +24,10 @@ _EXPORTS = {
     "PipelineModule": "hf_zero.extras.pipeline.module",
     "engine_of": "hf_zero.engine.engine",
     "get_accelerator": "hf_zero.extras.deepspeed.accelerator",
-    "add_config_arguments": "hf_zero.extras.deepspeed.script_arguments",
+    "add_config_arguments": "hf_zero.engine.script_arguments",
     "init_distributed": "hf_zero.distributed.processes",
-    "initialize": "hf_zero.extras.deepspeed.initialize",
-    "shard": "hf_zero.extras.deepspeed.initialize",
+    "initialize": "hf_zero.engine.initialize",
+    "shard": "hf_zero.engine.initialize",
     "full_grad": "hf_zero.access.full",
     "full_optimizer_state": "hf_zero.access.full",
     "full_param": "hf_zero.access.full",
@@ -47,10 +47,10 @@ _EXPORTS = {
     "copy_weights": "hf_zero.access.copy_weights",
     "load_fp32_into": "hf_zero.access.load_fp32",
     "load_fp32_state_dict": "hf_zero.checkpoint.lazy_state_dict",
-    "see_memory_usage": "hf_zero.extras.deepspeed.runtime.utils",
-    "convert_zero_checkpoint_to_fp32_state_dict": "hf_zero.utils.zero_to_fp32",
-    "get_fp32_state_dict_from_zero_checkpoint": "hf_zero.utils.zero_to_fp32",
-    "load_state_dict_from_zero_checkpoint": "hf_zero.utils.zero_to_fp32",
+    "see_memory_usage": "hf_zero.extras.deepspeed.utils",
+    "convert_zero_checkpoint_to_fp32_state_dict": "hf_zero.extras.deepspeed.zero_to_fp32",
+    "get_fp32_state_dict_from_zero_checkpoint": "hf_zero.extras.deepspeed.zero_to_fp32",
+    "load_state_dict_from_zero_checkpoint": "hf_zero.extras.deepspeed.zero_to_fp32",
     "sharded_init": "hf_zero.hf.models.patches",
     "Seq2SeqTrainer": "hf_zero.hf.trainer.trainer",
     "Seq2SeqTrainingArguments": "hf_zero.hf.trainer.arguments",
@@ -66,22 +66,14 @@ _EXPORTS = {
 __all__ = sorted([*_EXPORTS, "__version__"])
 
 
-# The annexes that have a part in every engine, in the order in which they are called.
-for _part in (
-    "hf_zero.extras.activations.engine_part:CheckpointingPart",
-    "hf_zero.extras.estimate.account:AccountPart",
-):
-    parts.register(_part)
-use_engine_class(lambda: importlib.import_module("hf_zero.extras.deepspeed.engine").DeepSpeedEngine)
-
-# Modules that are there as attributes, as with DeepSpeed: hf_zero.zero.Init, hf_zero.comm.get_rank().
-_MODULES = frozenset(["checkpointing", "comm", "ops", "pipe", "pipeline", "zero"])
+# The parts of every engine that annexes and the rooms above the engine bring, in the order in which they are called.
+parts.register("hf_zero.extras.activations.engine_part:CheckpointingPart")
+parts.register("hf_zero.hf.models.install:ModelPart", needs="transformers")
+parts.register("hf_zero.extras.estimate.account:AccountPart")
 names.install()
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"hf_zero.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'hf_zero' has no attribute {name!r}")
     value = getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -24,7 +24,6 @@ from torch import nn
 
 import hf_zero
 from hf_zero.distributed import failure_monitor, operation_log
-from hf_zero.extras.deepspeed.engine import DeepSpeedEngine
 from hf_zero.extras.pipeline.pipeline_engine import PipelineEngine
 from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
@@ -44,7 +43,6 @@ MODULES = ("hf_zero", "hf_zero.zero", "hf_zero.comm", "hf_zero.checkpointing", "
 OTHERWISE = {"init_distributed"}
 # What users get from these, and the methods that take the place of a model's own.
 CLASSES = (
-    DeepSpeedEngine,
     PipelineEngine,
     ShardedOptimizer,
     ZeroAcceleratedOptimizer,
@@ -306,16 +304,16 @@ CALLS: dict[str, tuple[type, Act]] = {
     "ZeroEngine.read_checkpoint": (Loop, lambda p: p.engine.read_checkpoint(p.folder + "/saved")),
     "ZeroEngine.teardown": (Loop, lambda p: p.engine.teardown()),
     "ZeroEngine.uninstall": (Loop, lambda p: p.engine.uninstall()),
-    "DeepSpeedEngine.set_train_batch_size": (Windows, lambda p: set_train_batch_size(p)),
-    "DeepSpeedEngine.set_gradient_accumulation_boundary": (
+    "DeepSpeedNames.set_train_batch_size": (Windows, lambda p: set_train_batch_size(p)),
+    "DeepSpeedNames.set_gradient_accumulation_boundary": (
         Windows,
         lambda p: p.engine.set_gradient_accumulation_boundary(True),
     ),
-    "DeepSpeedEngine.set_lr": (Loop, lambda p: p.engine.set_lr(0.5)),
-    "DeepSpeedEngine.module_state_dict": (Loop, lambda p: p.engine.module_state_dict()),
-    "DeepSpeedEngine.save_16bit_model": (Loop, lambda p: p.engine.save_16bit_model(p.folder)),
-    "DeepSpeedEngine.empty_partition_cache": (Loop, lambda p: p.engine.empty_partition_cache()),
-    "DeepSpeedEngine.destroy": (Loop, lambda p: p.engine.destroy()),
+    "DeepSpeedNames.set_lr": (Loop, lambda p: p.engine.set_lr(0.5)),
+    "DeepSpeedNames.module_state_dict": (Loop, lambda p: p.engine.module_state_dict()),
+    "DeepSpeedNames.save_16bit_model": (Loop, lambda p: p.engine.save_16bit_model(p.folder)),
+    "DeepSpeedNames.empty_partition_cache": (Loop, lambda p: p.engine.empty_partition_cache()),
+    "DeepSpeedNames.destroy": (Loop, lambda p: p.engine.destroy()),
     "ShardedOptimizer.step": (Loop, lambda p: p.optimizer.step()),
     "ShardedOptimizer.clip_grad_norm": (Loop, lambda p: p.optimizer.clip_grad_norm(0.1)),
     "ShardedOptimizer.add_param_group": (
@@ -377,8 +375,8 @@ CALLS: dict[str, tuple[type, Act]] = {
 # What each rank does by itself: below stage 3 no gather finds it out.
 BY_ITSELF = """ShardedEMA ShardedEMA.update ShardedEMA.close ZeroEngine.backward ZeroEngine.step ZeroEngine.zero_grad
     ZeroEngine.finish_updates ZeroEngine.finish_saves ZeroEngine.load_full_state_dict ShardedOptimizer.zero_grad
-    ShardedOptimizer.add_param_group DeepSpeedEngine.set_train_batch_size DeepSpeedEngine.set_lr
-    DeepSpeedEngine.set_gradient_accumulation_boundary DeepSpeedEngine.empty_partition_cache
+    ShardedOptimizer.add_param_group DeepSpeedNames.set_train_batch_size DeepSpeedNames.set_lr
+    DeepSpeedNames.set_gradient_accumulation_boundary DeepSpeedNames.empty_partition_cache
     PipelineEngine.load_full_state_dict""".split()
 # Ranks compare what they did, and the error says what that was, by rank.
 COMPARED = {"ZeroEngine.zero_grad", "ShardedOptimizer.zero_grad", "ZeroEngine.uninstall"}

@@ -17,17 +17,21 @@ PACKAGE = ROOT / "hf_zero"
 MAX_FUNCTION_LINES = 60
 
 # From the lowest up: a room imports from rooms before it, in functions too. CONTRIBUTING.md tells of them.
-ROOMS = """errors layout progress pages config native distributed storage sharding runtime optim checkpoint
-    engine access activations estimate hf pipeline deepspeed launcher cli run __init__""".split()
+CORE = """errors layout progress config native distributed storage sharding runtime optim checkpoint engine access
+    hf""".split()
+ANNEXES = "pages activations estimate pipeline deepspeed launcher cli run".split()
+ROOMS = [*CORE, *ANNEXES, "__init__"]
 FILES_BESIDE_THE_ROOMS = set(
     "__init__.py errors.py estimate.py layout.py pipeline.py progress.py run.py py.typed".split()
 )
 # Knows transformers and what is around it; rooms below do not.
 HUGGING_FACE = "hf"
-# Knows the names that DeepSpeed's engine has; other rooms do not.
-DEEPSPEED = "deepspeed"
+# Has the names that DeepSpeed's engine has; other files use ZeroEngine's own.
+DEEPSPEEDS_NAMES = "engine/deepspeed_names.py"
 # Files here are named as a command, or as DeepSpeed names them.
 NAMED_BY_OTHERS = ("cli", "deepspeed")
+# Lists the modules that declare blocks of the configuration; one of them is a pipeline's.
+NAMES_BLOCKS = "hf_zero/config/keys.py"
 CALLS_COLLECTIVES = "distributed"
 NAMES_CUDA = "hf_zero/native/pinning.py"
 # These run where nothing but the files of a checkpoint is there.
@@ -110,6 +114,25 @@ def test_every_module_is_in_a_room() -> None:
     assert beside == FILES_BESIDE_THE_ROOMS, "a file belongs into a room"
 
 
+def test_the_core_imports_no_annex() -> None:
+    """Neither when it is loaded nor in a function, nor by name: annexes are registered in hf_zero/__init__.py."""
+    wrong = [
+        f"{name_of(path)}:{imported.line} imports {imported.module}"
+        for path in sources()
+        if room_of(module_name(path)) in CORE
+        for imported in imports_of(path)
+        if imported.module.split(".")[0] == "hf_zero" and room_of(imported.module) not in CORE
+    ]
+    wrong += [
+        f"{name_of(path)}:{node.lineno} names {node.value}"
+        for path in sources()
+        if room_of(module_name(path)) in CORE and name_of(path) != NAMES_BLOCKS
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("hf_zero.extras")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_imports_point_down() -> None:
     wrong = []
     for path in sources():
@@ -177,37 +200,23 @@ def methods_of(name: str, class_name: str) -> set[str]:
     return {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_deepspeeds_names_of_the_engine_are_in_one_room() -> None:
+def test_deepspeeds_names_of_the_engine_are_in_one_file() -> None:
     """Elsewhere an engine is used, and told of in messages, by ZeroEngine's own names."""
-    own = methods_of("engine/engine.py", "ZeroEngine") | methods_of("engine/module_wrapper.py", "ModuleWrapper")
-    names = methods_of("extras/deepspeed/engine.py", "DeepSpeedEngine") - own
+    names = methods_of(DEEPSPEEDS_NAMES, "DeepSpeedNames")
     assert {"train_batch_size", "zero_optimization_stage", "save_16bit_model"} <= names, "vacuous: no names were found"
     used = re.compile(rf"engine\.({'|'.join(sorted(names))})\b")
+    others = [path for path in sources() if path != PACKAGE / DEEPSPEEDS_NAMES]
     wrong = [
-        f"{name_of(path)}: {match[0]}"
-        for path in sources()
-        if room_of(module_name(path)) != DEEPSPEED
-        for match in used.finditer(path.read_text(encoding="utf-8"))
+        f"{name_of(path)}: {match[0]}" for path in others for match in used.finditer(path.read_text(encoding="utf-8"))
     ]
     wrong += [
         f"{name_of(path)}:{node.lineno} def {node.name}"
-        for path in sources()
+        for path in others
         if room_of(module_name(path)) == "engine"
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef) and node.name in names
     ]
-    assert not wrong, "DeepSpeed's names of an engine outside hf_zero/extras/deepspeed:\n" + "\n".join(wrong)
-
-
-def test_every_engine_is_of_the_class_that_the_factory_names() -> None:
-    """Also one that is made for inference or by a deep copy: a script may call any engine by DeepSpeed's names."""
-    made = [
-        f"{name_of(path)}:{node.lineno}"
-        for path in sources()
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("ZeroEngine", "DeepSpeedEngine")
-    ]
-    assert not made, "call engine_class()(...) of engine/factory.py:\n" + "\n".join(made)
+    assert not wrong, f"DeepSpeed's names of an engine outside hf_zero/{DEEPSPEEDS_NAMES}:\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", OFFLINE)

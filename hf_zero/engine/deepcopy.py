@@ -32,7 +32,6 @@ class Engine(Protocol):
     comm: Comm
     units: list[ShardUnit]
     weights: FullWeights
-    installs: list[Any]
 
     def require_all_ranks(self, name: str) -> None: ...
     def finish_updates(self) -> None: ...
@@ -59,9 +58,7 @@ def _copy_model(engine: Engine, memo: dict[int, Any], new_engine: Callable[..., 
         copied: nn.Module = copy.deepcopy(engine.module, memo)
     settings = BuildSettings.of(engine.config, train=False)
     built = build_units(copied, settings, engine.comm, _Twins(engine.units, memo).initialize)
-    twin = new_engine(copied, engine.config, built=built, train=False)
-    for install in engine.installs:
-        twin.install(install)
+    new_engine(copied, engine.config, built=built, train=False)
     return copied
 
 

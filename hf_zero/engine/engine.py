@@ -22,8 +22,8 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.comms_summary import open_comms_log
 from hf_zero.engine.deepcopy import deepcopy_of
+from hf_zero.engine.deepspeed_names import DeepSpeedNames
 from hf_zero.engine.flops_profiler import FlopsProfiler, check_output_file
-from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.engine.monitors import Monitored, open_monitors
 from hf_zero.engine.parts import parts_of
 from hf_zero.engine.reports import Reports, Watcher
@@ -40,13 +40,12 @@ from hf_zero.runtime.memory_report import allocation_counts, announce_engine, me
 from hf_zero.sharding.partition import check_parameters, clean_name
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
-Install = Callable[["ZeroEngine"], None]
 _KEY = "_hf_zero_engine"
 _CHILD = "module."
 _LIVE: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()  # engines whose model is still there
 
 
-class ZeroEngine(ModuleWrapper):
+class ZeroEngine(DeepSpeedNames):
     """ZeRO for one model over one process group.
 
     What the engine is asked to set about the model as its nn.Module (weights, types, places) goes through the shards
@@ -106,7 +105,6 @@ class ZeroEngine(ModuleWrapper):
         self.weights = FullWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
         self.checkpoints = self._open_checkpoints(built)
         self._uninstalls: list[Callable[[], None]] = []
-        self.installs: list[Install] = []
         self.reports = Reports()
         logs = self.run_comm.rank == 0
         if train and logs:
@@ -148,8 +146,6 @@ class ZeroEngine(ModuleWrapper):
         self.on_uninstall(self.reports.watch_forward(self.module))
         for part in self.parts:
             part.attach()
-        for install in self.installs:
-            install(self)
         return attachment
 
     @property
@@ -211,18 +207,21 @@ class ZeroEngine(ModuleWrapper):
         self.comm.require_all_ranks(name)
 
     # ---------------------------------------------------------------- training
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, **kwargs: Any) -> torch.Tensor:
         """`loss.backward(**kwargs)`, scaled for fp16; gradients are means over ranks and accumulation either way.
 
         All ranks must call, equally often: a loss without samples is a zero that the model's outputs take part in.
 
+        Args:
+            scale_wrt_gas: False: the caller has divided the loss by the accumulation steps already.
         Returns:
             The loss divided by the accumulation steps: the sum over an accumulation window is the window's mean.
         """
-        self.reports.loss(loss)
-        with self.loss_scale.scaled(loss) as scaled, self.reports.backward():
+        whole = loss if scale_wrt_gas else loss * self.accumulation_steps
+        self.reports.loss(whole)
+        with self.loss_scale.scaled(whole) as scaled, self.reports.backward():
             scaled.backward(**kwargs)
-        return loss / self.accumulation_steps
+        return loss / self.accumulation_steps if scale_wrt_gas else loss
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards inside are not the last before the step: stages 0-1 wait with their reduce, 2-3 take no notice."""
@@ -341,15 +340,16 @@ class ZeroEngine(ModuleWrapper):
         names = {clean_name(name) for name in given}
         return _IncompatibleKeys([] if strict else sorted(own - names), [] if strict else sorted(names - own))
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the model's forward in place, as `model.compile` does.
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Compile the model's forward in place, as `model.compile` does, with all arguments together.
 
         Raises:
             ConfigError: The mode records CUDA graphs, which stage 3 does not go with.
         """
-        if text := recording_problem(kwargs.get("mode"), self.config.stage):
+        given = {**({} if backend is None else {"backend": backend}), **(compile_kwargs or {}), **kwargs}
+        if text := recording_problem(given.get("mode"), self.config.stage):
             raise ConfigError(f"{text}\n{REMEDY}")
-        super().compile(*args, **kwargs)
+        super().compile(**given)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroEngine:
         """What `.to`, `.half`, `.float`, `.cuda` and the like come down to: fine where no parameter changes."""
@@ -439,22 +439,29 @@ class ZeroEngine(ModuleWrapper):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         strict: bool = True,
+        load_module_strict: bool = True,
+        custom_load_fn: Any = None,
     ) -> tuple[str | None, Any]:
         """Restore weights, optimizer state, scheduler and counters; returns (the checkpoint's folder, client_state).
 
         All ranks must call, with the same arguments. Without a tag it is the one saved last in `load_dir`, and where
         nothing was saved yet (None, {}) with a warning. `load_module_only` leaves all but weights and buffers as they
         are. Without `strict`, parameters and buffers that the checkpoint lacks stay as they are, with a new optimizer
-        state, and those that the model lacks are left out; rank 0 names them in a warning.
+        state, and those that the model lacks are left out; rank 0 names them in a warning. `load_module_strict` is
+        DeepSpeed's name of `strict`.
 
         Raises CheckpointError on every rank where the checkpoint is not there, is damaged or does not fit, or where
-        ranks would load different ones.
+        ranks would load different ones; ConfigError for a `custom_load_fn`.
         """
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint(custom_load_fn=...): use hf_zero.load_fp32_state_dict and set_full_param"
+            )
         parts = Parts(
             optimizer=load_optimizer_states and not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only,
             counters=not load_module_only,
-            strict=strict,
+            strict=strict and load_module_strict,
         )
         return self.checkpoints.load(load_dir, tag, parts)
 
@@ -544,11 +551,6 @@ class ZeroEngine(ModuleWrapper):
             yield
         finally:
             self._attachment = self._attach()
-
-    def install(self, install: Install) -> None:
-        """Call `install(engine)` now and whenever the engine comes back to its model: it puts something on it."""
-        self.installs.append(install)
-        install(self)
 
     def on_uninstall(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the engine leaves the model."""

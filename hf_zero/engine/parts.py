@@ -1,12 +1,13 @@
-"""The parts of an engine that annexes bring: activation checkpointing, monitors, profilers, the account of memory.
+"""The parts of an engine that annexes and the rooms above it bring: activation checkpointing, monitors, saving.
 
-The engine calls them through `EnginePart` alone, so the core imports no annex. hf_zero/__init__.py registers the
-annexes of the package by name: importing hf_zero loads none of them, and making the first engine loads them all.
+The engine calls them through `EnginePart` alone, so it imports none of them. hf_zero/__init__.py registers the parts
+of the package by name: importing hf_zero loads none of them, and making the first engine loads them all.
 """
 
 from __future__ import annotations
 
 import pkgutil
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,18 +46,23 @@ class EnginePart:
         """End what `start` began: the engine leaves its model for good."""
 
 
-_makers: list[str | Callable[[Any], EnginePart]] = []
+_makers: list[tuple[str | Callable[[Any], EnginePart], str]] = []
 
 
-def register(make: str | Callable[[Any], EnginePart]) -> Callable[[], None]:
+def register(make: str | Callable[[Any], EnginePart], *, needs: str = "sys") -> Callable[[], None]:
     """Give every engine that is made from now on the part `make(engine)`; a string "module:name" is loaded then.
 
-    Returns a function that ends it for engines to come.
+    Args:
+        needs: The part is left out while this package is not imported.
+    Returns:
+        A function that ends it for engines to come.
     """
-    _makers.append(make)
-    return lambda: _makers.remove(make)
+    entry = (make, needs)
+    _makers.append(entry)
+    return lambda: _makers.remove(entry)
 
 
 def parts_of(engine: Any) -> list[EnginePart]:
     """Make all registered parts for `engine`, in the order of registration. All ranks must call."""
-    return [(pkgutil.resolve_name(make) if isinstance(make, str) else make)(engine) for make in list(_makers)]
+    wanted = [make for make, needs in _makers if needs in sys.modules]
+    return [(pkgutil.resolve_name(make) if isinstance(make, str) else make)(engine) for make in wanted]

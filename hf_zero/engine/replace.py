@@ -14,7 +14,6 @@ from torch import nn
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.engine.engine import ZeroEngine, end_unless_shared, engine_of
-from hf_zero.engine.factory import engine_class
 from hf_zero.errors import StateError
 from hf_zero.runtime.build import BuildSettings, build_units
 from hf_zero.sharding.param_index import ParamIndex
@@ -52,7 +51,7 @@ def new_engine(
     """
     inside = engines_inside(model)
     if not inside:
-        return engine_class()(model, config, managed=managed, train=train, device=device)
+        return ZeroEngine(model, config, managed=managed, train=train, device=device)
     if any(engine.trains for engine in inside) and not replace:
         raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
     if replace:
@@ -101,7 +100,7 @@ def replace_engines(
     layout_change.finish()
     for engine in engines:
         engine.placements.close()
-    replacement = engine_class()(model, config, managed=managed, built=built, train=train)
+    replacement = ZeroEngine(model, config, managed=managed, built=built, train=train)
     for other in dict.fromkeys(engine.comm for engine in engines if engine.comm is not comm):
         end_unless_shared(other)
     return replacement

@@ -20,7 +20,6 @@ from torch.nn.modules import module as torch_hooks
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.factory import engine_class
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.host_memory import return_freed_memory
@@ -176,11 +175,11 @@ class ShardedConstruction:
         return self.gathered((param for module in modules for param in module.parameters(recurse=False)), 0)
 
     # ---------------------------------------------------------------- the end
-    def finish(self) -> list[ZeroEngine]:
+    def finish(self) -> None:
         """Put every outermost module under an engine. All ranks must call."""
         roots = [module for module in self._seen if module not in self._inner and _has_parameters(module)]
         roots = [root for root in roots if not any(module in self._settled for module in root.modules())]
-        return self._engines(sorted(roots, key=self._first_number), self._index.units)
+        self._engines(sorted(roots, key=self._first_number), self._index.units)
 
     def settle(self, model: nn.Module) -> None:
         """Put `model` under its engine before the end of the block, for an engine to follow. All ranks must call."""
@@ -190,20 +189,18 @@ class ShardedConstruction:
             self._index.pop(param)
         self._settled.update(model.modules())
 
-    def _engines(self, roots: Iterable[nn.Module], units: Iterable[ShardUnit]) -> list[ZeroEngine]:
+    def _engines(self, roots: Iterable[nn.Module], units: Iterable[ShardUnit]) -> None:
         layout_change = LayoutChange(units, self._comm)
-        engines = []
         for root in roots:
             config, params = self._resolve(root), list(root.parameters())
             types = [param.dtype for param in params]
             settings = BuildSettings.of(config, train=False)
             built = build_units(root, settings, self._comm, layout_change.initialize, reuse=layout_change.reuse)
-            engines.append(engine_class()(root, config, built=built, train=False))
+            ZeroEngine(root, config, built=built, train=False)
             line = cast_line(types, [param.dtype for param in params])
             if line is not None and self._comm.rank == 0:
                 logger.warning("%s: %s", type(root).__name__, line)
         layout_change.finish()
-        return engines
 
     def _first_number(self, root: nn.Module) -> int:
         """The same order on every rank: by what was sharded first."""

@@ -191,8 +191,6 @@ OPTIMIZERS: dict[str, OptimizerType] = {
     ),
     "torch.optim.Muon": OptimizerType(updates=Updates.PARAMETERS),
     "transformers.optimization.Adafactor": OptimizerType(updates=Updates.PARAMETERS),
-    "hf_zero.extras.deepspeed.ops.adam.DeepSpeedCPUAdam": _NATIVE_ONLY,
-    "hf_zero.extras.deepspeed.ops.adam.FusedAdam": _NATIVE_ONLY,
     "hf_zero.optim.optimizers.cpu_adam.CPUAdam": _NATIVE_ONLY,
     "hf_zero.optim.optimizers.uncorrected_adam.UncorrectedAdam": _NATIVE_ONLY,
     "hf_zero.optim.optimizers.lamb.Lamb": OptimizerType(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from torch import nn
 
 import hf_zero
 from hf_zero.errors import ConfigError
-from hf_zero.extras.deepspeed.comm import NAMES
 from hf_zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from tests.harness.ranks import run_ranks
 
@@ -156,10 +157,40 @@ def test_the_accelerator_answers_what_torch_does() -> None:
 # ---------------------------------------------------------------------- comm
 def test_the_names_of_comm_are_torchs() -> None:
     comm = importlib.import_module("hf_zero.comm")
-    assert len(NAMES) > 40 and all(callable(getattr(comm, name)) for name in NAMES)
+    assert len(dir(comm)) > 40 and all(callable(getattr(comm, name)) for name in dir(comm))
     assert comm.broadcast is torch.distributed.broadcast and comm.init_distributed is hf_zero.init_distributed
     with pytest.raises(AttributeError, match=r"module 'hf_zero.comm' has no attribute 'all_gathr'"):
         _ = comm.all_gathr
+
+
+# ---------------------------------------------------------------------- paths
+IMPORTED = """
+import sys
+names = "meta_path path_hooks path excepthook displayhook".split()
+before = {name: repr(getattr(sys, name)) for name in names}
+import hf_zero
+assert {name: repr(getattr(sys, name)) for name in names} == before
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+from hf_zero.extras.deepspeed.names import PATHS
+import importlib
+for path in PATHS:
+    module = importlib.import_module(f"hf_zero.{path}")
+    assert importlib.util.find_spec(f"hf_zero.{path}").name == module.__name__
+    assert all(getattr(module, name) is not None for name in module.__all__)
+import hf_zero.runtime.pipe.topology
+assert hf_zero.runtime.pipe.topology.ProcessTopology is hf_zero.pipeline.ProcessTopology
+from hf_zero.zero import *
+assert Init is hf_zero.zero.Init
+try:
+    import hf_zero.ops.missing
+except ModuleNotFoundError:
+    print("done")
+"""
+
+
+def test_importing_hf_zero_changes_nothing_else_and_every_path_has_its_names() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr
 
 
 # ---------------------------------------------------------------------- optimizers

@@ -14,7 +14,6 @@ from hf_zero.distributed.processes import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.extras.activations import active
 from hf_zero.extras.activations.checkpoint import checkpoint as _checkpoint
-from hf_zero.extras.activations.checkpoint import non_reentrant_checkpoint
 from hf_zero.extras.activations.rng_tracker import TRACKER, RNGStates, reseed_model_parallel, seed_model_parallel
 
 _BLOCK = "activation_checkpointing"
@@ -142,17 +141,3 @@ def _group_of(mpu: Any) -> dist.ProcessGroup | None:
         f"hf_zero.checkpointing.configure: {type(mpu).__name__} names no group: expected a process group, or an "
         "object with get_model_parallel_group() or get_tensor_model_parallel_group()"
     )
-
-
-__all__ = [
-    "checkpoint",
-    "configure",
-    "get_cuda_rng_tracker",
-    "is_configured",
-    "model_parallel_cuda_manual_seed",
-    "model_parallel_reconfigure_tp_seed",
-    "non_reentrant_checkpoint",
-    "partition_activations_in_checkpoint",
-    "reset",
-    "set_num_layers",
-]

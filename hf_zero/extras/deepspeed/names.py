@@ -1,53 +1,109 @@
-"""`hf_zero.comm`, `hf_zero.ops.adam`, `hf_zero.zero`, ...: DeepSpeed's import paths, with the first name changed.
+"""DeepSpeed's import paths with the first name changed: `from hf_zero.ops.adam import FusedAdam`, `hf_zero.comm`.
 
-Their modules lie in this folder, under the same paths. A name is looked up here where hf_zero itself has none.
+A path of `PATHS` is a module without a file. Its names are looked up at their first use, so importing hf_zero loads
+neither torch nor what they stand for.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-_HERE = Path(__file__).parent
-_PACKAGE = "hf_zero"
+_OURS = "hf_zero.extras.deepspeed"
+_PIPELINE = "hf_zero.extras.pipeline"
+_LAYERS = {f"{_PIPELINE}.layer_spec": "LayerSpec TiedLayerSpec", f"{_PIPELINE}.module": "PipelineModule"}
+_CHECKPOINTING = {
+    f"{_OURS}.checkpointing": """checkpoint configure get_cuda_rng_tracker is_configured
+    model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed
+    partition_activations_in_checkpoint reset set_num_layers""",
+    "hf_zero.extras.activations.checkpoint": "non_reentrant_checkpoint",
+}
+_FORMULAS = "hf_zero.extras.estimate.deepspeed_formulas"
+_TOPOLOGIES = f"{_PIPELINE}.topology"
+
+# Path below hf_zero -> {module: its names}. "other=name" gives a name of the module under another one.
+PATHS: dict[str, dict[str, str]] = {
+    "accelerator": {f"{_OURS}.accelerator": "get_accelerator"},
+    "checkpointing": _CHECKPOINTING,
+    "comm": {
+        "torch.distributed": """ReduceOp ProcessGroup all_gather all_gather_into_tensor all_gather_object all_reduce
+        all_reduce_coalesced all_to_all all_to_all_single all_gather_coalesced barrier batch_isend_irecv broadcast
+        broadcast_object_list destroy_process_group gather gather_object get_backend get_global_rank get_group_rank
+        get_process_group_ranks get_rank get_world_size irecv isend is_available is_initialized monitored_barrier
+        new_group P2POp recv reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list send
+        allgather_fn=all_gather_into_tensor reduce_scatter_fn=reduce_scatter_tensor inference_all_reduce=all_reduce""",
+        "hf_zero.distributed.processes": "init_distributed",
+        f"{_OURS}.comm": "get_all_ranks_from_group get_local_rank get_world_group log_summary",
+    },
+    "ops": {},
+    "ops.adam": {f"{_OURS}.adam": "DeepSpeedCPUAdam FusedAdam"},
+    "pipe": {**_LAYERS, _TOPOLOGIES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"},
+    "runtime.activation_checkpointing": {},
+    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "runtime.pipe": {**_LAYERS, _TOPOLOGIES: "ProcessTopology"},
+    "runtime.pipe.engine": {f"{_PIPELINE}.pipeline_engine": "PipelineEngine"},
+    "runtime.pipe.module": _LAYERS,
+    "runtime.pipe.topology": {
+        _TOPOLOGIES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
+        f"{_OURS}.utils": "PipelineParallelGrid",
+    },
+    "runtime.utils": {f"{_OURS}.utils": "see_memory_usage"},
+    "runtime.zero": {},
+    "runtime.zero.stage3": {
+        _FORMULAS: """estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold
+        estimate_zero3_model_states_mem_needs_all_live"""
+    },
+    "runtime.zero.stage_1_and_2": {
+        _FORMULAS: """estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold
+        estimate_zero2_model_states_mem_needs_all_live"""
+    },
+    "utils": {f"{_OURS}.utils": "log_dist logger", f"{_PIPELINE}.micro_batches": "RepeatingLoader"},
+    "utils.zero_to_fp32": {
+        f"{_OURS}.zero_to_fp32": """convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint
+        load_state_dict_from_zero_checkpoint"""
+    },
+    "zero": {f"{_OURS}.zero": """GatheredParameters Init register_external_parameter unregister_external_parameter"""},
+}
+
+
+class _Names(ModuleType):
+    """A module of `PATHS`."""
+
+    def __init__(self, name: str, sources: Mapping[str, str]) -> None:
+        super().__init__(name, "Names that scripts know from DeepSpeed: see hf_zero/extras/deepspeed/names.py.")
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+        self.__path__: list[str] = []
+        self._targets = dict(_targets(sources))
+        self.__all__ = sorted(self._targets)
+
+    def __getattr__(self, name: str) -> Any:
+        target = self.__dict__.get("_targets", {}).get(name)
+        if target is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        module, own = target
+        value = getattr(importlib.import_module(module), own)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return self.__all__
+
+
+def _targets(sources: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """(name, (module, the name there)) of every name."""
+    for module, names in sources.items():
+        for name in names.split():
+            alias, _, own = name.rpartition("=")
+            yield alias or own, (module, own)
 
 
 def install() -> None:
-    """Make them importable. Before the others: Python's own would load a second copy of what is below an alias."""
-    sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(MetaPathFinder):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        package, _, name = fullname.partition(".")
-        if package != _PACKAGE or _has(_HERE.parents[1], name) or not _has(_HERE, name):
-            return None
-        return ModuleSpec(fullname, _Alias(f"{__package__}.{name}"))
-
-
-class _Alias(Loader):
-    """Gives a module that has a name of its own already."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._own_spec: ModuleSpec | None = None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._name)
-        self._own_spec = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own_spec  # the import system has put the alias's there
-
-
-def _has(folder: Path, name: str) -> bool:
-    place = folder.joinpath(*name.split("."))
-    return place.is_dir() or place.with_suffix(".py").is_file()
+    """Make the paths importable, and attributes of the modules that they are below."""
+    for path, sources in PATHS.items():
+        parent, _, name = f"hf_zero.{path}".rpartition(".")
+        module = sys.modules[f"{parent}.{name}"] = _Names(f"{parent}.{name}", sources)
+        setattr(importlib.import_module(parent), name, module)

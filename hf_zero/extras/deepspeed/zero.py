@@ -13,8 +13,8 @@ from torch import nn
 
 from hf_zero.access.full import gathered_params
 from hf_zero.config import ZeroConfig
+from hf_zero.engine.initialize import shard
 from hf_zero.errors import ConfigError
-from hf_zero.extras.deepspeed.initialize import shard
 from hf_zero.hf.models.patches import sharded_init
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hf_zero.config import ZeroConfig
 from hf_zero.distributed.processes import agree, all_ranks_give, join_processes, wrong_on_all
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.extras.activations.checkpoint import non_reentrant_checkpoint
@@ -72,6 +73,8 @@ class PipelineModule(nn.Module):
         ConfigError: The layers cannot be split as asked.
     All ranks must call, with the same layers.
     """
+
+    engine_class = "hf_zero.extras.pipeline.pipeline_engine:PipelineEngine"  # what hf_zero.initialize makes for it
 
     def __init__(
         self,
@@ -152,6 +155,11 @@ class PipelineModule(nn.Module):
             for line in self.stage_lines():
                 log_start(line)
             logger.info("%s", "\n".join(self.layer_lines()))
+
+    def ranks_with_data(self, config: ZeroConfig) -> int:
+        """Follow the pipeline block of `config`, as `configure` does; return how many ranks have their own batches."""
+        self.configure(config.section("pipeline", PipelineSection))
+        return self.grid.data_parallel_size
 
     def configure(self, section: PipelineSection) -> None:
         """Follow the configuration's pipeline block: build, or see that it asks for what there is.

@@ -29,6 +29,7 @@ from hf_zero.extras.pipeline.stage_passes import BadLossError, StagePasses, scal
 from hf_zero.extras.pipeline.stage_schedules import EVALUATION, Action, bubble_share, order_of
 from hf_zero.extras.pipeline.stage_weights import gather_weights, of_this_stage
 from hf_zero.extras.pipeline.tied_copies import TiedCopies
+from hf_zero.extras.pipeline.topology import PipelineGrid
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.build import BuildSettings, BuiltUnits
 from hf_zero.runtime.grad_accumulator import GradAccumulator
@@ -42,7 +43,7 @@ class BatchReports(Reports):
 
 
 class PipelineEngine(ZeroEngine):
-    """Trains a PipelineModule, a batch at a time: see `train_batch`.
+    """Trains a PipelineModule, a batch at a time: see `train_batch`. Names and properties are DeepSpeed's.
 
     `rank`, `world_size` and the optimizer are those of the ranks of this stage, which share its parameters; `world`
     has all ranks of the run.
@@ -103,6 +104,39 @@ class PipelineEngine(ZeroEngine):
     def is_last_stage(self) -> bool:
         return self.place.stage == self.place.num_stages - 1
 
+    @property
+    def grid(self) -> PipelineGrid:
+        """This rank's place among the stages, with the groups of DeepSpeed's names."""
+        return self.module.grid
+
+    @property
+    def global_rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches of a batch: gradient_accumulation_steps."""
+        return self.accumulation_steps
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.train_micro_batch_size_per_gpu()
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        """Whether there are several stages."""
+        return self.num_stages > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether there are several pipelines."""
+        return self.grid.data_parallel_size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether there is an axis of tensor parallelism, which is the script's own."""
+        return self.grid.model_parallel_size > 1
+
     # ---------------------------------------------------------------- data
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
         """Set what makes (inputs, labels) of what the data iterator gives."""
@@ -150,6 +184,7 @@ class PipelineEngine(ZeroEngine):
             self.reports.loss(loss)
             super().step()
             self._ties.publish()
+        self.agg_train_loss = loss  # DeepSpeed's name
         return loss
 
     def eval_batch(
@@ -222,6 +257,16 @@ class PipelineEngine(ZeroEngine):
 
     def no_sync(self) -> NoReturn:
         raise _use_train_batch("engine.no_sync")
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
+        """Raises StateError: every batch ends with an update."""
+        raise StateError(
+            "set_gradient_accumulation_boundary: train_batch updates at the end of its gradient_accumulation_steps "
+            "micro-batches.\nChange how many there are by set_train_batch_size."
+        )
+
+    def reset_activation_shape(self) -> None:
+        """Nothing is to be done: shapes may change at any time."""
 
     # ---------------------------------------------------------------- optimizer
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:

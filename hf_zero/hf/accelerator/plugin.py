@@ -32,7 +32,6 @@ from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.accelerator.plain_loop import arguments_of, batch_of_loaders, scaling_of, take_accumulation
 from hf_zero.hf.accelerator.save_state import AcceleratorState
 from hf_zero.hf.conflicts import accelerator_conflicts, check_world_size, model_conflicts, warn_of_missed_sharding
-from hf_zero.hf.models.install import install_on_model
 from hf_zero.hf.patching import ACTIVATION, PatchPoint
 
 logger = logging.getLogger(__name__)
@@ -149,7 +148,6 @@ class ZeroPlugin:
             # Masters keep what a cast to 16 bits drops, so a model that is evaluated first has them from the start.
             train=train or resolved.dtype is not None,
         )
-        install_on_model(engine)
         return engine
 
     def wrap_optimizer(self, engine: ZeroEngine, optimizer: torch.optim.Optimizer) -> ZeroAcceleratedOptimizer:

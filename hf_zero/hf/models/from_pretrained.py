@@ -27,9 +27,8 @@ from transformers.utils import logging as bars
 from hf_zero import progress
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
-from hf_zero.engine.factory import engine_class
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.hf.models.install import install_on_model
 from hf_zero.hf.models.name_matching import Match, match_stored
 from hf_zero.hf.models.shard_placer import ShardPlacer
 from hf_zero.hf.models.stored import LazyTensor, StoredFile, StoredTensor, open_files
@@ -262,7 +261,7 @@ class ShardedLoad:
                 flat.reshard()  # some initialisations replace a parameter's data
             else:
                 gather_resident([flat])
-        install_on_model(engine_class()(self._model, self._config, built=self._built, train=False))
+        ZeroEngine(self._model, self._config, built=self._built, train=False)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:

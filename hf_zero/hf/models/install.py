@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.parts import EnginePart
 from hf_zero.engine.replace import replace_engines
+from hf_zero.engine.reports import Watcher
 from hf_zero.errors import StateError
 from hf_zero.hf.models.generation import install_generate
 from hf_zero.hf.models.peft_layers import install_peft
@@ -26,14 +28,25 @@ logger = logging.getLogger(__name__)
 _RESIZE = "resize_token_embeddings"
 
 
-def install_on_model(engine: ZeroEngine) -> None:
-    """Let saving, generating, resizing and PEFT work on shards; until the engine leaves the model."""
-    engine.install(install_peft)
-    if engine.is_sharded:
-        engine.install(_install)
-        if engine.trains and engine.run_comm.rank == 0:
+class ModelPart(EnginePart):
+    """Lets saving, generating, resizing and PEFT work on shards while the engine is on its model."""
+
+    engine: ZeroEngine
+
+    def start(self) -> Sequence[Watcher]:
+        engine = self.engine
+        if engine.is_sharded and engine.trains and engine.run_comm.rank == 0:
             for line in layerdrop_lines(engine.module):
                 logger.warning(line)
+        return ()
+
+    def attach(self) -> None:
+        model = self.engine.module
+        if "peft" not in sys.modules and not any(hasattr(module, "save_pretrained") for module in model.modules()):
+            return  # a plain model, which PEFT is not at work on
+        install_peft(self.engine)
+        if self.engine.is_sharded:
+            _install(self.engine)
 
 
 def layerdrop_lines(model: nn.Module) -> list[str]:
@@ -87,7 +100,7 @@ def _resize(
         raise
     # Rank 0's values win: new rows may have been drawn with other seeds elsewhere.
     settings = {"managed": engine.managed, "train": engine.trains}
-    install_on_model(replace_engines(engine.module, [engine], engine.config, **settings))
+    replace_engines(engine.module, [engine], engine.config, **settings)
     return resized
 
 

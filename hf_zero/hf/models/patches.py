@@ -20,7 +20,6 @@ from hf_zero.distributed.processes import join_processes
 from hf_zero.engine.sharded_init import ShardedConstruction
 from hf_zero.errors import ConfigError
 from hf_zero.hf.models.from_pretrained import ShardedLoad
-from hf_zero.hf.models.install import install_on_model
 from hf_zero.hf.patching import ACTIVATION, PatchPoint, replaced
 
 
@@ -80,8 +79,7 @@ def sharded_init(
     try:
         with construction.watching(), _unsharded_for_initialization(construction):
             yield
-        for engine in construction.finish():
-            install_on_model(engine)
+        construction.finish()
     finally:
         _BUILDING.reset(token)
 

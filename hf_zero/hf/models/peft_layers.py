@@ -148,10 +148,7 @@ def _unload(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any)
     model = _work_on_layers(original, tuner, *args, **kwargs)
     for engine, _ in units_by_engine(model.parameters()):
         if engine.is_sharded and tuner in (engine.module, getattr(engine.module, "base_model", None)):
-            installs = engine.installs
-            successor = engine_for_part(engine, model)
-            for install in installs:
-                successor.install(install)
+            engine_for_part(engine, model)
     return model
 
 

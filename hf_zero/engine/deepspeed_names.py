@@ -1,7 +1,7 @@
-"""The engine with DeepSpeed's names: what scripts written for DeepSpeed call on it beside the training step.
+"""DeepSpeed's names of the engine: what scripts written for DeepSpeed call on it beside the training step.
 
-Owns no state but what a call sets. Answers are those of the configuration that the run has, so under Trainer the
-accumulation steps are Trainer's, though the engine itself accumulates one.
+The mixin owns no state but what a call sets. Its answers are those of the configuration that the run has, so under
+Trainer the accumulation steps are Trainer's, though the engine itself accumulates one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,49 +17,26 @@ from safetensors.torch import save_file
 
 from hf_zero.checkpoint.consolidate import published
 from hf_zero.checkpoint.format import ConsolidateError
-from hf_zero.engine.engine import ZeroEngine
+from hf_zero.config import ResolvedConfig
+from hf_zero.distributed.comm import Comm
+from hf_zero.engine.module_wrapper import ModuleWrapper
+from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.optim.hyperparameters import learning_rates, momenta
 
 logger = logging.getLogger(__name__)
 
 
-class DeepSpeedEngine(ZeroEngine):
-    """A ZeroEngine that also answers to DeepSpeed's names, as every engine of hf_zero: see hf_zero/engine/factory.py.
+class DeepSpeedNames(ModuleWrapper):
+    """The part of ZeroEngine that answers to DeepSpeed's names.
 
     Any rank may call a method whose docstring does not mention ranks.
     """
 
-    # ---------------------------------------------------------------- DeepSpeed's arguments
-    def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, **kwargs: Any) -> torch.Tensor:
-        """See ZeroEngine.backward. `scale_wrt_gas` False: the loss is divided by the accumulation steps already."""
-        if scale_wrt_gas:
-            return super().backward(loss, **kwargs)
-        super().backward(loss * self.accumulation_steps, **kwargs)
-        return loss
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | int | None = None,
-        *,
-        load_module_strict: bool = True,
-        custom_load_fn: Any = None,
-        **parts: bool,
-    ) -> tuple[str | None, Any]:
-        """See ZeroEngine.load_checkpoint, also for what `load_module_strict=False`, its `strict`, does.
-
-        Raises ConfigError for a `custom_load_fn`.
-        """
-        if custom_load_fn is not None:
-            raise ConfigError(
-                "load_checkpoint(custom_load_fn=...): use hf_zero.load_fp32_state_dict and set_full_param"
-            )
-        return super().load_checkpoint(load_dir, tag, **{"strict": load_module_strict, **parts})
-
-    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Compile the model's forward in place, as `model.compile` does, with all arguments together."""
-        super().compile(**{**({} if backend is None else {"backend": backend}), **(compile_kwargs or {}), **kwargs})
+    # ZeroEngine's, which the names answer from.
+    config: ResolvedConfig
+    comm: Comm
+    schedule: StepSchedule
 
     @property
     def is_compiled(self) -> bool:
@@ -69,12 +45,12 @@ class DeepSpeedEngine(ZeroEngine):
     # ---------------------------------------------------------------- ranks
     @property
     def global_rank(self) -> int:
-        return self.rank
+        return self.comm.rank
 
     @property
     def dp_world_size(self) -> int:
         """Ranks that share the data: all of them."""
-        return self.world_size
+        return self.comm.world_size
 
     @property
     def local_rank(self) -> int:
@@ -104,7 +80,7 @@ class DeepSpeedEngine(ZeroEngine):
     @property
     def global_samples(self) -> int:
         """Samples that all steps so far have seen, at the present batch size."""
-        return self.global_steps * self.train_batch_size()
+        return self.schedule.global_steps * self.train_batch_size()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of accumulation steps so that a step has this many samples. All ranks must call, alike.
@@ -115,17 +91,19 @@ class DeepSpeedEngine(ZeroEngine):
         """
         if self.managed:
             raise StateError("set_train_batch_size: Trainer and Accelerate accumulate by themselves; set it there")
-        if self.micro_steps % self.accumulation_steps or not all(acc.is_empty for acc in self.reducer.accumulators):
+        schedule = self.schedule
+        is_empty = all(acc.is_empty for acc in schedule.reducer.accumulators)
+        if schedule.micro_steps % schedule.accumulation_steps or not is_empty:
             raise StateError(
                 f"rank {self.comm.run_rank}: set_train_batch_size({train_batch_size}) came inside an accumulation "
                 "window, whose gradients are scaled for the old size.\nCall it right after the step() that ends one."
             )
-        micro = self.config.train_micro_batch_size_per_gpu * self.world_size
+        micro = self.config.train_micro_batch_size_per_gpu * self.comm.world_size
         if train_batch_size < 1 or train_batch_size % micro:
             raise ConfigError(
                 f"set_train_batch_size({train_batch_size}): expected a multiple of {micro}, which is "
-                f"{self.config.train_micro_batch_size_per_gpu} (train_micro_batch_size_per_gpu) x {self.world_size} "
-                "ranks."
+                f"{self.config.train_micro_batch_size_per_gpu} (train_micro_batch_size_per_gpu) x "
+                f"{self.comm.world_size} ranks."
             )
         steps = train_batch_size // micro
         self.config = dataclasses.replace(
@@ -169,7 +147,8 @@ class DeepSpeedEngine(ZeroEngine):
         return momenta(self._groups())
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
+        optimizer = self.schedule.optimizer
+        return [] if optimizer is None else optimizer.param_groups
 
     # ---------------------------------------------------------------- configuration
     def zero_optimization_stage(self) -> int:
@@ -208,9 +187,11 @@ class DeepSpeedEngine(ZeroEngine):
 
         Where parameters are never sharded these are the live tensors of `module.state_dict()`, else copies on the CPU.
         """
+        state: dict[str, Any]
         if self.is_sharded:
-            return self.full_state_dict(keep=True, trainable_only=exclude_frozen_parameters)
-        state: dict[str, Any] = self.module.state_dict()
+            state = self.full_state_dict(keep=True, trainable_only=exclude_frozen_parameters)
+            return state
+        state = self.module.state_dict()
         if exclude_frozen_parameters:
             for name, param in self.module.named_parameters(remove_duplicate=False):
                 if not param.requires_grad:
@@ -225,8 +206,9 @@ class DeepSpeedEngine(ZeroEngine):
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
         """What accelerate and transformers call: unsharded weights on rank 0, None elsewhere. All ranks must call."""
-        state = self.full_state_dict(keep=self.rank == 0, trainable_only=exclude_frozen_parameters)
-        return state if self.rank == 0 else None
+        is_first = self.comm.rank == 0
+        state = self.full_state_dict(keep=is_first, trainable_only=exclude_frozen_parameters)
+        return state if is_first else None
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -260,7 +242,7 @@ class DeepSpeedEngine(ZeroEngine):
     def empty_partition_cache(self) -> None:
         """Reshard parameters that were gathered ahead or kept. All ranks must call; not within a step."""
         self.run_comm.note_call("empty_partition_cache")
-        self.params.reshard_all()
+        self.schedule.params.reshard_all()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
@@ -276,7 +258,7 @@ class DeepSpeedEngine(ZeroEngine):
             self.run_comm.require_all_ranks("engine.destroy", self.run_comm.timeout_s)
         self.uninstall()
         self.placements.close()
-        self.optimizer = None
+        self.schedule.optimizer = None
 
 
 def _write_weights(state: dict[str, torch.Tensor], path: Path) -> None:

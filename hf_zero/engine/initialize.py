@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,9 @@ from hf_zero.config.resolved import DEFAULT
 from hf_zero.distributed.processes import init_distributed, join_processes, wrong_on_all
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.replace import new_engine
+from hf_zero.engine.script_arguments import adopt_local_rank, config_of
 from hf_zero.engine.sharded_init import open_construction
 from hf_zero.errors import ConfigError
-from hf_zero.extras.deepspeed.engine import DeepSpeedEngine
-from hf_zero.extras.deepspeed.runtime.pipe.engine import PipelineEngine
-from hf_zero.extras.deepspeed.script_arguments import adopt_local_rank, config_of
-from hf_zero.extras.pipeline.module import PipelineModule
-from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.build_schedule import choose_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -50,7 +47,7 @@ def initialize(
     distributed_port: int | None = None,
     mpu: Any = None,
     mesh_param: Any = None,
-) -> tuple[DeepSpeedEngine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
+) -> tuple[ZeroEngine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
     """Train `model` with ZeRO; the signature is deepspeed.initialize's. All ranks must call.
 
     Args:
@@ -90,7 +87,7 @@ def initialize(
     _warn_of_no_clipping(engine, resolved)
     engine.lr_scheduler = choose_scheduler(lr_scheduler, resolved.scheduler, made)
     loader = None if training_data is None else _make_loader(training_data, engine, collate_fn)
-    if isinstance(engine, PipelineEngine) and loader is not None:
+    if loader is not None and _staged(model) is not None:
         engine.set_dataloader(loader)
     return engine, sharded, loader, engine.lr_scheduler
 
@@ -137,27 +134,35 @@ def shard(
     return model
 
 
+class _Staged(Protocol):
+    """A model in stages, of which each rank has one, that names the class of its engine: a PipelineModule."""
+
+    engine_class: str  # "module:name" of the subclass of ZeroEngine that trains it
+
+    def ranks_with_data(self, config: ZeroConfig) -> int: ...
+
+
+def _staged(model: Any) -> _Staged | None:
+    return model if hasattr(type(model), "engine_class") else None
+
+
 def _ranks_with_data(model: nn.Module, loaded: ZeroConfig) -> int:
-    """How many ranks have batches of their own: all of them, or those of a stage. Splits a pipeline's layers."""
-    if not isinstance(model, PipelineModule):
+    """Return how many ranks have batches of their own: all, or those of a stage. Splits the layers of a pipeline."""
+    staged = _staged(model)
+    if staged is None:
         return dist.get_world_size()
-    model.configure(loaded.section("pipeline", PipelineSection))
-    return model.grid.data_parallel_size
+    return staged.ranks_with_data(loaded)
 
 
-def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool, replace: bool = False) -> DeepSpeedEngine:
-    if isinstance(model, PipelineModule):
-        return PipelineEngine(model, resolved, train=train)
+def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool, replace: bool = False) -> ZeroEngine:
+    staged = _staged(model)
+    if staged is not None:
+        engine: ZeroEngine = pkgutil.resolve_name(staged.engine_class)(model, resolved, train=train)
+        return engine
     construction = open_construction()
     if construction is not None:
         construction.settle(model)
-    engine = new_engine(model, resolved, train=train, replace=replace)
-    assert isinstance(engine, DeepSpeedEngine)
-    if hasattr(model, "save_pretrained"):  # a model of transformers or PEFT
-        from hf_zero.hf.models.install import install_on_model
-
-        install_on_model(engine)
-    return engine
+    return new_engine(model, resolved, train=train, replace=replace)
 
 
 def _warn_of_no_clipping(engine: ZeroEngine, resolved: ResolvedConfig) -> None:
@@ -191,7 +196,7 @@ def _make_optimizer(
         return optimizer
     own = (param for _, param in model.named_parameters() if param.requires_grad)
     chosen = list(own if parameters is None else parameters)
-    if isinstance(model, PipelineModule) and not chosen:  # all layers of this stage are frozen
+    if _staged(model) is not None and not chosen:  # all layers of this stage are frozen
         chosen = [{"params": []}]
     if optimizer is not None:
         return optimizer(chosen)

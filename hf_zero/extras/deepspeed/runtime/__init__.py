@@ -1,1 +1,0 @@
-"""Import paths of deepspeed.runtime that scripts know."""

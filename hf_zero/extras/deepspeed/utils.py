@@ -1,0 +1,47 @@
+"""The functions of deepspeed.utils and deepspeed.runtime that scripts import, and its grid of processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_zero.distributed.processes import join_processes
+from hf_zero.engine.memory_usage import log_memory_usage
+from hf_zero.errors import ConfigError
+from hf_zero.extras.pipeline.topology import PipelineGrid, ProcessTopology
+
+logger = logging.getLogger("hf_zero")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log `message` on the given ranks, with the rank before it; [-1] means all of them. Any rank may call.
+
+    Without a process group every process logs, as rank -1; with one and no `ranks` nobody does, as with DeepSpeed.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    chosen = ranks or []
+    if rank == -1 or -1 in chosen[:1] or rank in chosen:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log `message` and what the device and the host hold now. Any rank may call; rank 0 logs.
+
+    Without `force` it does nothing. Max_MA and Max_CA are the peaks since the last call on an accelerator, and since
+    the process began without one.
+    """
+    if force and not (dist.is_initialized() and dist.get_rank() != 0):
+        log_memory_usage(message)
+
+
+class PipelineParallelGrid(PipelineGrid):
+    """This process's place in a topology of all processes. See PipelineGrid."""
+
+    def __init__(self, topology: ProcessTopology, process_group: Any = None) -> None:
+        if process_group not in (None, dist.group.WORLD):
+            raise ConfigError("PipelineParallelGrid(process_group=...): stages span all ranks; remove it")
+        world_size = join_processes()
+        super().__init__(topology, dist.get_rank() if dist.is_initialized() else 0, world_size)
