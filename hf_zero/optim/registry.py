@@ -158,6 +158,18 @@ def check_native(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+def check_capturable(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ConfigError if torch could not make the first step of `groups`, whose elements are updated on the CPU."""
+    known = _Kind.of(optimizer).known
+    is_torchs = known is not None and known.__module__.startswith("torch.optim")
+    if is_torchs and any(group.get("capturable") for group in groups):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__}(capturable=True), or optimizer.params.capturable = true, cannot "
+            "update on device cpu: torch keeps step counts on accelerators only.\n"
+            "Remove capturable, or keep optimizer states on an accelerator (no offload_optimizer)."
+        )
+
+
 def check_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], params: Sequence[torch.Tensor]) -> None:
     """Raise ConfigError if one of hf_zero's own optimizers cannot train `params` with the settings of `group`.
 

@@ -18,7 +18,7 @@ from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.offload.update_worker import UpdateWorker
 from hf_zero.optim.param_groups import OwnedSlice, ShardedGroups
-from hf_zero.optim.registry import check_group, check_native, check_optimizer, needs_closure
+from hf_zero.optim.registry import check_capturable, check_group, check_native, check_optimizer, needs_closure
 from hf_zero.optim.state_access import (
     assemble,
     changed_state,
@@ -78,6 +78,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._needs_closure = needs_closure(optimizer)
         if any(acc.flat.placement.native for acc in reducer.accumulators):
             check_native(optimizer)
+        self._is_on_host = any(
+            comm.computes_on_host or not acc.flat.placement.master.is_on_device for acc in reducer.accumulators
+        )
+        if self._is_on_host:
+            check_capturable(optimizer, optimizer.param_groups)
         self.optimizer = optimizer
         self._direct = DirectSteps(optimizer)
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks  # they see this rank's shards
@@ -144,6 +149,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._comm.note_call("add_param_group")
         check_group(self.optimizer, param_group, params)
+        if self._is_on_host:
+            check_capturable(self.optimizer, [param_group])
         self.optimizer.add_param_group({**param_group, "params": []})
         self._groups.wait_for(self.optimizer.param_groups[-1], params)
         self.take_in([acc for acc in self._reducer.accumulators if acc not in held])

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_zero
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.errors import StateError
+from hf_zero.errors import ConfigError, StateError
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case
 from tests.harness.sharded import Options, micro_step, start, zero_config
@@ -161,3 +161,26 @@ def test_native_updates_in_tiles(tmp_path: Path, device: str) -> None:
             assert [count for _, count in tiles] == [-(-numel // size) for numel, _ in tiles]
             assert all(torch.equal(value, results[-1][1][name]) for name, value in weights.items())
         assert max(count for _, count in results[1][0]) > 2
+
+
+def begin_capturable(stage: int, from_block: bool, offload: bool) -> list[str]:
+    model = torch.nn.Linear(3, 2)
+    zero: dict[str, Any] = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {})}
+    config: dict[str, Any] = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    block = {"optimizer": {"type": "RAdam", "params": {"lr": 0.1, "capturable": True}}} if from_block else {}
+    given = None if from_block else torch.optim.RAdam(model.parameters(), capturable=True)
+    with pytest.raises(ConfigError) as raised:
+        hf_zero.initialize(model=model, optimizer=given, config={**config, **block})
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.RAdam(model.parameters()), config=config)[0]
+    with pytest.raises(ConfigError, match="capturable"):
+        engine.optimizer.add_param_group({"params": [], "capturable": True})
+    engine.teardown()
+    return [str(raised.value)]
+
+
+@pytest.mark.parametrize(("stage", "from_block", "offload"), [(0, True, False), (2, False, False), (3, True, True)])
+def test_capturable_on_the_cpu_is_refused_when_the_engine_is_made(stage: int, from_block: bool, offload: bool) -> None:
+    """torch's own error is an assertion in the first step."""
+    for (message,) in run_ranks(begin_capturable, 2, stage, from_block, offload):
+        assert "RAdam(capturable=True)" in message and "optimizer.params.capturable" in message, message
+        assert "device cpu" in message and "Remove capturable" in message
