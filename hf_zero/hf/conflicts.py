@@ -1,4 +1,4 @@
-"""What cannot run under ZeRO: arguments, accelerators and models, with the reason and the remedy of each.
+"""Finds what cannot run under ZeRO: arguments, accelerators and models, with the reason and the remedy of each.
 
 Everything here is found before any work is done, gathered with the problems of the configuration itself, and raised as
 one ConfigError on every rank. What runs, but at a cost that need not be, is a warning.
@@ -108,7 +108,7 @@ def check_rivals(config: ZeroConfig, args: Any) -> None:
 
 
 def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
-    """TrainingArguments that cannot be right under the configuration."""
+    """Return the problems of TrainingArguments that cannot be right under the configuration."""
     problems = parallelism_conflicts(getattr(args, "parallelism_config", None))
     if config.stage == 3 and args.save_only_model and config.get(_WEIGHTS_FLAG) is False:
         text = f"save_only_model is set, but {_WEIGHTS_FLAG.rpartition('.')[2]} is false: nothing would be saved."
@@ -128,7 +128,7 @@ def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
 
 
 def parallelism_conflicts(parallelism: Any) -> list[Problem]:
-    """Dimensions of accelerate's ParallelismConfig, or None, that shard or wrap the model themselves."""
+    """Return the problems of a ParallelismConfig (or None) whose dimensions shard or wrap the model themselves."""
     dimensions = ("tp", "cp", "sp", "dp_shard", "dp_replicate")
     names = [name for name in dimensions if getattr(parallelism, f"{name}_enabled", False)]
     if not names:
@@ -157,7 +157,7 @@ def accelerator_conflicts(accelerator: Accelerator, config: ZeroConfig) -> list[
 
 
 def scaler_conflicts(scaler: Any) -> list[Problem]:
-    """What a gradient scaler asks for that the engine's own, which takes its place, does not do."""
+    """Return the settings of a gradient scaler that the engine's own, which takes its place, does not have."""
     if scaler is None or not scaler.is_enabled():
         return []
     problems = []
@@ -175,7 +175,7 @@ def scaler_conflicts(scaler: Any) -> list[Problem]:
 
 
 def model_conflicts(model: nn.Module, stage: int) -> list[Problem]:
-    """Why `model` cannot be taken over at `stage`."""
+    """Return the reasons why `model` cannot be taken over at `stage`."""
     name = type(model).__name__
     problems = []
     if isinstance(model, _WRAPPERS):
@@ -200,7 +200,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def _packed_names(model: nn.Module) -> list[str]:
-    """Parameters of one byte per element: packed integers, or floats that mean nothing without their scale."""
+    """Name parameters of one byte per element: packed integers, or floats that mean nothing without their scale."""
     types = {name: param.dtype for name, param in model.named_parameters()}
     return [name for name, dtype in types.items() if dtype.itemsize == 1 and dtype != torch.bool]
 

@@ -33,9 +33,10 @@ def enable(config: ZeroConfig | str | Path | Mapping[str, Any]) -> None:
 
 
 class HfZeroConfig:
-    """What from_pretrained and from_config follow, for scripts without a Trainer (DeepSpeed: HfDeepSpeedConfig).
+    """Sets what from_pretrained and from_config follow in a script without a Trainer (DeepSpeed: HfDeepSpeedConfig).
 
-    In force from when it is made, before the model is, until `disable` or the next configuration; it need not be kept.
+    It is in force once it is made, until `disable` or the next configuration; it need not be kept. Make it before the
+    model.
 
     Args:
         config: Path of a JSON file, a dict, a JSON string, or a ZeroConfig.

@@ -1,4 +1,4 @@
-"""What one rank does alone with files, so that all ranks hear of it at once if it fails."""
+"""Work that one rank does alone with files: all ranks hear of it at once if it fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.errors import CheckpointError, ZeroError
 
 _T = TypeVar("_T")
-# What a disk that is full or gone raises in the libraries that write to it; torch.save: RuntimeError
+# A disk that is full or gone raises these in the libraries that write to it; torch.save: RuntimeError
 _WRITE_ERRORS = (OSError, RuntimeError, ValueError, safetensors.SafetensorError)
 
 
@@ -37,7 +37,7 @@ def writing(path: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_alone(path: Any) -> Iterator[None]:
-    """As `writing`, where nothing inside talks to other ranks: every error is this rank's own."""
+    """Do the same as `writing` where nothing inside talks to other ranks: every error is this rank's own."""
     try:
         with writing(path):
             yield
@@ -75,7 +75,7 @@ def on_all_ranks(comm: Comm, block: AbstractContextManager[None], work: Callable
 
 
 def _reason(error: BaseException) -> str:
-    """In one line: messages of the libraries in between may have several."""
+    """Return the message in one line: those of the libraries in between may have several."""
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first}"[:300]
 

@@ -1,4 +1,4 @@
-"""What is in force in this process: the active configuration, and our functions in transformers and accelerate.
+"""Keeps what is in force in this process: a configuration, and our functions in transformers and accelerate.
 
 Methods of classes are replaced while a configuration is in force, methods of one model while it has an engine. A patch
 point is a method of a class that acts through one of our functions. It is checked by name and signature first: an
@@ -40,7 +40,7 @@ class PatchPoint:
     function: Callable[..., Any]
 
     def problem(self) -> str | None:
-        """Why the patch point cannot be used, or None."""
+        """Return why the patch point cannot be used, or None."""
         where = f"{self.owner.__name__}.{self.name}"
         method = self.owner.__dict__.get(self.name)
         if method is None:
@@ -98,7 +98,7 @@ class Patches:
 
 
 class Activation:
-    """What is in force: at most one configuration, held strongly, and the patch points that were opened for it."""
+    """Holds at most one configuration, strongly, and the patch points that were opened for it."""
 
     def __init__(self) -> None:
         self.config: ZeroConfig | None = None

@@ -33,7 +33,7 @@ _PARAMS = "scheduler.params"
 
 
 class Dummies:
-    """What was built for one Accelerator in the place of dummies, and how its schedulers step.
+    """Builds the optimizers and schedulers that the dummies of one Accelerator stand for, and steps the schedulers.
 
     Args:
         arguments_of: The values of an Accelerator for keys that TrainingArguments would give.
@@ -164,7 +164,7 @@ class Dummies:
         return scheduler
 
     def _resolve(self, values: dict[str, Any], **brought: bool) -> ResolvedConfig:
-        """With `values` in the place of "auto"."""
+        """Resolve the configuration with `values` in the place of "auto"."""
         arguments, world_size = self._arguments_of(self._accelerator), self._accelerator.num_processes
         return self._config.filled_in(values).resolve(arguments, None, world_size, **brought)
 

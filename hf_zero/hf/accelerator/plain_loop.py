@@ -35,9 +35,9 @@ def take_accumulation(accelerator: Accelerator, config: ZeroConfig) -> None:
 
 
 def batch_of_loaders(accelerator: Accelerator, config: ZeroConfig, prepared: Iterable[Any]) -> int | None:
-    """Samples per rank and step of the smallest loader; None where the file has numbers of its own, or none is given.
+    """Return the samples per rank and micro-batch of the smallest loader, without accumulation.
 
-    Accumulation and ranks are not in it.
+    The result is None where the file has numbers of its own, or where no loader is given.
     """
     if any(isinstance(config.get(key), int) for key in (MICRO, TRAIN)):
         return None

@@ -55,11 +55,11 @@ class ZeroPlugin:
         self.dummies: Dummies | None = None
 
     def take_batch_size(self, per_device: int) -> None:
-        """From here on "auto" and the batch numbers follow this many samples per rank (auto_find_batch_size)."""
+        """Let "auto" and the batch numbers follow this many samples per rank from now on (auto_find_batch_size)."""
         self._per_device_batch = per_device
 
     def take_loaders(self, accelerator: Accelerator, prepared: Iterable[Any]) -> None:
-        """Outside of a Trainer the batch size that the file leaves open is that of the loaders among `prepared`."""
+        """Take the batch size that the file leaves open from the loaders among `prepared`, outside of a Trainer."""
         if self._args is None:
             per_device = batch_of_loaders(accelerator, self.config, prepared)
             self._per_device_batch = self._per_device_batch if per_device is None else per_device
@@ -118,7 +118,7 @@ class ZeroPlugin:
         return dataclasses.replace(resolved, precision=precision)
 
     def _arguments(self, accelerator: Accelerator) -> Any:
-        """What "auto" values come from: the Trainer's arguments, or the Accelerator in their place."""
+        """Return the source of "auto" values: the Trainer's arguments, or the Accelerator in their place."""
         if self._args is None:
             return arguments_of(accelerator, self._per_device_batch)
         args = copy.copy(self._args)
@@ -164,13 +164,13 @@ class ZeroPlugin:
 
 
 class ZeroAcceleratorMixin(AcceleratorState):
-    """What an Accelerator does differently under ZeRO. Its place is in front of the Accelerator's own class."""
+    """Replaces the methods of an Accelerator that differ under ZeRO. It stands in front of the Accelerator's class."""
 
     zero_plugin: ZeroPlugin
 
     # ---------------------------------------------------------------- prepare
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's, but models first: an optimizer is pointed at the shards of a model that has them.
+        """Prepare as accelerate does, but models first, so that an optimizer is pointed at the shards of its model.
 
         A DummyOptim or DummyScheduler becomes what the configuration names (see dummies.py).
         """
@@ -228,7 +228,7 @@ class ZeroAcceleratorMixin(AcceleratorState):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As accelerate's, but DeepSpeed's schedules go one step for each step of the optimizer."""
+        """Prepare as accelerate does, but let DeepSpeed's schedules go one step for each step of the optimizer."""
         dummies = self.zero_plugin.dummies
         wrapped = dummies.wrap(scheduler) if dummies is not None else None
         return super().prepare_scheduler(scheduler) if wrapped is None else wrapped
@@ -245,7 +245,7 @@ class ZeroAcceleratorMixin(AcceleratorState):
 
     # ---------------------------------------------------------------- training
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As accelerate's, with the loss scaled for fp16.
+        """Run backward as accelerate does, with the loss scaled for fp16.
 
         Where several engines scale, each does so where the gradient enters its model.
         """

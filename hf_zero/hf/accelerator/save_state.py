@@ -49,7 +49,7 @@ class AcceleratorState(Accelerator):
         return OrderedDict(engine.full_state_dict(writes))
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As accelerate's, with the engines' state in its own folder. All ranks must call."""
+        """Save as accelerate does, with the state of the engines in a folder of its own. All ranks must call."""
         engines = self._engines()
         for engine in engines:
             engine.require_all_ranks("accelerator.save_state")
@@ -67,7 +67,7 @@ class AcceleratorState(Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """As accelerate's, with weights and optimizer state from the engines' folder. All ranks must call."""
+        """Load as accelerate does, with weights and optimizer state from the engines' folder. All ranks must call."""
         engines = self._engines()
         if engines:
             input_dir = state_to_load(self.project_configuration, input_dir)

@@ -46,7 +46,7 @@ SETTER = "set_param_for_module"
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one rank did to load a model."""
+    """The account of what one rank did to load a model."""
 
     bytes_read: int  # from safetensors files
     bytes_stored: int  # in them, of all tensors
@@ -84,7 +84,7 @@ class ShardedLoad:
             )
 
     def load(self, original: Callable[..., Any], state_dict: Mapping[str, Any] | None, paths: list[str] | None) -> Any:
-        """In the place of `original`, PreTrainedModel._load_pretrained_model."""
+        """Stand in for `original`, PreTrainedModel._load_pretrained_model."""
         try:
             given = self._prepare(self._open(state_dict, paths))
             with self._placing():
@@ -104,7 +104,7 @@ class ShardedLoad:
         return outcome
 
     def finish(self, original: Callable[..., Any], info: Any) -> Any:
-        """In the place of `original`, PreTrainedModel._finalize_model_loading; the model gets its engine."""
+        """Stand in for `original`, PreTrainedModel._finalize_model_loading; the model gets its engine."""
         outcome = original(self._model, self._load_config, info)
         self._take_initialised()
         self._make_engine()

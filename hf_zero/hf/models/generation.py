@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 # "auto" gathers once where the weights take at most this share of the free memory: the cache of keys and values, the
 # activations and the logits need the rest.
 SHARE_FOR_WEIGHTS = 0.5
-# What makes the number of forwards depend on the content of a rank's prompts. `synced_gpus` cannot level that out:
+# These make the number of forwards depend on the content of a rank's prompts. `synced_gpus` cannot level that out:
 # assisted decoding appends to sequences that have ended, and a chunked prompt is forwarded before the first vote.
 _UNEVEN = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "prefill_chunk_size")
 _GIB = 1 << 30
-# What calls in a row gather together; None outside of `calls_in_a_row`.
+# The units that calls in a row gather together; None outside of `calls_in_a_row`.
 _ROW: ContextVar[ExitStack | None] = ContextVar("_ROW", default=None)
 
 
 @contextmanager
 def calls_in_a_row() -> Iterator[None]:
-    """Weights that `generate` gathers once stay unsharded from its first call in the block to the end of the block.
+    """Keep weights that `generate` gathers once unsharded, from its first call in the block to the end of the block.
 
     Forwards there need no other rank then. All ranks must enter, and nothing inside may train or write weights.
     """
@@ -171,8 +171,10 @@ def _need_all_ranks(engine: ZeroEngine) -> None:
 
 
 def _keep_uncompiled(bound: inspect.BoundArguments, given: Mapping[str, Any]) -> None:
-    """With a static cache generate compiles the forward by itself, on GPUs with CUDA graphs, in which the addresses of
-    weights are fixed: streamed ones have others at every token."""
+    """Keep `generate` from compiling the forward, which it does by itself with a static cache.
+
+    CUDA graphs have the addresses of weights in them, and streamed weights have others at every token.
+    """
     rest = [name for name, one in bound.signature.parameters.items() if one.kind is one.VAR_KEYWORD]
     if not rest:
         return  # not transformers' own, which has them
@@ -200,7 +202,7 @@ def _refuse_uneven(engine: ZeroEngine, module: nn.Module, given: Mapping[str, An
 
 # ---------------------------------------------------------------- memory
 def free_bytes(device: torch.device, world_size: int) -> int:
-    """Memory that this rank may still take on `device`; on a CPU its share of what the node has."""
+    """Return the bytes that this rank may still take on `device`; on a CPU its share of what the node has."""
     if device.type != "cpu":
         free: int = torch.accelerator.get_memory_info(device)[0]
         cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)

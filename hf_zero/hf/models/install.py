@@ -1,4 +1,4 @@
-"""What a model of transformers or PEFT gets in front of its own methods while its parameters are in shards."""
+"""Puts methods in front of those of a model of transformers or PEFT while its parameters are in shards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ModelPart(EnginePart):
 
 
 def layerdrop_lines(model: nn.Module) -> list[str]:
-    """What becomes of LayerDrop in a sharded model, of which transformers leaves layers out, or does not."""
+    """Return lines that say what becomes of LayerDrop, by which transformers leaves layers out, in a sharded model."""
     lines = []
     outermost: dict[int, PreTrainedModel] = {}  # by its configuration, which parts of it share
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Which live parameter or buffer a stored tensor is for, as transformers' loader finds it."""
+"""Finds the live parameter or buffer that a stored tensor is for, as transformers' loader does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Match(NamedTuple):
 def match_stored(
     model: nn.Module, stored: Iterable[str], mapping: Sequence[Any], live: Mapping[str, Any]
 ) -> dict[str, Match]:
-    """What every stored name is for, in the order in which transformers reads them.
+    """Return what every stored name is for, in the order in which transformers reads them.
 
     Args:
         mapping: WeightRenamings and WeightConverters. Matching leaves marks in them, so it is done with copies.

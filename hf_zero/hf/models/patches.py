@@ -32,7 +32,7 @@ def shards_on(config: ZeroConfig | None) -> bool:
 
 
 def resolve_for(config: ZeroConfig, model: Any) -> ResolvedConfig:
-    """What of `config` concerns the parameters of `model`, resolved."""
+    """Resolve what concerns the parameters of `model` in `config`."""
     kept = config.for_parameters(types=not _DTYPE_GIVEN.get())
     return kept.resolve(model=model, world_size=join_processes(), client_optimizer=True)
 
@@ -136,7 +136,7 @@ def _finalize_model_loading(original: Callable[..., Any], model: Any, load_confi
 
 @contextlib.contextmanager
 def _dtype_of(kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """While a model is made with these arguments: "auto" names no type."""
+    """Set the default type while a model is made with these arguments; "auto" names no type."""
     given = [kwargs.get(name) for name in ("dtype", "torch_dtype")]
     token = _DTYPE_GIVEN.set(_DTYPE_GIVEN.get() or any(one not in (None, "auto") for one in given))
     try:
@@ -156,7 +156,7 @@ def _from_config(original: Callable[..., Any], cls: type[PreTrainedModel], confi
 
 
 def model_patch_points() -> list[PatchPoint]:
-    """What `from_pretrained` and `from_config` go through."""
+    """Return the patch points that `from_pretrained` and `from_config` go through."""
     files = ("state_dict", "checkpoint_files", "load_config")
     loading = ("load_config", "loading_info")
     return [

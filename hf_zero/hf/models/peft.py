@@ -1,4 +1,4 @@
-"""Which live parameters a PEFT model writes into which adapter file, found by asking PEFT itself.
+"""Finds which live parameters a PEFT model writes into which adapter file, by asking PEFT itself.
 
 PEFT decides per method what belongs to an adapter and how it is called in the file. It is asked with tensors without
 data under the live names; the tensors that come back show which live name each stored name stands for.
@@ -104,7 +104,7 @@ def _stored_names(
     from peft import get_peft_model_state_dict
 
     if model.peft_config[adapter].is_prompt_learning:
-        # What it stores is computed by the prompt encoder: no live name stands for it.
+        # The prompt encoder computes what is stored: no live name stands for it.
         return {}
     marks = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in live.items()}
     name_of = {id(mark): name for name, mark in marks.items()}

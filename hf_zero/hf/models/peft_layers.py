@@ -104,7 +104,7 @@ def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iter
 
 
 def _inject_adapter(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of BaseTuner's `inject_adapter`."""
+    """Stand in for BaseTuner's `inject_adapter`."""
     create = tuner._create_and_replace
 
     def create_unsharded(config: Any, adapter: str, target: nn.Module, *more: Any, **named: Any) -> Any:
@@ -127,7 +127,7 @@ def _needs_shapes_only(config: Any) -> bool:
 
 
 def _work_on_layers(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of BaseTuner's `merge_adapter` and `unmerge_adapter`."""
+    """Stand in for BaseTuner's `merge_adapter` and `unmerge_adapter`."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     with _layers() as layers, contextlib.ExitStack() as stack:
@@ -144,7 +144,7 @@ def _on_layer(layers: _Layers, module: nn.Module, work: Callable[..., Any], *arg
 
 
 def _unload(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of BaseTuner's `merge_and_unload` and `unload`: the engine goes on with the base model alone."""
+    """Stand in for BaseTuner's `merge_and_unload` and `unload`: the engine goes on with the base model alone."""
     model = _work_on_layers(original, tuner, *args, **kwargs)
     for engine, _ in units_by_engine(model.parameters()):
         if engine.is_sharded and tuner in (engine.module, getattr(engine.module, "base_model", None)):
@@ -153,28 +153,28 @@ def _unload(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any)
 
 
 def _update_tokens(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of TrainableTokensLayer's `update_layer`, which copies rows of the embeddings."""
+    """Stand in for TrainableTokensLayer's `update_layer`, which copies rows of the embeddings."""
     with _layers() as layers:
         layers.use([layer.get_base_layer()])
         return original(layer, *args, **kwargs)
 
 
 def _decompose_together(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of FrodModel's `_init_frod_projections`, which decomposes the weights of all layers together."""
+    """Stand in for FrodModel's `_init_frod_projections`, which decomposes the weights of all layers together."""
     with _layers() as layers:
         layers.use([tuner.model])
         return original(tuner, *args, **kwargs)
 
 
 def _set_up_prompts(original: Callable[..., Any], model: Any, adapter_name: str) -> Any:
-    """In the place of PeftModel's `_setup_prompt_encoder`, which may start prompts from embeddings of tokens."""
+    """Stand in for PeftModel's `_setup_prompt_encoder`, which may start prompts from embeddings of tokens."""
     with _layers() as layers:
         layers.use([model.base_model.get_input_embeddings()])
         return original(model, adapter_name)
 
 
 def _load_adapter(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of PeftModel's `load_adapter`: what it loads may lie in shards, as embeddings beside an adapter."""
+    """Stand in for PeftModel's `load_adapter`: what it loads may lie in shards, as embeddings beside an adapter."""
     load = model.load_state_dict
 
     def load_unsharded(state: Mapping[str, Any], *more: Any, **named: Any) -> Any:
@@ -186,13 +186,13 @@ def _load_adapter(original: Callable[..., Any], model: Any, *args: Any, **kwargs
 
 
 def _call(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of BaseTuner's `forward`, which calls the forward of its model without the hooks of an engine."""
+    """Stand in for BaseTuner's `forward`, which calls the forward of its model without the hooks of an engine."""
     engine = engine_of(tuner.model)
     return original(tuner, *args, **kwargs) if engine is None else tuner.model(*args, **kwargs)
 
 
 def _regularise(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of AdaLoraModel's `forward`, which looks for its factors in a loop over the model's parameters.
+    """Stand in for AdaLoraModel's `forward`, which looks for its factors in a loop over the model's parameters.
 
     Only a read from the module unshards a parameter: see [Note: Reads outside of a forward] in outside_access.py.
     """
@@ -210,7 +210,7 @@ def _regularise(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: 
 
 
 def _refuse_without_gradients(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of AdaLoraModel's `update_and_allocate`, which reads gradients and masks parameters."""
+    """Stand in for AdaLoraModel's `update_and_allocate`, which reads gradients and masks parameters."""
     for engine, _ in units_by_engine(tuner.model.parameters()):
         raise StateError(
             f"rank {engine.rank}: AdaLoRA's update_and_allocate reads param.grad of every factor after the step, and "
@@ -221,7 +221,7 @@ def _refuse_without_gradients(original: Callable[..., Any], tuner: Any, *args: A
 
 
 def _project_in_place(original: Callable[..., Any], prompts: Any, indices: Any) -> Any:
-    """In the place of CPTEmbedding's `forward`, which gives its weight other memory: no update would reach it."""
+    """Stand in for CPTEmbedding's `forward`, which gives its weight other memory: no update would reach it."""
     weight = prompts.delta_embedding.weight
     values = weight.data
     if torch.is_grad_enabled():
@@ -236,7 +236,7 @@ def _project_in_place(original: Callable[..., Any], prompts: Any, indices: Any) 
 
 
 def _patch_points() -> list[PatchPoint]:
-    """What PEFT reads and writes weights in."""
+    """Return the patch points in which PEFT reads and writes weights."""
     from peft import PeftModel
     from peft.tuners.adalora import AdaLoraModel
     from peft.tuners.cpt import CPTEmbedding

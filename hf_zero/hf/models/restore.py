@@ -92,7 +92,7 @@ class LiveTensors(Mapping[str, torch.Tensor]):
 
 
 def conversions_of(model: nn.Module) -> list[Any]:
-    """What `save_pretrained` undoes when it writes `model` (as in transformers' revert_weight_conversion)."""
+    """Return what `save_pretrained` undoes when it writes `model` (as in transformers' revert_weight_conversion)."""
     if not isinstance(model, PreTrainedModel):
         return []
     loaded_with = getattr(model, "_weight_conversions", None)
@@ -147,7 +147,7 @@ def _opened(paths: Iterable[Path], files: contextlib.ExitStack) -> dict[str, Sto
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """What `save_pretrained` wrote."""
+    """Return the files that `save_pretrained` wrote."""
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     if single.is_file():
         return [single]

@@ -25,7 +25,7 @@ from hf_zero.hf.patching import by_name, replace_method
 def full_weights(
     model: nn.Module, engine: ZeroEngine, *, keep: bool, embeddings: bool | str = "auto"
 ) -> dict[str, torch.Tensor]:
-    """What `model.save_pretrained` needs: the full state dict, or a PEFT model's adapters.
+    """Return what `model.save_pretrained` needs: the full state dict, or a PEFT model's adapters.
 
     All ranks must call where the model is sharded.
 
@@ -58,7 +58,7 @@ def apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def weights_to_save(model: Any, engine: ZeroEngine, folder: str, *, writes: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """What to give `model.save_pretrained(folder, state_dict=...)` where `writes` is true. All ranks must enter.
+    """Yield the state dict for `model.save_pretrained(folder, ...)` where `writes` is true. All ranks must enter.
 
     Several files have been written by all ranks then, where they can; else these are full weights.
     """
@@ -81,7 +81,7 @@ def install_save_pretrained(model: nn.Module, engine: ZeroEngine) -> None:
 
 
 class _Saving:
-    """What takes the place of a model's own methods, which come as `original`."""
+    """Stands in for the model's own methods, which come as `original`."""
 
     def __init__(self, model: Any, engine: ZeroEngine) -> None:
         self._model = model

@@ -96,7 +96,7 @@ def publish(original: Callable[..., Any], call: Mapping[str, Any], written: Writ
 def _plan_of_all(
     model: Any, engine: ZeroEngine, original: Callable[..., Any], call: Mapping[str, Any], writes: bool
 ) -> _Plan | None:
-    """What all ranks are to write; None, on all of them, where not all can."""
+    """Return what all ranks are to write; None, on all of them, where not all can."""
     comm, folder = engine.comm, Path(call["save_directory"])
     if not engine.is_sharded or comm.world_size == 1:
         return None
@@ -108,7 +108,7 @@ def _plan_of_all(
 
 
 def _fits(model: Any, engine: ZeroEngine, original: Any, call: Mapping[str, Any], writes: bool) -> bool:
-    """What this rank alone knows of whether all ranks can write."""
+    """Return whether all ranks can write, as far as this rank alone knows."""
     placed = set(getattr(model, "hf_device_map", {}).values())
     return (
         writes == (engine.rank == 0)
@@ -158,7 +158,7 @@ def _all_see(engine: ZeroEngine, folder: Path) -> bool:
 
 
 def _plan(engine: ZeroEngine, original: Callable[..., Any], call: Mapping[str, Any]) -> _Plan:
-    """What transformers would write; empty where it would compute values that are not here."""
+    """Return what transformers would write; it is empty where that computes values that are not here."""
     placeholders = engine.weights.without_data()
     names = {id(tensor): name for name, tensor in placeholders.items()}
     plan: _Plan = {}
@@ -178,7 +178,7 @@ def _plan(engine: ZeroEngine, original: Callable[..., Any], call: Mapping[str, A
 
 
 def _write_files(engine: ZeroEngine, plan: _Plan, written: Mapping[str, Path]) -> None:
-    """In rounds of one file for each rank, so that no rank holds more than one file's tensors. All ranks must call."""
+    """Write one file for each rank in turn, so that no rank holds more than one. All ranks must call."""
     comm, files = engine.comm, list(plan)
     for start in range(0, len(files), comm.world_size):
         batch = files[start : start + comm.world_size]

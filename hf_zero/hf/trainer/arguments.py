@@ -15,7 +15,7 @@ from hf_zero.hf.enable import activate
 
 _Arguments = TypeVar("_Arguments", bound=transformers.TrainingArguments)
 
-# Of this form because HfArgumentParser takes the second of three types for the command line.
+# HfArgumentParser takes the second of three types for the command line.
 _FIELD_TYPE = dict[str, Any] | str | None
 _HELP = (
     "Train under ZeRO: the path of a JSON file in DeepSpeed's schema, or the JSON itself (a dict in Python). "
@@ -24,7 +24,7 @@ _HELP = (
 
 
 class ZeroArgumentsMixin:
-    """What `zero` does in a TrainingArguments class: the configuration is checked and made the active one.
+    """Gives a TrainingArguments class the field `zero`: the configuration is checked and made the active one.
 
     Raises:
         ConfigError: When the arguments are made, on every rank: all problems of the configuration, and every
@@ -68,7 +68,7 @@ class ZeroArgumentsMixin:
 
     @classmethod
     def _blank(cls, base: type[Any]) -> Any:
-        """For pickles: a class made by zero_arguments has no name to be found by, so it is made again from `base`."""
+        """Make an instance for pickle. A class made by zero_arguments has no name, so it is made again from `base`."""
         return object.__new__(zero_arguments(base))
 
 

@@ -15,7 +15,7 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class _Counters:
-    """What an engine has done so far, on this rank."""
+    """Counts what an engine has done so far, on this rank."""
 
     at_s: float
     steps: int
@@ -43,7 +43,7 @@ class LoggedValues:
         self._before = _Counters.of(engine)
 
     def take(self) -> dict[str, float]:
-        """Under the names that Trainer logs. What the run does not have, such as a disk, is left out."""
+        """Return the values under the names that Trainer logs, without what the run does not have, such as a disk."""
         engine, before = self._engine, self._before
         now = self._before = _Counters.of(engine)
         values: dict[str, float] = {"zero/skipped_steps": engine.skipped_steps}

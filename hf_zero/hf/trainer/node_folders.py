@@ -67,7 +67,7 @@ def one_writer_each(args: Any, comm: Comm) -> Iterator[None]:
 
 @contextlib.contextmanager
 def weights_where_asked(trainer: Any) -> Iterator[None]:
-    """Inside `one_writer_each`, `save_pretrained` writes on every rank that it is told to be a main process.
+    """Let `save_pretrained` write on every rank that is told to be a main process, inside `one_writer_each`.
 
     transformers writes weights on rank 0 alone, whatever it is told: other nodes would have a checkpoint without.
     """
@@ -85,7 +85,7 @@ def weights_where_asked(trainer: Any) -> Iterator[None]:
 # -------------------------------------------------------------------- resuming
 @dataclass(frozen=True)
 class _View:
-    """What one rank sees of a checkpoint folder."""
+    """The view that one rank has of a checkpoint folder."""
 
     problem: str | None
     identity: str | None = None  # of the sharded state; None where only weights were saved
@@ -93,7 +93,7 @@ class _View:
 
 
 def agree_on_nodes(args: Any, asked: Any) -> str:
-    """As `agree_on_checkpoint`, where each node has a part. What a node lacks of the small files is brought there.
+    """Agree on a checkpoint of which each node has a part; bring the small files to the nodes that lack them.
 
     A checkpoint is complete if no node has a damaged part, all have parts of one save, and together they have all
     files. All ranks must call; raises CheckpointError on every rank.
@@ -141,7 +141,7 @@ def _view(folder: Path) -> _View | None:
 
 
 def _why_not(name: str, views: Sequence[_View | None]) -> str | None:
-    """Why the ranks with these views cannot resume from that folder, or None. The same on every rank."""
+    """Return why the ranks with these views cannot resume from that folder, or None; every rank finds the same."""
     seen = [(rank, view) for rank, view in enumerate(views) if view is not None]
     if not seen:
         return f"no node of this run has anything of {name}."
@@ -162,7 +162,7 @@ def _why_not(name: str, views: Sequence[_View | None]) -> str | None:
 
 
 def _bring_small_files(args: Any, folder: Path) -> None:
-    """What a resume reads on every rank, and each rank's own random state, to the nodes that lack them."""
+    """Bring what a resume reads on every rank, and each rank's random state, to the nodes that lack them."""
     rng = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
     names = [TRAINER_STATE_NAME, SCHEDULER_NAME, str(manifest_path(folder).relative_to(folder)), rng]
     lacking = [name for name in names if not (folder / name).is_file()]

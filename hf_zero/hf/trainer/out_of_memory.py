@@ -1,4 +1,4 @@
-"""Out of memory under Trainer: every rank hears of it at once, and auto_find_batch_size tries again on all of them.
+"""Tells every rank at once when one runs out of memory under Trainer, so that auto_find_batch_size retries on all.
 
 transformers runs the training loop in accelerate's find_executable_batch_size, which knows an error of memory by its
 text and makes the batch smaller. It looks at one rank alone; here the ranks that have memory left raise such an error

@@ -1,4 +1,4 @@
-"""Which `checkpoint-N` folders of a Trainer are complete, which one a resume takes, and the small files in them.
+"""Finds the complete `checkpoint-N` folders of a Trainer, the one that a resume takes, and the small files in them.
 
 A folder is complete when `trainer_state.json`, which Trainer writes last, is there, and the sharded state in `zero/`
 was committed with all its files, unless only the model was saved.
@@ -44,7 +44,7 @@ def lacks_frozen_weights(folder: str | Path) -> bool:
 
 
 def why_torn(folder: str | Path) -> str | None:
-    """Why the save in `folder` is incomplete or damaged, or None."""
+    """Return why the save in `folder` is incomplete or damaged, or None."""
     if zero_folder(folder).is_dir():
         try:
             check_files(folder, read_manifest(folder))
@@ -94,7 +94,7 @@ def agree_on_start(args: Any, asked: str | bool | None, timeout_s: float) -> boo
 
 
 def agree_on_checkpoint(args: Any, asked: Any) -> str:
-    """What all ranks resume from: `checkpoint_to_resume` in the folder of the TrainingArguments. All ranks must call.
+    """Return the folder that all ranks resume from; see `checkpoint_to_resume`. All ranks must call.
 
     Raises CheckpointError on every rank, before training begins, if one of them cannot resume, or from another folder.
     """
@@ -179,7 +179,7 @@ def numbered(folder: Path, prefix: str) -> list[Path]:
 
 
 def rng_state_file(trainer: Any, folder: str) -> str:
-    """Of this rank, as Trainer names it."""
+    """Return the file name that Trainer gives this rank's random state."""
     args = trainer.args
     return os.path.join(folder, f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth")
 

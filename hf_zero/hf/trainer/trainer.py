@@ -204,7 +204,7 @@ def _mix_references_by_shards(trainer: Any) -> None:
 
 @_in_place_of("_save_checkpoint", "model", "trial", needs=_engine)
 def save_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, **kwargs: Any) -> None:
-    """What is saved has every update, delayed ones too; what one rank cannot write is an error of all."""
+    """Save with every update in it, delayed ones too; what one rank cannot write is an error of all."""
     engine.finish_updates()
     self._zero_saves_on_all_ranks = True
     trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
@@ -249,7 +249,7 @@ def _save_or_put_back(trainer: Any, engine: ZeroEngine, saved: Path, save: Calla
 
 
 def _all_or(restore: Callable[[], None], complete: Callable[[], None]) -> None:
-    """Of a save in the background, on one rank: no other one waits to hear of it."""
+    """Complete a save in the background, or restore what it replaced, on one rank: no other one waits for it."""
     try:
         complete()
     except CheckpointError as error:
@@ -269,7 +269,7 @@ def _complete(trainer: Any, saved: Path, limit: int | None, keep: set[Path]) -> 
 
 @_in_place_of("_push_from_checkpoint", "checkpoint_folder", needs=_engine)
 def push_from_checkpoint(self: Any, orig: Original, engine: ZeroEngine, *args: Any, **kwargs: Any) -> Any:
-    """What goes to the Hub is published before. All ranks come here; the first one uploads."""
+    """Publish the files before the first rank uploads them. All ranks come here."""
     engine.finish_saves()
     return orig(*args, **kwargs)
 
@@ -401,7 +401,7 @@ def prepare_for_training(self: Any, orig: Original, plugin: ZeroPlugin, *args: A
 
 @_in_place_of("log", "logs", "start_time", needs=_engine)
 def log(self: Any, orig: Original, engine: ZeroEngine, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-    """With `report_to`, the values of a training step have ZeRO's own beside them."""
+    """Log ZeRO's own values beside those of a training step, where `report_to` names a tracker."""
     values: LoggedValues | None = getattr(self, "_zero_values", None)
     if values is not None and "loss" in logs:
         logs.update(values.take())  # in place: Trainer adds to the same dict, and callers look into it
@@ -416,7 +416,7 @@ def get_learning_rate(self: Any, orig: Original, engine: ZeroEngine) -> Any:
 
 @_in_place_of("evaluation_loop", "dataloader", "description")
 def evaluation_loop(self: Any, orig: Original, *args: Any, **kwargs: Any) -> Any:
-    """Where every batch is generated for, one gather serves all of them."""
+    """Evaluate with one gather for all batches where generation runs for every batch."""
     with calls_in_a_row() if getattr(self.args, "predict_with_generate", False) else nullcontext():
         return orig(*args, **kwargs)
 

@@ -41,7 +41,7 @@ class _HashOverShards:
 
 
 class _UnitByUnit:
-    """What the hash asks of a model: the values of its state dict, one after the other, on the CPU."""
+    """Gives the hash what it asks of a model: the values of its state dict, one after the other, on the CPU."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
