@@ -56,7 +56,7 @@ from hf_zero.optim.updates.elementwise import FileState
 from hf_zero.progress import progress
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import clean_name, tied_names
-from hf_zero.sharding.shard import Shard, ShardTensor
+from hf_zero.sharding.shard import Shard, ShardTensor, StagedShard
 from hf_zero.sharding.unit import ShardUnit, gather_resident
 
 logger = logging.getLogger(__name__)
@@ -376,7 +376,7 @@ def _slice_states(session: Session) -> Iterator[SliceState]:
 def _readable(shard: Shard, slice_: Slice) -> Chunked:
     """The elements of `slice_`, chunk by chunk from where they are kept."""
     place = slice_.shard_offset, slice_.numel
-    keep = partial(shard.keep, *place) if shard.is_on_disk else None
+    keep = partial(shard.keep, *place) if isinstance(shard, StagedShard) else None
     return Chunked(slice_.numel, shard.dtype, lambda: shard.chunks(*place), keep)
 
 

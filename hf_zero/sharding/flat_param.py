@@ -25,7 +25,7 @@ from hf_zero.layout import Slice, UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
 from hf_zero.sharding.param_data import set_data
 from hf_zero.sharding.placement import FlatParamSpec, Placement, master_dtype_of
-from hf_zero.sharding.shard import Shard, ShardTensor, StoredShard, make_shard
+from hf_zero.sharding.shard import Shard, ShardTensor, make_shard, make_stored
 from hf_zero.sharding.sharded_param import OnValues, asking_nobody, holders, plain_class, sharded_class
 from hf_zero.storage.base import BorrowedTensors, ShardStore
 
@@ -175,7 +175,7 @@ class FlatParam:
         dtype = master_dtype_of(self.dtype)
         if self.placement.native:
             tile = self.placement.tile_numel
-            master = StoredShard(self.layout, self._rank, self.placement.master, "master", dtype, tile)
+            master = make_stored(self.layout, self._rank, self.placement.master, "master", dtype, tile)
             master.copy_from(values)
             return master
         if dtype == self.dtype and self.shard.in_memory is not None:

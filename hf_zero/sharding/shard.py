@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.layout import Slice, UnitLayout
-from hf_zero.storage.base import BorrowedTensors, ShardStore
+from hf_zero.storage.base import BorrowedTensors, ShardStore, StagingStore
 from hf_zero.storage.kept_content import KeptContent
+from hf_zero.storage.memory import MemoryStore
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -25,7 +26,7 @@ def slice_of(full: torch.Tensor, slice_: Slice) -> torch.Tensor:
 
 
 class KeptElements:
-    """Elements of a shard on a disk as they were; see ShardStore.keep. Each piece is released when it is read.
+    """Elements of a shard on a disk as they were; see StagingStore.keep. Each piece is released when it is read.
 
     Args:
         parts: In order: a content, and which of its elements.
@@ -53,7 +54,6 @@ class Shard(abc.ABC):
     """
 
     in_full = False  # whether it is a view of memory with the layout of the full flat parameter
-    is_on_disk = False
 
     def __init__(self, layout: UnitLayout, rank: int, dtype: torch.dtype) -> None:
         self.layout = layout
@@ -67,10 +67,6 @@ class Shard(abc.ABC):
     @abc.abstractmethod
     def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
         """Elements [start, start + numel) of the shard in order; each chunk is valid until the next."""
-
-    def keep(self, start: int, numel: int) -> KeptElements:
-        """Elements [start, start + numel) as they are now, whatever becomes of them; only where it `is_on_disk`."""
-        raise AssertionError(f"{self.layout.name}: a shard in memory keeps nothing: copy it")
 
     @property
     @abc.abstractmethod
@@ -109,19 +105,8 @@ class Shard(abc.ABC):
         """All of the shard in memory, to be read until what it is borrowed from is released."""
 
     @abc.abstractmethod
-    def borrow_to_write(self, *, staged: bool) -> BorrowedTensors:
-        """Memory for all new values of the shard: one tensor, with `in_full` that of the full flat parameter.
-
-        `staged`: they are kept aside until `commit` or `rollback`.
-        """
-
-    def commit(self) -> None:
-        """Take the staged values; see ShardStore.commit."""
-        raise AssertionError(f"{self.layout.name}: new values of a shard in memory cannot be staged")
-
-    def rollback(self) -> None:
-        """Forget the staged values."""
-        raise AssertionError(f"{self.layout.name}: new values of a shard in memory cannot be undone")
+    def borrow_to_write(self) -> BorrowedTensors:
+        """Memory for all new values of the shard: one tensor, with `in_full` that of the full flat parameter."""
 
     def prefetch(self) -> None:
         """Start bringing the shard into memory. A hint: it never waits."""
@@ -226,9 +211,7 @@ class ShardTensor(Shard):
     def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
         return self, None
 
-    def borrow_to_write(self, *, staged: bool) -> BorrowedTensors:
-        if staged:
-            raise AssertionError(f"{self.layout.name}: new values of a shard in memory cannot be staged")
+    def borrow_to_write(self) -> BorrowedTensors:
         self.wait_for_readers()
         return BorrowedTensors([self.memory])
 
@@ -307,12 +290,13 @@ class ShardTensor(Shard):
 class MemoryShard(ShardTensor):
     """A shard of zeros: the tensor LAYOUT/KIND of a store that is memory."""
 
-    def __init__(self, layout: UnitLayout, rank: int, store: ShardStore, kind: str, dtype: torch.dtype) -> None:
+    def __init__(self, layout: UnitLayout, rank: int, store: MemoryStore, kind: str, dtype: torch.dtype) -> None:
         self._store, self._kind, self._key = store, kind, f"{layout.name}/{kind}"
         store.create(self._key, layout.shard_numel, dtype)
         super().__init__(layout, rank, store.tensor(self._key), in_full=False)
 
     def move(self, layout: UnitLayout, store: ShardStore) -> None:
+        assert isinstance(store, MemoryStore)
         key = f"{layout.name}/{self._kind}"
         store.adopt(key, self._store, self._key)
         self.layout, self._store, self._key = layout, store, key
@@ -356,7 +340,6 @@ class StoredShard(Shard):
     ) -> None:
         super().__init__(layout, rank, dtype)
         self.store = store
-        self.is_on_disk = not store.is_memory
         self.tiles: list[Tile] = []
         step = tile_numel or max(layout.shard_numel, 1)
         for start in range(0, layout.shard_numel, step):
@@ -375,12 +358,6 @@ class StoredShard(Shard):
         for tile, low, high in self._meeting(start, numel):
             with self.store.borrow([tile.key]) as borrow:
                 yield borrow.tensors[0][low - tile.start : high - tile.start]
-
-    def keep(self, start: int, numel: int) -> KeptElements:
-        met = self._meeting(start, numel)
-        return KeptElements(
-            self.dtype, [(self.store.keep(tile.key), low - tile.start, high - tile.start) for tile, low, high in met]
-        )
 
     def read_slice(self, slice_: Slice) -> torch.Tensor:
         return torch.cat([chunk.clone() for chunk in self.chunks(slice_.shard_offset, slice_.numel)])
@@ -402,16 +379,10 @@ class StoredShard(Shard):
         memory = borrowed.tensors[0] if self.tiles else torch.empty(0, dtype=self.dtype, device="cpu")
         return ShardTensor(self.layout, self.rank, memory, in_full=False), borrowed
 
-    def borrow_to_write(self, *, staged: bool) -> BorrowedTensors:
-        borrowed = self.store.borrow(self._keys, write=True, staged=staged, overwrite=True)
+    def borrow_to_write(self) -> BorrowedTensors:
+        borrowed = self.store.borrow(self._keys, write=True, overwrite=True)
         borrowed.tensors[0].zero_()  # padding is zero
         return borrowed
-
-    def commit(self) -> None:
-        self.store.commit(self._keys)
-
-    def rollback(self) -> None:
-        self.store.rollback(self._keys)
 
     @property
     def _keys(self) -> list[str]:
@@ -433,6 +404,44 @@ class StoredShard(Shard):
         self.tiles = []
 
 
+class StagedShard(StoredShard):
+    """A shard on a store that stages writes (a disk): new values can be undone, and old ones kept for readers."""
+
+    store: StagingStore
+
+    def keep(self, start: int, numel: int) -> KeptElements:
+        """Elements [start, start + numel) as they are now, whatever becomes of them."""
+        met = self._meeting(start, numel)
+        return KeptElements(
+            self.dtype, [(self.store.keep(tile.key), low - tile.start, high - tile.start) for tile, low, high in met]
+        )
+
+    def stage(self) -> BorrowedTensors:
+        """Memory for all new values of the shard, which are kept aside until `commit` or `rollback`."""
+        borrowed = self.store.stage(self._keys, overwrite=True)
+        borrowed.tensors[0].zero_()  # padding is zero
+        return borrowed
+
+    def commit(self) -> None:
+        """Take the staged values; see StagingStore.commit."""
+        self.store.commit(self._keys)
+
+    def rollback(self) -> None:
+        """Forget the staged values."""
+        self.store.rollback(self._keys)
+
+
+def make_stored(
+    layout: UnitLayout, rank: int, store: ShardStore, kind: str, dtype: torch.dtype, tile_numel: int | None = None
+) -> StoredShard:
+    """A shard of zeros in tiles, on whatever store."""
+    return (StagedShard if isinstance(store, StagingStore) else StoredShard)(
+        layout, rank, store, kind, dtype, tile_numel
+    )
+
+
 def make_shard(layout: UnitLayout, rank: int, store: ShardStore, kind: str, dtype: torch.dtype) -> Shard:
     """A shard of zeros: a tensor for good where the store is memory, else one tile."""
-    return (MemoryShard if store.is_memory else StoredShard)(layout, rank, store, kind, dtype)
+    if isinstance(store, MemoryStore):
+        return MemoryShard(layout, rank, store, kind, dtype)
+    return make_stored(layout, rank, store, kind, dtype)

@@ -1,6 +1,6 @@
 """Where shards live."""
 
-from hf_zero.storage.base import BorrowedTensors, ShardStore, StoreStats
+from hf_zero.storage.base import BorrowedTensors, ShardStore, StagingStore, StoreStats
 from hf_zero.storage.disk import DiskStore
 from hf_zero.storage.memory import DeviceStore, HostStore, MemoryStore
 from hf_zero.storage.staging_pool import StagingPool
@@ -14,6 +14,7 @@ __all__ = [
     "MemoryStore",
     "ShardStore",
     "StagingPool",
+    "StagingStore",
     "StoreStats",
     "SwapFolder",
 ]

@@ -67,13 +67,8 @@ class ShardStore(abc.ABC):
     contents are read by somebody else (a checkpoint), `drop` of single keys, `close` at the end. Several threads may
     use one store, but one of them at a time borrows a key. An I/O error surfaces at the next `borrow` or `flush`
     of the key, and the key stays unusable.
-
-    Staged writes exist where `can_stage` is True: what a borrow with `staged=True` changed is kept beside the content,
-    which reads go on seeing, until `commit` makes it the content or `rollback` forgets it.
     """
 
-    can_stage = False
-    is_memory = False  # whether the content of a key is one tensor that stays where it is: `tensor`
     is_on_device = False  # whether the content is in the memory of the device that computes
 
     @abc.abstractmethod
@@ -85,16 +80,12 @@ class ShardStore(abc.ABC):
         """Start bringing `keys` to where `borrow` hands them out. A hint: it never waits, and may do nothing."""
 
     @abc.abstractmethod
-    def borrow(
-        self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
-    ) -> BorrowedTensors:
+    def borrow(self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False) -> BorrowedTensors:
         """The tensors of `keys` in memory: of the compute device in DeviceStore, of the host in the others.
 
         Args:
             write: They will be changed; the changes are kept at release.
             overwrite: With `write`: every element will be set, so the content need not be read and is undefined.
-            staged: With `write`: keep the changes aside until `commit` or `rollback`; needs `can_stage`. With
-                `overwrite` too, another borrow may read the content meanwhile.
         """
 
     @abc.abstractmethod
@@ -121,33 +112,38 @@ class ShardStore(abc.ABC):
         """
         return lambda: None
 
-    def tensor(self, key: str) -> torch.Tensor:
-        """The tensor behind `key`, where `is_memory`; it stays until `drop`, so an optimizer may hold views of it."""
-        raise AssertionError(f"{type(self).__name__} only lends tensors (is_memory is False)")
-
     def can_adopt(self, other: ShardStore) -> bool:
         """Whether tensors of `other` are what this store would have allocated."""
         return False
 
-    def adopt(self, key: str, other: ShardStore, other_key: str) -> None:
-        """Take the tensor under `other_key` out of a store that passes `can_adopt`. Nothing is copied."""
-        raise AssertionError(f"{type(self).__name__} adopts nothing")
-
-    def commit(self, keys: Sequence[str]) -> None:
-        """Make what was written with `staged=True` the content of `keys`."""
-        raise AssertionError(f"{type(self).__name__} cannot stage writes (can_stage is False)")
-
-    def rollback(self, keys: Sequence[str]) -> None:
-        """Forget what was written to `keys` with `staged=True`."""
-        raise AssertionError(f"{type(self).__name__} cannot stage writes (can_stage is False)")
-
-    def keep(self, key: str) -> KeptContent:
-        """The content of `key` as it is now, which another thread can read until it releases it.
-
-        Whatever is done with the key meanwhile. No borrow of it to `write` may be under way, but staged ones.
-        """
-        raise AssertionError(f"{type(self).__name__} keeps nothing: copy what it lends")
-
     def close(self) -> None:
         """Give back files and threads; nothing of the store can be used any more. A second call does nothing."""
         return None
+
+
+class StagingStore(ShardStore):
+    """A store that keeps several contents of a key: the next one until it is taken, and earlier ones for readers."""
+
+    @abc.abstractmethod
+    def stage(self, keys: Sequence[str], *, overwrite: bool = False) -> BorrowedTensors:
+        """The tensors of `keys`, to be changed; reads see the old content until `commit` or `rollback`.
+
+        Args:
+            overwrite: Every element will be set, so the content need not be read, and another borrow may read it
+                meanwhile.
+        """
+
+    @abc.abstractmethod
+    def commit(self, keys: Sequence[str]) -> None:
+        """Make what was staged the content of `keys`."""
+
+    @abc.abstractmethod
+    def rollback(self, keys: Sequence[str]) -> None:
+        """Forget what was staged for `keys`."""
+
+    @abc.abstractmethod
+    def keep(self, key: str) -> KeptContent:
+        """The content of `key` as it is now, which another thread can read until it releases it.
+
+        The key may be written and dropped meanwhile. No borrow of it to `write` may be under way, but staged ones.
+        """

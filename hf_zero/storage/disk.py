@@ -29,7 +29,7 @@ import torch
 
 from hf_zero.config.resolved import Aio
 from hf_zero.errors import OffloadError
-from hf_zero.storage.base import BorrowedTensors, ShardStore, Started, StoreStats
+from hf_zero.storage.base import BorrowedTensors, StagingStore, Started, StoreStats
 from hf_zero.storage.kept_content import KeptContent
 from hf_zero.storage.staging_pool import StagingBlock, StagingPool
 from hf_zero.storage.swap_folder import Region, SwapFile, SwapFolder, Transfer
@@ -89,7 +89,7 @@ class Flight:
             self.entry.staged_flight = None
 
 
-class DiskStore(ShardStore):
+class DiskStore(StagingStore):
     """Keeps keys in one file; borrowed are CPU tensors in the memory of a staging pool.
 
     A write borrow that ends with an exception is not written: the key keeps its content. Contents live as long as the
@@ -103,8 +103,6 @@ class DiskStore(ShardStore):
         read_ahead: Whether `prefetch` does anything.
         write_behind: Whether a write goes on after `release` has returned.
     """
-
-    can_stage = True
 
     def __init__(
         self,
@@ -182,11 +180,15 @@ class DiskStore(ShardStore):
                 entry.flight = self._read(entry, block)
                 self._ahead[entry.flight] = None
 
-    def borrow(
-        self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
-    ) -> BorrowedTensors:
-        if (overwrite or staged) and not write:
-            raise AssertionError("overwrite=True and staged=True need write=True")
+    def borrow(self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False) -> BorrowedTensors:
+        if overwrite and not write:
+            raise AssertionError("overwrite=True needs write=True")
+        return self._borrow(keys, write=write, overwrite=overwrite, staged=False)
+
+    def stage(self, keys: Sequence[str], *, overwrite: bool = False) -> BorrowedTensors:
+        return self._borrow(keys, write=True, overwrite=overwrite, staged=True)
+
+    def _borrow(self, keys: Sequence[str], *, write: bool, overwrite: bool, staged: bool) -> BorrowedTensors:
         aside = staged and overwrite
         entries = self._claim(keys, write=write, staged=staged, aside=aside)
         blocks: dict[Entry, StagingBlock] = {}

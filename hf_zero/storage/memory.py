@@ -15,8 +15,6 @@ from hf_zero.storage.base import BorrowedTensors, ShardStore
 class MemoryStore(ShardStore):
     """Every shard is one tensor; a borrow hands out the tensor itself."""
 
-    is_memory = True
-
     def __init__(self, device: torch.device) -> None:
         self.device = device  # the one that computes
         self._tensors: dict[str, torch.Tensor] = {}
@@ -31,13 +29,14 @@ class MemoryStore(ShardStore):
         self._tensors[key] = self._allocate(key, numel, dtype)
 
     def tensor(self, key: str) -> torch.Tensor:
+        """The tensor behind `key`; it stays until `drop`, so an optimizer may hold views of it."""
         return self._tensors[key]
 
     def can_adopt(self, other: ShardStore) -> bool:
         return type(other) is type(self) and isinstance(other, MemoryStore) and other.device == self.device
 
-    def adopt(self, key: str, other: ShardStore, other_key: str) -> None:
-        assert isinstance(other, MemoryStore)
+    def adopt(self, key: str, other: MemoryStore, other_key: str) -> None:
+        """Take the tensor under `other_key` out of a store that passes `can_adopt`. Nothing is copied."""
         if key in self._tensors:
             raise AssertionError(f"{key} exists already")
         self._tensors[key] = other._tensors.pop(other_key)
@@ -45,11 +44,7 @@ class MemoryStore(ShardStore):
     def prefetch(self, keys: Sequence[str]) -> None:
         """Nothing to do: every key is in memory."""
 
-    def borrow(
-        self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
-    ) -> BorrowedTensors:
-        if staged:
-            raise AssertionError(f"{type(self).__name__} cannot stage writes (can_stage is False)")
+    def borrow(self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False) -> BorrowedTensors:
         if overwrite and not write:
             raise AssertionError("overwrite=True needs write=True")
         return BorrowedTensors([self._tensors[key] for key in keys])
@@ -102,7 +97,7 @@ class HostStore(MemoryStore):
     def can_adopt(self, other: ShardStore) -> bool:
         return super().can_adopt(other) and isinstance(other, HostStore) and other._memory.pins == self._memory.pins
 
-    def adopt(self, key: str, other: ShardStore, other_key: str) -> None:
+    def adopt(self, key: str, other: MemoryStore, other_key: str) -> None:
         assert isinstance(other, HostStore)
         super().adopt(key, other, other_key)
         self._blocks[key] = other._blocks.pop(other_key)

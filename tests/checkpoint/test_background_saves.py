@@ -22,6 +22,7 @@ from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.distributed import process_end
 from hf_zero.errors import CheckpointError
 from hf_zero.hf.trainer.resume import why_torn
+from hf_zero.sharding.shard import StagedShard
 from tests.checkpoint.test_resume import start, steps
 from tests.harness.ranks import RankFailure, run_ranks, try_ranks
 from tests.harness.save_faults import POINTS, at, kill, slow_down
@@ -135,9 +136,7 @@ def slow_saves_from_disk(folder: str) -> dict[str, Any]:
 
 
 def stores_on_disk(engine: Any) -> list[Any]:
-    return [
-        flat.master.store for unit in engine.units for flat in unit.flats if flat.master and flat.master.is_on_disk
-    ]
+    return [flat.master.store for unit in engine.units for flat in unit.flats if isinstance(flat.master, StagedShard)]
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def fill(store: DiskStore, num_keys: int, numel: int) -> list[str]:
 
 
 def stage(store: DiskStore, key: str, value: float) -> None:
-    with store.borrow([key], write=True, staged=True) as borrow:
+    with store.stage([key]) as borrow:
         borrow.tensors[0].fill_(value)
 
 
@@ -88,7 +88,7 @@ def test_staging_again_starts_from_the_content_and_replaces(tmp_path: Path) -> N
     with disk_store(tmp_path) as store:
         fill(store, 1, 5000)
         stage(store, "k0", 5)
-        with store.borrow(["k0"], write=True, staged=True) as borrow:
+        with store.stage(["k0"]) as borrow:
             assert torch.equal(borrow.tensors[0], pattern(5000, torch.float32, 0))
             borrow.tensors[0].fill_(6)
         store.flush()

@@ -17,9 +17,10 @@ from hf_zero.distributed.operation_log import OperationLog
 from hf_zero.distributed.work import Finish, Pending
 from hf_zero.native.host_memory import page_rounded
 from hf_zero.sharding.placement import Placements
-from hf_zero.storage import HostStore, ShardStore
+from hf_zero.storage import HostStore, StagingStore
 from hf_zero.storage.base import BorrowedTensors
 from hf_zero.storage.copy_stream import CopyStreams
+from hf_zero.storage.kept_content import KeptContent
 
 META = torch.device("meta")
 
@@ -89,15 +90,13 @@ class PretendedHost(HostStore):
         return self._blocks[key][:nbytes].view(dtype)
 
 
-class PretendedDisk(ShardStore):
+class PretendedDisk(StagingStore):
     """Knows the sizes of its keys.
 
     Args:
         pool_bytes: Of the staging memory through which they would be read and written.
         pinned: All of the staging memory is taken at once.
     """
-
-    can_stage = True
 
     def __init__(self, pool_bytes: int, *, pinned: bool) -> None:
         self._pool_bytes = pool_bytes
@@ -119,11 +118,21 @@ class PretendedDisk(ShardStore):
     def prefetch(self, keys: Sequence[str]) -> None:
         return None
 
-    def borrow(
-        self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False, staged: bool = False
-    ) -> BorrowedTensors:
+    def borrow(self, keys: Sequence[str], *, write: bool = False, overwrite: bool = False) -> BorrowedTensors:
         sizes = [self._sizes[key] for key in keys]
         return BorrowedTensors([torch.empty(numel, dtype=dtype, device=META) for numel, dtype in sizes])
+
+    def stage(self, keys: Sequence[str], *, overwrite: bool = False) -> BorrowedTensors:
+        return self.borrow(keys)
+
+    def commit(self, keys: Sequence[str]) -> None:
+        return None
+
+    def rollback(self, keys: Sequence[str]) -> None:
+        return None
+
+    def keep(self, key: str) -> KeptContent:
+        raise AssertionError("a plan saves no checkpoint")
 
     def flush(self) -> None:
         return None
@@ -144,7 +153,7 @@ class PretendedPlacements(Placements):
     def _make_host(self, *, pin: bool) -> HostStore:
         return PretendedHost(META, pin=False)
 
-    def _make_disk(self, path: str | None, name: str, pool_bytes: int, *, pin: bool, **options: bool) -> ShardStore:
+    def _make_disk(self, path: str | None, name: str, pool_bytes: int, *, pin: bool, **options: bool) -> StagingStore:
         return PretendedDisk(pool_bytes, pinned=pin and not self._comm.computes_on_host)
 
     @property

@@ -62,10 +62,10 @@ class PlannedStates:
         slices = {acc: [owned for owned in self._owned if owned.acc is acc] for acc in native}
         self._native = [HostState(acc, slices[acc], settings.moments_dtype) for acc in native if slices[acc]]
         delayed = settings.delay_from is not None
-        self.early = settings.early and not delayed and any(s.master.store.can_stage for s in self._native)
+        self.early = settings.early and not delayed and any(s.staging is not None for s in self._native)
         self.lent_bytes = 0  # gradients on the device that a delayed update reads beside those of the next step
         for state in self._native:
-            may_be_early = settings.early and not delayed and state.master.store.can_stage
+            may_be_early = settings.early and not delayed and state.staging is not None
             staged = must_stage(state.flat) or delayed or may_be_early
             make_writer(state.flat, settings.host, staged=staged)
             if delayed:

@@ -116,7 +116,7 @@ class HostAdam:
             self._settings.early
             and not self._clipped_last
             and not self._is_delayed()
-            and state.master.store.can_stage
+            and state.staging is not None
             and all(slice_.index in state.grads.seen for slice_ in state.owned)
         )
 

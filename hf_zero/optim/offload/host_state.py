@@ -14,7 +14,8 @@ from hf_zero.native.machine import default_threads
 from hf_zero.optim.offload.param_writer import ParamWriter
 from hf_zero.optim.param_groups import OwnedSlice
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.sharding.shard import ShardTensor, StoredShard
+from hf_zero.sharding.shard import ShardTensor, StoredShard, make_stored
+from hf_zero.storage import StagingStore
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -59,7 +60,7 @@ class HostState:
         dtype = moments_dtype or master.dtype
         placement = self.flat.placement
         self.moments = [
-            StoredShard(self.flat.layout, self.flat.rank, placement.master, kind, dtype, placement.tile_numel)
+            make_stored(self.flat.layout, self.flat.rank, placement.master, kind, dtype, placement.tile_numel)
             for kind in MOMENTS
         ]
         self.steps = [0] * len(owned)
@@ -73,6 +74,12 @@ class HostState:
             in_full, in_param = piece.flat_offset + skipped, piece.start + skipped
             if low < high:
                 yield _Slice(numbers.get(piece.name), low - start, high - low, low, in_full, in_param)
+
+    @property
+    def staging(self) -> StagingStore | None:
+        """The store of master and moments, if it can stage writes."""
+        store = self.master.store
+        return store if isinstance(store, StagingStore) else None
 
     def keys(self, tile: int) -> list[str]:
         return [shard.tiles[tile].key for shard in (self.master, *self.moments)]
@@ -105,7 +112,7 @@ class UpdateJob:
         self.state = state
         self.hypers = hypers
         self.factor = factor
-        self.staged = staged
+        self._staging = state.staging if staged else None
         self._writer = writer
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -135,7 +142,8 @@ class UpdateJob:
         # Beside the update another thread launches kernels: a device that waits for it computes nothing.
         threads = default_threads(spare=0 if state.flat.comm.computes_on_host else 1)
         for tile in range(len(state.slices)):
-            with store.borrow(state.keys(tile), write=True, staged=self.staged) as borrow:
+            keys = state.keys(tile)
+            with self._staging.stage(keys) if self._staging else store.borrow(keys, write=True) as borrow:
                 if tile + 1 < len(state.slices):
                     store.prefetch(state.keys(tile + 1))
                 else:
@@ -200,14 +208,15 @@ class UpdateJob:
     def rollback(self) -> None:
         """Undo a staged update whose step was not taken."""
         self.join()
+        assert self._staging is not None
         for tile in range(len(self.state.slices)):
-            self.state.master.store.rollback(self.state.keys(tile))
+            self._staging.rollback(self.state.keys(tile))
         if self.state.slices:
             self._writer.discard()
 
     def _settle_states(self) -> None:
         for number, hyper in enumerate(self.hypers):
             self.state.steps[number] += hyper is not None
-        if self.staged:
+        if self._staging is not None:
             for tile in range(len(self.state.slices)):
-                self.state.master.store.commit(self.state.keys(tile))
+                self._staging.commit(self.state.keys(tile))

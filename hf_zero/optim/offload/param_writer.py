@@ -11,7 +11,7 @@ import abc
 import torch
 
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.shard import MemoryShard, Shard, ShardTensor
+from hf_zero.sharding.shard import MemoryShard, Shard, ShardTensor, StagedShard
 from hf_zero.storage import HostStore
 from hf_zero.storage.base import BorrowedTensors
 
@@ -43,29 +43,36 @@ class ParamWriter(abc.ABC):
 
 
 class ShardWriter(ParamWriter):
-    """The update writes into the shard itself: host memory that nobody reads meanwhile, its own or what a store lends.
+    """The update writes into the shard itself: host memory that nobody reads meanwhile, which a store may lend."""
 
-    With `staged` the store keeps the new values aside until `publish` or `discard`.
-    """
-
-    def __init__(self, shard: Shard, *, staged: bool) -> None:
+    def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._is_staged = staged
         self._borrowed: BorrowedTensors | None = None
         self.in_full = shard.in_full
 
     def open(self) -> torch.Tensor:
-        self._borrowed = self._shard.borrow_to_write(staged=self._is_staged)
+        self._borrowed = self._borrow()
         return self._borrowed.tensors[0]
+
+    def _borrow(self) -> BorrowedTensors:
+        return self._shard.borrow_to_write()
 
     def close(self) -> None:
         if self._borrowed is not None:
             self._borrowed.release()
             self._borrowed = None
 
+
+class StagedShardWriter(ShardWriter):
+    """The store of the shard keeps the new values aside until `publish` or `discard`."""
+
+    _shard: StagedShard
+
+    def _borrow(self) -> BorrowedTensors:
+        return self._shard.stage()
+
     def publish(self) -> None:
-        if self._is_staged:
-            self._shard.commit()
+        self._shard.commit()
 
     def discard(self) -> None:
         self._shard.rollback()
@@ -104,6 +111,8 @@ def make_writer(flat: FlatParam, host: HostStore, *, staged: bool) -> ParamWrite
     Args:
         staged: The update may run while its old parameters are in use, or be undone.
     """
-    if staged and (shard := flat.shard.in_memory) is not None:
+    if not staged:
+        return ShardWriter(flat.shard)
+    if (shard := flat.shard.in_memory) is not None:
         return StagedWriter(shard, host)
-    return ShardWriter(flat.shard, staged=staged)
+    return StagedShardWriter(flat.shard)
