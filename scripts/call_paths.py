@@ -99,13 +99,13 @@ def paths() -> dict[str, list[str]]:
     return {
         "gather of a layer": tree_with(forward, ":Comm.all_gather"),
         "arrival of a gradient": tree_with(backward, ":GradAccumulator.take"),
-        "reduce of a layer's gradients": tree_with(backward, ":Comm.reduce_scatter"),
+        "reduce of a layer's gradients": tree_with(backward, ":GradReducer.unit_left"),
     }
 
 
 def tree_with(trees: list[list[str]], name: str) -> list[str]:
     """The last of them: what comes first in a step (the root, the count of units) is not a layer's."""
-    return [tree for tree in trees if any(name in call for call in tree)][-1]
+    return [tree for tree in trees if any(call.endswith(name) for call in tree)][-1]
 
 
 def show(rank: int, port: int) -> None:

@@ -32,7 +32,7 @@ from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.runtime.attach import Callbacks, Computes, Fitted, ModelAttachment
+from hf_zero.runtime.attach import ComputeTypes, ModelAttachment, ModelContext
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, build_units, share_the_rest, torch_dtype
 from hf_zero.runtime.captured_graphs import REMEDY, recording_problem
 from hf_zero.runtime.full_weights import FullWeights, own_tensors
@@ -99,7 +99,6 @@ class ZeroEngine(DeepSpeedNames):
             config,
             1 if managed else config.gradient_accumulation_steps,
             trains=train,
-            on_new_gradients=lambda added: self._attachment.on_gradients(added),
         )
         self.params, self.reducer = self.schedule.params, self.schedule.reducer
         self.weights = FullWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
@@ -127,22 +126,20 @@ class ZeroEngine(DeepSpeedNames):
 
     def _attach(self) -> ModelAttachment:
         """Put the engine on its model."""
-        computes = Computes(
+        types = ComputeTypes(
             torch_dtype(self.config.dtype), torch_dtype(self.config.precision.autocast), self.loss_scale
         )
-        fitted = Fitted(self.module, self.units, self.params, self.reducer, self.device, self.rank, computes)
-        callbacks = Callbacks(
-            forward_starts=self.schedule.begin_forward,
-            forward_ends=self.schedule.end_forward,
-            backward_starts=self.schedule.begin_backward,
-            backward_ends=self.schedule.end_backward,
-            state_dict=self.schedule.check_current,
-            deepcopy=lambda module, memo: deepcopy_of(self, module, memo, type(self)),
-        )
+        grads, param_grads = self.reducer.accumulators, self.schedule.param_grads
+        context = ModelContext(self.module, self.units, self.params, grads, param_grads, self.device, self.rank, types)
+
+        def deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+            return deepcopy_of(self, module, memo, type(self))
+
         _LIVE.add(self)
         # A function, which copy.deepcopy of the model does not copy: of a bound method it would copy the schedule.
         attributes = {_KEY: self, "no_sync": lambda: self.schedule.no_sync()}
-        attachment = ModelAttachment(fitted, self.reports.around(callbacks), attributes)
+        attachment = ModelAttachment(context, self.reports.around(self.schedule), deepcopy, attributes)
+        self.schedule.attachment = attachment
         self.on_uninstall(self.reports.watch_forward(self.module))
         for part in self.parts:
             part.attach()
@@ -262,6 +259,7 @@ class ZeroEngine(DeepSpeedNames):
         clip = 0.0 if self.managed else self.config.gradient_clipping
         self.optimizer = ShardedOptimizer(
             optimizer,
+            self.schedule.param_grads,
             self.reducer,
             self.comm,
             self.params,

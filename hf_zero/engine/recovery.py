@@ -66,7 +66,7 @@ def recover() -> None:
 
 def _drop_pending(engine: ZeroEngine) -> None:
     """What was under way is lost."""
-    engine.reducer.forget()
+    engine.schedule.param_grads.forget()
     for unit in engine.units:
         for flat in unit.flats:
             flat.forget_gather()
@@ -97,7 +97,7 @@ def cut_update(detail: str) -> str:
 def _forget_pass(engine: ZeroEngine) -> None:
     with engine.suspended():  # hooks that remember the pass are installed again
         engine.params.forget()
-        engine.reducer.forget()
+        engine.schedule.param_grads.forget()
         engine.loss_scale.forget()
         engine.reports.forget()
     engine.zero_grad()

@@ -7,7 +7,6 @@ one key of the configuration; without any, and on ranks that do not log, nothing
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,9 +19,8 @@ from hf_zero.config.notices import start_text
 from hf_zero.engine.memory_usage import device_memory, log_memory_usage
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.optim.hyperparameters import learning_rates, momenta
-from hf_zero.runtime.attach import Callbacks
+from hf_zero.runtime.backward_watch import PassEvents, in_backward
 from hf_zero.runtime.clocks import Clock, Stopwatch, clock_of
-from hf_zero.runtime.hooks import in_backward
 from hf_zero.runtime.log_lines import log_line
 
 # Steps that throughput leaves out: the first ones allocate, record orders and compile. DeepSpeed's ThroughputTimer.
@@ -248,29 +246,9 @@ class Reports:
         for watcher in self._watchers:
             watcher.close()
 
-    def around(self, callbacks: Callbacks) -> Callbacks:
-        """`callbacks` that call the watchers too; themselves where there are none."""
-        if not self._watchers:
-            return callbacks
-
-        def forward_starts() -> None:
-            callbacks.forward_starts()
-            if _trains():
-                self._forward_starts()
-
-        def backward_starts() -> None:
-            self._notify(Event.BACKWARD_STARTS)
-            callbacks.backward_starts()
-
-        def backward_ends() -> None:
-            self._notify(Event.REDUCE_STARTS)
-            callbacks.backward_ends()
-            self._backward_done = True
-            self._notify(Event.BACKWARD_ENDS)
-
-        return dataclasses.replace(
-            callbacks, forward_starts=forward_starts, backward_starts=backward_starts, backward_ends=backward_ends
-        )
+    def around(self, events: PassEvents) -> PassEvents:
+        """Return `events` that tell the watchers too; themselves where there are none."""
+        return _WatchedPass(events, self) if self._watchers else events
 
     def watch_forward(self, model: nn.Module) -> Callable[[], None]:
         """Learn when the model's forward ends; returns what takes that back."""
@@ -311,6 +289,38 @@ class Reports:
     def _notify(self, event: Event) -> None:
         for watcher in self._watchers:
             watcher.on(event)
+
+
+class _WatchedPass(PassEvents):
+    """The events of a pass, of which the watchers of `reports` hear too."""
+
+    def __init__(self, events: PassEvents, reports: Reports) -> None:
+        self._events = events
+        self._reports = reports
+
+    def begin_forward(self) -> None:
+        self._events.begin_forward()
+        if _trains():
+            self._reports._forward_starts()
+
+    def end_forward(self) -> None:
+        self._events.end_forward()
+
+    def begin_backward(self) -> None:
+        self._reports._notify(Event.BACKWARD_STARTS)
+        self._events.begin_backward()
+
+    def gradients_complete(self) -> None:
+        self._events.gradients_complete()
+
+    def end_backward(self) -> None:
+        self._reports._notify(Event.REDUCE_STARTS)
+        self._events.end_backward()
+        self._reports._backward_done = True
+        self._reports._notify(Event.BACKWARD_ENDS)
+
+    def check_current(self) -> None:
+        self._events.check_current()
 
 
 def _trains() -> bool:

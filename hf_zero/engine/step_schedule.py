@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,69 +12,57 @@ from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.optim.sharded import ShardedOptimizer
+from hf_zero.runtime.attach import ModelAttachment
+from hf_zero.runtime.backward_watch import in_backward
 from hf_zero.runtime.build import BuiltUnits
 from hf_zero.runtime.captured_graphs import CaptureWatch
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.runtime.hooks import in_backward
+from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.runtime.step_events import StepEvents
 from hf_zero.runtime.unfreeze import Unfreeze
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.runtime.weight_edits import WeightEdits
+from hf_zero.sharding.unit import ShardUnit
 
 
-class StepSchedule:
+class StepSchedule(StepEvents):
     """Parameters, gradients, optimizer and learning rates of one engine, and the order in which they act.
 
-    Its methods are called by the engine, by the hooks on the model, by the reducer and by the optimizer, in the order
+    The engine, the hooks on the model, the parameters, the reducer and the optimizer call its methods, in the order
     in which they stand here. A method that starts a collective is called on all ranks.
 
     Args:
         accumulation_steps: Micro-batches of an update.
         trains: There are gradients and masters.
-        on_new_gradients: Called with the accumulators of parameters that were unfrozen, before they are used.
     """
 
-    def __init__(
-        self,
-        built: BuiltUnits,
-        config: ResolvedConfig,
-        accumulation_steps: int,
-        *,
-        trains: bool,
-        on_new_gradients: Callable[[list[GradAccumulator]], None],
-    ) -> None:
+    def __init__(self, built: BuiltUnits, config: ResolvedConfig, accumulation_steps: int, *, trains: bool) -> None:
         self.global_steps = 0
         self.skipped_steps = 0  # updates that were left out on all ranks: a gradient was not finite
         self.step_applied = False  # the last `step` updated the parameters
         self.forced_boundary: bool | None = None  # the script's own answer, in the place of the count
         self.optimizer: ShardedOptimizer | None = None
         self.lr_scheduler: Any = None
+        self.attachment: ModelAttachment | None = None  # None while the engine is off its model
         self._no_sync = False
         self._trains = trains
         self._comm: Comm = built.comm
         self._captures = CaptureWatch(built.comm.device)
         self._loss_scale = built.loss_scale
         self._is_sharded = any(unit.on_demand for unit in built.units)
-        self._on_new_gradients = on_new_gradients
-        self.reducer = GradReducer(
-            built.grads,
-            self._comm,
-            overlap=config.zero.overlap_comm,
-            on_arrival=not self._is_sharded,
-            is_boundary=self.is_boundary,
-            on_final=self.gradient_is_final,
-            on_change=self.gradients_change,
-        )
-        edits = WeightEdits(built.units, self.reducer.shown, refuse_delayed=self.check_current)
-        limits = PrefetchLimits.of(config.zero)
-        self.params = OnDemandParams(built.units, limits, on_left=self.reducer.unit_left, on_used=edits.used)
-        self._unfreeze = Unfreeze(built, self.params, self._take_in)
+        overlap, on_arrival = config.zero.overlap_comm, not self._is_sharded
+        self.reducer = GradReducer(built.grads, self._comm, self, overlap=overlap, on_arrival=on_arrival)
+        self.param_grads = ParamGrads(self.reducer, self)
+        self._weight_edits = WeightEdits(built.units, self.param_grads, self)
+        self.params = OnDemandParams(built.units, PrefetchLimits.of(config.zero), self)
+        self._unfreeze = Unfreeze(built, self.params, self)
         self.accumulate_over(accumulation_steps)
 
     # ---------------------------------------------------------------- micro-batches
     def is_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last one before the update."""
+        """See StepEvents."""
         return not self._no_sync and self._step_updates()
 
     def _step_updates(self) -> bool:
@@ -110,8 +98,20 @@ class StepSchedule:
     def begin_forward(self) -> None:
         self._captures.check(self._comm.rank)
         if torch.is_grad_enabled() and not in_backward():
-            self.reducer.shown.hide()
-        self._unfreeze.look()
+            self.param_grads.hide()
+        self._unfreeze.begin_forward()
+
+    def unfrozen(self, added: Sequence[GradAccumulator]) -> None:
+        """See StepEvents."""
+        self.reducer.regroup()
+        if self.attachment is not None:
+            self.attachment.on_gradients(added)
+        if self.optimizer is not None:
+            self.optimizer.take_in(added)
+
+    def unit_used(self, unit: ShardUnit, *, late: bool) -> None:
+        """See StepEvents."""
+        self._weight_edits.unit_used(unit, late=late)
 
     def end_forward(self) -> None:
         """Before the loss counts. See [Note: Matching] in operation_log.py."""
@@ -126,18 +126,26 @@ class StepSchedule:
                 "neither gradients nor master weights.\nTo train it, hand it to a Trainer, to accelerator.prepare or, "
                 "with an optimizer, to hf_zero.initialize."
             )
-        self.reducer.shown.hide()
+        self.param_grads.hide()
         self.params.begin_backward()
 
+    def gradients_complete(self) -> None:
+        """See PassEvents."""
+        self.reducer.start_complete()
+
+    def unit_left(self, unit: ShardUnit) -> None:
+        """See StepEvents."""
+        self.reducer.unit_left(unit)
+
     def gradient_is_final(self, acc: GradAccumulator) -> None:
-        """Reduced, and no other one follows before the update: an offloaded optimizer may begin with it."""
+        """Let an offloaded optimizer begin with a gradient. See StepEvents."""
         if self.optimizer is not None:
             self.optimizer.gradient_is_final(acc)
 
     def end_backward(self) -> None:
         with torch.no_grad():
             self.reducer.end_backward(boundary=self.is_boundary())
-            self.reducer.shown.show()
+            self.param_grads.show()
         self._comm.note_call("backward")
         self.params.end_backward()
         self._loss_scale.end_backward()
@@ -166,7 +174,7 @@ class StepSchedule:
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         else:
-            self.reducer.shown.discard()
+            self.param_grads.discard()
 
     def finish_updates(self) -> None:
         """Wait for offloaded updates that run beside the training, delayed ones too."""
@@ -174,9 +182,13 @@ class StepSchedule:
             self.optimizer.finish_updates()
 
     def gradients_change(self) -> None:
-        """By hand, after an offloaded optimizer may have begun with them."""
+        """Roll back updates that began with gradients which the user edits now."""
         if self.optimizer is not None:
             self.optimizer.rollback_early()
+
+    def collect_weight_edits(self) -> bool:
+        """See StepEvents."""
+        return self._weight_edits.collect_resident()
 
     def end_step(self) -> None:
         """The optimizer has updated the shards, or left the step out (fp16)."""
@@ -186,16 +198,10 @@ class StepSchedule:
         self.skipped_steps += not self.step_applied
 
     def check_current(self) -> None:
-        """Raise StateError where parameters are to be read that do not have the last update yet."""
+        """See PassEvents."""
         if self.optimizer is not None and self.optimizer.has_delayed_update:
             raise StateError(
                 f"rank {self._comm.run_rank}: the update of the last step is delayed, so the parameters do not have "
                 "it yet.\nCall engine.finish_updates() on every rank first (checkpoints, engine.full_state_dict do "
                 "so)."
             )
-
-    def _take_in(self, added: list[GradAccumulator]) -> None:
-        self.reducer.regroup()
-        self._on_new_gradients(added)
-        if self.optimizer is not None:
-            self.optimizer.take_in(added)

@@ -16,7 +16,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.memory_usage import device_memory
 from hf_zero.engine.parts import EnginePart
 from hf_zero.engine.reports import Event, Watcher
-from hf_zero.runtime.hooks import in_backward
+from hf_zero.runtime.backward_watch import in_backward
 from hf_zero.runtime.spans import CommSpans, DiskSpans, Replacements, SpanLog, record_copies
 
 # The phases of a micro-batch, by the events that start and end them: lane and name.

@@ -31,6 +31,7 @@ from hf_zero.optim.state_access import (
 from hf_zero.optim.step_ballot import StepFacts, clip_coefficient, settle_step
 from hf_zero.optim.updates.whole_params import make_owners, make_update
 from hf_zero.runtime.grad_accumulator import GradAccumulator
+from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
@@ -58,6 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        param_grads: ParamGrads,
         reducer: GradReducer,
         comm: Comm,
         params: OnDemandParams,
@@ -88,6 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks  # they see this rank's shards
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
         self._reducer = reducer
+        self._param_grads = param_grads
         self._comm = comm
         self._params = params
         self._clip = clip
@@ -157,7 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this accumulation window. All ranks must call."""
-        self._reducer.shown.discard()
+        self._param_grads.discard()
         self._facts, self._factor = None, 1.0
 
     def clip_grad_norm(self, max_norm: float) -> float:
@@ -289,7 +292,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return result
 
     def _forget_window(self) -> None:
-        self._reducer.clear()
+        self._param_grads.clear()
         self._facts, self._factor = None, 1.0
 
     def gradient_is_final(self, acc: GradAccumulator) -> None:
@@ -438,7 +441,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------- inside
     @torch.no_grad()
     def _settle(self, purpose: str = "step") -> StepFacts:
-        if self._reducer.shown.collect_all() or self._facts is None:
+        if self._param_grads.collect_all() or self._facts is None:
             facts = self._ballot(purpose=purpose)
             self._facts = dataclasses.replace(facts, norm=self.norm_of_all(facts.norm))
             if self.last_norm is None and math.isnan(self._facts.norm):
@@ -448,7 +451,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._facts
 
     def _ballot(self, **options: Any) -> StepFacts:
-        return settle_step(self._reducer, self._comm, self._params, self.param_groups, **options)
+        return settle_step(self._param_grads, self._reducer, self._comm, self._params, self.param_groups, **options)
 
     def _publish(self, *, native_too: bool) -> None:
         """Masters -> parameters: cast, and gather where parameters stay unsharded on ranks that own a part each."""

@@ -19,6 +19,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.optim.hyperparameters import groups_digest, refuse_different
 from hf_zero.runtime.grad_accumulator import GradAccumulator
+from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unshard import OnDemandParams
 
@@ -34,6 +35,7 @@ class StepFacts:
 
 
 def settle_step(
+    param_grads: ParamGrads,
     reducer: GradReducer,
     comm: Comm,
     params: OnDemandParams,
@@ -51,15 +53,16 @@ def settle_step(
             ranks, and for a parameter that no rank had a gradient of, where `ignore_unused_parameters` is false.
         purpose: What the ballot is for; DivergenceError where theirs differ, such as one rank that clips alone.
     """
-    reducer.settle()
+    param_grads.collect()
+    reducer.reduce_remaining()
     for acc in reducer.accumulators:
         acc.drop_missing()
-    facts = _vote(reducer, comm, params, param_groups, purpose)
+    facts = _vote(param_grads, reducer, comm, params, param_groups, purpose)
     if any(facts.rests):
-        reducer.reduce_rests(facts.rests)
-        facts = _vote(reducer, comm, params, param_groups, purpose)
+        reducer.reduce_late_gradients(facts.rests)
+        facts = _vote(param_grads, reducer, comm, params, param_groups, purpose)
     if not facts.same_changes:
-        raise reducer.shown.unequal(comm.all_gather_object(reducer.shown.changes, "changes of gradients"))
+        raise param_grads.unequal(comm.all_gather_object(param_grads.changes, "changes of gradients"))
     for order, agreed in zip(params.orders.values(), facts.agreed, strict=True):
         order.agree(agreed)
     if closes and not facts.same_numbers:
@@ -97,14 +100,19 @@ class _Outcome:
 
 
 def _vote(
-    reducer: GradReducer, comm: Comm, params: OnDemandParams, param_groups: ParamGroups, purpose: str
+    param_grads: ParamGrads,
+    reducer: GradReducer,
+    comm: Comm,
+    params: OnDemandParams,
+    param_groups: ParamGroups,
+    purpose: str,
 ) -> _Outcome:
     norms = _on_host([*map(_norms_of_parts, reducer.accumulators)])
     norm_sq = local_norm_sq(reducer.accumulators, norms, comm)
     orders = params.orders.values()
-    digests = [*(order.digest() for order in orders), groups_digest(param_groups), reducer.shown.digest(norm_sq)]
+    digests = [*(order.digest() for order in orders), groups_digest(param_groups), param_grads.digest(norm_sq)]
     numbers = [len(acc.flat.params) for acc in reducer.accumulators]
-    ballot = [0.0, *digests, *(float(acc.has_rest) for acc in reducer.accumulators)]
+    ballot = [0.0, *digests, *(float(acc.has_late_gradients) for acc in reducer.accumulators)]
     for acc, number in zip(reducer.accumulators, numbers, strict=True):
         ballot += [float(index in acc.seen) for index in range(number)]
     values = torch.tensor(ballot, dtype=torch.float64, device="cpu")

@@ -11,57 +11,40 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.runtime.backward_watch import BackwardWatch
 from hf_zero.runtime.grad_stand_in import GradStandIn
 
 MAX_WAITING = 16
 LARGE_NUMEL = 1 << 20
 
 
-def do_nothing(*arguments: object) -> None:
-    """In the place of what nobody asked for."""
-
-
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Calls a method of an object that it does not keep.
-
-    Updates that run beside the training refer to the memory of gradients. Through it they must not keep the rest of an
-    engine whose model was forgotten: it would take Python's collector another turn to free it.
-    """
-    mine = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        there = mine()
-        if there is not None:
-            there(*arguments)
-
-    return call
-
-
 class ArrivingGrads:
-    """Takes gradients from parameters, and hands them on.
+    """Takes gradients from parameters, and adds them where they are reduced: see `take`.
 
     Args:
-        params: Of the flat parameter; a gradient is known by its parameter's number here.
-        take: Called with gradients by number.
+        params: The parameters of a flat parameter; a gradient is known by its parameter's number here.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], take: Callable[[Mapping[int, torch.Tensor]], None]) -> None:
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._number = len(params)
-        self._take = take
         self._numels = [param.numel() for param in params]
         self._waiting: dict[int, torch.Tensor] = {}
-        self._arrived: set[int] = set()  # of this backward, without what waits
-        self._most = min(self._number, MAX_WAITING)  # that may wait
-        self.before_wait: Callable[[], None] = do_nothing  # called when a gradient comes and none waits
-        self.on_complete: Callable[[], None] = do_nothing  # when the last one has come
+        self._arrived: set[int] = set()  # the numbers of this backward, without what waits
+        self._most_waiting = min(self._number, MAX_WAITING)
+        # It hears of gradients. The reference is weak: an update that runs beside the training holds accumulators, and
+        # must not keep the rest of an engine whose model was forgotten.
+        self.watch: Callable[[], BackwardWatch | None] = no_watch
+
+    def take(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """Add gradients that have come, by the number of their parameter."""
+        raise NotImplementedError
 
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """For autograd, to call when it has added to the `.grad` of parameter `index`.
+        """The function that autograd calls when it has added to the `.grad` of parameter `index`.
 
         It refers to this object weakly: Python's collector does not see what autograd's hooks refer to, and a model
         that is forgotten without a teardown must be freed with its engine.
@@ -84,46 +67,51 @@ class ArrivingGrads:
         return take_grad
 
     def receive(self, index: int, grad: torch.Tensor) -> None:
-        """A gradient of parameter `index` has come."""
+        """Let a gradient of parameter `index` wait, and take what waits where that is enough."""
         waiting = self._waiting
         if not waiting:
-            self.before_wait()
+            if (watch := self.watch()) is not None:
+                watch.gradient_arrived()
         elif index in waiting:
-            self.hand_on()
+            self.take_waiting()
         waiting[index] = grad
-        if len(waiting) >= self._most or self._numels[index] > LARGE_NUMEL:
-            self.hand_on()
-            if self.is_complete:
-                self.on_complete()
+        if len(waiting) >= self._most_waiting or self._numels[index] > LARGE_NUMEL:
+            self.take_waiting()
+            if self.is_complete and (watch := self.watch()) is not None:
+                watch.gradients_complete()
 
-    def hand_on(self) -> None:
-        """Hand on what waits."""
+    def take_waiting(self) -> None:
+        """Take the gradients that wait."""
         waiting = self._waiting
         if not waiting:
             return
-        self._take(waiting)
+        self.take(waiting)
         self._arrived.update(waiting)
         waiting.clear()
-        self._most = min(self._number - len(self._arrived), MAX_WAITING)
+        self._most_waiting = min(self._number - len(self._arrived), MAX_WAITING)
 
     @property
-    def is_any(self) -> bool:
-        """Some parameter has had its gradient in this backward."""
+    def has_arrivals(self) -> bool:
+        """Whether some parameter has had its gradient in this backward."""
         return bool(self._waiting or self._arrived)
 
     @property
     def is_complete(self) -> bool:
-        """Every parameter has had its gradient in this backward, and none waits."""
+        """Whether every parameter has had its gradient in this backward, and none waits."""
         return len(self._arrived) == self._number
 
     def end_backward(self) -> None:
-        """No more come in this backward."""
-        self.hand_on()
+        """Take what waits: no more gradients come in this backward."""
+        self.take_waiting()
         self._arrived.clear()
-        self._most = min(self._number, MAX_WAITING)
+        self._most_waiting = min(self._number, MAX_WAITING)
 
-    def drop(self) -> None:
+    def drop_waiting(self) -> None:
         """Forget what waits: a pass was broken off, or its gradients are not wanted."""
         if self._waiting or self._arrived:
             self._waiting.clear()
             self.end_backward()
+
+
+def no_watch() -> None:
+    """Return no watch: nobody hears of gradients."""

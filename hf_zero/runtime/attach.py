@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.runtime.backward_watch import BackwardWatch, PassEvents, in_backward
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.guards import DeepCopy, ModelGuards, ModelTree
-from hf_zero.runtime.hooks import BackwardWatch, ModelHooks, in_backward
+from hf_zero.runtime.hooks import ModelHooks
 from hf_zero.runtime.loss_scale import LossScale
-from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.unit import ShardUnit
@@ -30,20 +30,8 @@ def _stay() -> None:
 
 
 @dataclass(frozen=True)
-class Callbacks:
-    """What the engine is asked or told."""
-
-    forward_starts: Callable[[], None]
-    forward_ends: Callable[[], None]
-    backward_starts: Callable[[], None]
-    backward_ends: Callable[[], None]
-    state_dict: Callable[[], None]  # before model.state_dict()
-    deepcopy: DeepCopy
-
-
-@dataclass(frozen=True)
-class Computes:
-    """In which types a model computes."""
+class ComputeTypes:
+    """The types in which a model computes."""
 
     input_dtype: torch.dtype | None  # floating inputs are cast to it
     autocast: torch.dtype | None  # the forward runs under torch.autocast with it
@@ -51,66 +39,71 @@ class Computes:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class ModelContext:
     """A model and what its engine made of it."""
 
     model: nn.Module
     units: list[ShardUnit]
     params: OnDemandParams
-    reducer: GradReducer
+    grads: list[GradAccumulator]
+    param_grads: ParamGrads
     device: torch.device
     rank: int
-    computes: Computes
+    types: ComputeTypes
 
 
 class ModelAttachment:
     """Put on at construction; `uninstall` removes all of it.
 
     Args:
-        attributes: Of the model itself, by name.
+        deepcopy: Copies the model, or a module in it.
+        attributes: What the model itself gets, by name.
     """
 
-    def __init__(self, fitted: Fitted, callbacks: Callbacks, attributes: dict[str, Any]) -> None:
-        self._model = fitted.model
+    def __init__(
+        self, context: ModelContext, events: PassEvents, deepcopy: DeepCopy, attributes: dict[str, Any]
+    ) -> None:
+        self._model = context.model
         self._tree: ModelTree | None = None
-        self._rank = fitted.rank
+        self._rank = context.rank
         self._attributes = attributes
         self._hooks = ModelHooks()
-        self._guards = ModelGuards(fitted.model, fitted.units, callbacks.deepcopy)
-        self._hook(fitted, callbacks)
-        fitted.model.__dict__.update(attributes)
-        self._tree = ModelTree(fitted.model, fitted.units)
-        for module in fitted.model.modules():
+        self._guards = ModelGuards(context.model, context.units, deepcopy)
+        self._events = events
+        self._watch = BackwardWatch(events)
+        self._param_grads = context.param_grads
+        self._hook(context)
+        context.model.__dict__.update(attributes)
+        self._tree = ModelTree(context.model, context.units)
+        for module in context.model.modules():
             if isinstance(module, nn.RNNBase):
                 # On CUDA it moves the weights into memory of its own, where no update would find them.
                 module.__dict__[_FLATTEN] = _stay
-        if any(unit.on_demand for unit in fitted.units):
-            for module in fitted.model.modules():
+        if any(unit.on_demand for unit in context.units):
+            for module in context.model.modules():
                 module.__dict__.update(dict.fromkeys(_MARKS, True))
 
-    def _hook(self, fitted: Fitted, callbacks: Callbacks) -> None:
-        watch = BackwardWatch(callbacks.backward_starts, callbacks.backward_ends)
-        self._hooks.on_state_dict(fitted.model, callbacks.state_dict)
-        self._reducer = fitted.reducer
-        self.on_gradients(fitted.reducer.accumulators)
-        self._hooks.on_forward(fitted.model, functools.partial(self._starts, callbacks.forward_starts))
-        self._hooks.on_forward_end(fitted.model, callbacks.forward_ends)
-        computes = fitted.computes
-        self._hooks.on_model(fitted.model, watch, computes.input_dtype, computes.loss_scale)
-        if computes.autocast is not None:
-            self._hooks.on_autocast(fitted.model, fitted.device.type, computes.autocast)
-        if not any(unit.on_demand for unit in fitted.units):
+    def _hook(self, context: ModelContext) -> None:
+        watch, types = self._watch, context.types
+        self._hooks.on_state_dict(context.model, self._events)
+        self.on_gradients(context.grads)
+        self._hooks.on_forward(context.model, self._begin_forward)
+        self._hooks.on_forward_end(context.model, self._events)
+        self._hooks.on_model(context.model, watch, types.input_dtype, types.loss_scale)
+        if types.autocast is not None:
+            self._hooks.on_autocast(context.model, context.device.type, types.autocast)
+        if not any(unit.on_demand for unit in context.units):
             return
-        for unit in fitted.units:
+        for unit in context.units:
             if unit.kind is UnitKind.ROOT:  # a pass begins and ends there, whether it owns parameters or not
-                self._hooks.on_root(unit, fitted.params, watch)
+                self._hooks.on_root(unit, context.params, watch)
             elif unit.on_demand:
-                self._hooks.on_layer(unit, fitted.params, watch, fitted.device.type)
+                self._hooks.on_layer(unit, context.params, watch, context.device.type)
 
-    def _starts(self, forward_starts: Callable[[], None]) -> None:
+    def _begin_forward(self) -> None:
         if torch.is_grad_enabled() and not in_backward():
             self.check_model()
-        forward_starts()
+        self._events.begin_forward()
 
     def check_model(self) -> None:
         """Raise StateError if parameters of the model are not those that the engine trains and saves."""
@@ -123,12 +116,12 @@ class ModelAttachment:
             self._tree.check_names(self._rank)
 
     def on_gradients(self, accumulators: Iterable[GradAccumulator]) -> None:
-        """Hand the gradients of their parameters to the reducer."""
+        """Let the accumulators have the gradients of their parameters."""
         for acc in accumulators:
-            self._hooks.on_gradients(acc.flat.params, acc.arriving)
+            self._hooks.on_gradients(acc.flat.params, acc, self._watch)
             if acc.flat.layout.world_size == 1:  # the mean itself may be in param.grad
                 for param in acc.flat.params:
-                    self._hooks.before_gradient(param, self._reducer.shown)
+                    self._hooks.before_gradient(param, self._param_grads)
 
     def uninstall(self) -> None:
         self._hooks.remove()

@@ -11,7 +11,7 @@ import torch
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import Pending
 from hf_zero.layout import Slice
-from hf_zero.runtime.arriving_grads import ArrivingGrads, weakly
+from hf_zero.runtime.arriving_grads import ArrivingGrads
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.runtime.unreduced_grads import UnreducedGrads, UnreducedPool
@@ -60,7 +60,7 @@ class _PartUnderWay:
     brought: torch.Event | None  # `earlier` has come
 
 
-class GradAccumulator:
+class GradAccumulator(ArrivingGrads):
     """The gradient of one flat parameter: `unreduced` while it arrives, `shard` once it is reduced. See GradState.
 
     Invariants: after the reduces of a window `shard` is the plain mean over ranks of the sum over micro-steps, each
@@ -89,6 +89,7 @@ class GradAccumulator:
         `unit`: its name, see GradReducer.
         `allow_unused`: a parameter may be without gradient on all ranks in an accumulation window.
         """
+        super().__init__(flat.params)
         self.flat = flat
         self.unit = unit
         self.eager = eager
@@ -121,7 +122,6 @@ class GradAccumulator:
         self.num_reduces = 0  # so far
         self.seen: set[int] = set()  # parameters that had a gradient on this rank in this window
         self._written: set[int] = set()  # those that have a value in `unreduced`
-        self.arriving = ArrivingGrads(flat.params, weakly(self.take))
         self._under_way: list[_PartUnderWay] = []
         self._reducing: UnreducedGrads | None = None  # what the reduce under way reads
         self._state = GradState.EMPTY
@@ -192,7 +192,7 @@ class GradAccumulator:
 
     # ---------------------------------------------------------------- arrival
     def take(self, grads: Mapping[int, torch.Tensor]) -> None:
-        """Add gradients that have come, by the number of their parameter."""
+        """See ArrivingGrads.take."""
         self._loss_scale.check(self.flat.layout.slots, grads)
         place_of = (self.unreduced or self._begin()).of_param.__getitem__
         if torch.is_grad_enabled() or {grad.layout for grad in grads.values()} != _DENSE:
@@ -230,8 +230,8 @@ class GradAccumulator:
         return unreduced
 
     @property
-    def has_rest(self) -> bool:
-        """Something has arrived that no reduce has taken."""
+    def has_late_gradients(self) -> bool:
+        """Whether something has arrived that no reduce has taken."""
         return bool(self._written)
 
     def use_scale(self, scale: float) -> None:
@@ -249,7 +249,7 @@ class GradAccumulator:
     # ---------------------------------------------------------------- reduce
     def reduce_start(self) -> None:
         """Start the reduce of what has arrived. All ranks must call, in the same order."""
-        self.arriving.hand_on()
+        self.take_waiting()
         unreduced = self.unreduced or self._fresh_unreduced()
         if len(self._written) < len(unreduced.of_param):
             for index, grad in enumerate(unreduced.of_param):
@@ -419,7 +419,7 @@ class GradAccumulator:
         if self.unreduced is not None and self.unreduced is not self._resident:
             self._shelf.give(self.unreduced)
         self.unreduced = None
-        self.arriving.drop()
+        self.drop_waiting()
         self.seen.clear()
         self._written.clear()
         self._norms = None

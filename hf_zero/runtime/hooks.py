@@ -1,12 +1,5 @@
 """Ties the policies to a model's forward and backward. Everything here can be taken off again.
 
-[Note: Who says that a backward is over]
-Gradients of one parameter can arrive several times in one backward (reentrant checkpointing runs nested ones), so no
-count of arrivals says that it is over. The end-of-backward callback does, and it must be queued in the outermost graph
-task: from hooks on tensors that a forward outside of any backward returned. Where no such hook fires (parts of the
-model called without it, a loss that was built from something a module kept), the first gradient queues it; if that
-was made in a nested backward, the end comes with that one's, and once more for what arrives later.
-
 [Note: When a unit is resharded in backward]
 Its module's inputs have their gradient when nothing in the module is left to run: autograd runs ready nodes
 latest-made first, and everything in the module was made after its inputs. Modules whose inputs need no gradient stay
@@ -38,10 +31,11 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
-from hf_zero.runtime.arriving_grads import ArrivingGrads, weakly
+from hf_zero.runtime.arriving_grads import ArrivingGrads
 from hf_zero.runtime.autocast import AutocastCopies
 from hf_zero.runtime.autograd_graph import SavedViews
 from hf_zero.runtime.backward_entry import BackwardEntries, Call
+from hf_zero.runtime.backward_watch import BackwardWatch, PassEvents, in_backward, in_transform
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.nested import map_tensors, tensors_in
 from hf_zero.runtime.outside_access import OutsideReads
@@ -52,54 +46,6 @@ from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.shape_only import ShapeOnly
 from hf_zero.sharding.sharded_param import asks_nobody
 from hf_zero.sharding.unit import ShardUnit
-
-
-def in_backward() -> bool:
-    """Whether this code runs inside an autograd backward."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def in_transform() -> bool:
-    """Whether this code runs inside torch.vmap or a transform of torch.func."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-class BackwardWatch:
-    """Calls `on_start` and `on_end` once in every outermost backward that goes through a watched tensor."""
-
-    def __init__(self, on_start: Callable[[], None], on_end: Callable[[], None]) -> None:
-        self._on_start = on_start
-        self._on_end = on_end
-        self._also_at_end: list[Callable[[], None]] = []
-        self.task = -1  # the outermost backward under way
-
-    def at_end(self, call: Callable[[], None]) -> None:
-        """Call `call` too when a backward is over."""
-        self._also_at_end.append(call)
-
-    def watch(self, output: Any) -> None:
-        """Watch the tensors that a forward returned; call outside of any backward."""
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._on_grad)
-
-    def started(self) -> None:
-        """A hook that belongs to the outermost backward has fired."""
-        task = torch._C._current_graph_task_id()
-        # One inside a transform of torch.func is a part of what the outermost differentiates.
-        if task != self.task and task != -1 and not in_transform():
-            self.task = task
-            self._on_start()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-
-    def _on_grad(self, grad: torch.Tensor) -> None:
-        self.started()
-
-    def _finish(self) -> None:
-        self.task = -1
-        self._on_end()
-        for call in self._also_at_end:
-            call()
 
 
 class BackwardCalls:
@@ -141,7 +87,6 @@ class ModelHooks:
         self._handles: list[RemovableHandle] = []
         self._takers: list[tuple[nn.Parameter, int]] = []  # whose gradients are taken, by which hook
         self._reads: OutsideReads | None = None
-        self._watch: BackwardWatch | None = None
         self._entries: BackwardEntries | None = None
 
     def remove(self) -> None:
@@ -155,18 +100,13 @@ class ModelHooks:
             self._entries.remove()
 
     # ---------------------------------------------------------------- gradients
-    def on_gradients(self, params: Sequence[nn.Parameter], arriving: ArrivingGrads) -> None:
-        """Hand gradients on whenever autograd has added to the `.grad` of `params`, and take them away there."""
-        arriving.before_wait = weakly(self._before_wait)
+    def on_gradients(self, params: Sequence[nn.Parameter], arriving: ArrivingGrads, watch: BackwardWatch) -> None:
+        """Let `arriving` have gradients whenever autograd has added to the `.grad` of `params`; they go there."""
+        arriving.watch = weakref.ref(watch)
         for index, param in enumerate(params):
             handle = param.register_post_accumulate_grad_hook(arriving.hook(index))
             self._handles.append(handle)
             self._takers.append((param, handle.id))
-
-    def _before_wait(self) -> None:
-        # Nothing that is watched was on its way, if no backward is known to be under way.
-        if self._watch is not None and self._watch.task == -1:
-            self._watch.started()
 
     @asks_nobody
     def _take_last(self) -> None:
@@ -192,7 +132,6 @@ class ModelHooks:
     ) -> None:
         """Watch what the model returns, scale the gradients that enter there (see loss_scale.py), and cast floating
         inputs to `input_dtype` where parameters were cast to it."""
-        self._watch = watch
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(input_dtype) if tensor.is_floating_point() else tensor
@@ -243,17 +182,17 @@ class ModelHooks:
 
         self._handles.append(model.register_forward_pre_hook(_eager(before), prepend=True))
 
-    def on_forward_end(self, model: nn.Module, ends: Callable[[], None]) -> None:
-        """Call `ends` after the model's forward, before its result is used."""
+    def on_forward_end(self, model: nn.Module, events: PassEvents) -> None:
+        """Tell `events` that the model's forward is over, before its result is used."""
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if not in_backward():
-                ends()
+                events.end_forward()
 
         self._handles.append(model.register_forward_hook(_eager(after)))
 
-    def on_state_dict(self, model: nn.Module, check: Callable[[], None]) -> None:
-        """Call `check` before `model.state_dict()`, and give its tensors a storage each, over the same memory.
+    def on_state_dict(self, model: nn.Module, events: PassEvents) -> None:
+        """Check before `model.state_dict()` that its values are current; give its tensors a storage each.
 
         Unsharded parameters lie one behind the other in one storage, and safetensors and accelerate take tensors of
         one storage for tied: they would save the first of them only.
@@ -267,7 +206,7 @@ class ModelHooks:
                     state[name] = torch.utils.dlpack.from_dlpack(value)
 
         def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            check()
+            events.check_current()
 
         self._handles.append(model.register_state_dict_pre_hook(before))
         self._handles.append(model.register_state_dict_post_hook(after))

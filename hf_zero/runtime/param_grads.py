@@ -11,7 +11,7 @@ autograd finds no gradient to add to; where it does find a stand-in, that keeps 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ from hf_zero.distributed.digests import digest_of
 from hf_zero.errors import StateError
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.grad_stand_in import INSTEAD, GradStandIn
+from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.runtime.step_events import StepEvents
 from hf_zero.sharding.sharded_param import asks_nobody
 
 
@@ -45,25 +47,19 @@ class _Shown:
 class ParamGrads:
     """Shows the gradients of one engine's accumulators, and takes the user's changes over.
 
-    Args:
-        accumulators: The reducer's own list.
-        drop_all: What the reducer does where no gradient of the window is wanted.
-        on_change: Called before a gradient is changed that an update may have used already.
+    Owned by the step schedule.
     """
 
-    def __init__(
-        self, accumulators: Sequence[GradAccumulator], *, drop_all: Callable[[], None], on_change: Callable[[], None]
-    ) -> None:
-        self._accumulators = accumulators
-        self._drop_all = drop_all
-        self._on_change = on_change
+    def __init__(self, reducer: GradReducer, events: StepEvents) -> None:
+        self._reducer = reducer
+        self._accumulators = reducer.accumulators
+        self._events = events
         self._shown: list[_Shown] = []
         self.place = _Place()
         self._places: list[list[_Shown]] = []  # of the accumulators; there may be more of them between steps
         self._changes: list[str] = []  # of what all ranks must change alike, in this window
         self._edited = False  # values were, not only dropped
         self._weights: dict[str, int] = {}  # weights that were written to in this window -> what they are known by
-        self.before_step: list[Callable[[], bool]] = []  # each says whether it found a change of anything
 
     @asks_nobody
     def show(self) -> None:
@@ -127,7 +123,7 @@ class ParamGrads:
                     one.version = grad._version
                     changed |= self._edit(one, grad, one.grad)
             elif grad is None:
-                self._on_change()
+                self._events.gradients_change()
                 if one.acc.drop(one.index) and one.acc.flat.layout.slots[one.index].numel:
                     self._changes.append(f"dropped {_name(one)}")
                 changed = True
@@ -152,8 +148,7 @@ class ParamGrads:
     def collect_all(self) -> bool:
         """As `collect`, before a step: gradients that were put where none was shown count too."""
         changed = self.collect()
-        for look in self.before_step:
-            changed |= look()
+        changed |= self._events.collect_weight_edits()
         known = {id(one.param) for one in self._shown}
         for acc in self._accumulators:
             for index, param in enumerate(acc.flat.params):
@@ -168,23 +163,29 @@ class ParamGrads:
 
     def note_weights(self, marks: Mapping[str, int]) -> None:
         """Weights were written to by hand, on all ranks alike: by name, what they are known by. Before it is kept."""
-        self._on_change()
+        self._events.gradients_change()
         self._weights.update(marks)
 
     def discard(self) -> None:
         """The user drops the gradients of this window, on all ranks."""
-        self._on_change()
+        self._events.gradients_change()
         dropped = [] if all(acc.is_empty for acc in self._accumulators) else [*self._changes, "dropped all"]
         weights = dict(self._weights)
-        self._drop_all()
+        self.clear()
         self._changes, self._weights = dropped, weights
 
     @asks_nobody
     def clear(self) -> None:
-        """The window is over."""
+        """Begin another accumulation window."""
+        self._reducer.clear()
         self._take_away()
         self._changes, self._edited = [], False
         self._weights.clear()
+
+    def forget(self) -> None:
+        """Drop all of a pass that was broken off on all ranks, and whose connections are closed."""
+        self._reducer.forget()
+        self.clear()
 
     def digest(self, norm_sq: torch.Tensor) -> float:
         """Of the changes in this window; travels in the vote of a step. `norm_sq` is of all gradients, 0-dim."""

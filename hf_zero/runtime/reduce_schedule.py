@@ -15,13 +15,12 @@ have such late gradients, and they reduce those.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from hf_zero.distributed.comm import Comm
-from hf_zero.runtime.arriving_grads import do_nothing, weakly
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.runtime.param_grads import ParamGrads
+from hf_zero.runtime.step_events import StepEvents
 from hf_zero.sharding.unit import ShardUnit
 
 MAX_REDUCES = 2  # under way at a time
@@ -58,30 +57,22 @@ class GradReducer:
         self,
         accumulators: list[GradAccumulator],
         comm: Comm,
+        events: StepEvents,
         *,
         overlap: bool,
         on_arrival: bool,
-        is_boundary: Callable[[], bool],
-        on_final: Callable[[GradAccumulator], None] = lambda acc: None,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`accumulators` in the order of reduces, the same on all ranks.
 
         Args:
             overlap: False makes backward wait for each reduce.
             on_arrival: Start a reduce when its gradients are there; False if other collectives run in backward.
-            is_boundary: Whether the backward under way is the last one before the step.
-            on_final: Called in the last backward before the step when a reduce is over, so that the shard holds the
-                gradient of the accumulation window unless more arrives late.
-            on_change: Called before the user's own change of a gradient is taken over.
         """
         self.accumulators = accumulators
         self._comm = comm
-        self.shown = ParamGrads(accumulators, drop_all=self.clear, on_change=on_change)
-        self._on_final = on_final
+        self._events = events
         self._overlap = overlap
         self._on_arrival = on_arrival
-        self._is_boundary = is_boundary
         self._groups: list[_Group] = []  # in the order of reduces
         self._place_of: dict[int, int] = {}  # id of a flat parameter -> its group
         self._next = 0  # on arrival: the first group in the order whose reduce has not started in this backward
@@ -91,87 +82,88 @@ class GradReducer:
 
     def regroup(self) -> None:
         """Take in accumulators that were appended, between steps."""
-        on_complete = weakly(self._start_complete) if self._on_arrival else do_nothing
         by_unit: dict[Hashable, _Group] = {}
         for acc in self.accumulators:
             by_unit.setdefault(acc.unit if self._comm.coalesces else id(acc), _Group()).members.append(acc)
-            acc.arriving.on_complete = on_complete
         self._groups = list(by_unit.values())
         self._place_of = {id(acc.flat): place for place, group in enumerate(self._groups) for acc in group.members}
 
-    def _start_complete(self) -> None:
-        """Start the reduces that are next in the order and have all their gradients."""
+    def start_complete(self) -> None:
+        """Start the reduces that are next in the order and have all their gradients, where they start on arrival."""
+        if not self._on_arrival:
+            return
         groups = self._groups
         while self._next < len(groups):
             group = groups[self._next]
             for acc in group.members:
-                if not acc.arriving.is_complete:
+                if not acc.is_complete:
                     return
-            if not self._start_due(group, self._is_boundary()):
+            boundary = self._events.is_boundary()
+            if not self._is_due(group, boundary):
                 return
+            self._start(group, is_final=boundary)
             self._next += 1
 
     def unit_left(self, unit: ShardUnit) -> None:
-        """Backward has left a unit for good. All ranks must call, in the same order."""
-        boundary, places = self._is_boundary(), self._place_of
+        """Start the reduces of a unit that backward has left for good. All ranks must call, in the same order."""
+        boundary, places = self._events.is_boundary(), self._place_of
         for place in sorted({places[id(flat)] for flat in unit.flats if id(flat) in places}):
-            self._start_due(self._groups[place], boundary)
+            if self._is_due(self._groups[place], boundary):
+                self._start(self._groups[place], is_final=boundary)
 
-    def _start_due(self, group: _Group, boundary: bool) -> bool:
-        """Start the reduce of a group if it has not started in this backward and is to; return whether it was."""
-        if group.is_started or not (group.eager or (boundary and not self._reduced)):
-            return False
-        group.is_started = True
-        self._start(group.members, is_final=boundary)
-        return True
+    def _is_due(self, group: _Group, boundary: bool) -> bool:
+        """Whether the reduce of a group has not started in this backward, and is to."""
+        return not group.is_started and (group.eager or (boundary and not self._reduced))
 
     def end_backward(self, *, boundary: bool) -> None:
-        """All gradients of this backward are there. All ranks must call."""
-        if not any(acc.arriving.is_any for acc in self.accumulators):
+        """Reduce what this backward has left. All its gradients are there. All ranks must call."""
+        if not any(acc.has_arrivals for acc in self.accumulators):
             return
         for group in self._groups:
-            self._start_due(group, boundary)
+            if self._is_due(group, boundary):
+                self._start(group, is_final=boundary)
         self._reduced = self._reduced or boundary
         self._finish()
 
-    def settle(self) -> None:
-        """Before the vote of a step: nothing is under way, and every accumulator has had its reduce of this window."""
-        self.shown.collect()
+    def reduce_remaining(self) -> None:
+        """Start and end what is left for the vote of a step: each accumulator has its reduce of this window then."""
         self.end_backward(boundary=True)
         if not self._reduced:
             for group in self._groups:
                 if not group.eager:
-                    self._start(group.members)
+                    self._start(group)
             self._reduced = True
             self._finish()
 
-    def reduce_rests(self, which: list[bool]) -> None:
-        """Reduce once more the accumulators for which some rank has a rest."""
-        rests = {id(acc) for acc, has_rest in zip(self.accumulators, which, strict=True) if has_rest}
+    def reduce_late_gradients(self, which: list[bool]) -> None:
+        """Reduce once more the accumulators for which some rank has late gradients."""
+        late = {id(acc) for acc, is_late in zip(self.accumulators, which, strict=True) if is_late}
         for group in self._groups:
-            self._start([acc for acc in group.members if id(acc) in rests])
+            if members := [acc for acc in group.members if id(acc) in late]:
+                self._start(group, members)
         self._finish()
 
     def clear(self) -> None:
-        """The window is over."""
+        """Begin another accumulation window. Called by ParamGrads.clear."""
         self._wait()
         self._reduced = False
-        self.shown.clear()
         for acc in self.accumulators:
             acc.clear()
         for acc in self.accumulators[:1]:  # copies are those of all flat parameters
             acc.flat.placement.copies.release()  # else the last gradients would be on the device in the next forward
 
     def forget(self) -> None:
-        """A pass was broken off on all ranks, and its connections are closed: no gradient of its window remains."""
+        """Forget the reduces of a pass that was broken off on all ranks, and whose connections are closed."""
         self._under_way.clear()
         for acc in self.accumulators:
             acc.forget_reduce()
-        self.clear()
 
-    def _start(self, members: Sequence[GradAccumulator], *, is_final: bool = False) -> None:
-        if not members:
-            return
+    def _start(
+        self, group: _Group, members: Sequence[GradAccumulator] | None = None, *, is_final: bool = False
+    ) -> None:
+        """Start the reduce of a group, or of some of its members."""
+        group.is_started = True
+        members = members or group.members
         while len(self._under_way) >= MAX_REDUCES:
             self._over(self._under_way.popleft())
         with self._comm.coalesced(members[0].unit, in_background=True):
@@ -185,12 +177,12 @@ class GradReducer:
         for acc in running.members:
             acc.reduce_finish()
             if running.is_final:
-                self._on_final(acc)
+                self._events.gradient_is_final(acc)
 
     def _finish(self) -> None:
         self._wait()
         for acc in self.accumulators:
-            acc.arriving.end_backward()
+            acc.end_backward()
 
     def _wait(self) -> None:
         """Nothing is under way after it, and a backward may begin."""

@@ -7,16 +7,17 @@ nothing: a parameter without gradient is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
+from hf_zero.runtime.backward_watch import in_backward
 from hf_zero.runtime.build import BuiltUnits, make_grads
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.runtime.hooks import in_backward
+from hf_zero.runtime.step_events import StepEvents
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.placement import FlatParamSpec, Placement
@@ -25,7 +26,7 @@ from hf_zero.sharding.unit import ShardUnit
 
 
 def frozen_parameters(units: Sequence[ShardUnit]) -> list[nn.Parameter]:
-    """Those without masters."""
+    """The parameters that have no masters."""
     return [p for unit in units for flat in unit.flats if not flat.layout.trainable for p in flat.params]
 
 
@@ -34,26 +35,23 @@ class Unfreeze:
 
     Args:
         built: What the engine was built from; new accumulators are appended to its list.
-        on_added: Gets the new accumulators.
     """
 
-    def __init__(
-        self, built: BuiltUnits, params: OnDemandParams, on_added: Callable[[list[GradAccumulator]], None]
-    ) -> None:
+    def __init__(self, built: BuiltUnits, params: OnDemandParams, events: StepEvents) -> None:
         self._built = built
         self._params = params
-        self._on_added = on_added
+        self._events = events
         self._count = 0
         self._scale = 1.0
         self._frozen = frozen_parameters(built.units) if built.settings.train else []
 
     @asks_nobody
-    def look(self) -> None:
-        """A forward starts. All ranks must call, alike."""
+    def begin_forward(self) -> None:
+        """Split what requires gradients by now. All ranks must call, alike."""
         if torch.is_grad_enabled() and not in_backward() and any(param.requires_grad for param in self._frozen):
             added = self.split()
             self._frozen = frozen_parameters(self._built.units)
-            self._on_added(added)
+            self._events.unfrozen(added)
 
     def use_scale(self, scale: float) -> None:
         """What new gradient accumulators multiply with; see GradAccumulator.use_scale."""

@@ -13,6 +13,7 @@ import torch
 
 from hf_zero.distributed.buffer_pool import Demand
 from hf_zero.runtime.prefetch import GatheredAhead, PrefetchLimits, RepeatedUse, UseOrder
+from hf_zero.runtime.step_events import StepEvents
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.unit import ShardUnit, UnitState
@@ -95,16 +96,10 @@ class OnDemandParams:
         self,
         units: list[ShardUnit],
         limits: PrefetchLimits,
-        on_left: Callable[[ShardUnit], None] = lambda unit: None,
-        on_used: Callable[[ShardUnit, bool], None] = lambda unit, late: None,
+        events: StepEvents,
     ) -> None:
-        """`on_left(unit)` is called in backward, at the same point on all ranks, when `unit` has had its last use.
-
-        `on_used(unit, late)` is called while `unit` is unsharded: before it is resharded after a use, and at both
-        ends of backward. `late`: backward has begun.
-        """
         self.units = [unit for unit in units if unit.on_demand]
-        self._on_left, self._on_used = on_left, on_used
+        self._events = events
         self._open_uses: collections.Counter[int] = collections.Counter()  # forward uses that no backward has met
         self._forward_trains = False
         self._last_in_backward: ShardUnit | None = None
@@ -143,7 +138,7 @@ class OnDemandParams:
             if layer:
                 self._prefetch(unit, self.orders[phase])
             if left is not None:
-                self._on_left(left)
+                self._events.unit_left(left)
 
     @property
     def flats(self) -> list[FlatParam]:
@@ -286,7 +281,7 @@ class OnDemandParams:
         if self.stays_for_backward(unit) or self.builds_graph or self._graph_alive or unit.state is UnitState.KEPT:
             return
         if unit.on_demand and unit.state is UnitState.UNSHARDED:
-            self._on_used(unit, self._phase is Phase.BACKWARD)
+            self._events.unit_used(unit, late=self._phase is Phase.BACKWARD)
         room = unit.state is UnitState.UNSHARDED and self.live.idle_numel + unit.numel <= self._limits.live
         if room and self._is_needed_soon(unit):
             unit.keep()
@@ -356,7 +351,7 @@ class OnDemandParams:
     def _all_used(self, *, late: bool) -> None:
         for unit in self.units:
             if unit.state is UnitState.UNSHARDED and id(unit) not in self._pinned:
-                self._on_used(unit, late)
+                self._events.unit_used(unit, late=late)
 
     def end_step(self) -> None:
         """A forward whose backward never came is forgotten."""

@@ -10,7 +10,7 @@ nn.Embedding(max_norm) meets: each rank scales the rows of its own batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from hf_zero.errors import StateError
 from hf_zero.runtime.edit_watch import fingerprint
 from hf_zero.runtime.full_weights import take_over
 from hf_zero.runtime.param_grads import ParamGrads
+from hf_zero.runtime.step_events import StepEvents
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.unit import ShardUnit
 
@@ -26,21 +27,17 @@ class WeightEdits:
     """Takes such writes over. See [Note: Writes to weights].
 
     Args:
-        shown: Where the vote of a step finds what ranks did by hand.
+        param_grads: The vote of a step finds there what ranks did by hand.
     """
 
-    def __init__(
-        self, units: Sequence[ShardUnit], shown: ParamGrads, refuse_delayed: Callable[[], None] = lambda: None
-    ) -> None:
-        """`refuse_delayed` raises where an update that is not published yet would be lost."""
+    def __init__(self, units: Sequence[ShardUnit], param_grads: ParamGrads, events: StepEvents) -> None:
         self._units = units
-        self._shown = shown
-        self._refuse_delayed = refuse_delayed
-        shown.before_step.append(self._look_at_resident)
+        self._param_grads = param_grads
+        self._events = events
 
     @torch.no_grad()
-    def used(self, unit: ShardUnit, late: bool) -> None:
-        """An on-demand unit is unsharded, and its use is over. Raises StateError where a write cannot be kept.
+    def unit_used(self, unit: ShardUnit, *, late: bool) -> None:
+        """Take over what was written to an on-demand unit whose use is over; StateError where it cannot be kept.
 
         Args:
             late: Backward has begun, and with it perhaps the update.
@@ -54,7 +51,8 @@ class WeightEdits:
                     self._take(flat, written)
 
     @torch.no_grad()
-    def _look_at_resident(self) -> bool:
+    def collect_resident(self) -> bool:
+        """Take over what was written to weights that are never resharded; return whether that was anything."""
         found = False
         for flat in (flat for unit in self._units for flat in unit.flats):
             if not flat.on_demand and (written := flat.written()):
@@ -63,10 +61,10 @@ class WeightEdits:
         return found
 
     def _take(self, flat: FlatParam, written: list[int]) -> None:
-        self._refuse_delayed()
+        self._events.check_current()  # an update that is not published yet would be lost
         slots = [flat.layout.slots[index] for index in written]
         marks = {slot.name: int(fingerprint(flat.full[slot.offset : slot.end])) for slot in slots}
-        self._shown.note_weights(marks)
+        self._param_grads.note_weights(marks)
         take_over(flat, set(marks))
         flat.mark_written()
 

@@ -277,7 +277,7 @@ def count_steps_on_the_host() -> None:
     ("mutate", "place"),
     [
         (read_in_forward, ("runtime/unshard.py:unshard", "value")),
-        (copy_in_backward, ("runtime/arriving_grads.py:call", "to device")),
+        (copy_in_backward, ("runtime/arriving_grads.py:take_waiting", "to device")),
     ],
 )
 def test_a_wait_more_is_found(mutate: Callable[[], None], place: tuple[str, str], tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def clamped(runs: list[tuple[int, bool, torch.dtype, dict[str, Any]]]) -> list[t
         with torch.no_grad():
             engine(rows(STEPS, 0, dtype))
         if stage < 3:
-            engine.optimizer._reducer.shown.collect_all()  # a step does
+            engine.schedule.param_grads.collect_all()  # a step does
         results.append((losses, engine.full_state_dict(keep=True)))
     return results
 

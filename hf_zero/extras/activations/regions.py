@@ -18,7 +18,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from hf_zero.extras.activations.rng_tracker import TRACKER
-from hf_zero.runtime.hooks import in_backward, in_transform
+from hf_zero.runtime.backward_watch import in_backward, in_transform
 
 _REENTRANT, _NON_REENTRANT = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
 # What torch calls; looked up when this is imported, before anything is replaced.

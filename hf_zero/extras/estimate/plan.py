@@ -20,14 +20,11 @@ from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.extras.estimate.pretend import META, PretendedComm, PretendedPlacements
 from hf_zero.extras.estimate.profile import Profile
-from hf_zero.extras.estimate.replay import MicroBatch, Moment, replay
+from hf_zero.extras.estimate.replay import Moment, PlannedStep, replay
 from hf_zero.extras.estimate.states import PlannedStates
 from hf_zero.extras.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuildSettings, BuiltUnits, Drafted, flat_param_specs, make_units
 from hf_zero.runtime.memory_report import memory_report
-from hf_zero.runtime.prefetch import PrefetchLimits
-from hf_zero.runtime.reduce_schedule import GradReducer
-from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitSpec
 from hf_zero.sharding.placement import FlatParamSpec
@@ -154,28 +151,20 @@ class _Planner:
         with torch.no_grad():
             built, stand_ins, start = self._build(drafted)
             assert isinstance(built.placements, PretendedPlacements)
-            micro_batch = MicroBatch()
-            reducer = GradReducer(
-                built.grads,
-                self._comm,
-                overlap=self._config.zero.overlap_comm,
-                on_arrival=not any(unit.on_demand for unit in built.units),
-                is_boundary=lambda: micro_batch.is_last,
-            )
-            params = OnDemandParams(built.units, PrefetchLimits.of(self._config.zero), on_left=reducer.unit_left)
+            step = PlannedStep(built, self._comm, self._config)
             with tracker:
                 states = PlannedStates(self._config, built, stand_ins, self._optimizer, on_host=self._on_host)
                 states.update()  # the first one makes the states
                 tracker.refresh()
                 static = tracker.live
-                moment = replay(self._profile, built, params, reducer, micro_batch, tracker, self._config)
+                moment = replay(self._profile, built, step, tracker, self._config)
                 before = tracker.live
                 tracker.restart_peak()
                 states.update()
                 update = tracker.restart_peak()
                 between = tracker.live
-        report = memory_report(built.units, reducer, built.placements, states.state_bytes) | {
-            "gathered_peak": params.live.peak_bytes,
+        report = memory_report(built.units, step.reducer, built.placements, states.state_bytes) | {
+            "gathered_peak": step.params.live.peak_bytes,
             "gradients_peak": built.pool.peak_live_bytes,
         }
         lost = int(_FRAGMENTED * (moment.total - static)) if self._on_host else 0

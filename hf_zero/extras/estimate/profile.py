@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +23,13 @@ from hf_zero.extras.activations.budget import Choice
 from hf_zero.extras.estimate.pretend import PretendedComm, PretendedPlacements
 from hf_zero.extras.estimate.saved_inputs_plan import PlannedCheckpointing, SavedInputsPlan, choices_of
 from hf_zero.extras.estimate.tracker import StorageTracker
-from hf_zero.layout import Slot
 from hf_zero.runtime.arriving_grads import ArrivingGrads
+from hf_zero.runtime.backward_watch import BackwardWatch, PassEvents
 from hf_zero.runtime.build import BuildSettings, flat_param_specs, make_units, torch_dtype
-from hf_zero.runtime.hooks import BackwardWatch, ModelHooks
+from hf_zero.runtime.hooks import ModelHooks
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.prefetch import PrefetchLimits
+from hf_zero.runtime.step_events import StepEvents
 from hf_zero.runtime.unshard import OnDemandParams, Phase
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitKind
@@ -60,34 +60,49 @@ class Profile:
     inputs: SavedInputsPlan | None = None  # what the activation_checkpointing block does; None: it is not on
 
 
-class _Recorder(OnDemandParams):
+class _SeenGrads(ArrivingGrads):
+    """Records gradients, and keeps none."""
+
+    def __init__(self, flat: FlatParam, recorder: _Recorder) -> None:
+        super().__init__(flat.params)
+        self._slots = flat.layout.slots
+        self._recorder = recorder
+
+    def take(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """See ArrivingGrads.take."""
+        for index, grad in grads.items():
+            self._recorder.record("gradient", param=self._slots[index].name, dtype=grad.dtype)
+
+
+class _Recorder(OnDemandParams, PassEvents):
     """Records the calls it gets, and leaves every unit unsharded."""
 
     def __init__(self, units: list[ShardUnit], tracker: StorageTracker) -> None:
-        super().__init__(units, PrefetchLimits(0, 0))
+        super().__init__(units, PrefetchLimits(0, 0), StepEvents())
         self.events: list[Event] = []
         self._tracker = tracker
         self._arriving = {
-            flat: ArrivingGrads(flat.params, functools.partial(self._gradients, flat.layout.slots))
-            for unit in units
-            for flat in unit.flats
-            if flat.layout.trainable
+            flat: _SeenGrads(flat, self) for unit in units for flat in unit.flats if flat.layout.trainable
         }
 
-    def record(self, call: str, unit: ShardUnit | None = None, phase: Phase | None = None) -> None:
+    def record(
+        self,
+        call: str,
+        unit: ShardUnit | None = None,
+        phase: Phase | None = None,
+        *,
+        param: str = "",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Note a call, and the activations around it."""
         peak = self._tracker.restart_peak()
         name = unit.name if unit is not None else ""
-        self.events.append(Event(call, name, phase, "", None, peak, self._tracker.live))
+        self.events.append(Event(call, name, phase, param, dtype, peak, self._tracker.live))
 
-    def watch_gradients(self, hooks: ModelHooks) -> None:
+    def watch_gradients(self, hooks: ModelHooks, watch: BackwardWatch) -> None:
         """Record them from now on."""
         for flat, arriving in self._arriving.items():
-            hooks.on_gradients(flat.params, arriving)
-
-    def _gradients(self, slots: Sequence[Slot], grads: Mapping[int, torch.Tensor]) -> None:
-        for index, grad in grads.items():
-            peak = self._tracker.restart_peak()
-            self.events.append(Event("gradient", "", None, slots[index].name, grad.dtype, peak, self._tracker.live))
+            hooks.on_gradients(flat.params, arriving, watch)
 
     def before_use(self, unit: ShardUnit, phase: Phase) -> None:
         self.record("before_use", unit, phase)
@@ -95,7 +110,7 @@ class _Recorder(OnDemandParams):
     def after_use(self, unit: ShardUnit) -> None:
         for flat in unit.flats:  # its reduce starts when backward has left it
             if flat in self._arriving:
-                self._arriving[flat].hand_on()
+                self._arriving[flat].take_waiting()
         self.record("after_use", unit)
 
     def unshard(self, unit: ShardUnit, *, wait: bool = True) -> None:
@@ -271,14 +286,14 @@ def _recording(
 ) -> Iterator[None]:
     """Put the engine's hooks on `model`, with the recorder in the place of the engine."""
     hooks = ModelHooks()
-    watch = BackwardWatch(recorder.begin_backward, recorder.end_backward)
+    watch = BackwardWatch(recorder)
     hooks.on_model(model, watch, dtype, LossScale())
     for unit in units:
         if unit.on_demand and unit.kind is UnitKind.ROOT:
             hooks.on_root(unit, recorder, watch)
         elif unit.on_demand:
             hooks.on_layer(unit, recorder, watch, "cpu")  # a device for autocast, which is off
-    recorder.watch_gradients(hooks)
+    recorder.watch_gradients(hooks, watch)
     try:
         yield
     finally:

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.config import ResolvedConfig
+from hf_zero.distributed.comm import Comm
 from hf_zero.extras.estimate.profile import Event, Profile
 from hf_zero.extras.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuiltUnits
+from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
+from hf_zero.runtime.step_events import StepEvents
 from hf_zero.runtime.unshard import OnDemandParams, Phase
 from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.unit import ShardUnit
 
 # Steps to replay. Prefetching follows the order of the pass before the last one. Where nothing is gathered, the second
 # step shows what the first one has left.
@@ -35,11 +39,22 @@ class Moment:
         return self.tracked + self.gathered + self.activations
 
 
-@dataclass
-class MicroBatch:
-    """The micro-batch that is replayed."""
+class PlannedStep(StepEvents):
+    """Parameters and gradients of planned units, and the micro-batch that is replayed on them."""
 
-    is_last: bool = True  # before the update
+    def __init__(self, built: BuiltUnits, comm: Comm, config: ResolvedConfig) -> None:
+        self.is_last = True  # the micro-batch before the update
+        on_arrival = not any(unit.on_demand for unit in built.units)
+        self.reducer = GradReducer(built.grads, comm, self, overlap=config.zero.overlap_comm, on_arrival=on_arrival)
+        self.params = OnDemandParams(built.units, PrefetchLimits.of(config.zero), self)
+
+    def is_boundary(self) -> bool:
+        """See StepEvents."""
+        return self.is_last
+
+    def unit_left(self, unit: ShardUnit) -> None:
+        """See StepEvents."""
+        self.reducer.unit_left(unit)
 
 
 class _Watch:
@@ -70,69 +85,65 @@ class _Watch:
 def replay(
     profile: Profile | None,
     built: BuiltUnits,
-    params: OnDemandParams,
-    reducer: GradReducer,
-    micro_batch: MicroBatch,
+    step: PlannedStep,
     tracker: StorageTracker,
     config: ResolvedConfig,
 ) -> Moment:
     """Run a few accumulation windows and return the peak."""
     events = profile.events if profile is not None else tuple(_plain_events(built))
-    acting = _Acting(built, params, reducer, micro_batch)
-    watch = _Watch(params, tracker)
+    acting = _Acting(built, step)
+    watch = _Watch(step.params, tracker)
     micro_steps = min(config.gradient_accumulation_steps, 2)  # a third one is as the second
     gathers = any(unit.on_demand for unit in built.units)
     for _ in range(_STEPS if gathers else _STEPS_WITHOUT_GATHERS):
         for number in range(micro_steps):
-            micro_batch.is_last = number + 1 == micro_steps
+            step.is_last = number + 1 == micro_steps
             for event in events:
                 watch.computing(event.peak)
                 watch.handling(functools.partial(acting.do, event), event.live)
-        watch.handling(reducer.settle, 0)
-        for order in params.orders.values():
+        watch.handling(step.reducer.reduce_remaining, 0)
+        for order in step.params.orders.values():
             order.agree(True)
-        reducer.clear()
-        params.end_step()
+        step.reducer.clear()
+        step.params.end_step()
     return watch.most
 
 
 class _Acting:
     """Does what the engine does at an event."""
 
-    def __init__(
-        self, built: BuiltUnits, params: OnDemandParams, reducer: GradReducer, micro_batch: MicroBatch
-    ) -> None:
+    def __init__(self, built: BuiltUnits, step: PlannedStep) -> None:
         self._units = {unit.name: unit for unit in built.units if unit.on_demand}
         self._shapes = {slot.name: slot.shape for b in built.grads for slot in b.flat.layout.slots}
         self._places = {
-            slot.name: (acc.arriving, index) for acc in built.grads for index, slot in enumerate(acc.flat.layout.slots)
+            slot.name: (acc, index) for acc in built.grads for index, slot in enumerate(acc.flat.layout.slots)
         }
-        self._params = params
-        self._reducer = reducer
-        self._micro_batch = micro_batch
+        self._step = step
 
     def do(self, event: Event) -> None:
         if event.call == "gradient":
             self._gradient(event)
         elif event.call == "end_backward":
-            self._reducer.end_backward(boundary=self._micro_batch.is_last)
-            self._params.end_backward()
+            self._step.reducer.end_backward(boundary=self._step.is_last)
+            self._step.params.end_backward()
         elif event.unit:
             unit = self._units.get(event.unit)
             if unit is None:
                 return  # never resharded at this stage
             arguments = (unit,) if event.phase is None else (unit, event.phase)
             with torch.enable_grad():
-                getattr(self._params, event.call)(*arguments)
+                getattr(self._step.params, event.call)(*arguments)
         elif event.call in ("begin_forward", "begin_backward", "reshard_idle"):
             with torch.enable_grad():
-                getattr(self._params, event.call)()
+                getattr(self._step.params, event.call)()
 
     def _gradient(self, event: Event) -> None:
         # Its bytes are among the activations: this one is a name for them.
         grad = torch.empty(1, dtype=event.dtype, device="meta").expand(self._shapes[event.param])
-        arriving, index = self._places[event.param]
-        arriving.receive(index, grad)
+        acc, index = self._places[event.param]
+        acc.receive(index, grad)
+        if acc.is_complete:
+            self._step.reducer.start_complete()
 
 
 def _plain_events(built: BuiltUnits) -> list[Event]:

@@ -177,7 +177,8 @@ class PipelineEngine(ZeroEngine):
             self.schedule.micro_steps += count - 1  # `step` counts the last one
             run.run(self._order(schedule, count))
             if not self._has_ties:
-                self.reducer.settle()  # beside what other stages still compute: the loss waits for all of them
+                # Reduces run beside what other stages still compute: the loss waits for all of them.
+                self.reducer.reduce_remaining()
             loss = self._mean_loss(list(run.results.values()), count)
             self._keep_times(run, schedule, count)
             self._ties.collect(self._feed)
