@@ -16,8 +16,9 @@ from torch import nn
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
-from hf_zero.runtime.build import BuildSettings, build_units
+from hf_zero.runtime.build import build_units
 from hf_zero.runtime.full_weights import FullWeights
+from hf_zero.runtime.unit_specs import BuildSettings
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.shard import placeholder

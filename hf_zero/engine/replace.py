@@ -15,7 +15,8 @@ from torch import nn
 from hf_zero.config import ResolvedConfig
 from hf_zero.engine.engine import ZeroEngine, end_unless_shared, engine_of
 from hf_zero.errors import StateError
-from hf_zero.runtime.build import BuildSettings, build_units
+from hf_zero.runtime.build import build_units
+from hf_zero.runtime.unit_specs import BuildSettings
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import clean_name
 from hf_zero.sharding.reshard import LayoutChange

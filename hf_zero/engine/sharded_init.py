@@ -23,9 +23,10 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import StateError
 from hf_zero.layout import UnitLayout
 from hf_zero.native.host_memory import return_freed_memory
-from hf_zero.runtime.build import BuildSettings, build_units
+from hf_zero.runtime.build import build_units
 from hf_zero.runtime.edit_watch import EditWatch
 from hf_zero.runtime.memory_report import cast_line
+from hf_zero.runtime.unit_specs import BuildSettings
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.param_index import ParamIndex
 from hf_zero.sharding.partition import UnitKind

@@ -4,7 +4,7 @@
 A reduce may need copies of what it moves: in the type that travels, or, on gloo, of what the other ranks sent. Where
 that is so, an accumulator has at most MAX_BUCKETS_IN_FLIGHT buckets under way, and a fixed number of them reduce at a
 time. So the copies are bounded by `reduce_bucket_size`, whatever the size of the model (Rajbhandari et al. 2020,
-ZeRO, section 6.2). On devices that is so where the configuration has a number: [Note: Whole units] in build.py.
+ZeRO, section 6.2). On devices that is so where the configuration has a number: [Note: Whole units] in unit_specs.py.
 """
 
 from __future__ import annotations

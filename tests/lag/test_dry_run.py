@@ -21,8 +21,9 @@ from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.optim import Lamb, OneBitAdam
-from hf_zero.runtime.build import BuildSettings, build_units
+from hf_zero.runtime.build import build_units
 from hf_zero.runtime.grad_accumulator import GradAccumulator
+from hf_zero.runtime.unit_specs import BuildSettings
 from hf_zero.sharding.unit import ShardUnit
 from tests.harness.dry_device import NAME, DryComm, DryDevice, MixedDevicesError
 from tests.harness.ranks import run_ranks

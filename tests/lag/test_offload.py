@@ -19,7 +19,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.layout import UnitLayout
 from hf_zero.native import machine
 from hf_zero.optim.offload import host_state
-from hf_zero.runtime.build import BucketSizes
+from hf_zero.runtime.unit_specs import BucketSizes
 from hf_zero.sharding.shard import ShardTensor
 from tests.harness.ranks import run_ranks
 from tests.lag import device, group

@@ -1,4 +1,4 @@
-"""Which sizes of the configuration cut a flat parameter, by arithmetic. See [Note: Whole units] in build.py."""
+"""Which sizes of the configuration cut a flat parameter, by arithmetic. See [Note: Whole units] in unit_specs.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.extras.estimate.pretend import PretendedComm
-from hf_zero.runtime.build import BuildSettings, flat_param_specs
+from hf_zero.runtime.unit_specs import BuildSettings, flat_param_specs
 
 WIDTH = 4096  # "auto" is its square
 NUMEL = 3 * WIDTH * WIDTH

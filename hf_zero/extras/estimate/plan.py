@@ -23,8 +23,9 @@ from hf_zero.extras.estimate.profile import Profile
 from hf_zero.extras.estimate.replay import Moment, PlannedStep, replay
 from hf_zero.extras.estimate.states import PlannedStates
 from hf_zero.extras.estimate.tracker import StorageTracker
-from hf_zero.runtime.build import BuildSettings, BuiltUnits, Drafted, flat_param_specs, make_units
+from hf_zero.runtime.build import BuiltUnits, make_units
 from hf_zero.runtime.memory_report import memory_report
+from hf_zero.runtime.unit_specs import BuildSettings, Drafted, flat_param_specs
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitSpec
 from hf_zero.sharding.placement import FlatParamSpec

@@ -25,11 +25,12 @@ from hf_zero.extras.estimate.saved_inputs_plan import PlannedCheckpointing, Save
 from hf_zero.extras.estimate.tracker import StorageTracker
 from hf_zero.runtime.arriving_grads import ArrivingGrads
 from hf_zero.runtime.backward_watch import BackwardWatch, PassEvents
-from hf_zero.runtime.build import BuildSettings, flat_param_specs, make_units, torch_dtype
+from hf_zero.runtime.build import make_units
 from hf_zero.runtime.hooks import ModelHooks
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.step_events import StepEvents
+from hf_zero.runtime.unit_specs import BuildSettings, flat_param_specs, torch_dtype
 from hf_zero.runtime.unshard import OnDemandParams, Phase
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.partition import UnitKind

@@ -31,8 +31,9 @@ from hf_zero.extras.pipeline.stage_weights import gather_weights, of_this_stage
 from hf_zero.extras.pipeline.tied_copies import TiedCopies
 from hf_zero.extras.pipeline.topology import PipelineGrid
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.runtime.build import BuildSettings, BuiltUnits
+from hf_zero.runtime.build import BuiltUnits
 from hf_zero.runtime.grad_accumulator import GradAccumulator
+from hf_zero.runtime.unit_specs import BuildSettings
 
 
 class BatchReports(Reports):

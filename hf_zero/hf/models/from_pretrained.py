@@ -33,8 +33,9 @@ from hf_zero.hf.models.name_matching import Match, match_stored
 from hf_zero.hf.models.shard_placer import ShardPlacer
 from hf_zero.hf.models.stored import LazyTensor, StoredFile, StoredTensor, open_files
 from hf_zero.hf.patching import replaced
-from hf_zero.runtime.build import BuildSettings, build_units
+from hf_zero.runtime.build import build_units
 from hf_zero.runtime.memory_report import cast_line
+from hf_zero.runtime.unit_specs import BuildSettings
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.shard import placeholder
 from hf_zero.sharding.unit import gather_resident
