@@ -163,7 +163,7 @@ def load_with_a_fault(stage: int, folder: str, place: str) -> None:
     want = weights(engine)
     steps(engine, 2, 3)
     faulty = engine.rank == 1
-    read, past_cache, method = SafetensorsFile.read, SafetensorsFile.read_past_cache, CheckpointReader.read_buffer
+    read, method = SafetensorsFile.read, CheckpointReader.read_buffer
     count = 0
 
     def failing(read: Callable[..., None]) -> Any:
@@ -185,12 +185,10 @@ def load_with_a_fault(stage: int, folder: str, place: str) -> None:
         CheckpointReader.read_buffer = buffer  # type: ignore[method-assign]
     else:
         SafetensorsFile.read = failing(read)  # type: ignore[method-assign]
-        SafetensorsFile.read_past_cache = failing(past_cache)  # type: ignore[method-assign]
     text = refused(lambda: engine.load_checkpoint(folder, "a"), r"rank 1: .*Input/output error")
     assert ("calls" if place == "buffer" else "rank-0000") in text, text
     assert ("load a complete checkpoint" in text) == (place != "first read"), "what is still unchanged"
     SafetensorsFile.read, CheckpointReader.read_buffer = read, method  # type: ignore[method-assign]
-    SafetensorsFile.read_past_cache = past_cache  # type: ignore[method-assign]
     engine.load_checkpoint(folder, "a")
     assert same(weights(engine), want)
 
