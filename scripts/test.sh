@@ -27,7 +27,7 @@ case "${1:-}" in
     shift
     ;;
 --nightly)
-    selection=(tests/nightly --dist load)
+    selection=(tests/nightly --dist loadfile)
     shift
     ;;
 esac

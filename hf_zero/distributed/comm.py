@@ -6,7 +6,7 @@ DivergenceError: see [Note: Matching] in operation_log.py.
 [Note: Messages instead of gloo's collectives]
 Between CPU ranks an all-gather, a reduce-scatter and an all-to-all are messages between pairs of ranks. gloo's own
 all-gather fills a buffer of its own and copies, half as fast; its reduce-scatter takes two to four times as long and
-rounds in the type that travels at every hop. scripts/bench_comm.py measures both.
+rounds in the type that travels at every hop.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from tests.harness.save_faults import POINTS, at, kill, slow_down
 from tests.hf.runs import arguments, build, examples, zero_config
 
 RUNS = [(0, "none"), (3, "none"), (2, "cpu"), (3, "nvme and parameters")]
-SAVES = 3  # of each; scripts/checkpoint_faults.py makes 50
+SAVES = 3  # of each; tests/nightly/test_checkpoint_faults.py makes 50
 
 
 def saves_in_a_row(root: str) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def newest_that_loads(folder: str) -> tuple[str | None, int]:
     return path, engine.global_steps
 
 
-# The whole table, with all ranks killed too: scripts/checkpoint_faults.py.
+# The whole table, with all ranks killed too, is in tests/nightly/test_checkpoint_faults.py.
 @pytest.mark.parametrize(
     ("point", "victims"),
     [
@@ -284,7 +284,7 @@ def test_a_save_under_way_is_finished_at_the_end_of_the_script(tmp_path: Path) -
 
 
 def many_saves_beside_none(folder: str, count: int) -> list[dict[str, Any]]:
-    """For scripts/checkpoint_faults.py: losses, and the peak of memory in KiB after each step."""
+    """Return losses, and the peak of memory in KiB after each step, of a run with no save and one with many."""
     found = []
     for in_background in (False, True):
         engine = start(3, 0, in_background=in_background)

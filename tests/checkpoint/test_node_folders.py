@@ -297,7 +297,7 @@ def newest_that_loads(root: str) -> tuple[str | None, int, list[str]]:
     return path, engine.global_steps, names(home / "two" / "zero")
 
 
-# All points: scripts/checkpoint_faults.py.
+# All points are in tests/nightly/test_checkpoint_faults.py.
 @pytest.mark.parametrize("point, victims", [("the folder is synced", [0]), ("latest is set", [1])])
 def test_a_kill_leaves_what_all_nodes_have(point: str, victims: list[int], tmp_path: Path) -> None:
     ended = try_ranks((save_and_be_killed, (str(tmp_path), point, victims), {}), 2, timeout=60)

@@ -1,6 +1,6 @@
 """Every key of DeepSpeed's schema is known, and what becomes of each is decided: none is silently ignored.
 
-tests/golden/deepspeed_keys.json was written by scripts/schema_audit.py from an installed DeepSpeed.
+tests/golden/deepspeed_keys.json was written by tests/golden/deepspeed_keys.py from an installed DeepSpeed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DeepSpeed's universal checkpoints: read as its own converter writes them, and written as that does.
 
-That DeepSpeed goes on from what is written is shown by scripts/check_universal.py, which needs DeepSpeed.
+That DeepSpeed goes on from what is written is shown by tests/nightly/test_under_deepspeed.py, which needs DeepSpeed.
 """
 
 from __future__ import annotations

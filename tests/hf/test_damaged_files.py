@@ -180,7 +180,7 @@ def load_says(folder: Path) -> str:
 
 
 def test_damage_to_any_file_is_named(saved: Path, tmp_path: Path) -> None:
-    """Bits by `inspect --verify`, cuts by the resume itself. scripts/flip_bits.py does the same at length."""
+    """`inspect --verify` names bits, a resume cuts. tests/nightly/test_flipped_bits.py does the same at length."""
     folder = tmp_path / "checkpoint-2"
     shutil.copytree(saved / "checkpoint-2", folder)
     names = {path.relative_to(folder).as_posix() for path in files_of(folder)}

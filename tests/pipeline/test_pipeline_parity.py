@@ -23,7 +23,7 @@ from tests.pipeline import models
 SEED = 7
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
-# Of the combinations, as many as there is time for; scripts/pipeline_matrix.py runs all of them.
+# Of the combinations, as many as there is time for; tests/nightly/test_pipeline_matrix.py runs all of them.
 SAMPLE = {1: 8, 2: 28, 3: 10, 4: 16}
 
 

@@ -1,8 +1,8 @@
 """DeepSpeed's configuration keys, read from the installed DeepSpeed, against the keys that hf_zero knows.
 
     pip install -e .[peers]
-    python scripts/schema_audit.py                                      # prints what differs
-    python scripts/schema_audit.py --write tests/golden/deepspeed_keys.json
+    python -m tests.golden.deepspeed_keys                                      # prints what differs
+    python -m tests.golden.deepspeed_keys --write tests/golden/deepspeed_keys.json
 
 Keys are found in three ways: the fields of DeepSpeed's pydantic models; what its parser asks of a configuration that
 takes notes while it is read; and names that stand as constants only, because a block is passed on unread.
