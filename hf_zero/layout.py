@@ -54,7 +54,7 @@ class Slot:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Of the parameter where it lies, in elements: those of a contiguous tensor."""
+        """The strides of the parameter in the flat buffer, in elements: those of a contiguous tensor."""
         return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
 
@@ -158,7 +158,7 @@ class UnitLayout:
     # ---------------------------------------------------------------- sizes
     @cached_property
     def numel(self) -> int:
-        """Elements of the parameters, padding not counted."""
+        """The number of elements of the parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     @cached_property
@@ -191,7 +191,7 @@ class UnitLayout:
         return ranges
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What `rank` owns, in shard order. Padding is not a piece."""
+        """The pieces that `rank` owns, in shard order. Padding is not a piece."""
         pieces: list[Piece] = []
         shard_offset = 0
         ends = [slot.end for slot in self.slots]
@@ -206,14 +206,14 @@ class UnitLayout:
         return pieces
 
     def slices(self, rank: int) -> list[Slice]:
-        """What `rank` owns, one slice per parameter, in shard order."""
+        """The slices that `rank` owns, one per parameter, in shard order."""
         grouped: dict[str, list[Piece]] = {}
         for piece in self.pieces(rank):
             grouped.setdefault(piece.name, []).append(piece)
         return [Slice(name, self._by_name[name].shape, tuple(pieces)) for name, pieces in grouped.items()]
 
     def locate(self, name: str, start: int = 0, end: int | None = None) -> list[OwnedRange]:
-        """Owners of elements [start, end) of the flattened parameter `name`, in element order."""
+        """The owners of elements [start, end) of the flattened parameter `name`, in element order."""
         slot = self._by_name[name]
         end = slot.numel if end is None else end
         found = []

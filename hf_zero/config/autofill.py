@@ -1,4 +1,4 @@
-"""What "auto" means: the rules by which TrainingArguments and the model give values, as transformers has them.
+"""The meaning of "auto": rules by which TrainingArguments and the model give values, as transformers has them.
 
 A rule fills its key where the file says "auto". Where the file has a value instead, most rules demand that it equals
 the argument, compared by value ("8" is 8). Some rules also fill a key that is missing. Arguments and models are only
@@ -37,7 +37,7 @@ def _at_least_1(steps: int) -> int:
 
 @dataclass(frozen=True)
 class Rule:
-    """Where one key's value comes from when the file leaves it to TrainingArguments."""
+    """The source of one key's value when the file leaves it to TrainingArguments."""
 
     path: str
     reads: tuple[str, ...]  # attributes of the arguments; world_size and num_training_steps are the resolver's
@@ -170,7 +170,7 @@ def hidden_size(model: Any) -> HiddenSize | None:
 
 
 def _widths(model: Any) -> Iterator[int]:
-    """Of each matrix the number of columns; of a kernel or a stack of matrices the longest side but the first."""
+    """Yield each matrix's number of columns; for a kernel or a stack of matrices, the longest side but the first."""
     parameters = getattr(model, "parameters", None)
     for parameter in parameters() if callable(parameters) else ():
         shape = tuple(parameter.shape)

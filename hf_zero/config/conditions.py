@@ -1,7 +1,7 @@
-"""What the effect of a key depends on, where that is more than its own value: other keys, or facts of the run.
+"""The conditions that the effect of a key depends on beside its own value: other keys, or facts of the run.
 
-A row names its condition (`key(..., when=STAGE_3)`); `notices.py` says in a line which given keys have none. Facts of
-a run have names that begin with "@", and are known to some callers only:
+A key names its conditions (`Count(..., when=(STAGE_3,))`); `notices.py` has a line for given keys without effect.
+Facts of a run have names that begin with "@", and are known to some callers only:
 
 | fact | value | known to |
 |---|---|---|
@@ -33,11 +33,11 @@ MAX_TILE_NUMEL = 1 << 22
 
 
 class Unknown(Exception):
-    """The value or fact that a condition asks for is not known here; nothing is said then."""
+    """The value or fact that a condition asks for is not known here, so the condition gives no notice."""
 
 
 def is_known(get: Get, fact: str) -> bool:
-    """Whether a fact is known, and so."""
+    """Whether a fact is known, and true."""
     try:
         return bool(get(fact))
     except Unknown:
@@ -45,7 +45,7 @@ def is_known(get: Get, fact: str) -> bool:
 
 
 def optimizer_device(get: Get) -> str:
-    """Where optimizer states are: "none" is the device."""
+    """The place of optimizer states; "none" is the device."""
     return get(f"{OFFLOAD_OPTIMIZER}.device") or "none"
 
 

@@ -1,4 +1,4 @@
-"""What only shows when several keys are seen together: contradictions, and refusals of keys that are on."""
+"""Contradictions between keys, and refusals of keys that are on."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ MOMENTS = f"{_PARAMS}.fp32_optimizer_states"
 _OFFLOAD = f"{OFFLOAD_OPTIMIZER}.device"
 _PROF_OPS = "comms_logger.prof_ops"
 _DELAYED = f"{OFFLOAD_OPTIMIZER}.delayed_update"
-# Of an engine, by DeepSpeed's names.
+# The collectives of an engine, by DeepSpeed's names.
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast")
 
 
 def refusals(values: Mapping[str, Any], problems: Problems) -> list[str]:
     """Add a problem for each key that is on and not supported yet; return the blocks that are refused as a whole."""
     blocks = []
-    for path, row in walk(root()):
-        if isinstance(row, Alias) or not row.refused:
+    for path, entry in walk(root()):
+        if isinstance(entry, Alias) or not entry.refused:
             continue
         value = look_up(values, path)
-        if row.is_on(value):
-            blocks += [path] if isinstance(row, Block) else []
-            problems.add(path, value, "not supported yet", row.refused, shown=_switch(path, value))
+        if entry.is_on(value):
+            blocks += [path] if isinstance(entry, Block) else []
+            problems.add(path, value, "not supported yet", entry.refused, shown=_switch(path, value))
     for name, block in typed_blocks():
         kind = block.type_of(look_up(values, f"{name}.type"))
         blocks += [f"{name}.params"] if kind is not None and kind.refused else []
@@ -47,7 +47,7 @@ def refusals(values: Mapping[str, Any], problems: Problems) -> list[str]:
 
 
 def _switch(path: str, value: Any) -> tuple[str, Any]:
-    """What turns a block on, which says more than the whole block; a plain key is its own switch."""
+    """Find the key that turns a block on, which says more than the whole block; a plain key is its own switch."""
     if not isinstance(value, Mapping):
         return path, value
     for name in ("enabled", "type"):
@@ -184,7 +184,7 @@ def _of_reduction(get: Get) -> Iterator[Conflict]:
 
 
 def _of_activations(get: Get) -> Iterator[Conflict]:
-    """As DeepSpeed demands it, and what a budget decides."""
+    """Yield the conflicts that DeepSpeed has too, and those with a budget."""
     if get(_BUDGET) is not None:
         for name in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
             if get(f"{ACTIVATIONS}.{name}") is True:

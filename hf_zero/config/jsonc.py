@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
-# What stands where a value should, for the message: up to the next mark of JSON.
+# The text that stands in the place of a value, up to the next mark of JSON; messages show it.
 _WORD = re.compile(r"[^\s,:{}\[\]\"#/]+|\S")
 _DECODER = json.JSONDecoder()
 # Python's json module, and so accelerate, writes float("inf") as Infinity.
@@ -35,7 +35,7 @@ class JsonError(ValueError):
 
 @dataclass
 class Document:
-    """What was read: the value, the line of each key, and the keys that stand twice in one object."""
+    """The JSON that was read: the value, the line of each key, and the keys that stand twice in one object."""
 
     value: Any
     lines: dict[str, int] = field(default_factory=dict)  # dotted path -> line of the key

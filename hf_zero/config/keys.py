@@ -1,6 +1,6 @@
 """Every key of the configuration at its place, with DeepSpeed's names and defaults: `root()`.
 
-A key is obeyed unless its row is marked `refused` or `no_effect`. Keys whose value is a field of the resolved
+A key is obeyed unless it is declared with `refused` or `no_effect`. Keys whose value is a field of the resolved
 configuration are declared there, in `resolved.py`; those of a class that a key chooses beside that class (DECLARED);
 the others here. scripts/config_tables.py writes the table for readers, SUPPORTED.md, from `statuses`.
 """
@@ -36,8 +36,8 @@ from hf_zero.config.schema import (
     Text,
     Texts,
     find,
+    keys_of,
     refused_block,
-    rows_of,
 )
 from hf_zero.config.typed_block import TypedBlock
 
@@ -83,7 +83,7 @@ FP16 = Block(
     keys={
         "enabled": Flag(False, auto=True, help="Train in fp16, with scaled losses and fp32 master weights."),
         "auto_cast": Flag(True, auto=True, no_effect="floating inputs are always cast to the type of the parameters"),
-        **rows_of(LossScaling),
+        **keys_of(LossScaling),
         "fp16_master_weights_and_grads": Flag(False, auto=True, refused=_FP32_MASTERS),
     },
 )
@@ -144,11 +144,11 @@ DATA_TYPES = Block(
 
 
 ZERO_KEYS: dict[str, Entry] = {
-    **rows_of(ZeroSection),
+    **keys_of(ZeroSection),
     "offload_optimizer": Block(
         always=True,
         keys={
-            **rows_of(OffloadOptimizer),
+            **keys_of(OffloadOptimizer),
             "super_offload": Flag(False, auto=True, refused="Remove it: updates run beside the forward."),
             "cpuadam_cores_perc": Real(
                 0.8,
@@ -206,7 +206,7 @@ ZERO_KEYS: dict[str, Entry] = {
 AIO = Block(
     always=True,
     keys={
-        **rows_of(Aio, ANY_DISK),
+        **keys_of(Aio, ANY_DISK),
         "thread_count": Alias(target="aio.intra_op_parallelism"),
         "use_gds": Flag(False, refused=_DROP),
     },
@@ -219,7 +219,7 @@ AIO = Block(
 FLOPS_PROFILER = Block(
     always=True,
     keys={
-        **rows_of(FlopsProfilerSection),
+        **keys_of(FlopsProfilerSection),
         "recompute_fwd_factor": Real(0.0, no_effect="operations of the backward are counted, recomputation included"),
     },
 )
@@ -227,7 +227,7 @@ FLOPS_PROFILER = Block(
 CHECKPOINT = Block(
     always=True,
     keys={
-        **rows_of(CheckpointSection),
+        **keys_of(CheckpointSection),
         "load_universal": Flag(False, no_effect=f"{_ANY_RANKS} and any stage"),
         "parallel_write": Block(always=True, keys={"pipeline_stage": Flag(False, refused=_DROP)}),
         "checkpoint_serialization": Flag(True, no_effect="files are safetensors"),
@@ -271,7 +271,7 @@ REFUSED_BLOCKS: dict[str, Entry] = {
 }
 
 _TOP: dict[str, Entry] = {
-    **rows_of(ResolvedConfig),
+    **keys_of(ResolvedConfig),
     "fp16": FP16,
     "bf16": BF16,
     "bfloat16": Alias(target="bf16"),
@@ -300,7 +300,7 @@ _TOP: dict[str, Entry] = {
     "activation_checkpointing": Block(
         always=True,
         keys={
-            **rows_of(ActivationCheckpointing),
+            **keys_of(ActivationCheckpointing),
             "nvme_path": Text(
                 refused='Remove it, and write "cpu_checkpointing": true to keep inputs in the host\'s memory.'
             ),

@@ -1,4 +1,4 @@
-"""What is said of a configuration at the start and by `hf-zero config`: keys without effect, and every value."""
+"""The lines about a configuration at the start and of `hf-zero config`: keys without effect, and every value."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def getter(value: Callable[[str], Any], facts: Mapping[str, Any], unknown: Colle
 
 
 def _without_effect(path: str, value: Any, given: Mapping[str, Any], get: Get) -> str | None:
-    """Why what was given at a path changes nothing; None where it may."""
-    rows = list(_rows_on(path))
-    if rows and isinstance(rows[-1], Key) and value in (None, AUTO, rows[-1].default):
+    """The reason why the value that was given at a path changes nothing; None if it may change something."""
+    entries = list(_entries_on(path))
+    if entries and isinstance(entries[-1], Key) and value in (None, AUTO, entries[-1].default):
         return None
-    for row in rows:
-        if isinstance(row, Key | Block) and row.no_effect:
-            return row.no_effect
-    if not rows or not isinstance(rows[-1], Key):
+    for entry in entries:
+        if isinstance(entry, Key | Block) and entry.no_effect:
+            return entry.no_effect
+    if not entries or not isinstance(entries[-1], Key):
         return None
-    for when in rows[-1].when:
+    for when in entries[-1].when:
         try:
             holds = when.holds(get)
         except Unknown:
@@ -77,19 +77,19 @@ def _without_effect(path: str, value: Any, given: Mapping[str, Any], get: Get) -
     return None
 
 
-def _rows_on(path: str) -> Iterator[Entry]:
-    """The rows of the blocks around a path, and its own, as far as they are known."""
+def _entries_on(path: str) -> Iterator[Entry]:
+    """The blocks around a path, then its own entry, as far as they are known."""
     names = path.split(".")
     for depth in range(len(names)):
-        row = find(root(), ".".join(names[: depth + 1]))
-        if row is not None:
-            yield row
+        entry = find(root(), ".".join(names[: depth + 1]))
+        if entry is not None:
+            yield entry
 
 
 def _differences(given: Mapping[str, Any], get: Get) -> Iterator[str]:
-    """What has an effect, but another one than its name or DeepSpeed promises."""
-    for block, rows in typed_blocks():
-        one = rows.type_of(given.get(f"{block}.type"))
+    """Yield a line for each key whose effect is another one than its name or DeepSpeed promises."""
+    for block, entries in typed_blocks():
+        one = entries.type_of(given.get(f"{block}.type"))
         for name in sorted(one.not_taken) if one is not None else ():
             if given.get(f"{block}.params.{name}") is True:
                 yield f"{block}.params.{name} = true has no effect: {given[f'{block}.type']} has one way to run"

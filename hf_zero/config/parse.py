@@ -1,4 +1,4 @@
-"""Reads a configuration from a file, a JSON string or a dict and checks every key at every depth against its row.
+"""Reads a configuration from a file, a JSON string or a dict and checks every key at every depth.
 
 Nothing is decided here that needs the model, the training arguments or the number of ranks: "auto" is kept, and keys
 that this release does not obey pass (`resolve.py` refuses them).
@@ -166,7 +166,7 @@ class _Checker:
         self.notices: list[str] = []
         self._given: dict[str, str] = {}  # canonical path -> the path it was given under
 
-    def block(self, rows: Block, data: Mapping[str, Any], path: str, written: str | None = None) -> None:
+    def block(self, known: Block, data: Mapping[str, Any], path: str, written: str | None = None) -> None:
         """Check a block that is canonically at `path` and was written at `written`."""
         written = path if written is None else written
         for name, value in data.items():
@@ -174,15 +174,15 @@ class _Checker:
             where = f"{written}.{name}" if written else str(name)
             if isinstance(name, str) and name.startswith(COMMENTS):
                 continue
-            if name not in rows.keys:
-                if rows.free and nearest(str(name), rows.keys, LIKENESS_ELSEWHERE) is None:
+            if name not in known.keys:
+                if known.free and nearest(str(name), known.keys, LIKENESS_ELSEWHERE) is None:
                     put(self.values, here, copy.deepcopy(value))
                 else:
-                    self._unknown(rows, name, value, here, where)
+                    self._unknown(known, name, value, here, where)
             elif value is not None:
-                entry = rows.keys[name]
-                if name == "params" and isinstance(rows, TypedBlock):
-                    entry = rows.params_of(data.get("type"))
+                entry = known.keys[name]
+                if name == "params" and isinstance(known, TypedBlock):
+                    entry = known.params_of(data.get("type"))
                 self._entry(entry, value, here, where)
 
     def _entry(self, entry: Entry, value: Any, path: str, written: str) -> None:
@@ -193,19 +193,19 @@ class _Checker:
         else:
             self._object(entry, value, path, written)
 
-    def _object(self, rows: Block, value: Any, path: str, written: str) -> None:
+    def _object(self, known: Block, value: Any, path: str, written: str) -> None:
         if path == "zero_optimization" and isinstance(value, bool):
             self.notices.append(f'{written} = {show(value)} is the old form of {{"stage": {int(value)}}}')
             value = {"stage": int(value)}
         if not isinstance(value, Mapping):
-            example = next(iter(rows.keys), "enabled")
+            example = next(iter(known.keys), "enabled")
             self.problems.add(
                 written, value, "expected a block between braces", f'Write it as {{"{example}": ...}}, or remove it.'
             )
         elif self._first(path, written, value):
             if look_up(self.values, path) is None:  # another name may have put a value inside already
                 put(self.values, path, {})
-            self.block(rows, value, path, written)
+            self.block(known, value, path, written)
 
     def _alias(self, alias: Alias, value: Any, written: str) -> None:
         target = find(root(), alias.target)
@@ -222,16 +222,16 @@ class _Checker:
         self.notices.append(f"{written} is another name of {alias.target}")
         self._entry(target, value, alias.target, written)
 
-    def _value(self, row: Key, value: Any, path: str, written: str) -> None:
+    def _value(self, entry: Key, value: Any, path: str, written: str) -> None:
         if not self._first(path, written, value):
             return
-        if row.auto and isinstance(value, str) and value.lower() == AUTO:
+        if entry.auto and isinstance(value, str) and value.lower() == AUTO:
             put(self.values, path, AUTO)
             return
         try:
-            put(self.values, path, row.check(value))
+            put(self.values, path, entry.check(value))
         except BadValue as error:
-            self.problems.add(written, value, f"expected {error}", _remedy(row, value))
+            self.problems.add(written, value, f"expected {error}", _remedy(entry, value))
 
     def _first(self, path: str, written: str, value: Any) -> bool:
         """Whether the key was not given before under another name; else that is the problem."""
@@ -241,33 +241,33 @@ class _Checker:
         self.problems.add(written, value, f"it is the same key as {before}, which is given too", "Remove one of them.")
         return False
 
-    def _unknown(self, rows: Block, name: Any, value: Any, path: str, written: str) -> None:
+    def _unknown(self, known: Block, name: Any, value: Any, path: str, written: str) -> None:
         if not isinstance(name, str):
             self.problems.add(written, value, "expected keys that are texts", "Write the key as a text.")
             return
-        wrong, remedy, near = advice(rows, name, path)
+        wrong, remedy, near = advice(known, name, path)
         self.problems.add(written, value, wrong, remedy)
-        inner = rows.keys.get(near) if near is not None else None
+        inner = known.keys.get(near) if near is not None else None
         if isinstance(inner, Block) and isinstance(value, Mapping):
-            # What is wrong inside a misspelt block is said now, not after the block's name has been mended.
+            # Mistakes inside a misspelt block are reported now, not after the block's name has been mended.
             nested = _Checker(self.problems.source, {})
             nested.problems = self.problems
             nested.block(inner, value, f"{path.rpartition('.')[0]}.{near}".lstrip("."), written)
 
 
-def _remedy(row: Key, value: Any) -> str:
-    """What to write instead of a value that does not fit."""
-    if isinstance(row, Choice) and isinstance(value, str):
-        near = nearest(value, row.choices)
+def _remedy(entry: Key, value: Any) -> str:
+    """Say what to write instead of a value that does not fit."""
+    if isinstance(entry, Choice) and isinstance(value, str):
+        near = nearest(value, entry.choices)
         if near is not None:
-            remove = f", or remove the key{_default(row)}" if row.default is not None else ""
+            remove = f", or remove the key{_default(entry)}" if entry.default is not None else ""
             return f'The nearest known value is "{near}": write that{remove}.'
-    if isinstance(row, Flag) and isinstance(value, str) and value.lower() in ("true", "false"):
+    if isinstance(entry, Flag) and isinstance(value, str) and value.lower() in ("true", "false"):
         return f"Write {value.lower()} without quotes."
-    if type(row) in (Count, Real) and isinstance(value, str) and _WITH_UNIT.fullmatch(value):
-        return f"Write the number without a unit, or remove the key{_default(row)}."
-    return f"Correct the value, or remove the key{_default(row)}."
+    if type(entry) in (Count, Real) and isinstance(value, str) and _WITH_UNIT.fullmatch(value):
+        return f"Write the number without a unit, or remove the key{_default(entry)}."
+    return f"Correct the value, or remove the key{_default(entry)}."
 
 
-def _default(row: Key) -> str:
-    return "" if row.default is None else f" for the default, {show(row.default)}"
+def _default(entry: Key) -> str:
+    return "" if entry.default is None else f" for the default, {show(entry.default)}"

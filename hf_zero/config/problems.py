@@ -122,13 +122,13 @@ class Advice(NamedTuple):
     near: str | None  # the nearest key at the same depth, when that is the advice
 
 
-def advice(rows: Block, name: str, path: str) -> Advice:
-    """The advice for the unknown key `name`, written at the dotted `path` in the block `rows`."""
+def advice(known: Block, name: str, path: str) -> Advice:
+    """The advice for the unknown key `name`, written at the dotted `path` in the block `known`."""
     block = path.rpartition(".")[0]
     foreign = FOREIGN.get(name.lower())
     if foreign is not None:
         return Advice(f"unknown key; here it is {foreign}", f"Use {foreign} instead, or remove it.", None)
-    canonical = [key for key, row in rows.keys.items() if not isinstance(row, Alias)]
+    canonical = [key for key, entry in known.keys.items() if not isinstance(entry, Alias)]
     near = nearest(name, canonical, LIKENESS_SURE)
     if near is None:
         far = nearest(name, (other.rpartition(".")[2] for other in _paths()), LIKENESS_ELSEWHERE)
@@ -140,9 +140,9 @@ def advice(rows: Block, name: str, path: str) -> Advice:
             return Advice(f"{wrong} {either(homes)}", _move(homes, block), None)
         near = nearest(name, canonical)
     if near is None:  # only another name of a key is like it
-        alias = nearest(name, rows.keys)
-        row = rows.keys[alias] if alias is not None else None
-        near = row.target.rpartition(".")[2] if isinstance(row, Alias) else None
+        alias = nearest(name, known.keys)
+        entry = known.keys[alias] if alias is not None else None
+        near = entry.target.rpartition(".")[2] if isinstance(entry, Alias) else None
     if near is not None:
         full = f"{block}.{near}" if block else near
         return Advice(f'unknown key; the nearest known key is "{near}"', f"Rename it to {full}, or remove it.", near)
@@ -152,11 +152,11 @@ def advice(rows: Block, name: str, path: str) -> Advice:
 
 def _paths(block: Block | None = None, prefix: str = "") -> Iterator[str]:
     """The keys that may have been meant elsewhere: not those inside blocks of other tools."""
-    for name, row in (block or root()).keys.items():
-        if not isinstance(row, Alias):
+    for name, entry in (block or root()).keys.items():
+        if not isinstance(entry, Alias):
             yield f"{prefix}{name}"
-        if isinstance(row, Block) and not row.free and name not in _ASIDE:
-            yield from _paths(row, f"{prefix}{name}.")
+        if isinstance(entry, Block) and not entry.free and name not in _ASIDE:
+            yield from _paths(entry, f"{prefix}{name}.")
 
 
 def _homes(name: str) -> tuple[str, ...]:

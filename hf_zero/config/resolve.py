@@ -42,13 +42,13 @@ BELOW_STAGE_3 = "no effect below stage 3"
 
 CLIPPING = "gradient_clipping"
 PARAM_DEVICE = f"{OFFLOAD_PARAM}.device"
-# What accelerate puts for "auto" where there are no TrainingArguments.
+# accelerate puts this for "auto" where there are no TrainingArguments.
 CLIPPING_WITHOUT_ARGUMENTS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a configuration is resolved against."""
+    """The arguments, model and ranks that a configuration is resolved against."""
 
     args: Any = None
     model: Any = None
@@ -104,15 +104,15 @@ class _Resolver:
 
     def _check_types(self) -> None:
         """Add what is missing or contradictory in blocks with a type. "auto" may still stand in them."""
-        for name, rows in typed_blocks():
+        for name, known in typed_blocks():
             block = self._get(name)
             if not isinstance(block, Mapping):
                 continue
             if "type" not in block:
                 if not self.problems.has(name):
-                    self.problems.add(name, dict(block), "the type is missing", rows.missing)
+                    self.problems.add(name, dict(block), "the type is missing", known.missing)
                 continue
-            for fault in rows.faults(block["type"], block.get("params", {})) if rows.faults is not None else ():
+            for fault in known.faults(block["type"], block.get("params", {})) if known.faults is not None else ():
                 if not self.problems.has(path := f"{name}.params.{fault.name}"):
                     self.problems.add(path, fault.value, fault.wrong, fault.remedy)
 
@@ -163,22 +163,22 @@ class _Resolver:
             if path in sizes:
                 self._set(path, sizes[path], AUTO_PARAMETERS if size.from_parameters else AUTO_FILLED)
 
-    # What is left
+    # Defaults
 
     def _drop_leftover_auto(self) -> None:
         for path, value in list(_leaves(self.values)):
-            row = _key(path)
-            if row is None or not row.auto or value != AUTO:
+            entry = _key(path)
+            if entry is None or not entry.auto or value != AUTO:
                 continue
             self._check_needs(path)
             if path == CLIPPING:
                 self._set(path, CLIPPING_WITHOUT_ARGUMENTS, AUTO_CLIPPING)
-            elif row.default is None:
+            elif entry.default is None:
                 block, _, name = path.rpartition(".")
                 del (self._get(block) if block else self.values)[name]
                 del self.origins[path]
             else:
-                self._set(path, row.default, AUTO_DEFAULT)
+                self._set(path, entry.default, AUTO_DEFAULT)
 
     def _check_needs(self, path: str) -> None:
         if path not in NEEDS_ARGUMENTS or self.around.file_only:
@@ -193,9 +193,9 @@ class _Resolver:
         self.problems.add(path, "auto", wrong, "Write the number.")
 
     def _fill_defaults(self) -> None:
-        for path, row in _always(root()):
+        for path, entry in _always(root()):
             if self._get(path) is None:
-                self._set(path, row.default, DEFAULT)
+                self._set(path, entry.default, DEFAULT)
 
     def _keep_parameters_below_stage_3(self) -> None:
         """DeepSpeed takes offload_param at every stage and offloads at stage 3; a notice says so."""
@@ -249,13 +249,13 @@ class _Resolver:
         )
 
     def _notices(self) -> list[str]:
-        """What was given and does nothing, as far as it can be known without the engine."""
+        """The lines about keys that were given and do nothing, as far as that is known without the engine."""
         given = dict(_leaves(self.parsed.values))
         left_open = [path for path, value in given.items() if value == AUTO and self.around.file_only]
         return notices(given, getter(self._get, self._facts(), left_open))
 
     def _facts(self) -> dict[str, Any]:
-        """Facts of the run; a PipelineModule's settings stand in the place of the block's."""
+        """The facts of the run; a PipelineModule's settings stand in the place of the block's."""
         facts: dict[str, Any] = {}
         model = self.around.model
         if model is not None:
@@ -305,12 +305,12 @@ def precision_of(values: Mapping[str, Any]) -> Precision:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Every value below nested blocks with its dotted path. What a row knows no keys of is one value."""
+    """Every value below nested blocks with its dotted path. A block without known keys is one value."""
     result: list[tuple[str, Any]] = []
     for name, value in values.items():
         path = f"{prefix}{name}"
-        row = find(root(), path)
-        if isinstance(row, Block) and row.keys and isinstance(value, Mapping):
+        entry = find(root(), path)
+        if isinstance(entry, Block) and entry.keys and isinstance(value, Mapping):
             result.extend(_leaves(value, f"{path}."))
         else:
             result.append((path, value))
@@ -320,23 +320,23 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
 def _always(block: Block, prefix: str = "") -> list[tuple[str, Key]]:
     """The keys whose default belongs to every resolved configuration."""
     result: list[tuple[str, Key]] = []
-    for name, row in block.keys.items():
-        if isinstance(row, Key):
-            result.append((f"{prefix}{name}", row))
-        elif isinstance(row, Block) and row.always:
-            result.extend(_always(row, f"{prefix}{name}."))
+    for name, entry in block.keys.items():
+        if isinstance(entry, Key):
+            result.append((f"{prefix}{name}", entry))
+        elif isinstance(entry, Block) and entry.always:
+            result.extend(_always(entry, f"{prefix}{name}."))
     return result
 
 
 def _key(path: str) -> Key | None:
-    row = find(root(), path)
-    return row if isinstance(row, Key) else None
+    entry = find(root(), path)
+    return entry if isinstance(entry, Key) else None
 
 
 def _canonical(path: str, value: Any) -> Any:
     """An argument's value in the form that the file's value has."""
-    row = _key(path)
+    entry = _key(path)
     try:
-        return value if row is None else row.check(value)
+        return value if entry is None else entry.check(value)
     except BadValue:
         return value

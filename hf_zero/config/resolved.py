@@ -27,8 +27,8 @@ from hf_zero.config.schema import (
     Text,
     Texts,
     key,
+    keys_of,
     put,
-    rows_of,
     section_of,
     show,
 )
@@ -51,7 +51,7 @@ _Section = TypeVar("_Section")
 
 @dataclass(frozen=True)
 class LossScaling:
-    """fp16: how losses are scaled. Names and rules are DeepSpeed's; see optim/loss_scaler.py."""
+    """The `fp16` block: how losses are scaled. Names and rules are DeepSpeed's; see optim/loss_scaler.py."""
 
     static: float = key(
         "The fixed loss scale; 0 is a dynamic one, which follows overflows.",
@@ -93,7 +93,7 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class Precision:
-    """fp16, bf16, amp and torch_autocast as one decision."""
+    """The one decision that is made of fp16, bf16, amp and torch_autocast."""
 
     dtype: str | None = None  # of parameters: "bfloat16", "float16", or None: the model keeps its dtypes
     autocast: str | None = None  # the forward runs under torch.autocast with this dtype
@@ -103,7 +103,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class OffloadParam:
-    """zero_optimization.offload_param."""
+    """The block zero_optimization.offload_param."""
 
     device: str = key(
         "The place where parameter shards are kept between uses: the device, host memory or a disk.",
@@ -130,7 +130,7 @@ class OffloadParam:
 
 @dataclass(frozen=True)
 class OffloadOptimizer:
-    """zero_optimization.offload_optimizer. `delayed_update` and `delayed_update_start` are hf_zero's own."""
+    """The block zero_optimization.offload_optimizer. `delayed_update` and `delayed_update_start` are hf_zero's own."""
 
     device: str = key(
         "The place of master weights and optimizer states: the device, host memory or a disk.",
@@ -172,7 +172,7 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True)
 class Aio:
-    """aio: how the files of `nvme` are read and written.
+    """The `aio` block: how the files of `nvme` are read and written.
 
     Raises:
         ConfigError: A value is out of range, also where it comes from Python; every one of them is named.
@@ -189,11 +189,11 @@ class Aio:
     )
 
     def __post_init__(self) -> None:
-        given = ((name, getattr(self, name), row) for name, row in rows_of(Aio).items())
+        given = ((name, getattr(self, name), entry) for name, entry in keys_of(Aio).items())
         wrong = [
-            f"aio.{name}={value} must be {row.expected()}"
-            for name, value, row in given
-            if isinstance(row, Count) and not row.holds(value)
+            f"aio.{name}={value} must be {entry.expected()}"
+            for name, value, entry in given
+            if isinstance(entry, Count) and not entry.holds(value)
         ]
         if wrong:
             raise ConfigError("; ".join(wrong) + ".")
@@ -201,7 +201,7 @@ class Aio:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """checkpoint. `async` is hf_zero's own."""
+    """The `checkpoint` block. `async` is hf_zero's own."""
 
     asynchronous: bool = key(
         "Write checkpoints in the background while training goes on.", Flag(False, when=(c.NO_DISK,)), "async"
@@ -217,7 +217,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class MonitorSection:
-    """tensorboard and csv_monitor: files in `output_path`/`job_name`."""
+    """The blocks `tensorboard` and `csv_monitor`: files in `output_path`/`job_name`."""
 
     enabled: bool = key("Write losses, rates and loss scales of training to files, on rank 0.", Flag(False))
     output_path: str = key("The folder that the files are written into.", Text(""))
@@ -226,7 +226,7 @@ class MonitorSection:
 
 @dataclass(frozen=True)
 class FlopsProfilerSection:
-    """flops_profiler: operations and times of a step, module by module."""
+    """The `flops_profiler` block: operations and times of a step, module by module."""
 
     enabled: bool = key("Count the operations of one step, and measure its modules' times.", Flag(False))
     profile_step: int = key("The step that is profiled, counted from 0.", Count(1))
@@ -240,7 +240,7 @@ class FlopsProfilerSection:
 
 @dataclass(frozen=True)
 class WandbSection:
-    """wandb: a run of Weights & Biases. A value of None is the library's own, as its environment sets it."""
+    """The `wandb` block: a run of Weights & Biases. None is the library's own value, as its environment sets it."""
 
     enabled: bool = key(
         "Send losses, rates and loss scales of training to Weights & Biases, from rank 0.", Flag(False)
@@ -252,7 +252,7 @@ class WandbSection:
 
 @dataclass(frozen=True)
 class CometSection:
-    """comet: an experiment of Comet. A value of None is the library's own, as its configuration sets it."""
+    """The `comet` block: an experiment of Comet. None is the library's own value, as its configuration sets it."""
 
     enabled: bool = key("Send losses, rates and loss scales of training to Comet, from rank 0.", Flag(False))
     samples_log_interval: int = key("The number of samples after which a value is sent again.", Count(100))
@@ -270,7 +270,7 @@ class CometSection:
 
 @dataclass(frozen=True)
 class CommsLoggerSection:
-    """comms_logger: figures of the collectives, for log_summary."""
+    """The `comms_logger` block: figures of the collectives, for log_summary."""
 
     enabled: bool = key("Count the collectives of every step, with their sizes and times.", Flag(False))
     verbose: bool = key("Print a line for each collective.", Flag(False))
@@ -319,7 +319,7 @@ class ActivationCheckpointing:
 
 @dataclass(frozen=True)
 class ZeroSection:
-    """zero_optimization. Sizes are in elements."""
+    """The `zero_optimization` block. Sizes are in elements."""
 
     stage: int = key(
         "The ZeRO stage: ranks shard optimizer states from 1, gradients from 2, parameters at 3.", Count(0, high=3)
@@ -444,7 +444,7 @@ class ResolvedConfig(Mapping[str, Any]):
     comet: CometSection = field(default_factory=CometSection)
     comms_logger: CommsLoggerSection = field(default_factory=CommsLoggerSection)
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
-    # Made of several keys.
+    # The values below are made of several keys.
     stage: int
     world_size: int
     precision: Precision
@@ -462,7 +462,7 @@ class ResolvedConfig(Mapping[str, Any]):
 
     @property
     def dtype(self) -> str | None:
-        """Of parameters: "bfloat16", "float16", or None: the model keeps its dtypes."""
+        """The type of parameters: "bfloat16", "float16", or None, with which the model keeps its own."""
         return self.precision.dtype
 
     def is_written(self, path: str) -> bool:
@@ -488,12 +488,12 @@ class ResolvedConfig(Mapping[str, Any]):
 
     @property
     def public_settings(self) -> dict[str, Any]:
-        """`settings` for logs and terminals: without what nobody else may read."""
+        """The `settings` for logs and terminals, without secrets."""
         return {path: _hidden(path, value) for path, value in self.settings.items()}
 
     @property
     def public_raw(self) -> dict[str, Any]:
-        """`raw`, likewise."""
+        """The file as the user gave it, without secrets."""
         return {
             block: {name: _hidden(f"{block}.{name}", one) for name, one in value.items()}
             if isinstance(value, dict)

@@ -1,8 +1,8 @@
 """The shape of a configuration: which keys there are at which depth, and what each may hold.
 
-The rows themselves are in `resolved.py` (keys that are obeyed as they are), `keys.py` (the others), and beside the
-classes that are chosen by a key (`keys.DECLARED`). This file owns the row types with their checks, and the lookup of
-rows and values by dotted path.
+The entries themselves are in `resolved.py` (keys that are obeyed as they are), `keys.py` (the others), and beside the
+classes that are chosen by a key (`keys.DECLARED`). This file owns the types of keys with their checks, and the
+lookup of entries and values by dotted path.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16", "torch.float16", "half"), "float16"),
 }
-_WRONG: Any = object()  # a value that does not fit its row
+_WRONG: Any = object()  # a value that does not fit its key
 
 Get = Callable[[str], Any]  # the resolved value at a dotted path, or None; a fact of the run
 
 
 class BadValue(ValueError):
-    """A value does not fit its row; `str()` names what was expected."""
+    """A value does not fit its key; `str()` names what was expected."""
 
 
 class Conflict(NamedTuple):
@@ -44,7 +44,7 @@ class Conflict(NamedTuple):
 
 @dataclass(frozen=True)
 class When:
-    """What the effect of a key depends on beside its own value; conditions.py has them.
+    """A condition that the effect of a key depends on beside its own value; conditions.py has them.
 
     `holds` gets a function from dotted path to resolved value; `otherwise` is the reason in the notice, with the stage
     for {stage}.
@@ -56,7 +56,7 @@ class When:
 
 @dataclass(frozen=True)
 class Key:
-    """One row: the default of a key, what the key does, and on what that depends. A subclass is a type of values."""
+    """The declaration of one key: its default, help and conditions. A subclass is a type of values."""
 
     default: Any = None
     _: KW_ONLY
@@ -85,7 +85,7 @@ class Key:
         return checked
 
     def expected(self) -> str:
-        """What may stand here, in words."""
+        """The values that may stand here, in words."""
         words = self._in_words()
         return f'{words}, or "auto"' if self.auto else words
 
@@ -100,7 +100,7 @@ class Key:
 
 
 class Flag(Key):
-    """true or false."""
+    """A flag is true or false."""
 
     words = "true or false"
 
@@ -177,7 +177,7 @@ class Real(Key):
     bits: ClassVar[int] = 128  # a number of that many is told that it is too large
 
     def holds(self, number: float) -> bool:
-        """Whether a number is finite and in the row's range."""
+        """Whether a number is finite and in the key's range."""
         return (
             abs(number) <= _LARGEST_FP32  # false for infinities and NaN
             and (self.low is None or number >= self.low)
@@ -275,7 +275,7 @@ class Alias:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """An object of the configuration.
+    """An object of the configuration, between braces.
 
     `free`: names that are not in `keys` pass unchecked. `always`: its defaults belong to every resolved configuration;
     the other blocks appear there only when the user wrote them. `conflicts` yields what only shows when several keys
@@ -296,7 +296,7 @@ class Block:
             return False
         if not self.keys:
             return bool(value) and value.get("enabled") is not False
-        return any(row.is_on(value.get(name)) for name, row in self.keys.items() if not isinstance(row, Alias))
+        return any(entry.is_on(value.get(name)) for name, entry in self.keys.items() if not isinstance(entry, Alias))
 
 
 Entry = Key | Alias | Block
@@ -308,17 +308,17 @@ def refused_block(instead: str, **switches: Entry) -> Block:
     return Block(keys=switches, free=True, refused=instead)
 
 
-def key(help: str, row: Key, name: str = "") -> Any:
+def key(help: str, entry: Key, name: str = "") -> Any:
     """A field of a section with the value of the key `name`, which is the field's own name where none is given."""
-    return field(default=row.default, metadata={"row": replace(row, help=help), "name": name})
+    return field(default=entry.default, metadata={"entry": replace(entry, help=help), "name": name})
 
 
-def rows_of(section: type[Any], *when: When) -> dict[str, Entry]:
-    """The rows and blocks that the fields of a section declare, the rows under these conditions."""
+def keys_of(section: type[Any], *when: When) -> dict[str, Entry]:
+    """The keys and blocks that the fields of a section declare, the keys under these conditions too."""
     return {
         name: replace(entry, when=(*entry.when, *when))
         if isinstance(entry, Key)
-        else Block(always=True, keys=rows_of(entry))
+        else Block(always=True, keys=keys_of(entry))
         for _, name, entry in _declared(section)
     }
 
@@ -338,17 +338,17 @@ def section_of(section: type[_Section], block: str, get: Get) -> _Section:
 
 
 def _declared(section: type[Any]) -> Iterator[tuple[str, str, Any]]:
-    """Each field that declares something: its attribute, the name in the file, and the row or the inner section."""
+    """Each field that declares something: its attribute, the name in the file, and the key or the inner section."""
     for one in fields(section):
         name = one.metadata.get("name") or one.name
-        if "row" in one.metadata:
-            yield one.name, name, one.metadata["row"]
+        if "entry" in one.metadata:
+            yield one.name, name, one.metadata["entry"]
         elif one.default_factory is not MISSING:
             yield one.name, name, one.default_factory
 
 
 def find(root: Block, path: str) -> Entry | None:
-    """The row at a dotted path, or None."""
+    """The entry at a dotted path, or None."""
     entry: Entry = root
     for name in path.split("."):
         if not isinstance(entry, Block) or name not in entry.keys:
@@ -358,7 +358,7 @@ def find(root: Block, path: str) -> Entry | None:
 
 
 def walk(block: Block, prefix: str = "") -> Iterator[tuple[str, Entry]]:
-    """Every row below `block` with its dotted path, in the order of the tables, a block before its contents."""
+    """Every entry below `block` with its dotted path, in the order of declaration, a block before its contents."""
     for name, entry in block.keys.items():
         yield f"{prefix}{name}", entry
         if isinstance(entry, Block):

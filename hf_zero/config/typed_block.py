@@ -1,6 +1,6 @@
 """Blocks whose `type` names a class and whose `params` are its arguments: `optimizer` and `scheduler`.
 
-The types are declared beside the classes. This file owns what a type declares and the lookup of its rows.
+The types are declared beside the classes. This file owns what a type declares, and the lookup of its keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Type:
     """One value of `type`.
 
     Args:
-        params: The rows of its parameters.
+        params: Its parameters, which are keys.
         required: The parameters without a default -> what to write.
         not_taken: Parameters that its class does not take: they change nothing, or other values are refused.
         form: Its block as the class has it, made of its name and parameters; the same without `not_taken` by default.
@@ -56,7 +56,8 @@ class TypedBlock(Block):
 
     Args:
         missing: What to do where the type is missing.
-        faults: The mistakes in the parameters of a type that fit their rows; "auto" stands for a value not known yet.
+        faults: The mistakes in the parameters of a type, each of which fits its key; "auto" stands for a value that is
+            not known yet.
     """
 
     types: Mapping[str, Type]
@@ -69,7 +70,7 @@ class TypedBlock(Block):
         return by_lower.get(name.lower()) if isinstance(name, str) else None
 
     def params_of(self, name: Any) -> Block:
-        """The rows of `params` beside this `type`: all of them where there is no such type."""
+        """The keys of `params` beside this `type`: those of all types if there is no such type."""
         one = self.type_of(name)
         if one is None:
             return Block(keys=_all_params(self.types))
@@ -77,15 +78,15 @@ class TypedBlock(Block):
 
 
 def type_keys(types: Mapping[str, Type], *, help: str, instead: str = "") -> dict[str, Entry]:
-    """The rows of `type` and `params`. `instead` is the remedy for the types that are refused."""
+    """The keys `type` and `params`. `instead` is the remedy for the types that are refused."""
     offered = tuple(name for name, one in types.items() if not one.refused) if instead else ()
     kind = Choice(choices=tuple(types), offered=offered, refused=instead, help=help)
     return {"type": kind, "params": Block(keys=_all_params(types))}
 
 
 def _all_params(types: Mapping[str, Type]) -> dict[str, Entry]:
-    """Every parameter of every type. Where types have different rows for a name, the first one's stands."""
+    """Every parameter of every type. If types declare a name differently, the first one's stands."""
     params: dict[str, Entry] = {}
     for one in types.values():
-        params |= {name: row for name, row in one.params.items() if name not in params}
+        params |= {name: entry for name, entry in one.params.items() if name not in params}
     return params

@@ -16,7 +16,7 @@ from hf_zero.config.schema import AUTO, look_up, put, section_of
 
 # Blocks and keys of the file that decide where parameters are and how they are gathered.
 _OF_PARAMETERS = ("zero_optimization", "aio", "desync_timeout", "gather_for_generation")
-# Those that decide the dtype of parameters.
+# Blocks and keys that decide the dtype of parameters.
 _OF_TYPES = ("bf16", "bfloat16", "fp16", "keep_fp32")
 _OF_OPTIMIZER = ("offload_optimizer", "cpu_offload")
 
@@ -51,17 +51,17 @@ class ZeroConfig:
 
     @property
     def source(self) -> str:
-        """Where it came from, for messages: a path, "a dict" or "a JSON string"."""
+        """The place that it came from, for messages: a path, "a dict" or "a JSON string"."""
         return self._parsed.source
 
     @property
     def raw(self) -> dict[str, Any]:
-        """What the user gave (a copy)."""
+        """The configuration as the user gave it (a copy)."""
         return copy.deepcopy(self._parsed.raw)
 
     @property
     def values(self) -> dict[str, Any]:
-        """What was read, under canonical names and types, "auto" included (a copy). It loads as the file does."""
+        """The values under canonical names and types, "auto" included (a copy). They load as the file does."""
         return copy.deepcopy(self._parsed.values)
 
     @property
@@ -92,11 +92,11 @@ class ZeroConfig:
         return resolve(self._parsed, Surroundings(file_only=True))
 
     def outcome(self, args: Any = None, model: Any = None, world_size: int = 1, **others: Any) -> Outcome:
-        """As `resolve` with the same arguments, for a caller that reports problems in its own way."""
+        """Resolve with the same arguments as `resolve`, for a caller that reports problems in its own way."""
         return resolve(self._parsed, Surroundings(args=args, model=model, world_size=world_size, **others))
 
     def problems(self, args: Any = None, model: Any = None, world_size: int = 1, **others: Any) -> list[Problem]:
-        """What `resolve` would raise for the same arguments, as a list."""
+        """The problems that `resolve` would raise for the same arguments."""
         return list(self.outcome(args, model, world_size, **others).problems)
 
     def resolve(
@@ -138,7 +138,7 @@ class ZeroConfig:
         return outcome.config
 
     def filled_in(self, values: Mapping[str, Any]) -> ZeroConfig:
-        """The same with `values` (dotted path -> value) in place of "auto", where the file says "auto"."""
+        """A copy with `values` (dotted path -> value) in place of "auto", where the file says "auto"."""
         filled = copy.deepcopy(self._parsed.values)
         for path, value in values.items():
             if look_up(filled, path) == AUTO:
@@ -146,7 +146,7 @@ class ZeroConfig:
         return ZeroConfig(dataclasses.replace(self._parsed, values=filled))
 
     def for_parameters(self, *, types: bool = True) -> ZeroConfig:
-        """The keys of parameters alone, without those of training: what a model is loaded under.
+        """A copy with the keys of parameters alone, without those of training: a model is loaded under it.
 
         Args:
             types: False leaves out the dtype: the caller chooses it.

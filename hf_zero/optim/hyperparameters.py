@@ -17,7 +17,7 @@ from hf_zero.errors import StateError
 
 
 def numbers_of(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per group, by name. Tensors on a device are left out: to read them would be to wait for it."""
+    """The numbers of each group, by name, without tensors on a device: reading them would wait for it."""
     return [
         {key: _number(value) for key, value in group.items() if key != "params" and _number(value) is not None}
         for group in param_groups
@@ -33,17 +33,17 @@ def _number(value: Any) -> Any:
 
 
 def learning_rates(param_groups: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Of each group. Waits for a device that holds one."""
+    """The learning rate of each group. Waits for a device that holds one."""
     return [float(group["lr"]) for group in param_groups]
 
 
 def momenta(param_groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Betas of each group, or its momentum; 0.0 where the optimizer has neither."""
+    """The betas of each group, or its momentum; 0.0 if the optimizer has neither."""
     return [list(group["betas"]) if "betas" in group else float(group.get("momentum", 0.0)) for group in param_groups]
 
 
 def groups_digest(param_groups: Sequence[Mapping[str, Any]]) -> float:
-    """An integer, for the ballot of a step."""
+    """A digest of the groups' numbers, an integer, for the ballot of a step."""
     return digest_of(repr(numbers_of(param_groups)).encode())
 
 

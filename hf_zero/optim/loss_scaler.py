@@ -1,4 +1,4 @@
-"""Whether a step is applied, and how the loss scale follows from it. Rules, values and texts are DeepSpeed's.
+"""The decision whether a step is applied, and the loss scale that follows. Rules, values and texts are DeepSpeed's.
 
 Under ZeRO (stages 1-3) a dynamic scale is halved by an overflow once the hysteresis is used up, and doubled after a
 number of steps without one; at stage 0 DeepSpeed's optimizer for fp16 has no hysteresis and no end at the minimum.

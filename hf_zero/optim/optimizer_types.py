@@ -36,7 +36,7 @@ from hf_zero.config.typed_block import Type, TypedBlock, type_keys
 
 
 class Updates(enum.Enum):
-    """What an optimizer updates, given the gradient of that."""
+    """The unit that an optimizer updates, given its gradient."""
 
     ELEMENTS = enum.auto()  # each by itself
     SHARDS = enum.auto()  # as the class is written for shards
@@ -308,7 +308,7 @@ def _of_adam(get: Get, kind: str, device: str, offload: str) -> Iterator[Conflic
 
 
 def _of_torch_arguments(get: Get) -> Iterator[Conflict]:
-    """What torch's classes refuse when they are made."""
+    """Yield the conflicts that torch's classes refuse when they are made."""
     if get(f"{PARAMS}.fused") is True and get(f"{PARAMS}.foreach") is True:
         yield Conflict(f"{PARAMS}.foreach", "it does not go with fused = true", "Remove one of them.")
     if get(f"{PARAMS}.nesterov") is True and (not get(f"{PARAMS}.momentum") or get(f"{PARAMS}.dampening")):

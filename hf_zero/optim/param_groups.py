@@ -1,4 +1,4 @@
-"""What a rank updates of one parameter."""
+"""The slices of parameters that a rank updates, in the place of parameters in an optimizer's param groups."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OwnedSlice:
 
 
 def own_slice(acc: GradAccumulator, index: int, slice_: Slice) -> OwnedSlice:
-    """What the optimizer is to hold for `slice_` of the flat parameter's parameter `index`."""
+    """The tensors that the optimizer is to hold for `slice_` of the flat parameter's parameter `index`."""
     assert acc.flat.master is not None
     masters = acc.flat.master.slice_tensors(slice_)
     if acc.flat.placement.native:
@@ -59,7 +59,7 @@ def _split_alike(a: list[torch.Tensor], b: list[torch.Tensor]) -> tuple[list[tor
 
 
 def shard_state(state: dict[str, Any], owned: OwnedSlice) -> dict[torch.Tensor, dict[str, Any]]:
-    """State that the optimizer had for an unsharded parameter, for the tensors that this rank updates of it."""
+    """Cut the state that the optimizer had for an unsharded parameter to the tensors that this rank updates of it."""
     numel = owned.acc.flat.layout.slots[owned.index].numel
     sharded: dict[torch.Tensor, dict[str, Any]] = {master: {} for master in owned.masters}
     for key, value in state.items():
@@ -102,7 +102,7 @@ class ShardedGroups:
         self._waiting.extend((group, param) for param in params)
 
     def take(self, accumulators: Sequence[GradAccumulator]) -> list[OwnedSlice]:
-        """What this rank updates of the waiting parameters whose gradients are in `accumulators`."""
+        """Take the waiting parameters whose gradients are in `accumulators`; return what this rank updates of them."""
         places: dict[torch.Tensor, tuple[GradAccumulator, int]]
         places = {p: (acc, i) for acc in accumulators for i, p in enumerate(acc.flat.params)}
         taken: list[OwnedSlice] = []
@@ -128,7 +128,7 @@ class ShardedGroups:
         return taken
 
     def _adopt(self, places: Mapping[torch.Tensor, tuple[GradAccumulator, int]]) -> dict[torch.Tensor, OwnedParam]:
-        """Owners of those of the waiting parameters that are needed unsharded, by parameter."""
+        """The owners of the waiting parameters that are needed unsharded, by parameter."""
         if self._owners is None:
             return {}
         wanted = [(group, param) for group, param in self._waiting if param in places and self._owners.wants(group)]

@@ -1,4 +1,4 @@
-"""Whether an optimizer's update is right on shards, who can make it, and its fused form; see `optimizer_types.py`.
+"""Decides if an optimizer's update is right on shards, who can make it, and its fused form. See `optimizer_types.py`.
 
 A shard is a range of elements. An optimizer is right on it if it treats every element by itself; one that looks at the
 full matrix, at its shape, or at all parameters together needs more, or is refused by name.
@@ -31,9 +31,9 @@ from hf_zero.optim.optimizer_types import (
 from hf_zero.optim.optimizers.base import CheckedOptimizer
 from hf_zero.optim.optimizers.muon import Muon
 
-# What a subclass, or an instance, may have in the place of a known class' own: no part of an update.
+# A subclass, or an instance, may replace these of a known class: they are no part of an update.
 _NO_UPDATE = frozenset(["__init__", "__repr__", "__doc__", "__module__", "add_param_group", "zero_grad", "state_dict"])
-# Where torch wraps an optimizer's methods: profiling and hooks, the counts of schedulers.
+# torch wraps an optimizer's methods in these files: profiling and hooks, the counts of schedulers.
 _WRAPPERS = frozenset(
     kind.__init__.__code__.co_filename for kind in (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 )
@@ -41,12 +41,12 @@ _WRAPPERS = frozenset(
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is known of an optimizer's class. See [Note: Subclasses].
+    """The facts that are known of an optimizer's class. See [Note: Subclasses].
 
     Args:
         known: The first class above it that has an entry here; None if none has.
         below: The classes before that one.
-        changed: What these, or the instance, have in the place of its own.
+        changed: The names of code that these, or the instance, have in the place of its own.
     """
 
     known: type | None
@@ -85,14 +85,14 @@ def _unwrapped(function: Any) -> Any:
 
 
 def _spec_of(optimizer: torch.optim.Optimizer) -> OptimizerType | None:
-    """Of its class, or of the known one above it whose updates it makes."""
+    """The entry of its class, or of the known class above it whose updates it makes."""
     kind = _Kind.of(optimizer)
     return None if kind.changed else kind.spec
 
 
 # ---------------------------------------------------------------- what a user brings
 def needs_unsharded(optimizer: torch.optim.Optimizer) -> Callable[[Mapping[str, Any]], bool] | None:
-    """Which param groups of `optimizer` need unsharded parameters and can have them; None if none does."""
+    """A test for param groups that need unsharded parameters and can have them; None if no group does."""
     spec = _spec_of(optimizer)
     if spec is None or spec.updates is not Updates.PARAMETERS:
         return None

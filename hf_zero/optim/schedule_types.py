@@ -102,11 +102,11 @@ TYPES = {path.rpartition(".")[2]: one for path, one in SCHEDULES.items()}
 
 
 def faults(kind: str, params: Mapping[str, Any]) -> Iterator[Fault]:
-    """The mistakes in parameters that fit their rows: what is missing, and what contradicts something else."""
+    """Yield the mistakes in parameters that fit their keys: what is missing, and what contradicts something else."""
     for name, remedy in TYPES[kind].required.items():
         if params.get(name) is None:
-            row = _plain(TYPES[kind], name)
-            yield Fault(name, None, f"{kind} cannot do without it: expected {row.expected()}", remedy)
+            entry = _plain(TYPES[kind], name)
+            yield Fault(name, None, f"{kind} cannot do without it: expected {entry.expected()}", remedy)
     total = params.get("total_num_steps")
     warmup = params.get("warmup_num_steps")
     by_default = warmup is None
@@ -123,7 +123,7 @@ def faults(kind: str, params: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def value_faults(kind: str, params: Mapping[str, Any]) -> Iterator[Fault]:
-    """Names that the type does not have, and values that do not fit their rows. For parameters from Python."""
+    """Yield names that the type does not have, and values that do not fit their keys; for parameters from Python."""
     for name, value in params.items():
         if name not in TYPES[kind].params:
             known = either(sorted(TYPES[kind].params))
@@ -136,10 +136,10 @@ def value_faults(kind: str, params: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _plain(kind: Type, name: str) -> Key:
-    """A parameter's row in Python, where there is no "auto"."""
-    row = kind.params[name]
-    assert isinstance(row, Key)
-    return replace(row, auto=False)
+    """A parameter's key in Python, where there is no "auto"."""
+    entry = kind.params[name]
+    assert isinstance(entry, Key)
+    return replace(entry, auto=False)
 
 
 BLOCKS = {

@@ -242,7 +242,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def _wait_for_masters(self) -> None:
-        """Before the optimizer writes to them."""
+        """Wait for copies of the masters, before the optimizer writes to them."""
         for acc in self._reducer.accumulators:
             if not acc.flat.placement.native:
                 acc.wait_for_copies()
@@ -296,7 +296,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._facts, self._factor = None, 1.0
 
     def gradient_is_final(self, acc: GradAccumulator) -> None:
-        """In the last backward before the step: the gradient of `acc` is complete."""
+        """Take note, in the last backward before the step, that the gradient of `acc` is complete."""
         if self._native is not None and self._clip <= 0:
             self._native.gradient_is_final(acc)
 
@@ -332,7 +332,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """What losses are multiplied with now; 1.0 without fp16."""
+        """The factor of losses now; 1.0 without fp16."""
         return self.guard.scaler.cur_scale
 
     @property
@@ -361,7 +361,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def local_grad(self, place: ParamPlace) -> torch.Tensor | None:
-        """What this rank owns of a gradient as the step will use it, 1-D; see access.local_grad."""
+        """The part of a gradient that this rank owns, as the step will use it, 1-D; see access.local_grad."""
         found, slice_ = self._settled(place), place.slice
         return None if found is None or slice_ is None else found[0].read_slice(slice_) * found[1]
 
@@ -394,7 +394,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def local_state(self, place: ParamPlace, kind: str) -> torch.Tensor | None:
-        """What this rank owns of a state, 1-D, or 0-dim where it is a number; None if it owns nothing."""
+        """The part of a state that this rank owns, 1-D, or 0-dim if it is a number; None if it owns nothing."""
         slice_ = place.slice
         if slice_ is not None and kind == "master" and place.flat.master is not None:
             return place.flat.master.read_slice(slice_)
@@ -509,7 +509,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._native.restart_at(step)
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state beside the masters, on whatever medium."""
+        """The bytes of optimizer state beside the masters, on every medium."""
         held = sum(one.nbytes for state in self.state.values() for one in state.values() if torch.is_tensor(one))
         held += sum(shard.nbytes for shards in self.attached.values() for shard in shards.values())
         return held + self.strategy.state_bytes() + (0 if self._native is None else self._native.moment_bytes())

@@ -1,4 +1,4 @@
-"""What all ranks agree on between the last backward of an accumulation window and the optimizer step.
+"""The agreement of all ranks between the last backward of an accumulation window and the optimizer step.
 
 One all-reduce of step statistics carries it: which gradient accumulators have late gradients on some rank, which
 parameters had a gradient on any rank, the squared norm, whether the ranks used their units in the same order, and

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_zero.config.conditions import STAGE, is_known
-from hf_zero.config.schema import Block, Choice, Conflict, Count, Flag, Get, Text, When, key, rows_of
+from hf_zero.config.schema import Block, Choice, Conflict, Count, Flag, Get, Text, When, key, keys_of
 from hf_zero.extras.pipeline.stage_schedules import SCHEDULES
 
 _MANY = 1 << 16  # more stages, or chunks of layers, are a mistake
@@ -97,7 +97,7 @@ BLOCKS = {
     "pipeline": Block(
         always=True,
         keys={
-            **rows_of(PipelineSection, _IN_PIPELINE),
+            **keys_of(PipelineSection, _IN_PIPELINE),
             "pipe_partitioned": Flag(True, no_effect=_SPLIT),
             "grad_partitioned": Flag(True, no_effect=_SPLIT),
             "use_reentrant": Flag(True, no_effect="layers are recomputed with and without inputs that need gradients"),

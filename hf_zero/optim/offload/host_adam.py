@@ -208,7 +208,7 @@ class HostAdam:
 
     # ---------------------------------------------------------------- state in and out
     def state_of(self, owned: OwnedSlice) -> dict[str, Any]:
-        """By kind: the stored shard of each moment, and "step"; {} before the first update of the slice."""
+        """The state of a slice by kind: the stored shard of each moment, and "step"; {} before its first update."""
         state, number = self._find(owned)
         if not state.steps[number]:
             return {}

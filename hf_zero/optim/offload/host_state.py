@@ -22,7 +22,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Hyper:
-    """What of a param group decides an update, as it was when the step was asked for."""
+    """The numbers of a param group that decide an update, as they were when the step was asked for."""
 
     rule: AdamRule
     maximize: bool
@@ -45,7 +45,7 @@ class _Slice:
 
 
 class HostState:
-    """What the native rule keeps of one flat parameter.
+    """The optimizer state of one flat parameter that the native rule keeps.
 
     Invariant: `steps` counts the updates of each slice that have been committed.
     """
@@ -162,7 +162,7 @@ class UpdateJob:
         self._over.set()
 
     def _keep_rest(self, tile: int, master: torch.Tensor, out: torch.Tensor | None) -> None:
-        """Parameters that are not updated: they are their masters, rounded."""
+        """Write the parameters that are not updated: they are their masters, rounded."""
         for part in self.state.slices[tile]:
             if out is not None and self._hyper_of(part) is None:
                 place = part.in_full if self._writer.in_full else part.in_shard

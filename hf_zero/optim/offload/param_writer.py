@@ -1,4 +1,4 @@
-"""Where an update on the host puts the new parameters, and when gathers see them.
+"""The writers by which an update on the host puts down new parameters, for gathers to see at the right time.
 
 An update is made of `open` and `close` on the thread that updates, then `publish` or `discard` on the thread that
 trains. Between them nobody sees the new values, unless the writer is direct.
@@ -30,7 +30,7 @@ class ParamWriter(abc.ABC):
         return None
 
     def publish(self) -> None:
-        """From here on gathers see the new values."""
+        """Let gathers see the new values from here on."""
         return None
 
     def discard(self) -> None:

@@ -16,7 +16,7 @@ _ENDS_WITHIN_S = 30.0  # the job under way, where Python ends
 
 
 class Job(Protocol):
-    """What the worker does. `run` gets a function to call when the job after it may prefetch its data."""
+    """A job of the worker. `run` gets a function to call when the job after it may prefetch its data."""
 
     def run(self, look_ahead: Callable[[], None]) -> None: ...
 
@@ -61,7 +61,7 @@ class UpdateWorker:
             self._jobs = collections.deque([*first, *(job for job in self._jobs if id(job) not in chosen)])
 
     def wait(self) -> None:
-        """Until no job is left; errors stay where they are raised otherwise."""
+        """Wait until no job is left; errors stay where they are raised otherwise."""
         with self._wake:
             self._wake.wait_for(lambda: not self._jobs and not self._is_running)
 
@@ -75,7 +75,7 @@ class UpdateWorker:
             self._thread = None
 
     def end_with_python(self) -> None:
-        """As `close`, without the jobs that have not begun."""
+        """Close the worker without the jobs that have not begun."""
         with self._wake:
             self._jobs.clear()
         self.close(_ENDS_WITHIN_S)

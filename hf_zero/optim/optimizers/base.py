@@ -1,4 +1,4 @@
-"""What hf_zero's own torch optimizers have in common: checks of hyperparameters, the step, Adam's moments."""
+"""The base of hf_zero's own torch optimizers: checks of hyperparameters, the step, Adam's moments."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def start_moments(state: MutableMapping[str, Any], grad: torch.Tensor) -> None:
 def follow_gradient(
     state: MutableMapping[str, Any], grad: torch.Tensor, betas: tuple[float, float], *, variance: bool = True
 ) -> None:
-    """m = beta1 m + (1 - beta1) g; with `variance` v = beta2 v + (1 - beta2) g^2."""
+    """Update the moments: m = beta1 m + (1 - beta1) g, and with `variance` v = beta2 v + (1 - beta2) g^2."""
     start_moments(state, grad)
     state["step"] += 1
     state["exp_avg"].mul_(betas[0]).add_(grad, alpha=1 - betas[0])
@@ -119,7 +119,7 @@ def adam_update(
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """What `closure` returns, with gradients enabled; None where there is none."""
+    """Call `closure` with gradients enabled and return its result; None if there is no closure."""
     if closure is None:
         return None
     with torch.enable_grad():

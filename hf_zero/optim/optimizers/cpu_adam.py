@@ -81,7 +81,7 @@ class CPUAdam(CheckedOptimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but masters and moments keep their precision: torch casts state to its parameter's type."""
+        """Load as torch does, but keep the precision of masters and moments; torch casts it to the parameter's."""
         loaded: dict[str, Any] = {}
 
         def keep(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

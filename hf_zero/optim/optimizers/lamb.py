@@ -79,7 +79,7 @@ class Lamb(CheckedOptimizer):
         norms = found.sqrt()
         self._ratios = [_trust_ratio(mine, group) for mine, (group, _) in zip(norms, todo, strict=True)]
         for ratio, (group, param) in zip(self._ratios, todo, strict=True):
-            # Made again: kept from the first round, the updates would take the memory of another shard.
+            # The update is computed again: kept from the first round, updates would take the memory of another shard.
             update = self._update_of(group, param).mul_(ratio)
             param.add_(update.to(param.dtype), alpha=-_step_size(group, int(self.state[param]["step"])))
         return loss

@@ -62,5 +62,5 @@ def _by_gram(x: torch.Tensor) -> torch.Tensor:
 
 
 def rows_to_columns(rows: int, columns: int) -> float:
-    """What makes the update's size independent of a tall matrix's shape."""
+    """The factor that makes the update's size independent of a tall matrix's shape."""
     return math.sqrt(max(1.0, rows / columns))

@@ -12,7 +12,7 @@ from hf_zero.optim.optimizers.base import SeparateUpdates, adam_update, settings
 
 
 class UncorrectedAdam(SeparateUpdates):
-    """p = p - lr m / (sqrt(v) + eps): what DeepSpeed's Adam and AdamW are with bias_correction false.
+    """Adam and AdamW as DeepSpeed's are with bias_correction false: p = p - lr m / (sqrt(v) + eps).
 
     An element depends on itself only, so it is exact on shards; offloaded states are updated natively.
 

@@ -16,7 +16,7 @@ CYCLE_BETA2 = 0.99
 
 
 class OneCycle(Schedule):
-    """From `cycle_min_lr` up to `cycle_max_lr` and down again, then decay; Adam's first beta goes the other way.
+    """The rate goes from `cycle_min_lr` up to `cycle_max_lr` and down, then decays; Adam's first beta the other way.
 
     After the cycle the rate is min / (1 + decay_lr_rate * steps / decay_step_size), and beta1 is
     max * (1 + decay_mom_rate * steps / decay_step_size); a `decay_step_size` of 0 means no decay. Stair counts move
@@ -68,7 +68,7 @@ class OneCycle(Schedule):
         return [lowest / self._growth(iteration, self.decay_lr_rate) for lowest, _ in ends]
 
     def momenta(self, iteration: int) -> PerGroup:
-        """Beta1 of each param group at an iteration."""
+        """The first beta of each param group at an iteration."""
         ends = zip(self.min_moms, self.max_moms, strict=True)
         if iteration < 0:
             return list(self.min_moms)
@@ -82,7 +82,7 @@ class OneCycle(Schedule):
         return self.first + (self.second or 0)
 
     def _height(self, iteration: int) -> float:
-        """Where between its ends the cycle is: 0 at the bottom, 1 at the top."""
+        """The height of the cycle: 0 at the bottom, 1 at the top."""
         place = (iteration + 1) % self._length
         rises = place <= self.first
         way, size = (place, self.first) if rises else (self._length - place, self.second or 0)
@@ -90,7 +90,7 @@ class OneCycle(Schedule):
         return math.floor(way * stairs / size) / stairs if stairs > 0 else way / size
 
     def _growth(self, iteration: int, rate: float) -> float:
-        """What decay divides rates by, and multiplies momenta with, after the cycle."""
+        """The factor that decay divides rates by, and multiplies momenta with, after the cycle."""
         if self.decay_step_size == 0:
             return 1.0
         return 1 + rate * (iteration - self._length + 1) / self.decay_step_size

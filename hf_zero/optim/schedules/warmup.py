@@ -17,7 +17,7 @@ def _warmup_steps(given: int | None) -> int:
 
 
 class WarmupLR(Schedule):
-    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, then constant.
+    """The rate goes from `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, then stays.
 
     Args:
         warmup_num_steps: Less than 2 counts as 2, so the first step has the lowest rate. None takes the default,
@@ -51,7 +51,7 @@ class WarmupLR(Schedule):
         return [lowest + (highest - lowest) * share for lowest, highest in ends]
 
     def share(self, iteration: int) -> float:
-        """How far from the lowest rate to the highest."""
+        """The share of the way from the lowest rate to the highest."""
         if iteration < self.warmup_num_steps:
             return _warmth(iteration, self.warmup_num_steps, self.warmup_type)
         return 1.0
@@ -115,7 +115,7 @@ class WarmupCosineLR(Schedule):
         return [highest * ratio for highest in self.max_lrs]
 
     def ratio(self, iteration: int) -> float:
-        """What the optimizer's own rates are multiplied with."""
+        """The factor of the optimizer's own rates."""
         if iteration < 0:
             return 0.0
         if iteration < self.warmup_num_steps:
@@ -127,5 +127,5 @@ class WarmupCosineLR(Schedule):
 
 
 def _warmth(iteration: int, steps: int, kind: str) -> float:
-    """How much of a warm-up is done at `iteration`, which is before its end: 0 at the first iteration."""
+    """The share of a warm-up that is done at `iteration`, which is before its end: 0 at the first iteration."""
     return iteration / steps if kind == LINEAR else math.log(iteration + 1) / math.log(steps)

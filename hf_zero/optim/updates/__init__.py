@@ -1,1 +1,1 @@
-"""How an optimizer updates shards."""
+"""The ways in which an optimizer updates shards."""

@@ -23,7 +23,7 @@ _BITS = 8
 
 @dataclass(frozen=True)
 class _Columns:
-    """Where tensors lie in a matrix with one row per rank: the r-th part of each, one behind the other."""
+    """The places of tensors in a matrix with one row per rank: row r has the r-th part of each, in turn."""
 
     starts: list[int]
     widths: list[int]
@@ -41,7 +41,7 @@ class _Columns:
         return sum(self.widths)
 
     def real(self, index: int, row: int) -> int:
-        """Elements of part `row` of tensor `index` that are not padding."""
+        """The number of elements of part `row` of tensor `index` that are not padding."""
         width = self.widths[index]
         return min(max(self.numels[index] - row * width, 0), width)
 
@@ -98,7 +98,7 @@ class SignMean:
             tensor.view(-1).copy_(mean[:, start : start + width].reshape(-1)[: tensor.numel()])
 
     def _columns_of(self, tensors: Sequence[torch.Tensor]) -> _Columns:
-        """Those of the last call where they fit: to copy new ones to a device makes the host wait."""
+        """The columns of the last call if they fit: copying new ones to a device makes the host wait."""
         numels, device = [tensor.numel() for tensor in tensors], tensors[0].device
         known = self._columns
         if known is None or known.numels != numels or known.widths_there.device != device:
@@ -136,7 +136,7 @@ def _split(values: torch.Tensor, signs: torch.Tensor, error: torch.Tensor) -> to
 
 
 def _pack(signs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """bool [rows, n] and fp32 [rows, tensors] -> bytes [rows, n / 8 + 4 tensors]."""
+    """Pack bool [rows, n] and fp32 [rows, tensors] into bytes [rows, n / 8 + 4 tensors]."""
     powers = 2 ** torch.arange(_BITS, device=signs.device, dtype=torch.uint8)
     packed = (signs.view(len(signs), -1, _BITS) * powers).sum(-1, dtype=torch.uint8)
     return torch.cat([packed, scales.contiguous().view(torch.uint8)], 1)

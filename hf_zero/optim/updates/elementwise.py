@@ -1,4 +1,4 @@
-"""How a torch optimizer is run over the elements that this rank updates: one strategy per kind of optimizer.
+"""The strategies that run a torch optimizer over the elements that this rank updates: one per kind of optimizer.
 
 Most optimizers treat every element by itself and are simply called. Others need more than a shard: Lamb the norms of
 unsharded parameters, OneBitAdam gradients that no rank has averaged, some the unsharded parameters (whole_params.py).
@@ -27,7 +27,7 @@ from hf_zero.sharding.placement import master_dtype_of
 
 # A parameter's name, elements of it, and tensors that hold these
 StatePlace = tuple[str, Slice | Sequence[Piece], Sequence[torch.Tensor]]
-# From a kind to the full state of one parameter, None before the first update; all ranks must call
+# Maps a kind to the full state of one parameter, None before the first update; all ranks must call.
 StateReader = Callable[[str], torch.Tensor | None]
 HasGrad = Mapping[GradAccumulator, Sequence[bool]]  # per parameter: whether any rank had a gradient
 Pair = tuple[torch.Tensor, torch.Tensor]  # a tensor that the optimizer holds, and its gradient
@@ -39,7 +39,7 @@ class FileState:
 
     # By name, for each tensor of this rank's slice: what has the parameter's shape, sharded like it; and numbers.
     parts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
-    # By name and kind: tensors of other shapes, in full, on all ranks.
+    # Tensors of other shapes by name and kind, in full, on all ranks.
     odd: Mapping[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ class TorchUpdate:
         return 0
 
     def file_state(self, owned: Sequence[OwnedSlice]) -> FileState:
-        """What of the state is not where the masters are, or not of their shape. All ranks must call."""
+        """The state that is not where the masters are, or not of their shape. All ranks must call."""
         if needs_unsharded(self.optimizer) is None:
             return FileState()
         # Every rank has full parameters.
@@ -97,7 +97,7 @@ class TorchUpdate:
         yield from ((one.slice.name, one.slice, one.masters) for one in owned if not one.native)
 
     def reader_of(self, place: ParamPlace) -> StateReader | None:
-        """What reads the state of a parameter that is not where its master is; None for others."""
+        """The reader of the state of a parameter that is not where its master is; None for others."""
         return None
 
     def check_sharded(self, place: ParamPlace) -> None:
@@ -110,7 +110,7 @@ class TorchUpdate:
 
 
 def sub_groups(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedSlice], has_grad: HasGrad) -> list[list[Pair]]:
-    """What this rank updates, in groups of at most `sub_group_size` elements; a larger tensor is a group of its own.
+    """The tensors that this rank updates, in groups of at most `sub_group_size` elements; a larger one goes alone.
 
     torch's foreach updates make several temporaries as large as everything that one call updates, and leave tensors
     without a gradient alone: called once per group, they make them as large as a group. As in DeepSpeed, the user's
@@ -177,7 +177,7 @@ class LambUpdate(TorchUpdate):
         return torch.zeros(total, 2, dtype=dtype, device=self.comm.device)
 
     def _index_of(self, numbers: list[int], device: torch.device) -> torch.Tensor:
-        """Made when other parameters have gradients than in the last step: to copy it makes the host wait."""
+        """The index; a new one, whose copy makes the host wait, if other parameters have gradients than before."""
         if numbers != self._numbers or device != self._index.device:
             self._numbers, self._index = numbers, torch.tensor(numbers, dtype=torch.long, device=device)
         return self._index

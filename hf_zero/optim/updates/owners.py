@@ -1,4 +1,4 @@
-"""Which rank updates which full parameter, for optimizers that need more of it than a range of elements."""
+"""The ranks that update full parameters, for optimizers that need more of one than a range of elements."""
 
 from __future__ import annotations
 

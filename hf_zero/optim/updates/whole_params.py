@@ -94,7 +94,7 @@ class OwnershipUpdate(TorchUpdate):
                 master.grad = None
 
     def elementwise(self, owned: Sequence[OwnedSlice]) -> list[OwnedSlice]:
-        """Those of `owned` that are updated where they are."""
+        """The slices of `owned` that are updated where they are."""
         adopted = {(param.acc, param.index) for param in self._owners.params}
         return [one for one in owned if (one.acc, one.index) not in adopted]
 
@@ -207,14 +207,14 @@ def _on_host(value: Any) -> Any:
 
 
 def _fact(value: Any, shape: tuple[int, ...]) -> Any:
-    """What all ranks need of a state: the type of what is sharded like the parameter, else the value itself."""
+    """The fact that all ranks need of a state: its type if it is sharded like the parameter, else the value itself."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.dtype if value.dim() and tuple(value.shape) == shape else value.cpu()
 
 
 def _batches(moves: Sequence[_Move]) -> Iterator[tuple[torch.dtype, list[_Move]]]:
-    """Moves of one type that go together, in an order that is the same on all ranks."""
+    """Yield the moves of one type that go together, in an order that is the same on all ranks."""
     batch: list[_Move] = []
     numel = 0
     for move in sorted(moves, key=lambda move: str(move.dtype)):
