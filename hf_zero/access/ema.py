@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint import collective
 from hf_zero.checkpoint.folders import chosen
+from hf_zero.checkpoint.load import load_attached
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer
@@ -183,7 +183,7 @@ class ShardedEMA:
         optimizer = self._checked_optimizer()
         optimizer.check_active("ShardedEMA.load_checkpoint")
         self._engine.require_all_ranks("ShardedEMA.load_checkpoint")
-        collective.load_attached(self._engine.checkpoints.session(), chosen(folder, tag), self.name)
+        load_attached(self._engine.checkpoints.contents(), chosen(folder, tag), self.name)
 
     def close(self) -> None:
         """Give the memory back; checkpoints are without the average from here on. All ranks must call."""

@@ -7,7 +7,8 @@
     writer            writing a folder, in phases; see [Note: Commit order] there
     reader            reading any element of a folder, whatever layout the reader has
     lazy_state_dict   unsharded tensors of a folder, read as they are asked for
-    collective        saving and loading an engine's state, all ranks together; agreement: on what
+    save, load        saving and loading an engine's state, all ranks together; agreement: on what
+    contents          which parts of an engine are in a checkpoint
     optimizer_state, scheduler_state, frozen_digests   the parts of it
 
 Nothing is imported here, so that `hf-zero consolidate` and `hf-zero inspect` need not wait for torch.

@@ -250,10 +250,10 @@ def write_file(
     stop = threading.Event()
 
     def write_parts() -> None:
-        with closing(files.twin()) as own, path.open("r+b", buffering=0) as file, suppress(queue.Empty):
+        with path.open("r+b", buffering=0) as file, suppress(queue.Empty):
             while not stop.is_set():
                 try:
-                    write_part(own, file, *parts.get_nowait(), advance)
+                    write_part(files, file, *parts.get_nowait(), advance)
                 except BaseException:
                     stop.set()  # the others need not go on
                     raise

@@ -73,7 +73,8 @@ class DirectFile(SafetensorsFile):
         self._map: mmap.mmap | None = None
 
     def read(self, view: memoryview, offset: int, end: int = 0) -> None:
-        self._open()
+        with self._opening:
+            self._open()
         while view and end and self._map is not None:
             count = ahead.copy(self, view, offset)
             if not count and self._is_cached(offset, min(end, offset + READ_BYTES)):

@@ -5,9 +5,9 @@ A checkpoint folder holds one safetensors file per rank, zero/rank-00000.safeten
 one holds no checkpoint, whatever else lies in it. It also holds the layouts, so that a reader finds any element of any
 parameter from the manifest and the rank files alone.
 
-To change what the manifest has: add or change a field of `SaveInfo` or `Manifest` here, and set it where a save
-collects what it writes (collective.py). Old manifests lack a new field, so it needs a default. Raise FORMAT_VERSION if
-older versions of hf_zero would read a new checkpoint wrongly.
+To change what the manifest has: add or change a field of `SaveInfo` or `Manifest` here, and set it in contents.py, or
+in save.py if the ranks make it together. Old manifests lack a new field, so it needs a default. Raise FORMAT_VERSION
+if older versions of hf_zero would read a new checkpoint wrongly.
 
 This file needs numpy and the standard library only: it is a part of the stand-alone script (stand_alone.py).
 """

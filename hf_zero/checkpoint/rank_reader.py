@@ -5,7 +5,6 @@ This file needs the standard library only: it is a part of the stand-alone scrip
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import zlib
@@ -30,20 +29,20 @@ from hf_zero.checkpoint.format import (
 
 CHUNK_BYTES = 4 << 20
 READ_BYTES = 1 << 20
-MAX_OPEN_FILES = 48  # of a thread, with 3 descriptors each: a process may have 1024 by default
+MAX_OPEN_FILES = 96  # with 3 descriptors each: a process may have 1024 by default
 BINARY = getattr(os, "O_BINARY", 0)  # without it Windows changes ends of lines
 
 Advance = Callable[[int], None]  # called with the bytes done since the last call
 
 
 class RankFiles:
-    """The rank files of one checkpoint, of which at most MAX_OPEN_FILES are open at once. For one thread: see `twin`.
+    """The rank files of one checkpoint, of which at most MAX_OPEN_FILES stay open. Any thread may read.
 
     Args:
         kinds: What will be read ("master", "exp_avg", ...), None for all; what else files hold is not looked at.
         verify: Reads of tensors compare checksums. Those of version 1 are compared by `verify` alone.
-        crc32: As zlib's, or faster.
-        open_file: Reads a file; SafetensorsFile, or faster.
+        crc32: zlib's, or a faster one.
+        open_file: What reads a file: SafetensorsFile, or a subclass.
         elsewhere: By rank, files that are not in the folder, and how to read them.
     Raises:
         ConsolidateError: A file is missing, damaged, or not what the manifest lists, here or at a later read.
@@ -60,26 +59,22 @@ class RankFiles:
         open_file: Callable[[Path], SafetensorsFile] | None = None,
         elsewhere: Mapping[int, SafetensorsFile] | None = None,
     ) -> None:
-        elsewhere = elsewhere or {}
+        self._folder = folder
         self._manifest = manifest
         self._kinds = kinds
         self._verify = verify
         self.crc32 = crc32
         self._open_file = open_file or SafetensorsFile
-        self._files = [
-            elsewhere.get(rank) or self._open_file(zero_folder(folder) / file.name)
-            for rank, file in enumerate(manifest.files)
-        ]
-        self._open: set[int] = set()  # ranks
+        self._files = dict(elsewhere or {})  # by rank, those that stay open
         self._headers: dict[int, dict[str, Stored]] = {}  # by rank
-        self._decoding = threading.Lock()  # one of the twins decodes a header, for all of them
-        here = [file for rank, file in enumerate(manifest.files) if rank not in elsewhere]
+        self._lock = threading.RLock()  # over both, and over what is decided once
+        here = [file for rank, file in enumerate(manifest.files) if rank not in self._files]
         # Where some are elsewhere, it is known already that the others are here.
         check_sizes(folder, here, () if elsewhere else manifest.hosts)
 
     @property
     def count(self) -> int:
-        return len(self._files)
+        return len(self._manifest.files)
 
     @cached_property
     def _marks(self) -> dict[str, str]:
@@ -89,20 +84,10 @@ class RankFiles:
     def _contents(self) -> list[dict[str, tuple[str, int]]]:
         return rank_contents(self._manifest)
 
-    def twin(self) -> RankFiles:
-        """The same for another thread: with its own open files, and the headers of both."""
-        with self._decoding:
-            assert self._marks and self._contents  # are decided once
-            twin = copy.copy(self)
-        twin._files = [self._open_file(file.path) for file in self._files]
-        twin._open = set()
-        return twin
-
     def close(self) -> None:
-        """Close the files; a later read opens them again."""
-        for rank in self._open:
-            self._files[rank].close()
-        self._open.clear()
+        """Close the files, which nobody reads now; a later read opens them again."""
+        for file in self._files.values():
+            file.close()
 
     def verify(self, ranks: Iterable[int], advance: Advance | None = None) -> None:
         """Compare the checksums of all bytes of these files, and name all that are damaged."""
@@ -139,7 +124,7 @@ class RankFiles:
             crc = self.crc32(view, crc)
             yield len(view)
         if crc != file.crc32:
-            raise ConsolidateError(f"{self._files[rank].path} is damaged: wrong checksum, its content has changed")
+            raise ConsolidateError(f"{self.path(rank)} is damaged: wrong checksum, its content has changed")
         self.header(rank)
 
     def tensor(self, rank: int, key: str, end: int | None = None) -> RankTensor:
@@ -150,7 +135,7 @@ class RankFiles:
 
     def header(self, rank: int) -> dict[str, Stored]:
         """The tensors in a rank's file, which have been compared with the manifest."""
-        with self._decoding:
+        with self._lock:
             if rank not in self._headers:
                 self._headers[rank] = self._decoded(rank)
             return self._headers[rank]
@@ -168,27 +153,33 @@ class RankFiles:
         return header
 
     def damage(self, rank: int, key: str, block: int) -> ConsolidateError:
-        path = self._files[rank].path
-        return ConsolidateError(f"{path} is damaged: wrong checksum, block {block} of {key} has changed")
+        return ConsolidateError(f"{self.path(rank)} is damaged: wrong checksum, block {block} of {key} has changed")
 
     def read(self, rank: int, view: memoryview, offset: int, end: int = 0) -> None:
         """Fill `view` from a byte of a rank's file on. Nothing is compared. More will be read, up to `end`."""
         with self._opened(rank) as file:
             file.read(view, offset, end)
 
+    def path(self, rank: int) -> Path:
+        file = self._files.get(rank)
+        return zero_folder(self._folder) / self._manifest.files[rank].name if file is None else file.path
+
     @contextmanager
     def _opened(self, rank: int) -> Iterator[SafetensorsFile]:
-        if rank not in self._open:
-            if len(self._open) >= MAX_OPEN_FILES:
-                self.close()
-            self._open.add(rank)
-        path = self._files[rank].path
+        path = self.path(rank)
+        with self._lock:
+            file = self._files.get(rank) or self._open_file(path)
+            if len(self._files) < MAX_OPEN_FILES:
+                self._files[rank] = file
         try:
-            yield self._files[rank]
+            yield file
         except OSError as error:
             raise ConsolidateError(f"cannot read {path}: {error.strerror or error}") from error
         except ValueError as error:
             raise ConsolidateError(f"{path} is damaged: {error}") from error
+        finally:
+            if self._files.get(rank) is not file:
+                file.close()
 
 
 class RankTensor:
@@ -252,16 +243,19 @@ class RankTensor:
 class SafetensorsFile:
     """Reads a safetensors file by offset: pages of a memory map would count as memory of the process.
 
-    It is opened at the first read, also after `close`. OSError comes from the system; ValueError names the damage.
+    It is opened at the first read, also after `close`. Any thread may read. OSError comes from the system; ValueError
+    names the damage.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = -1
+        self._opening = threading.Lock()
 
     def read(self, view: memoryview, offset: int, end: int = 0) -> None:
         """Fill `view` from `offset` on. The caller will read up to `end`, which a subclass may do ahead."""
-        self._open()
+        with self._opening:
+            self._open()
         while view:  # the system may give less than asked for (at most 2 GiB at once)
             count = read_at(self._descriptor, view, offset)
             expect(count > 0, f"it ends too early, at byte {offset}: it was truncated")

@@ -9,7 +9,6 @@ collectives: each rank opens the folder for itself.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -86,7 +85,6 @@ class CheckpointReader:
         # What is elsewhere comes over the process group, which one thread may use.
         self._in_parallel = not elsewhere
         self._pool: ThreadPoolExecutor | None = None
-        self._twins: deque[RankFiles] = deque()  # of threads that read nothing now
         # (parameter, rank) -> where its slice starts in that rank's shard
         self._slice_starts: dict[tuple[str, int], int] = {}
 
@@ -100,9 +98,7 @@ class CheckpointReader:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
-        for files in (self._files, *self._twins):
-            files.close()
-        self._twins.clear()
+        self._files.close()
         ahead.free()
 
     # ---------------------------------------------------------------- what there is
@@ -301,7 +297,7 @@ class CheckpointReader:
                 return
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(_THREADS, "read-checkpoint")
-            reads = [self._pool.submit(self._read_part, part, key) for part in parts]
+            reads = [self._pool.submit(part.read, self._files, key) for part in parts]
             try:
                 for read in reads:
                     self.on_read(read.result())
@@ -309,17 +305,6 @@ class CheckpointReader:
                 for read in reads:
                     read.cancel()
                 wait(reads)
-
-    def _read_part(self, part: _Part, key: str) -> int:
-        """On a thread of the pool."""
-        try:
-            files = self._twins.pop()
-        except IndexError:
-            files = self._files.twin()
-        try:
-            return part.read(files, key)
-        finally:
-            self._twins.append(files)
 
     # ---------------------------------------------------------------- names
     def _canonical(self, name: str) -> str:

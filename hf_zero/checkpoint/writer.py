@@ -1,4 +1,4 @@
-"""Writes a checkpoint folder, in phases between which the ranks agree (collective.py); no collectives here.
+"""Writes a checkpoint folder, in phases between which the ranks agree (save.py); no collectives here.
 
 [Note: Commit order]
     0  every rank  check_info(info): what JSON cannot hold is refused before anything is written

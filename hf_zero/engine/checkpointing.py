@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.checkpoint import collective
 from hf_zero.checkpoint.agreement import agree_on_source, agree_on_target
 from hf_zero.checkpoint.background import BackgroundSaves
-from hf_zero.checkpoint.collective import Parts, Session
+from hf_zero.checkpoint.contents import CheckpointContents
 from hf_zero.checkpoint.folders import latest_files
+from hf_zero.checkpoint.load import Parts, load
+from hf_zero.checkpoint.save import save, snapshot_bytes
 from hf_zero.config.resolved import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.step_schedule import StepSchedule
@@ -49,10 +50,10 @@ class Checkpointing:
         self._background = BackgroundSaves(self._comm, pin=pin) if config.checkpoint.asynchronous else None
         self._is_prepared = False
 
-    def session(self) -> Session:
-        """What of the engine goes into a checkpoint now."""
+    def contents(self) -> CheckpointContents:
+        """Return the parts of the engine that go into a checkpoint now."""
         schedule = self._schedule
-        return Session(
+        return CheckpointContents(
             self._model,
             self._built.units,
             self._comm,
@@ -91,8 +92,8 @@ class Checkpointing:
         self.finish()
         self._check_model()
         self._schedule.finish_updates()
-        collective.save(
-            self.session(),
+        save(
+            self.contents(),
             folder,
             client_state,
             exclude_frozen=exclude_frozen,
@@ -113,7 +114,7 @@ class Checkpointing:
         self._background.after_step()
         if not self._is_prepared:  # now there are optimizer states, and it is known how many
             self._is_prepared = True
-            self._background.prepare(collective.snapshot_bytes(self.session()))
+            self._background.prepare(snapshot_bytes(self.contents()))
 
     def when_published(self, call: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:
         """Call `call` when what was saved last is published, from any thread: now if it is. Not of all ranks.
@@ -153,7 +154,7 @@ class Checkpointing:
         schedule.params.reshard_all()
         schedule.finish_updates()
         schedule.zero_grad()
-        loaded = collective.load(self.session(), Path(folder), parts)
+        loaded = load(self.contents(), Path(folder), parts)
         if parts.counters:
             schedule.restart_at(loaded.global_step, loaded.skipped_steps)
             if schedule.optimizer is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from hf_zero.checkpoint.collective import ALL_PARTS, Parts
+from hf_zero.checkpoint.load import ALL_PARTS, Parts
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing

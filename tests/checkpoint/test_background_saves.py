@@ -16,7 +16,8 @@ import pytest
 import transformers
 
 import hf_zero
-from hf_zero.checkpoint import background, collective, writer
+from hf_zero.checkpoint import background, writer
+from hf_zero.checkpoint import save as saving
 from hf_zero.checkpoint.format import manifest_path, zero_folder
 from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.distributed import process_end
@@ -331,9 +332,9 @@ def write_hangs(folder: str) -> dict[str, Any]:
     listener = logging.Handler()
     listener.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(background.__name__).addHandler(listener)
-    write = collective.write_rank_file
+    write = saving.write_rank_file
     if engine.rank == 1:
-        collective.write_rank_file = lambda *_, **__: time.sleep(40)
+        saving.write_rank_file = lambda *_, **__: time.sleep(40)
     engine.save_checkpoint(folder, "hangs")
     time.sleep(3)
     losses = steps(engine, 1, 3)
@@ -341,7 +342,7 @@ def write_hangs(folder: str) -> dict[str, Any]:
     with pytest.raises(CheckpointError) as error:
         engine.finish_saves()
     lasted = time.monotonic() - began
-    collective.write_rank_file = write
+    saving.write_rank_file = write
     engine.save_checkpoint(folder, "again")
     engine.finish_saves()
     return {"warned": warned, "error": str(error.value), "lasted": lasted, "losses": losses}

@@ -113,7 +113,7 @@ class Said(logging.Handler):
     def during(self, work: Callable[[], Any], rank: int) -> list[str]:
         """The lines of `work`; on other ranks than 0 there are none."""
         self.lines.clear()
-        logger = logging.getLogger("hf_zero.checkpoint.collective")
+        logger = logging.getLogger("hf_zero.checkpoint.load")
         logger.addHandler(self)
         try:
             work()

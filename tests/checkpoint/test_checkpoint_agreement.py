@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero import CheckpointError
+from hf_zero.checkpoint.direct_reads import DirectFile
 from hf_zero.checkpoint.optimizer_state import read_states
-from hf_zero.checkpoint.rank_reader import SafetensorsFile
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.engine.engine import ZeroEngine
 from tests.checkpoint.test_resume import Net, start, steps
@@ -163,11 +163,11 @@ def load_with_a_fault(stage: int, folder: str, place: str) -> None:
     want = weights(engine)
     steps(engine, 2, 3)
     faulty = engine.rank == 1
-    read, method = SafetensorsFile.read, CheckpointReader.read_buffer
+    read, method = DirectFile.read, CheckpointReader.read_buffer
     count = 0
 
     def failing(read: Callable[..., None]) -> Any:
-        def failing_read(self: SafetensorsFile, *args: Any) -> None:
+        def failing_read(self: DirectFile, *args: Any) -> None:
             nonlocal count
             count += 1
             if faulty and (place == "first read" or count > 12):
@@ -184,11 +184,11 @@ def load_with_a_fault(stage: int, folder: str, place: str) -> None:
     if place == "buffer":
         CheckpointReader.read_buffer = buffer  # type: ignore[method-assign]
     else:
-        SafetensorsFile.read = failing(read)  # type: ignore[method-assign]
+        DirectFile.read = failing(read)  # type: ignore[method-assign]
     text = refused(lambda: engine.load_checkpoint(folder, "a"), r"rank 1: .*Input/output error")
     assert ("calls" if place == "buffer" else "rank-0000") in text, text
     assert ("load a complete checkpoint" in text) == (place != "first read"), "what is still unchanged"
-    SafetensorsFile.read, CheckpointReader.read_buffer = read, method  # type: ignore[method-assign]
+    DirectFile.read, CheckpointReader.read_buffer = read, method  # type: ignore[method-assign]
     engine.load_checkpoint(folder, "a")
     assert same(weights(engine), want)
 

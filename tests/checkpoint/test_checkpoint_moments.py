@@ -14,7 +14,8 @@ from torch import nn
 
 import hf_zero
 from hf_zero import CheckpointError, StateError
-from hf_zero.checkpoint import collective
+from hf_zero.checkpoint import load as loading
+from hf_zero.checkpoint import save as saving
 from hf_zero.checkpoint import writer as save_module
 from tests.harness.checkpoints import assert_holds, make_model, save
 from tests.harness.ranks import run_ranks
@@ -198,9 +199,10 @@ def faults(stage: int, folder: str, victim: int) -> None:
 
     for name in ("check_info", "write_rank_file", "_load_weights", "read_states", *LEADERS * (victim == 0)):
         loads = name in ("_load_weights", "read_states")
-        original = getattr(collective, name)
+        place = loading if loads else saving
+        original = getattr(place, name)
         if engine.rank == victim:
-            setattr(collective, name, broken)
+            setattr(place, name, broken)
         began = time.monotonic()
         with pytest.raises(CheckpointError, match=f"rank {victim}: MemoryError: no more") as caught:
             engine.load_checkpoint(folder) if loads else engine.save_checkpoint(folder, "bad")
@@ -209,7 +211,7 @@ def faults(stage: int, folder: str, victim: int) -> None:
         assert (MemoryError in causes) == (engine.rank == victim), "the traceback is that of the rank that failed"
         engine.comm.barrier("rank 0 has deleted what it made")
         assert loads or not Path(folder, "bad").exists(), name
-        setattr(collective, name, original)
+        setattr(place, name, original)
         if loads:
             micro(engine, 2), engine.step(), micro(engine, 3)
             for call in (engine.step, lambda: engine.save_checkpoint(folder, "bad")):

@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.checkpoint import atomic_files, background, collective, rank_writer, writer
+from hf_zero.checkpoint import atomic_files, background, rank_writer, save, writer
 from hf_zero.checkpoint.snapshot import SnapshotMemory
 from hf_zero.distributed.store_protocol import Letters
 
 # Name -> what is called there: an object, and an attribute of it.
 POINTS: dict[str, tuple[Any, str]] = {
-    "the ranks agree": (collective, "_shared"),
-    "the folder is made": (collective, "prepare_folder"),
-    "what is saved is found": (collective._Saved, "collect"),
+    "the ranks agree": (save, "_complete"),
+    "the folder is made": (save, "prepare_folder"),
+    "what is saved is found": (save, "check_info"),
     "the snapshot": (SnapshotMemory, "copy"),
-    "a rank file begins": (collective, "write_rank_file"),
+    "a rank file begins": (save, "write_rank_file"),
     "tensors are written": (rank_writer.DataWriter, "write"),
     "the header is written": (writer, "encode_rank_header"),
     "a file is synced": (atomic_files.os, "fsync"),

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hf_zero.checkpoint.collective import ALL_PARTS, Parts
+from hf_zero.checkpoint.load import ALL_PARTS, Parts
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.messages import UnsendableError

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.collective import Session
+from hf_zero.checkpoint.contents import CheckpointContents
 from hf_zero.checkpoint.format import TensorInfo
 from hf_zero.checkpoint.scheduler_state import plain
 from hf_zero.config import ResolvedConfig
@@ -41,8 +41,8 @@ class _Stage:
 
 
 @dataclass(frozen=True)
-class StageSession(Session):
-    """A Session over all ranks of a run (`comm`), each of which has the layers of a stage."""
+class StageContents(CheckpointContents):
+    """The CheckpointContents over all ranks of a run (`comm`), each of which has the layers of a stage."""
 
     place: Place = field(kw_only=True)
     data_rank: int = field(kw_only=True)  # among the ranks of the stage
@@ -147,11 +147,11 @@ class StageCheckpointing(Checkpointing):
         except OSError as error:
             raise CheckpointError(f"cannot describe the model: {error}") from error
 
-    def session(self) -> Session:
-        own = super().session()
+    def contents(self) -> CheckpointContents:
+        own = super().contents()
         parts = {one.name: getattr(own, one.name) for one in fields(own)}
         data_rank = self._built.comm.rank
-        session = StageSession(**parts, place=self._place, data_rank=data_rank, aliases=self._aliases)
-        everyone = self._comm.all_gather_object(session.of_this_stage() if not data_rank else None, "stages")
+        contents = StageContents(**parts, place=self._place, data_rank=data_rank, aliases=self._aliases)
+        everyone = self._comm.all_gather_object(contents.of_this_stage() if not data_rank else None, "stages")
         stages = sorted((one for one in everyone if one is not None), key=lambda one: one.stage)
-        return replace(session, all_stages=tuple(stages))
+        return replace(contents, all_stages=tuple(stages))

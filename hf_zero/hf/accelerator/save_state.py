@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from hf_zero.checkpoint.collective import Parts
+from hf_zero.checkpoint.load import Parts
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.local_files import on_all_ranks, writing

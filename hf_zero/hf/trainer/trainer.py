@@ -23,8 +23,8 @@ from transformers.trainer_pt_utils import remove_dummy_checkpoint
 
 from hf_zero.access.copy_weights import copy_weights
 from hf_zero.checkpoint.agreement import refuse_differences
-from hf_zero.checkpoint.collective import Parts
 from hf_zero.checkpoint.file_list import write_list
+from hf_zero.checkpoint.load import Parts
 from hf_zero.checkpoint.replaced_files import drop, put_back, set_aside
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError, ConfigError
