@@ -67,6 +67,10 @@ __all__ = sorted([*_EXPORTS, "__version__"])
 
 
 # The parts of every engine that annexes and the rooms above the engine bring, in the order in which they are called.
+parts.register("hf_zero.extras.monitors.step_lines:LinesPart")
+parts.register("hf_zero.extras.monitors.monitors:MonitorsPart")
+parts.register("hf_zero.extras.monitors.flops_profiler:FlopsPart")
+parts.register("hf_zero.extras.monitors.comms_summary:CommsPart")
 parts.register("hf_zero.extras.activations.engine_part:CheckpointingPart")
 parts.register("hf_zero.hf.models.install:ModelPart", needs="transformers")
 parts.register("hf_zero.extras.estimate.account:AccountPart")

@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 # From the lowest up: a room imports from rooms before it, in functions too. CONTRIBUTING.md tells of them.
 CORE = """errors layout progress config native distributed storage sharding runtime optim checkpoint engine access
     hf""".split()
-ANNEXES = "pages activations estimate pipeline deepspeed launcher cli run".split()
+ANNEXES = "pages monitors activations estimate pipeline deepspeed launcher cli run".split()
 ROOMS = [*CORE, *ANNEXES, "__init__"]
 FILES_BESIDE_THE_ROOMS = set(
     "__init__.py errors.py estimate.py layout.py pipeline.py progress.py run.py py.typed".split()

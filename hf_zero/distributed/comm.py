@@ -40,7 +40,7 @@ from hf_zero.distributed.processes import (
     refuse_shared_device,
 )
 from hf_zero.distributed.store_protocol import Letters, LostRankError, Presence
-from hf_zero.distributed.work import CommCount, Done, Finish, Pending, Rider
+from hf_zero.distributed.work import CommCount, Done, Finish, Observer, Pending, Rider
 from hf_zero.errors import OffloadError, ZeroError
 
 # Elements per collective on gloo: larger single calls fall out of the cache.
@@ -74,6 +74,8 @@ class Comm:
         # Operations as the backend sees them: coalesced collectives are one.
         self.counts: dict[str, CommCount] = collections.defaultdict(CommCount)
         self.coalesces = False  # several tensors can travel in one operation
+        self.observers: list[Observer] = []
+        self._starting: Callable[[Pending], None] | None = None  # tells the observers of the operation that starts
         self._presence = Presence()
         self._received = BufferPool(device, max_kept=_MAX_RECEIVE_BUFFERS)
         self._block: Coalesced | None = None  # what `coalesced` has collected
@@ -167,7 +169,7 @@ class Comm:
             yield
             block.start()
         finally:
-            self._block = None
+            self._block = self._starting = None
             block.drop()
 
     def reduce_scatter(
@@ -424,20 +426,30 @@ class Comm:
             raise
         except RuntimeError as error:
             raise group.failure(what, error) from error
+        pending: Pending
         if link.is_gloo:
-            return HostWork(group, lambda gloo: work.wait(), what, finish)
-        return DeviceWork(group, link, work, what, finish)
+            pending = HostWork(group, lambda gloo: work.wait(), what, finish)
+        else:
+            pending = DeviceWork(group, link, work, what, finish)
+        if self._starting is not None:
+            self._starting(pending)
+        return pending
 
     def _begin_coalesced(
         self, what: str, kind: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
     ) -> Pending:
         """Start what a block has collected of a kind."""
         title = f"{kind.replace('_', '-')} of {what}"
+        if self.observers:
+            self._observe(kind, what, sum(one.nbytes for one in (outputs if kind == "all_gather" else inputs)))
         with _profiled(f"hf_zero::{'gather' if kind == 'all_gather' else 'reduce'} ({what})"):
             if self.coalesces:
                 return self._begin(functools.partial(_COALESCED[kind], outputs, inputs), title)
             assert self._peers is not None and kind == "all_gather"
+            tell, self._starting = self._starting, None
             self._read_parts(self._peers, list(zip(outputs, inputs, strict=True)), title)
+            if tell is not None:
+                tell(Done())
             return Done()
 
     def _exchange(
@@ -459,7 +471,10 @@ class Comm:
         if place.data_ptr() != part.data_ptr():
             place.copy_(part)
         tag = group.log.tag if tag is None else tag
-        return HostWork(group, functools.partial(_exchange, places, parts, self.rank, tag), what, finish)
+        pending = HostWork(group, functools.partial(_exchange, places, parts, self.rank, tag), what, finish)
+        if self._starting is not None:
+            self._starting(pending)
+        return pending
 
     def _all_gather_bytes(self, mine: bytes, what: str) -> list[bytes]:
         """One message to each rank where no rank has more than fits; torch's way takes five times the processor."""
@@ -526,6 +541,21 @@ class Comm:
             count.calls += 1
         count.numel += full.numel()
         count.nbytes += full.numel() * full.element_size()
+        if self.observers:
+            self._observe(op, what, full.numel() * full.element_size())
+
+    def _observe(self, op: str, what: str, nbytes: int) -> None:
+        """Let `observers` hear of the operation that starts next."""
+        marks = [(observer, observer.mark()) for observer in self.observers]
+
+        def tell(pending: Pending) -> None:
+            self._starting = None
+            for observer, begun in marks:
+                observer.started(op, what, nbytes, begun, pending)
+
+        self._starting = tell
+        if self._processes is None:
+            tell(Done())
 
     @functools.cached_property
     def _peers(self) -> PeerMemory | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 # What is left to do once they are over
 Finish = Callable[[], object] | None
@@ -26,6 +26,16 @@ class CommCount:
 class Done:
     def wait(self) -> None:
         return None
+
+
+class Observer(Protocol):
+    """Something that `Comm.observers` tells of every operation that starts, on the thread that starts it."""
+
+    def mark(self) -> Any:
+        """Return the point in time at which an operation is about to start."""
+
+    def started(self, op: str, what: str, nbytes: int, begun: Any, pending: Pending) -> None:
+        """Take note of the operation `op` of Comm on `nbytes`, the whole tensor's; `begun` is what `mark` returned."""
 
 
 class Rider(Protocol):

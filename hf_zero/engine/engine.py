@@ -20,13 +20,10 @@ from hf_zero.checkpoint.load import ALL_PARTS, Parts
 from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
-from hf_zero.engine.comms_summary import open_comms_log
 from hf_zero.engine.deepcopy import deepcopy_of
 from hf_zero.engine.deepspeed_names import DeepSpeedNames
-from hf_zero.engine.flops_profiler import FlopsProfiler, check_output_file
-from hf_zero.engine.monitors import Monitored, open_monitors
 from hf_zero.engine.parts import parts_of
-from hf_zero.engine.reports import Reports, Watcher
+from hf_zero.engine.reports import Reports
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.optim.loss_scaler import StepGuard
@@ -85,13 +82,9 @@ class ZeroEngine(DeepSpeedNames):
         self.managed = managed
         self.trains = train
         self.comm = Comm.join(device, groups=groups, timeout_s=config.desync_timeout) if built is None else built.comm
-        # Before the model is sharded: what a run writes beside its checkpoints.
-        monitors = open_monitors(config, self.run_comm, train=train)
-        check_output_file(config, self.run_comm)
         self.parts = parts_of(self)
         if built is None:
             built = build_units(model, BuildSettings.of(config, train=train), self.comm)
-        self.comms_log = open_comms_log(config.comms_logger, self.comm)
         share_the_rest(model, built.units, self.comm)
         self.placements, self.units, self.pool = built.placements, built.units, built.pool
         self.loss_scale = built.loss_scale
@@ -105,21 +98,10 @@ class ZeroEngine(DeepSpeedNames):
         self.weights = FullWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
         self.checkpoints = self._open_checkpoints(built)
         self._uninstalls: list[Callable[[], None]] = []
-        self.reports = Reports()
-        logs = self.run_comm.rank == 0
-        if train and logs:
-            samples = lambda: self.config.train_batch_size  # noqa: E731
-            watchers: list[Watcher] = []
-            if monitors:
-                watchers.append(Monitored(self.schedule, config, monitors, samples))
-            if config.flops_profiler.enabled:
-                watchers.append(FlopsProfiler(model, self.units, self.schedule, config, self.device))
-            self.reports = self.reports_class.of(self.schedule, config, self.device, samples, watchers)
-        if more := [watcher for part in self.parts for watcher in part.start()]:
-            self.reports = self.reports.joined_by(more)
+        self.reports = self.reports_class([watcher for part in self.parts for watcher in part.start()])
         self.on_uninstall(self.reports.close)
         self._attachment = self._attach()
-        if logs:
+        if self.run_comm.rank == 0:
             announce_engine(config, self.comm, self.units, self.reducer, trains=train)
 
     def _open_checkpoints(self, built: BuiltUnits) -> Checkpointing:
@@ -531,8 +513,6 @@ class ZeroEngine(DeepSpeedNames):
         if self.optimizer is not None:
             self.optimizer.close()
         _LIVE.discard(self)
-        if self.comms_log is not None:
-            self.comms_log.close()
         for part in self.parts:
             part.close()
         self.checkpoints.close()

@@ -54,6 +54,7 @@ class _Result(ctypes.Structure):  # hz_aio_result
         ("offset", ctypes.c_int64),
         ("nbytes", ctypes.c_int64),
         ("arrived", ctypes.c_int64),
+        ("ended_at", ctypes.c_double),
     ]
 
 
@@ -221,8 +222,11 @@ class AioQueue:
         """
         return self._submit(file, buffer, offset, write=True)
 
-    def wait(self, ticket: int) -> None:
-        """Return when the ticket's operation is done; the ticket and the queue's hold on its buffer end with it.
+    def wait(self, ticket: int) -> float:
+        """Wait until the ticket's operation is done; the ticket and the queue's hold on its buffer end with it.
+
+        Returns:
+            The time at which it was done, in seconds of time.perf_counter.
 
         Raises:
             AioError: It failed, or the file ended too early.
@@ -240,6 +244,7 @@ class AioQueue:
             request = self._requests.pop(ticket)
         if result.kind != _OK:
             raise _request_error(request, result)
+        return float(result.ended_at)
 
     def done(self, ticket: int) -> bool:
         """Whether `wait` would return (or raise) at once."""

@@ -41,6 +41,7 @@ class LiveUnits:
         self.nbytes = self.peak_bytes = 0
         self.idle_numel = 0
         self.demand = Demand()  # for memory of unsharded parameters
+        self.observers: list[Callable[[], None]] = []  # called when bytes were added or removed
 
     def add(self, unit: ShardUnit) -> None:
         """Its gather has started."""
@@ -51,6 +52,8 @@ class LiveUnits:
         self.peak_numel = max(self.peak_numel, self.numel)
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
         self.set_idle(unit)
+        for observer in self.observers:
+            observer()
 
     def set_idle(self, unit: ShardUnit) -> None:
         self._idle[id(unit)] = unit
@@ -67,6 +70,8 @@ class LiveUnits:
             self.demand.give(nbytes)
         self.numel -= numel
         self.nbytes -= nbytes
+        for observer in self.observers:
+            observer()
 
     @property
     def kept(self) -> list[ShardUnit]:

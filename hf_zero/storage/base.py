@@ -25,10 +25,6 @@ class StoreStats:
     memory_allocations: int = 0  # of staging memory, by all stores that share it
 
 
-# Of a transfer: whether it is a write, the key, bytes, and what says without waiting whether it is over.
-Started = Callable[[bool, str, int, Callable[[], bool]], None]
-
-
 class BorrowedTensors:
     """Tensors of a store that may be used until `release` (or the end of the `with` block).
 
@@ -103,14 +99,6 @@ class ShardStore(abc.ABC):
     def stats(self) -> StoreStats:
         """Zeros where a borrow is the content itself."""
         return StoreStats()
-
-    def watch_transfers(self, started: Started) -> Callable[[], None]:
-        """Call `started` as each read or write of the medium begins, until what this returns is called.
-
-        It is called under the store's lock, so it must not use the store. Nothing happens where a borrow is the
-        content itself.
-        """
-        return lambda: None
 
     def can_adopt(self, other: ShardStore) -> bool:
         """Whether tensors of `other` are what this store would have allocated."""

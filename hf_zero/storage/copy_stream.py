@@ -5,10 +5,21 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
 MAX_DOWNLOADS = 2  # see CopyStreams.hold
+
+
+class CopyObserver(Protocol):
+    """Something that is told of every copy that has started."""
+
+    def mark(self) -> Any:
+        """Return the point in time at which a copy is about to start."""
+
+    def copied(self, to: str, nbytes: int, begun: Any, event: torch.Event | None) -> None:
+        """Take note of a copy to the "device" or "host"; `event` is None where it is over, `nbytes` 0 if not known."""
 
 
 class CopyStreams:
@@ -22,18 +33,20 @@ class CopyStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = [] if device.type == "cpu" else [torch.Stream(device), torch.Stream(device)]
+        self.observers: list[CopyObserver] = []
         self._held: collections.deque[tuple[torch.Event, Sequence[torch.Tensor]]] = collections.deque()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """What is started inside runs on the stream to the device, after everything that the compute stream has been
-        given."""
+        """Run what is started inside on the stream to the device, after all that the compute stream was given."""
         self.release()
         if not self._streams:
             yield
             return
+        marks = [observer.mark() for observer in self.observers]
         with self._after_compute(self._streams[0]):
             yield
+            self._tell("device", 0, marks, self._mark(self._streams[0]) if marks else None)
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: torch.Event | None) -> torch.Event | None:
         """Start `target.copy_(source)`, to the device; the event completes when it is over. None: it is over.
@@ -42,28 +55,14 @@ class CopyStreams:
             target: It has to live until the compute stream, or the host, has waited for the event.
             after: What writes `source`; None: nothing does.
         """
-        if not self._streams:
-            target.copy_(source)
-            return None
-        up = self._streams[0]
-        with self._after_compute(up):
-            if after is not None:
-                after.wait(up)
-            target.copy_(source, non_blocking=True)
-            return self._mark(up)
+        return self._copy("device", target, source, after)
 
     def download(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
         """Start `target.copy_(source)`, to the host; the event completes when it and all before are over.
 
         None: it is over. The source has to live until then: see `hold`.
         """
-        if not self._streams:
-            target.copy_(source)
-            return None
-        down = self._streams[1]
-        with self._after_compute(down):
-            target.copy_(source, non_blocking=True)
-            return self._mark(down)
+        return self._copy("host", target, source, None)
 
     def hold(self, sources: Sequence[torch.Tensor], event: torch.Event | None) -> None:
         """Keep what downloads read until they are over: `event` is that of the last of them.
@@ -89,6 +88,27 @@ class CopyStreams:
         for stream in self._streams:
             stream.synchronize()
         self._held.clear()
+
+    def _copy(
+        self, to: str, target: torch.Tensor, source: torch.Tensor, after: torch.Event | None
+    ) -> torch.Event | None:
+        marks = [observer.mark() for observer in self.observers]
+        event = None
+        if not self._streams:
+            target.copy_(source)
+        else:
+            stream = self._streams[0 if to == "device" else 1]
+            with self._after_compute(stream):
+                if after is not None:
+                    after.wait(stream)
+                target.copy_(source, non_blocking=True)
+                event = self._mark(stream)
+        self._tell(to, target.nbytes, marks, event)
+        return event
+
+    def _tell(self, to: str, nbytes: int, marks: Sequence[Any], event: torch.Event | None) -> None:
+        for observer, begun in zip(self.observers, marks, strict=True):
+            observer.copied(to, nbytes, begun, event)
 
     @contextlib.contextmanager
     def _after_compute(self, stream: torch.Stream) -> Iterator[None]:

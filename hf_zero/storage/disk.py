@@ -23,13 +23,12 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from hf_zero.config.resolved import Aio
 from hf_zero.errors import OffloadError
-from hf_zero.storage.base import BorrowedTensors, StagingStore, Started, StoreStats
+from hf_zero.storage.base import BorrowedTensors, StagingStore, StoreStats
 from hf_zero.storage.kept_content import KeptContent
 from hf_zero.storage.staging_pool import StagingBlock, StagingPool
 from hf_zero.storage.swap_folder import Region, SwapFile, SwapFolder, Transfer
@@ -128,31 +127,14 @@ class DiskStore(StagingStore):
         self._ahead: dict[Flight, None] = {}  # reads without a borrow, in the order they were asked for
         self._writes: dict[Flight, None] = {}  # in the order of their start
         self._stats = StoreStats()
+        # Called with each transfer as it begins, under the store's lock: they must not use the store.
+        self.observers: list[Callable[[Flight], None]] = []
         self._closed = False
         pool.register(self)
 
     def stats(self) -> StoreStats:
         with self._lock:
             return dataclasses.replace(self._stats, memory_allocations=self._pool.allocations)
-
-    def watch_transfers(self, started: Started) -> Callable[[], None]:
-        def watched(start: Callable[..., Flight]) -> Callable[..., Flight]:
-            def begin(*args: Any, **kwargs: Any) -> Flight:
-                flight = start(*args, **kwargs)
-                started(flight.is_write, flight.entry.key, flight.entry.nbytes, flight.transfer.poll)
-                return flight
-
-            return begin
-
-        names = ("_read", "_write")
-        for name in names:  # of this object, found before the methods of its class
-            setattr(self, name, watched(getattr(self, name)))
-
-        def undo() -> None:
-            for name in names:
-                delattr(self, name)
-
-        return undo
 
     def usage(self) -> dict[str, int]:
         with self._lock:
@@ -471,7 +453,7 @@ class DiskStore(StagingStore):
     def _read(self, entry: Entry, block: StagingBlock) -> Flight:
         self._stats.reads += 1
         self._stats.bytes_read += entry.nbytes
-        return Flight(entry, block, self._file.read(block.memory, entry.region, entry.key), is_write=False)
+        return self._tell(Flight(entry, block, self._file.read(block.memory, entry.region, entry.key), is_write=False))
 
     def _write(self, entry: Entry, block: StagingBlock, *, staged: bool) -> Flight:
         self._stats.writes += 1
@@ -481,13 +463,18 @@ class DiskStore(StagingStore):
             entry.region, entry.room = entry.room, None
         region = entry.staged if staged else entry.region
         assert region is not None
-        flight = Flight(entry, block, self._file.write(block.memory, region, entry.key), is_write=True)
+        flight = self._tell(Flight(entry, block, self._file.write(block.memory, region, entry.key), is_write=True))
         self._writes[flight] = None
         if staged:
             entry.staged_flight = flight
         else:
             entry.flight = flight
             entry.blank = False
+        return flight
+
+    def _tell(self, flight: Flight) -> Flight:
+        for observer in self.observers:
+            observer(flight)
         return flight
 
     def _reserve(self, nbytes: int, *, instead: Region | None = None) -> Region | None:

@@ -210,6 +210,7 @@ class Transfer:
 
     def __init__(self, queue: AioQueue, start: Callable[[], int], what: str) -> None:
         self.finished = False
+        self.ended_at: float | None = None  # of time.perf_counter; None where it failed
         self.error: OffloadError | None = None
         self._queue = queue
         self._what = what
@@ -225,7 +226,7 @@ class Transfer:
             if self.finished:
                 return
             try:
-                self._queue.wait(self._ticket)
+                self.ended_at = self._queue.wait(self._ticket)
             except (OffloadError, OSError) as error:
                 self._end(error)
             else:

@@ -13,7 +13,6 @@ import pytest
 from hf_zero.extras.cli.main import main
 from hf_zero.extras.cli.profile import joined
 from hf_zero.extras.cli.text import format_bytes
-from hf_zero.extras.pages.chrome_trace import chrome_trace
 from hf_zero.extras.pages.page import page, table
 from tests.harness.browser import check_tables, colours_in, look_at
 from tests.harness.ranks import run_ranks
@@ -92,7 +91,8 @@ class Profiled:
         text = self.html.read_text(encoding="utf-8")
         begin = text.index(">", text.index('<script type="application/json"')) + 1
         self.data = json.loads(text[begin : text.index("</script>", begin)])
-        self.trace = json.loads((folder / "out" / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+        files = [folder / "out" / f"trace-rank{rank}.json" for rank in range(2)]
+        self.traces = [json.loads(file.read_text(encoding="utf-8"))["traceEvents"] for file in files]
 
     def of(self, name: str, rank: int) -> dict[str, Any]:
         said: dict[str, Any] = json.loads((self.folder / f"{name}{rank}").read_text(encoding="utf-8"))
@@ -142,21 +142,21 @@ def test_bytes_of_collectives_are_those_of_the_model(profiled: Profiled) -> None
     assert rows["all_gather_into_tensor"][1] == after["all_gather"][0] - before["all_gather"][0]
 
 
-def test_a_trace_has_the_lanes_of_both_ranks(profiled: Profiled) -> None:
-    lanes = {(event["pid"], event["cat"]) for event in profiled.trace if event["ph"] == "X"}
-    wanted = ("forward", "backward", "step", "gather", "reduce", "other collectives", "update")
-    assert lanes >= {(rank, lane) for rank in range(2) for lane in (*wanted, "disk read", "disk write")}
-    names = {event["args"]["name"] for event in profiled.trace if event["name"] == "thread_name"}
-    assert names >= set(wanted)
-    ends: dict[tuple[int, int], float] = {}
-    for event in (event for event in profiled.trace if event["ph"] == "X"):
-        row = event["pid"], event["tid"]
-        assert event["dur"] >= 0 and event["ts"] >= ends.get(row, 0.0) - 0.01, "spans of a row do not overlap"
-        ends[row] = event["ts"] + event["dur"]
+def test_each_rank_has_a_trace_with_its_collectives(profiled: Profiled) -> None:
+    for trace in profiled.traces:
+        names = {event["name"] for event in trace if event["ph"] == "X"}
+        ours = sorted(name for name in names if name.startswith("hf_zero::"))
+        for what in ("gather", "reduce"):
+            assert all(any(what in name and f"layers.{layer}" in name for name in ours) for layer in range(LAYERS)), (
+                ours
+            )
+        assert "aten::linear" in names
 
 
 def test_a_timeline_has_what_the_step_moved(profiled: Profiled) -> None:
     for one in profiled.section("One step")["ranks"]:
+        lanes = {"forward", "backward", "step", "gather", "reduce", "other collectives", "update"}
+        assert {span["lane"] for span in one["spans"]} >= lanes
         spans = {lane: [span for span in one["spans"] if span["lane"] == lane] for lane in ("disk read", "disk write")}
         # Masters and two moments, fp32, of this rank's half. Updates of the step before may run beside this forward,
         # and what is still being written is not read.
@@ -164,7 +164,11 @@ def test_a_timeline_has_what_the_step_moved(profiled: Profiled) -> None:
         of_a_layer = states // LAYERS
         moved = {lane: sum(span["nbytes"] for span in found) for lane, found in spans.items()}
         assert states <= moved["disk write"] <= 2 * states and 0 < moved["disk read"] <= 2 * states, moved
-        assert all(nbytes % of_a_layer == 0 for nbytes in moved.values()), moved
+        # Whole layers, but for the one whose transfers were under way when the recording began.
+        for lane, found in spans.items():
+            layer_of = [span["name"].partition("/")[0] for span in found]
+            whole = [span["nbytes"] for span, layer in zip(found, layer_of, strict=True) if layer != layer_of[0]]
+            assert whole and sum(whole) % of_a_layer == 0, (lane, found)
         phases = [span["name"] for span in one["spans"] if span["lane"] in ("forward", "backward", "step")]
         assert phases == ["forward", "backward", "last reduces", "step"]
         for span in one["spans"]:
@@ -220,16 +224,3 @@ def test_a_name_cannot_end_the_data(tmp_path: Path) -> None:
     name = "</script><script>document.title='owned'</script>"
     text = page(name, [("model", name)], [table(name, [(name, "text")], [(name,)])])
     assert text.count("<script") == 2 and text.count("</script>") == 2
-
-
-def test_spans_that_overlap_stand_in_rows_of_their_own() -> None:
-    spans = [
-        {"lane": "gather", "name": name, "start_ms": start, "ms": 2.0, "nbytes": 8, "op": "all_gather_into_tensor"}
-        for name, start in (("a", 0.0), ("b", 1.0), ("c", 2.5))
-    ]
-    late = {"rank": 1, "began_at": 10.5, "steps": [], "spans": spans[:1], "samples": []}
-    events = chrome_trace([{**late, "rank": 0, "began_at": 10.0, "spans": spans}, late], ["gather"])["traceEvents"]
-    rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X" and event["pid"] == 0}
-    assert rows == {"a": 0, "b": 1, "c": 0}
-    (other,) = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
-    assert other["ts"] == 500_000.0, "a rank that began half a second later"

@@ -333,12 +333,13 @@ def start_with_a_run(section: dict[str, Any]) -> list[str]:
     """wandb is not installed: a module with the script's run in it stands for it."""
     stand_in: Any = types.ModuleType("wandb")
     stand_in.run = SimpleNamespace(log=lambda *args, **kwargs: None)
+    stand_in.init = lambda **named: stand_in.run
     stand_in.errors = SimpleNamespace(Error=RuntimeError)
     sys.modules["wandb"] = stand_in
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_zero.engine.monitors").addHandler(handler)
+    logging.getLogger("hf_zero.extras.monitors.monitors").addHandler(handler)
     config = {"optimizer": ADAM, "wandb": {"enabled": True, **section}}
     hf_zero.initialize(model=nn.Linear(2, 2), config=config)[0].teardown()
     return found

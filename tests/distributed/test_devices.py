@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from hf_zero.distributed import processes
 from hf_zero.distributed.comm import Comm
+from hf_zero.extras.monitors.clocks import DeviceClock
 from hf_zero.optim.offload.update_worker import UpdateWorker
-from hf_zero.runtime.clocks import DeviceClock
 from hf_zero.sharding.shard import ShardTensor
 from tests.harness.ranks import RankFailure, run_ranks
 

@@ -365,6 +365,7 @@ def libraries(job: Job) -> None:
     for name in ("wandb", "comet_ml"):
         module: Any = types.ModuleType(name)
         module.__getattr__ = lambda inner, name=name: None if inner == "run" else Anything(f"{name}.{inner}")
+        module.__version__ = "3.50"
         module.errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
         sys.modules[name] = module
     try:

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 import hf_zero
 from hf_zero.errors import CheckpointError
 from hf_zero.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
-from tests.engine.test_progress import PROGRESS, THROUGHPUT, Collected
 from tests.harness.ranks import RankFailure, run_ranks
 from tests.hf import runs
+from tests.monitors.test_progress import PROGRESS, THROUGHPUT, Collected
 
 pytestmark = pytest.mark.slow  # short ones, but Trainers
 

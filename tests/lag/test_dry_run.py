@@ -150,7 +150,7 @@ def expected(run: Run) -> Waits:
         waits["sharding/flat_param.py:use_gathered", "event"] += GATHERS * run.accumulation
     if run.logs:
         # A time is read once its end is over.
-        waits["runtime/clocks.py:ms", "event"] += 6
+        waits["extras/monitors/clocks.py:ms", "event"] += 6
     return dict(+waits)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_zero.engine.parts import register
-from hf_zero.engine.step_trace import StepTrace
+from hf_zero.extras.monitors.step_trace import StepTrace
 from tests.harness.ranks import run_ranks
 from tests.lag import device, group
 from tests.lag.test_offload import Run, on_cpu, train

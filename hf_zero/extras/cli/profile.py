@@ -6,7 +6,6 @@ On several ranks: `torchrun --nproc_per_node 2 -m hf_zero.extras.cli.main profil
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.extras.cli.text import count, format_bytes, plural
 from hf_zero.extras.launcher.script import become, missing_script
-from hf_zero.extras.pages.chrome_trace import chrome_trace
 from hf_zero.extras.pages.page import Section, page, table, write_page
 
 if TYPE_CHECKING:
     from hf_zero.engine.engine import ZeroEngine
-    from hf_zero.engine.step_trace import StepTrace
+    from hf_zero.extras.monitors.step_trace import StepTrace
 
 NAME = "profile"
 SUMMARY = "run a training script and show what happened in a step: a page, and a trace for Perfetto"
@@ -28,8 +26,8 @@ EXAMPLES = """
 hf-zero profile train.py --output_dir out
 hf-zero profile --zero zero3.json --skip 5 --steps 1 --output profile train.py --output_dir out
 """
-TRACE, PAGE = "trace.json", "profile.html"
-# Ranks in the page, which keeps it small; the trace has all of them.
+TRACE, PAGE = "trace-rank{rank}.json", "profile.html"
+# Ranks in the page, which keeps it small; each rank has a trace.
 _MAX_RANKS = 8
 _MEMORY = {
     "parameters": "parameters",
@@ -59,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("profile"),
         metavar="DIR",
-        help=f"for {PAGE} and {TRACE} (default: profile)",
+        help=f"for {PAGE}, and each rank's trace (default: profile)",
     )
     add("--zero", metavar="CONFIG", help="as for hf_zero.run: a file or JSON, for a script that names none itself")
     add("--module", action="store_true", help="SCRIPT is a module, as for python -m")
@@ -112,9 +110,10 @@ class Profiling:
         self._is_done = False
 
     def trace(self, engine: ZeroEngine) -> StepTrace:
-        from hf_zero.engine.step_trace import StepTrace
+        from hf_zero.extras.monitors.step_trace import StepTrace
 
-        trace = StepTrace(engine, self._args.skip, self._args.steps, self._done)
+        file = None if self._is_done else self._args.output / TRACE.format(rank=engine.run_comm.run_rank)
+        trace = StepTrace(engine, self._args.skip, self._args.steps, self._done, file)
         if engine.trains:
             self._traces.append(trace)
         return trace
@@ -138,18 +137,16 @@ class Profiling:
         if self._is_done:
             return
         self._is_done = True
+        for trace in self._traces:
+            trace.trace = None  # the file is that of the engine that is shown
         if engine.run_comm.rank != 0:
             return
-        from hf_zero.runtime.spans import LANES
-
         folder = self._args.output
-        trace = json.dumps(chrome_trace(ranks, LANES), separators=(",", ":"))
-        write_page(folder / TRACE, trace)
         text = page(f"Profile of {Path(self._args.script).name}", _facts(engine, ranks), _sections(engine, ranks))
         write_page(folder / PAGE, text)
         print(
-            f"hf-zero profile: {folder / PAGE} ({format_bytes(len(text))}), and {folder / TRACE} "
-            f"({format_bytes(len(trace))}) for https://ui.perfetto.dev",
+            f"hf-zero profile: {folder / PAGE} ({format_bytes(len(text))}), and {folder / TRACE.format(rank='*')} "
+            "for https://ui.perfetto.dev",
             flush=True,
         )
 
@@ -176,8 +173,8 @@ def _offloaded(engine: ZeroEngine) -> str:
 
 
 def _sections(engine: ZeroEngine, ranks: Sequence[Mapping[str, Any]]) -> list[Section]:
-    from hf_zero.engine.step_trace import units_of
     from hf_zero.extras.estimate.account import plan_engine
+    from hf_zero.extras.monitors.step_trace import units_of
 
     shown = [_shown_step(one) for one in ranks[:_MAX_RANKS]]
     units = units_of(engine)
@@ -220,12 +217,12 @@ def joined(spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _timeline(shown: list[dict[str, Any]], num_ranks: int) -> Section:
-    from hf_zero.runtime.spans import LANES
+    from hf_zero.extras.monitors.spans import LANES
 
     note = "From the first forward to the end of the update. What a collective takes includes waiting for other ranks."
-    note += f" The buckets of a unit are one span here; {TRACE} has each of them."
+    note += " The buckets of a unit are one span here."
     if len(shown) < num_ranks:
-        note += f" The first {len(shown)} ranks; {TRACE} has all {num_ranks}."
+        note += f" The first {len(shown)} of {num_ranks} ranks."
     ranks = [{**one, "spans": joined(one["spans"])} for one in shown]
     return {"kind": "timeline", "title": "One step", "note": note, "lanes": LANES, "ranks": ranks}
 

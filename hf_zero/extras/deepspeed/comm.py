@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_zero.engine.comms_summary import show_summary
 from hf_zero.engine.engine import live_engines
 from hf_zero.errors import StateError
+from hf_zero.extras.monitors.comms_summary import log_of, show_summary
 
 
 def get_local_rank() -> int:
@@ -39,7 +39,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         StateError: No engine has `comms_logger` on.
     """
     engines = sorted(live_engines(), key=lambda one: one.comm.name)
-    logs = [(type(one.module).__name__, one.comms_log) for one in engines if one.comms_log is not None]
+    logs = [(type(one.module).__name__, log) for one in engines if (log := log_of(one)) is not None]
     if not logs:
         raise StateError('log_summary: no engine logs its collectives. Write "comms_logger": {"enabled": true}.')
     by_name = {"" if len(logs) == 1 else f"{name} {place}: ": log for place, (name, log) in enumerate(logs)}

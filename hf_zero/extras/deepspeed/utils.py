@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_zero.distributed.processes import join_processes
-from hf_zero.engine.memory_usage import log_memory_usage
 from hf_zero.errors import ConfigError
+from hf_zero.extras.monitors.memory_usage import log_memory_usage
 from hf_zero.extras.pipeline.topology import PipelineGrid, ProcessTopology
 
 logger = logging.getLogger("hf_zero")

@@ -1,1 +1,1 @@
-"""Pictures of what a run, a plan or a checkpoint holds: HTML pages that need nothing else, and Chrome traces."""
+"""Pictures of what a run holds: HTML pages that need nothing else."""

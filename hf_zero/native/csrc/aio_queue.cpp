@@ -28,6 +28,9 @@ bool is_aligned(const char* memory, int64_t alignment) {
     return reinterpret_cast<uintptr_t>(memory) % static_cast<uintptr_t>(alignment) == 0;
 }
 
+// Seconds of the clock that Python's time.perf_counter reads.
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
 }  // namespace
 
 void Bounces::make() {
@@ -78,6 +81,7 @@ int64_t AioQueue::submit(std::shared_ptr<AioFile> file, bool write, char* memory
     request->end = offset + nbytes;
     request->write = write;
     request->done = nbytes == 0;
+    request->result.ended_at = now();
     std::lock_guard<std::mutex> lock(mutex);
     if (stopping) return -EBADF;
     int64_t ticket = ++last_ticket_;
@@ -249,7 +253,7 @@ void AioQueue::finish(Block& block, int32_t kind, int32_t error) {
     Request& request = *block.request;
     hz_aio_result& result = request.result;
     if (kind != HZ_AIO_OK && (result.kind == HZ_AIO_OK || block.offset < result.offset)) {
-        result = {kind, error, block.offset, block.size, block.offset - request.offset};
+        result = {kind, error, block.offset, block.size, block.offset - request.offset, 0.0};
         // What was not begun would fail alike, or not matter.
         auto place = std::find(waiting_.begin(), waiting_.end(), &request);
         if (place != waiting_.end()) waiting_.erase(place);
@@ -259,6 +263,7 @@ void AioQueue::finish(Block& block, int32_t kind, int32_t error) {
     request.blocks_under_way--;
     if (request.blocks_under_way == 0 && request.cursor == request.end) {
         request.done = true;
+        result.ended_at = now();
         request.file.reset();
         request_done_.notify_all();
     }

@@ -30,6 +30,7 @@ struct hz_aio_result {
     int64_t offset;   // of the first byte that was not transferred
     int64_t nbytes;   // that were to be transferred from there by the failed operation
     int64_t arrived;  // bytes of the request before `offset`
+    double ended_at;  // seconds of the monotonic clock, whose zero is that of Python's time.perf_counter
 };
 
 // Counters since the queue was made.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -40,6 +41,8 @@ class UpdateWorker:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        # Called after each job, in the worker's thread, with the time of time.perf_counter at which it began.
+        self.observers: list[Callable[[Job, float], None]] = []
         self._is_running = False  # a job
         self._closed = False
 
@@ -94,8 +97,11 @@ class UpdateWorker:
                 job = self._jobs.popleft()
                 self._is_running = True
             if self._error is None:
+                begun = time.perf_counter()
                 try:
                     job.run(self._look_ahead)
+                    for observer in self.observers:
+                        observer(job, begun)
                 except BaseException as error:  # it is raised where the job is waited for
                     self._error = error
             if self._error is not None:

@@ -1,4 +1,4 @@
-"""Tables of what a CommsLog has logged, as `deepspeed.comm.log_summary` shows them."""
+"""The `comms_logger` block: tables of what a CommsLog has logged, as `deepspeed.comm.log_summary` shows them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hf_zero.config import COLLECTIVES, CommsLoggerSection
-from hf_zero.distributed.comm import Comm
-from hf_zero.runtime.comms_log import CommsLog
+from hf_zero.config import COLLECTIVES
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.parts import EnginePart
+from hf_zero.engine.reports import Watcher
+from hf_zero.extras.monitors.comms_log import CommsLog
 from hf_zero.runtime.log_lines import log_line
 
 _TRIM = 0.1  # of the times at either end, which a mean leaves out
@@ -36,21 +38,35 @@ _COLUMN = 20
 Rows = dict[str, dict[int, dict[str, Any]]]  # operation -> bytes -> figures, under DeepSpeed's names
 
 
-def open_comms_log(section: CommsLoggerSection, comm: Comm) -> CommsLog | None:
-    """What `section` asks for; None for nothing."""
-    if not section.enabled:
-        return None
-    wanted = COLLECTIVES if section.prof_all else tuple(section.prof_ops)
+class CommsPart(EnginePart):
+    """Logs the collectives of its engine from the end of the construction on; `log` is None where nothing is asked."""
 
-    def show(name: str, nbytes: int, ms: float) -> None:
-        through, bus = bandwidths(name, nbytes, ms, comm.world_size)
+    engine: ZeroEngine
+    log: CommsLog | None = None
+
+    def start(self) -> Sequence[Watcher]:
+        section, comm = self.engine.config.comms_logger, self.engine.comm
+        if section.enabled:
+            wanted = COLLECTIVES if section.prof_all else tuple(section.prof_ops)
+            show = self._show if section.verbose and comm.rank == 0 else None
+            self.log = CommsLog(comm, wanted, names_tensors=section.debug, show=show)
+        return ()
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+    def _show(self, name: str, nbytes: int, ms: float) -> None:
+        through, bus = bandwidths(name, nbytes, ms, self.engine.comm.world_size)
         log_line(
             f"comm op: {name} | time (ms): {ms:.2f} | msg size: {size_text(nbytes)} | algbw (Gbps): {through:.2f} | "
             f"busbw (Gbps): {bus:.2f}"
         )
 
-    shows = section.verbose and comm.rank == 0
-    return CommsLog(comm, wanted, names_tensors=section.debug, show=show if shows else None)
+
+def log_of(engine: ZeroEngine) -> CommsLog | None:
+    """Return the log of an engine's collectives, if it has one."""
+    return next((part.log for part in engine.parts if isinstance(part, CommsPart)), None)
 
 
 def bandwidths(name: str, nbytes: int, ms: float, world_size: int) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_zero
 from hf_zero.config import COLLECTIVES, ZeroConfig
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.runtime.comms_log import _METHODS
+from hf_zero.extras.monitors.comms_log import _NAMES
 from tests.harness.ranks import run_ranks
 
 LAYERS, STEPS = 3, 2
@@ -105,11 +105,15 @@ def test_bytes_are_those_of_the_formulas_and_tables_are_deepspeeds() -> None:
     assert "Comm. Op" not in silent
 
 
-def test_an_engine_without_the_key_has_nothing_in_the_place_of_its_methods() -> None:
+def test_an_engine_without_the_key_has_no_observer() -> None:
     engine, _, _ = start(1, enabled=False)
-    assert engine.comms_log is None and not any(method.name in vars(engine.comm) for method in _METHODS)
+    assert not engine.comm.observers
     engine.teardown()
-    assert tuple(method.called for method in _METHODS) == COLLECTIVES
+    engine, _, _ = start(1)
+    assert len(engine.comm.observers) == 1
+    engine.teardown()
+    assert not engine.comm.observers
+    assert tuple(_NAMES.values()) == COLLECTIVES
 
 
 def test_an_unknown_operation_is_refused() -> None:

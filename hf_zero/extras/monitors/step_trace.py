@@ -5,19 +5,22 @@ Nothing is in the way before the first chosen step and after the last one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.memory_usage import device_memory
 from hf_zero.engine.parts import EnginePart
 from hf_zero.engine.reports import Event, Watcher
+from hf_zero.extras.monitors.memory_usage import device_memory
+from hf_zero.extras.monitors.spans import CommSpans, CopySpans, DiskSpans, SpanLog
 from hf_zero.runtime.backward_watch import in_backward
-from hf_zero.runtime.spans import CommSpans, DiskSpans, Replacements, SpanLog, record_copies
+from hf_zero.storage.disk import DiskStore
 
 # The phases of a micro-batch, by the events that start and end them: lane and name.
 _STARTS = {
@@ -40,15 +43,25 @@ class StepTrace(EnginePart, Watcher):
 
     Args:
         on_done: Called on every rank, once, with what each rank has recorded, in rank order.
+        trace: The file for this rank's trace of torch.profiler; None records none.
     """
 
     def __init__(
-        self, engine: ZeroEngine, skip: int, steps: int, on_done: Callable[[ZeroEngine, list[Recorded]], None]
+        self,
+        engine: ZeroEngine,
+        skip: int,
+        steps: int,
+        on_done: Callable[[ZeroEngine, list[Recorded]], None],
+        trace: Path | None = None,
     ) -> None:
         super().__init__(engine)
         self.updates = 0  # that the engine has made
         self._first, self._last = skip, skip + steps - 1
         self._on_done = on_done
+        self.trace = trace
+        if trace is not None and not torch._C._autograd._profiler_enabled():
+            with torch.profiler.profile():  # the first one in a process loads modules, for seconds
+                pass
         self._recording: Recording | None = None
         self._unhook: Callable[[], None] = lambda: None
 
@@ -63,7 +76,7 @@ class StepTrace(EnginePart, Watcher):
 
     def _forward_starts(self) -> None:
         if self._recording is None and self._first <= self.updates <= self._last:
-            self._recording = Recording(self.engine)
+            self._recording = Recording(self.engine, self.trace)
         if self._recording is not None:
             self._recording.begin_step()
 
@@ -105,65 +118,58 @@ class StepTrace(EnginePart, Watcher):
 
 
 class Recording:
-    """Of one rank, from now on until `close`. Waits for the device at both ends."""
+    """Records one rank, from now on until `close`. Waits for the device at both ends.
 
-    def __init__(self, engine: ZeroEngine) -> None:
+    Args:
+        trace: The file for torch.profiler's own trace; None leaves that profiler off.
+    """
+
+    def __init__(self, engine: ZeroEngine, trace: Path | None) -> None:
         self._engine = engine
+        self._trace = trace
+        # A script may have a profiler of its own, and a process has one at a time.
+        is_free = trace is not None and not torch._C._autograd._profiler_enabled()
+        self._profiler = torch.profiler.profile() if is_free else None
+        if self._profiler is not None:
+            self._profiler.start()
         self._log = SpanLog(engine.device)
         self._open: dict[str, tuple[str, Any]] = {}  # name of a phase -> lane and mark
         self._steps: list[dict[str, float]] = []
         self._step_began: float | None = None
+        self._update_began: Any = None
         self._samples: list[dict[str, float]] = []
-        self._replaced = Replacements()
-        self._comms = CommSpans(engine.comm, self._log, self._sample)
-        self._disks = DiskSpans(engine.placements.disks.values(), self._log)
+        self._ends = contextlib.ExitStack()
         self._watch()
 
     def _watch(self) -> None:
-        log, replaced, engine = self._log, self._replaced, self._engine
-
-        def then_sample(change: Callable[..., None]) -> Callable[..., None]:
-            def changed(*args: Any) -> None:
-                change(*args)
-                self._sample()
-
-            return changed
-
-        for name in ("add", "remove"):
-            replaced.put(engine.params.live, name, then_sample)
-        record_copies(engine.placements.copies, log, replaced, engine.device)
+        engine, log = self._engine, self._log
+        self._observe(engine.params.live.observers, self._sample)
         if engine.optimizer is not None:
-            replaced.put(engine.optimizer.strategy, "update", self._around_update)
             if (worker := engine.optimizer.update_worker) is not None:
-                replaced.put(worker, "submit", self._around_submit)
+                self._observe(worker.observers, self._job_ended)
+            optimizer = engine.optimizer.optimizer
+            self._ends.callback(optimizer.register_step_pre_hook(self._update_starts).remove)
+            self._ends.callback(optimizer.register_step_post_hook(self._update_ends).remove)
+        for spans in (
+            CopySpans(engine.placements.copies, log, engine.device),
+            DiskSpans(cast(Iterable[DiskStore], engine.placements.disks.values()), log),
+            CommSpans(engine.comm, log, self._sample),
+        ):
+            self._ends.callback(spans.close)
 
-    def _around_update(self, update: Callable[..., None]) -> Callable[..., None]:
-        def logged(*args: Any) -> None:
-            with self._log.span("update", "optimizer"):
-                update(*args)
-            self._sample()
+    def _observe(self, observers: list[Any], call: Callable[..., None]) -> None:
+        observers.append(call)
+        self._ends.callback(observers.remove, call)
 
-        return logged
+    def _update_starts(self, *hooked: Any) -> None:
+        self._update_began = self._log.mark()
 
-    def _around_submit(self, submit: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
-        def wrapped(jobs: Sequence[Any]) -> None:
-            for job in jobs:
-                self._time_job(job)
-            submit(jobs)
+    def _update_ends(self, *hooked: Any) -> None:
+        self._log.add("update", "optimizer", self._update_began, self._log.mark())
+        self._sample()
 
-        return wrapped
-
-    def _time_job(self, job: Any) -> None:
-        run, log = job.run, self._log
-
-        def timed(look_ahead: Callable[[], None]) -> None:
-            begun = log.host_mark()
-            try:
-                run(look_ahead)
-            finally:
-                log.add_on_host("update", job.state.flat.layout.name, begun, log.host_mark())
-
-        job.run = timed
+    def _job_ended(self, job: Any, begun: float) -> None:
+        self._log.add_on_host("update", job.state.flat.layout.name, begun, self._log.host_mark())
 
     # ---------------------------------------------------------------- as the engine goes on
     def on(self, event: Event) -> None:
@@ -198,9 +204,10 @@ class Recording:
         self._open.clear()
 
     def close(self) -> None:
-        self._comms.close()
-        self._disks.close()
-        self._replaced.undo()
+        self._ends.close()
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self._trace))
 
     def _sample(self) -> None:
         engine = self._engine

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.runtime.clocks import HostClock, Stopwatch
+from hf_zero.extras.monitors.clocks import HostClock, Stopwatch
 from tests.harness.ranks import run_ranks
 
 SLEEP_S = 0.02
