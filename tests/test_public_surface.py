@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero import checkpointing, estimate, optim, pipeline
+from hf_zero.config.keys import OBEYED, statuses
 from hf_zero.extras.cli.main import build_parsers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,8 +51,7 @@ def surface() -> str:
     lines += [f"engine.{name}" for name in public(plain) if not hasattr(nn.Module, name)]
     lines += [f"pipeline engine.{name}" for name in public(staged) if not hasattr(plain, name)]
     lines += options(build_parsers().top, "hf-zero")
-    keys = (ROOT / "hf_zero" / "config" / "SUPPORTED.md").read_text(encoding="utf-8").partition("## Obeyed")[2]
-    lines += [f"key {name}" for name in re.findall(r"(?m)^- `([\w.]+)`", keys.partition("\n## ")[0])]
+    lines += [f"key {path}" for path, status in statuses() if status.verdict == OBEYED]
     return "\n".join(lines) + "\n"
 
 
