@@ -20,6 +20,7 @@ from conversion.pickles import StandIn, save_anything
 from conversion.target import new_folder
 from conversion.universal import MODEL_FILE, RANK_MODEL_FILE, WEIGHTS, WRITTEN_FOR, Run, Written, read_state
 from hf_zero.checkpoint.folders import LATEST_NAME, chosen
+from hf_zero.checkpoint.format import Manifest
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.errors import CheckpointError
 
@@ -124,114 +125,149 @@ def to_deepspeed(
         name = f"global_step{manifest.global_step}"
         with new_folder(Path(dst)) as folder:
             (folder / name).mkdir()
-            _write(reader, run, target, folder / name)
+            _Writer(reader, run, target).write(folder / name)
             (folder / LATEST_NAME).write_text(name)
     remarks = [_ORDER, *run.remarks]
-    if _scale(reader) != 1:
+    if manifest.loss_scale != 1:
         remarks.append("The loss scale goes on where it was, with DeepSpeed's default window, hysteresis and minimum")
     return Written(Path(dst) / name, tuple(remarks), f"load it at stage {target.stage} on {ranks} ranks")
 
 
-def _write(reader: CheckpointReader, run: Run, target: _Target, folder: Path) -> None:
-    numels = {info.name: math.prod(info.shape) for info in reader.manifest.params}
-    groups = target.groups(run, numels)
-    config = {"zero_optimization": {"stage": target.stage}}
-    own = {"ds_config": config, "ds_version": WRITTEN_FOR}
-    prefix = "bf16_" if any(info.dtype == "bfloat16" for info in reader.manifest.params) else ""
-    model = _model_state(reader, run, target, groups) | {"ds_config": config | _scheduler(reader, run)}
-    for rank in range(target.world_size):
-        if target.stage == 3:
-            part = _module_of_stage_3(reader, run, target, rank)
-            save_anything(model | part, folder / RANK_MODEL_FILE.format(rank))
-        tensors = [_rank_tensors(reader, target, {name: numels[name] for name in names}, rank) for _, names in groups]
-        states = (_stage_3 if target.stage == 3 else _stage_2)(reader, run, target, groups, tensors)
-        path = folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        save_anything({"optimizer_state_dict": states, **own}, path, _CLASSES)
-    if target.stage < 3:
-        save_anything(model | _module(reader, run, target.stage), folder / MODEL_FILE)
-
-
 @dataclass(frozen=True)
 class _RankTensors:
-    """What a rank has of a flat group."""
+    """The part of a flat group that one rank has."""
 
     places: list[_Place]
     used: int  # elements that belong to parameters, from the start
     tensors: dict[str, torch.Tensor]  # WEIGHTS and the optimizer's states
 
 
-def _rank_tensors(reader: CheckpointReader, target: _Target, numels: Mapping[str, int], rank: int) -> _RankTensors:
-    places, size = target.places(numels, rank)
-    places = [place for place in places if place.numel > 0]
-    tensors = {kind: torch.zeros(size) for kind in (WEIGHTS, *KINDS)}
-    for place in places:
-        for kind, flat in tensors.items():
-            flat[place.at : place.at + place.numel] = read_state(reader, place.name, kind, place.start, place.numel)
-    return _RankTensors(places, max((place.at + place.numel for place in places), default=0), tensors)
+class _Writer:
+    """Writes the files of one checkpoint."""
+
+    def __init__(self, reader: CheckpointReader, run: Run, target: _Target) -> None:
+        self._reader = reader
+        self._run = run
+        self._target = target
+        self._infos = {info.name: info for info in reader.manifest.params}
+        self._numels = {name: math.prod(info.shape) for name, info in self._infos.items()}
+        self._groups = target.groups(run, self._numels)
+
+    def write(self, folder: Path) -> None:
+        target = self._target
+        config = {"zero_optimization": {"stage": target.stage}}
+        own = {"ds_config": config, "ds_version": WRITTEN_FOR}
+        prefix = "bf16_" if any(info.dtype == "bfloat16" for info in self._infos.values()) else ""
+        model = self._model_state(config)
+        for rank in range(target.world_size):
+            if target.stage == 3:
+                save_anything(model | self._module_of_stage_3(rank), folder / RANK_MODEL_FILE.format(rank))
+            held = [self._rank_tensors(names, rank) for _, names in self._groups]
+            states = self._states_of_stage_3(held) if target.stage == 3 else self._states_of_stage_2(held)
+            path = folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            save_anything({"optimizer_state_dict": states, **own}, path, _CLASSES)
+        if target.stage < 3:
+            save_anything(model | self._module(), folder / MODEL_FILE)
+
+    # ---------------------------------------------------------------- optimizer states of a rank
+    def _rank_tensors(self, names: Sequence[str], rank: int) -> _RankTensors:
+        places, size = self._target.places({name: self._numels[name] for name in names}, rank)
+        places = [place for place in places if place.numel > 0]
+        tensors = {kind: torch.zeros(size) for kind in (WEIGHTS, *KINDS)}
+        for place in places:
+            for kind, flat in tensors.items():
+                values = read_state(self._reader, place.name, kind, place.start, place.numel)
+                flat[place.at : place.at + place.numel] = values
+        return _RankTensors(places, max((place.at + place.numel for place in places), default=0), tensors)
+
+    def _optimizer(self, held: Sequence[_RankTensors]) -> dict[str, Any]:
+        """Return the state dict of torch's Adam or of DeepSpeed's, which look for different hyperparameters."""
+        run = self._run
+        owned: dict[int, list[int]] = {number: [] for number in range(len(run.groups))}
+        for index, (number, _) in enumerate(self._groups):
+            owned[number].append(index)
+        states = [{"step": torch.tensor(run.step), **{kind: one.tensors[kind] for kind in KINDS}} for one in held]
+        options = [{"bias_correction": True, **group, "params": owned[n]} for n, group in enumerate(run.groups)]
+        return {"state": dict(enumerate(states)), "param_groups": options}
+
+    def _states_of_stage_3(self, held: Sequence[_RankTensors]) -> dict[str, Any]:
+        return {
+            "zero_stage": 3,
+            **_loss_scale(self._reader.manifest),
+            "partition_count": self._target.world_size,
+            "optimizer_state_dict": self._optimizer(held),
+            "fp32_flat_groups": [one.tensors[WEIGHTS] for one in held],
+        }
+
+    def _states_of_stage_2(self, held: Sequence[_RankTensors]) -> dict[str, Any]:
+        return {
+            **_loss_scale(self._reader.manifest),
+            "base_optimizer_state": self._optimizer(held),
+            # Elements that fill up the last parts are left out.
+            "single_partition_of_fp32_groups": [one.tensors[WEIGHTS][: one.used].clone() for one in held],
+            "zero_stage": self._target.stage,
+            "group_paddings": [one.tensors[WEIGHTS].numel() - one.used for one in held],
+            "param_alignment_paddings": [[0] * len(names) for _, names in self._groups],
+            "partition_count": [self._target.world_size] * len(self._groups),
+            "ds_version": WRITTEN_FOR,
+            "param_slice_mappings": [
+                OrderedDict((place.name, _Fragment(numel=place.numel, start=place.at)) for place in one.places)
+                for one in held
+            ],
+        }
+
+    # ---------------------------------------------------------------- the model
+    def _model_state(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return all that the model's files hold but for its tensors."""
+        state = self._run.model_state(self._reader)
+        del state["universal_checkpoint_info"]
+        named = {key: value for key, value in state["ds_config"].items() if key == "scheduler"}
+        infos = self._infos
+        shapes = [OrderedDict((name, torch.Size(infos[name].shape)) for name in names) for _, names in self._groups]
+        frozen = {} if self._target.stage > 1 else {"frozen_param_shapes": None, "frozen_param_fragments": None}
+        own = {"param_shapes": shapes, "dp_world_size": self._target.world_size, "ds_config": config | named}
+        return {**state, **frozen, **own}
+
+    def _weights(self, name: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """Return elements of a parameter, in the model's type."""
+        count = self._numels[name] - start if numel is None else numel
+        dtype: torch.dtype = getattr(torch, self._infos[name].dtype)
+        return read_state(self._reader, name, WEIGHTS, start, count).to(dtype)
+
+    def _module(self) -> dict[str, Any]:
+        manifest = self._reader.manifest
+        module = OrderedDict((name, self._weights(name).view(info.shape)) for name, info in self._infos.items())
+        module.update((info.name, self._reader.read_buffer(info.name)) for info in manifest.buffers)
+        module.update((alias, module[name]) for alias, name in manifest.tied.items())
+        frozen = OrderedDict((name, module[name]) for name in self._run.frozen(self._reader))
+        return {"module": module} | ({"frozen_param_fragments": frozen} if self._target.stage > 1 else {})
+
+    def _module_of_stage_3(self, rank: int) -> dict[str, Any]:
+        """Return a model of empty parameters, and this rank's part of frozen ones, filled up."""
+        manifest = self._reader.manifest
+        types = {name: getattr(torch, info.dtype) for name, info in self._infos.items()}
+        types |= {alias: types[name] for alias, name in manifest.tied.items()}
+        module = OrderedDict((name, torch.empty(0, dtype=dtype)) for name, dtype in types.items())
+        module.update((info.name, self._reader.read_buffer(info.name)) for info in manifest.buffers)
+        part = {"module": module, "frozen_param_fragments": OrderedDict(self._fragments(rank))}
+        return part if rank == 0 else part | {"shared_params": {}}
+
+    def _fragments(self, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self._run.frozen(self._reader):
+            numel = self._numels[name]
+            [place], size = self._target.places({name: numel}, rank)
+            values = self._weights(name, min(place.start, numel), place.numel)
+            yield name, torch.cat([values, values.new_zeros(size - place.numel)])
 
 
-def _optimizer(run: Run, groups: Sequence[tuple[int, list[str]]], held: Sequence[_RankTensors]) -> dict[str, Any]:
-    """The state dict of torch's Adam or of DeepSpeed's, which look for different hyperparameters."""
-    owned: dict[int, list[int]] = {number: [] for number in range(len(run.groups))}
-    for index, (number, _) in enumerate(groups):
-        owned[number].append(index)
-    states = [{"step": torch.tensor(run.step), **{kind: one.tensors[kind] for kind in KINDS}} for one in held]
-    options = [{"bias_correction": True, **group, "params": owned[n]} for n, group in enumerate(run.groups)]
-    return {"state": dict(enumerate(states)), "param_groups": options}
-
-
-def _stage_3(
-    reader: CheckpointReader,
-    run: Run,
-    target: _Target,
-    groups: Sequence[tuple[int, list[str]]],
-    held: Sequence[_RankTensors],
-) -> dict[str, Any]:
-    return {
-        "zero_stage": 3,
-        **_loss_scale(reader),
-        "partition_count": target.world_size,
-        "optimizer_state_dict": _optimizer(run, groups, held),
-        "fp32_flat_groups": [one.tensors[WEIGHTS] for one in held],
-    }
-
-
-def _stage_2(
-    reader: CheckpointReader,
-    run: Run,
-    target: _Target,
-    groups: Sequence[tuple[int, list[str]]],
-    held: Sequence[_RankTensors],
-) -> dict[str, Any]:
-    return {
-        **_loss_scale(reader),
-        "base_optimizer_state": _optimizer(run, groups, held),
-        # Without what fills up the last parts.
-        "single_partition_of_fp32_groups": [one.tensors[WEIGHTS][: one.used].clone() for one in held],
-        "zero_stage": target.stage,
-        "group_paddings": [one.tensors[WEIGHTS].numel() - one.used for one in held],
-        "param_alignment_paddings": [[0] * len(names) for _, names in groups],
-        "partition_count": [target.world_size] * len(groups),
-        "ds_version": WRITTEN_FOR,
-        "param_slice_mappings": [
-            OrderedDict((place.name, _Fragment(numel=place.numel, start=place.at)) for place in one.places)
-            for one in held
-        ],
-    }
-
-
-def _scale(reader: CheckpointReader) -> float:
-    return float(reader.manifest.step_guard.get("cur_scale", 1))
-
-
-def _loss_scale(reader: CheckpointReader) -> dict[str, Any]:
-    guard = reader.manifest.step_guard
-    scaler: StandIn = _LossScaler(cur_scale=_scale(reader), dynamic=False)
-    dynamic = "cur_iter" in guard and _scale(reader) != 1
+def _loss_scale(manifest: Manifest) -> dict[str, Any]:
+    guard, scale = manifest.step_guard, manifest.loss_scale
+    scaler: StandIn = _LossScaler(cur_scale=scale, dynamic=False)
+    dynamic = "cur_iter" in guard and scale != 1
     if dynamic:
         known = {key: guard[key] for key in ("cur_iter", "last_overflow_iter", "cur_hysteresis") if key in guard}
         scaler = _DynamicLossScaler(
-            cur_scale=_scale(reader),
+            cur_scale=scale,
             dynamic=True,
             **{"cur_iter": 0, "last_overflow_iter": -1, "cur_hysteresis": 2, **known},
             scale_factor=2.0,
@@ -243,54 +279,3 @@ def _loss_scale(reader: CheckpointReader) -> dict[str, Any]:
             dtype=torch.float16,
         )
     return {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
-
-
-# -------------------------------------------------------------------- the model
-def _model_state(
-    reader: CheckpointReader, run: Run, target: _Target, groups: Sequence[tuple[int, list[str]]]
-) -> dict[str, Any]:
-    """What the model's files hold but for its tensors."""
-    state = run.model_state(reader)
-    del state["universal_checkpoint_info"]
-    shapes = [OrderedDict((name, torch.Size(reader.shape(name))) for name in names) for _, names in groups]
-    frozen = {} if target.stage > 1 else {"frozen_param_shapes": None, "frozen_param_fragments": None}
-    return {**state, **frozen, "param_shapes": shapes, "dp_world_size": target.world_size}
-
-
-def _scheduler(reader: CheckpointReader, run: Run) -> dict[str, Any]:
-    config: dict[str, Any] = run.model_state(reader)["ds_config"]
-    return {key: value for key, value in config.items() if key == "scheduler"}
-
-
-def _weights(reader: CheckpointReader, name: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
-    """Elements of a parameter, in the model's type."""
-    info = next(info for info in reader.manifest.params if info.name == name)
-    count = math.prod(info.shape) - start if numel is None else numel
-    dtype: torch.dtype = getattr(torch, info.dtype)
-    return read_state(reader, name, WEIGHTS, start, count).to(dtype)
-
-
-def _module(reader: CheckpointReader, run: Run, stage: int) -> dict[str, Any]:
-    module = OrderedDict((i.name, _weights(reader, i.name).view(i.shape)) for i in reader.manifest.params)
-    module.update((info.name, reader.read_buffer(info.name)) for info in reader.manifest.buffers)
-    module.update((alias, module[name]) for alias, name in reader.manifest.tied.items())
-    frozen = OrderedDict((name, module[name]) for name in run.frozen(reader))
-    return {"module": module} | ({"frozen_param_fragments": frozen} if stage > 1 else {})
-
-
-def _module_of_stage_3(reader: CheckpointReader, run: Run, target: _Target, rank: int) -> dict[str, Any]:
-    """Parameters are empty in the model, and of frozen ones there is this rank's part, filled up."""
-    types = {info.name: getattr(torch, info.dtype) for info in reader.manifest.params}
-    types |= {alias: types[name] for alias, name in reader.manifest.tied.items()}
-    module = OrderedDict((name, torch.empty(0, dtype=dtype)) for name, dtype in types.items())
-    module.update((info.name, reader.read_buffer(info.name)) for info in reader.manifest.buffers)
-    part = {"module": module, "frozen_param_fragments": OrderedDict(_fragments(reader, run, target, rank))}
-    return part if rank == 0 else part | {"shared_params": {}}
-
-
-def _fragments(reader: CheckpointReader, run: Run, target: _Target, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in run.frozen(reader):
-        numel = math.prod(reader.shape(name))
-        [place], size = target.places({name: numel}, rank)
-        values = _weights(reader, name, min(place.start, numel), place.numel)
-        yield name, torch.cat([values, values.new_zeros(size - place.numel)])

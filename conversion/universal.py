@@ -271,7 +271,7 @@ def _universal_remarks(reader: CheckpointReader, groups: Sequence[Mapping[str, A
             f"DeepSpeed at stage 3 does not take {', '.join(own)}, which differ between the parameter groups: its "
             "optimizer keeps those that it was made with"
         )
-    if manifest.step_guard.get("cur_scale", 1) != 1:
+    if manifest.loss_scale != 1:
         remarks.append("left out: the loss scale; DeepSpeed starts at that of its configuration")
     return remarks
 

@@ -265,6 +265,11 @@ class Manifest(SaveInfo):
         return int(self.step_guard.get("skipped_steps", 0))
 
     @property
+    def loss_scale(self) -> float:
+        """The loss scale when it was saved; 1 where there was none."""
+        return float(self.step_guard.get("cur_scale", 1))
+
+    @property
     def nbytes(self) -> int:
         """The bytes of all rank files."""
         return sum(file.size for file in self.files)
