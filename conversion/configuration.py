@@ -70,7 +70,7 @@ _OTHER_WAYS = ("fp8_config", "megatron_lm_config", "parallelism_config", "mpirun
 
 @dataclass
 class Converted:
-    """What became of a configuration."""
+    """The result of converting a configuration."""
 
     values: dict[str, Any]  # hf_zero's JSON
     launch: dict[str, Any] | None = None  # accelerate's launch file, where the source was one
@@ -259,6 +259,6 @@ def _fsdp(source: Path, given: Mapping[str, Any], lines: list[str], problems: li
 
 
 def _automatic() -> dict[str, Any]:
-    """What the script's arguments decide: batch, clipping, and the precision that the launch file names."""
+    """Return the keys that the script's arguments decide: batch, clipping, and the launch file's precision."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     return {**dict.fromkeys(keys, "auto"), "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}

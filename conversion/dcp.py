@@ -35,10 +35,10 @@ from conversion.target import NOTHING_KNOWN, ConvertedParam, check_frozen_are_th
 from hf_zero.checkpoint.folders import chosen
 from hf_zero.checkpoint.format import MOST_NUMEL, STATE_MARK, WEIGHT_KINDS
 from hf_zero.checkpoint.frozen_digests import partial_digest
-from hf_zero.checkpoint.optimizer_state import ATTACHED, restored
+from hf_zero.checkpoint.optimizer_state import ATTACHED, restored, stored_scalar
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.scheduler_state import plain
-from hf_zero.checkpoint.writer import Chunked, Scalar, dtype_name
+from hf_zero.checkpoint.writer import Chunked, Scalar
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Slice
 from hf_zero.progress import progress
@@ -170,22 +170,27 @@ def _kept(item: tuple[str, Scalar]) -> tuple[str, torch.Tensor | Scalar]:
 
 
 def _group_of(reader: CheckpointReader, name: str) -> dict[str, Any]:
-    """Hyperparameters of a parameter, with those that torch's own optimizer has beside hf_zero's."""
+    """Return a parameter's hyperparameters, with those that torch's own optimizer has beside hf_zero's."""
     manifest = reader.manifest
-    group = dict(manifest.param_groups[manifest.param_group_of.get(name, 0)])
+    group = group_for_torch(reader, manifest.param_groups[manifest.param_group_of.get(name, 0)])
     saved_by = manifest.optimizer or ""
-    if saved_by == "UncorrectedAdam" or not group.get("bias_correction", True):
+    of_torch = "AdamW" if saved_by in SAME_AS_ADAMW else saved_by
+    if of_torch not in _DEFAULTS:
+        return group
+    defaults = _options_of(of_torch)
+    return defaults | group | {key: defaults[key] for key in HOW if key in defaults}
+
+
+def group_for_torch(reader: CheckpointReader, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a group as torch has them. Raises CheckpointError where it has no such update."""
+    if reader.manifest.optimizer == "UncorrectedAdam" or not saved.get("bias_correction", True):
         raise CheckpointError(
             f"{reader.folder}: torch has no Adam without bias correction, with which it was trained."
         )
+    group = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
     if "adamw_mode" in group:  # as hf_zero's own Adam calls it
         group.setdefault("decoupled_weight_decay", group["adamw_mode"])
-    of_torch = "AdamW" if saved_by in SAME_AS_ADAMW else saved_by
-    if of_torch in _DEFAULTS:
-        defaults = _DEFAULTS[of_torch]([torch.zeros(1)], lr=1e-3).param_groups[0]
-        how = {key: defaults[key] for key in HOW if key in defaults}
-        group = {key: value for key, value in defaults.items() if key != "params"} | group | how
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+    return group
 
 
 # -------------------------------------------------------------------- DCP -> hf_zero
@@ -237,7 +242,7 @@ def _is_buffer(source: _Source, name: str) -> bool:
 
 
 def _find_tied(source: _Source, trained: Mapping[str, int], rest: Sequence[str]) -> dict[str, str]:
-    """Names that the optimizer lacks, with the very values of one that it has: tied weights are saved twice.
+    """Find names that the optimizer lacks, with the very values of one that it has: tied weights are saved twice.
 
     Digests find the candidates, so each tensor is read once, however many frozen ones have the shape of a trained one.
     """
@@ -265,21 +270,18 @@ def _converted(source: _Source, name: str, run: _Run, trainable: bool, odd: dict
     tensors = {"master" if trainable else "param": source.chunked(fqn)}
     scalars: dict[str, Scalar] = {}
     for kind, key in run.state.get(name, {}).items():
-        if key not in source.tensors:
-            value = source.read_value(key)
-            if not isinstance(value, bool | int | float):
-                raise CheckpointError(f"{source.folder}: optimizer state {key} is a {type(value).__name__}, no number")
-            scalars[f"{kind}@python"] = value
-            _check_step(source, key, value)
-        elif tuple(source.tensor(key).size) == shape and shape:
+        if key in source.tensors and tuple(source.tensor(key).size) == shape and shape:
             tensors[kind] = source.chunked(key)
-        elif math.prod(source.tensor(key).size) == 1:
-            one = source.read(key)
-            usual = one.dim() == 0 and one.dtype == torch.float32
-            scalars[kind if usual else f"{kind}@{dtype_name(one.dtype)}{list(one.shape)}"] = one.item()
-            _check_step(source, key, one.item())
+            continue
+        value = source.read(key) if key in source.tensors else source.read_value(key)
+        scalar = stored_scalar(kind, value)
+        if scalar is not None:
+            scalars[scalar[0]] = scalar[1]
+            _check_step(source, key, scalar[1])
+        elif isinstance(value, torch.Tensor):
+            odd[f"{name}{STATE_MARK}{kind}"] = value
         else:
-            odd[f"{name}{STATE_MARK}{kind}"] = source.read(key)
+            raise CheckpointError(f"{source.folder}: optimizer state {key} is a {type(value).__name__}, no number")
     if not math.prod(shape):
         tensors = {}
     return ConvertedParam(name, shape, info.properties.dtype, trainable, tensors, scalars)
@@ -399,7 +401,7 @@ def _folders(src: Path) -> list[Path]:
 
 
 def _prefixes(keys: Iterable[str], folder: Path) -> tuple[str, str]:
-    """Below which names the model and the optimizer lie; the scripts that save choose them."""
+    """Find the names below which the model and the optimizer lie; the scripts that save choose them."""
     keys = list(keys)
     found = {match[1] for key in keys if (match := re.match(r"(.+?)\.param_groups\.", key))}
     found -= {name for name in found if name == "model" or name.startswith("model.")}
@@ -461,7 +463,7 @@ class _Source:
         return info.size, info.properties.dtype
 
     def digest(self, name: str) -> int:
-        """Of the values of something of the model: the same where these are."""
+        """Return a digest of the values of something of the model."""
         values = self.chunked(self.model[name])
         everything = Piece(name, 0, values.numel, 0, 0)
         return partial_digest(values, Slice(name, tuple(self.kind(name)[0]), (everything,)))
@@ -554,7 +556,7 @@ def _read_metadata(path: Path) -> metadata.Metadata:
 
 
 def _why_unsound(found: Any) -> str:
-    """Why the metadata are none that DCP can have written: a pickle has no checksum, and a flipped bit in it may leave
+    """Say why DCP cannot have written these metadata: a pickle has no checksum, and a flipped bit in it may leave
     anything of the allowed types anywhere. Empty where they are sound."""
     entries, places = (getattr(found, name, None) for name in ("state_dict_metadata", "storage_data"))
     if not (isinstance(found, metadata.Metadata) and isinstance(entries, dict) and isinstance(places, dict)):

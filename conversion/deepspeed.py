@@ -37,7 +37,7 @@ from hf_zero.checkpoint.scheduler_state import plain
 from hf_zero.checkpoint.writer import Chunked, Scalar, find_unwritable
 from hf_zero.errors import CheckpointError
 
-# What DeepSpeed's pickles hold of its own classes.
+# DeepSpeed's pickles hold these of its own classes.
 STAND_INS: dict[str, type] = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": StandIn,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": StandIn,
@@ -63,7 +63,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Summary:
-    """What was converted."""
+    """A summary of what was converted."""
 
     folder: Path  # of DeepSpeed's files
     stage: int
@@ -136,7 +136,7 @@ def convert(source: str | Path, target: str | Path, tag: str | None = None) -> S
 
 
 def trainer_files(folder: Path) -> list[Path]:
-    """What transformers' Trainer has put beside DeepSpeed's files, without which it does not resume; [] without it."""
+    """Find the files that transformers' Trainer has put beside DeepSpeed's, without which it does not resume."""
     if not (folder / "trainer_state.json").is_file():
         return []
     return sorted(path for path in folder.iterdir() if path.is_file() and path.name not in _DEEPSPEEDS_OWN)
@@ -322,7 +322,7 @@ def _scalars(
 
 
 def parts_of(files: Source, group: FlatGroup) -> Iterator[tuple[str, list[Part]]]:
-    """For each parameter of the group where its elements are, in order.
+    """Yield for each parameter of the group where its elements are, in order.
 
     Raises:
         CheckpointError: The ranks' tensors do not have the sizes that the parameters need.
@@ -343,7 +343,7 @@ def _stage_3_parts(files: Source, group: FlatGroup) -> Iterator[tuple[str, list[
 
 
 def part_lengths(numel: int, part: int, ranks: int) -> list[int]:
-    """How many of `numel` elements each rank has, cut into parts of `part`: the last ones may have fewer, or none."""
+    """Cut `numel` elements into parts of `part`, one for each rank: the last ones may have fewer, or none."""
     return [min(part, max(numel - rank * part, 0)) for rank in range(ranks)]
 
 
@@ -536,7 +536,7 @@ def write_converted(
 
 
 def client_state_of(files: Source) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What the user gave to `save_checkpoint`, which DeepSpeed puts among its own keys; and what of it is no JSON."""
+    """Find what the user gave to `save_checkpoint` among DeepSpeed's own keys; and what of it is no JSON."""
     given = {key: value for key, value in files.model.items() if key not in OWN_KEYS}
     kept = {key: value for key, value in given.items() if isinstance(key, str) and _is_json(value)}
     return kept, tuple(sorted(str(key) for key in given if key not in kept))

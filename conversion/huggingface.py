@@ -106,7 +106,7 @@ def _kind(opened: Any, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def _aliases(opened: Any) -> Iterator[tuple[str, str]]:
-    """Names of tied weights, as safetensors.torch.save_model notes them."""
+    """Yield names of tied weights, as safetensors.torch.save_model notes them."""
     yield from ((key, value) for key, value in (opened.metadata() or {}).items() if key != "format")
 
 

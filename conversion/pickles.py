@@ -19,7 +19,7 @@ from hf_zero.errors import CheckpointError
 
 
 class StandIn:
-    """In the place of an object of another package: what it held is in `vars()`."""
+    """Stands for an object of another package, whose attributes are in `vars()`."""
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
@@ -63,7 +63,7 @@ def load_pickle(path: Path, stand_ins: Mapping[str, type] | None = None) -> dict
 
 
 def load_anything(path: Path, stand_ins: Mapping[str, type] | None = None) -> Any:
-    """What is in a file of torch.save; its tensors are mapped, so that only what is used of them is read.
+    """Read a file of torch.save; its tensors are mapped, so that only what is used of them is read.
 
     Args:
         stand_ins: Full name of a class -> what is built in its place.

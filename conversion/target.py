@@ -44,7 +44,7 @@ class ConvertedParam:
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
 
 
-# What is known of a run beside its parameters, before anything is known. Whoever converts replaces fields of it.
+# Conversions replace the fields of this that they know of a run.
 NOTHING_KNOWN = SaveInfo(world_size=1, stage=0, layouts=(), params=())
 
 

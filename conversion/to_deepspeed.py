@@ -68,7 +68,7 @@ class _Target:
     world_size: int
 
     def groups(self, run: Run, numels: Mapping[str, int]) -> list[tuple[int, list[str]]]:
-        """Of each flat group its parameter group, and its parameters in order."""
+        """Return (its parameter group, its parameters in order) for each flat group."""
         found: list[tuple[int, list[str]]] = []
         for number in range(len(run.groups)):
             names = [name for name in numels if run.group_of.get(name) == number]
@@ -85,7 +85,7 @@ class _Target:
         return found
 
     def places(self, numels: Mapping[str, int], rank: int) -> tuple[list[_Place], int]:
-        """What a rank has of a flat group, and the size of its flat tensor."""
+        """Return what a rank has of a flat group, and the size of its flat tensor."""
         places, at = [], 0
         if self.stage == 3:
             for name, numel in numels.items():

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from conversion.dcp import HOW, SAME_AS_ADAMW
+from conversion.dcp import HOW, SAME_AS_ADAMW, group_for_torch
 from conversion.deepspeed import (
     KINDS,
     OWN_KEYS,
@@ -67,7 +67,7 @@ _VERSION = {"universal_checkpoint_version": 0.4}
 # -------------------------------------------------------------------- hf_zero -> universal
 @dataclass(frozen=True)
 class Written:
-    """What was written for DeepSpeed, what it will not take from it, and how it is loaded."""
+    """The result of a conversion to DeepSpeed: what it will not take from it, and how it is loaded."""
 
     folder: Path
     remarks: tuple[str, ...]
@@ -114,7 +114,7 @@ def _write_param(reader: CheckpointReader, run: Run, folder: Path, name: str) ->
 
 
 def read_state(reader: CheckpointReader, name: str, kind: str, start: int, numel: int) -> torch.Tensor:
-    """Elements of a parameter's weights (WEIGHTS) or of an optimizer state, in fp32."""
+    """Read elements of a parameter's weights (WEIGHTS) or of an optimizer state, in fp32."""
     held = (reader.weight_kind(name) or "") if kind == WEIGHTS else kind
     if held in reader.kinds(name):
         return reader.read(name, held, [Piece(name, start, numel, 0, 0)]).float()
@@ -129,7 +129,7 @@ def _param_folder(zero: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run of hf_zero beside its tensors, as DeepSpeed needs it."""
+    """All that DeepSpeed needs to know of a run of hf_zero beside its tensors."""
 
     groups: list[dict[str, Any]]
     group_of: Mapping[str, int]  # of the trained parameters
@@ -147,12 +147,16 @@ class Run:
             )
         check_frozen_are_there(reader)
         trained = [slot.name for layout in manifest.layouts if layout.trainable for slot in layout.slots]
-        groups = [_group(reader.folder, group) for group in manifest.param_groups]
+        groups = [group_for_torch(reader, group) for group in manifest.param_groups]
+        # DeepSpeed chooses itself how an update is computed.
+        groups = [
+            {"amsgrad": False, **{key: value for key, value in group.items() if key not in HOW}} for group in groups
+        ]
         group_of = {name: manifest.param_group_of.get(name, 0) for name in trained}
         return cls(groups, group_of, _common_step(reader, trained), _remarks(reader))
 
     def frozen(self, reader: CheckpointReader) -> list[str]:
-        """Parameters that are not trained."""
+        """Return the names of parameters that are not trained."""
         return [info.name for info in reader.manifest.params if info.name not in self.group_of]
 
     def optimizer_state(self, reader: CheckpointReader) -> dict[str, Any]:
@@ -203,18 +207,8 @@ class Run:
         }
 
 
-def _group(folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters, but for those of how an update is computed, which are DeepSpeed's own choice."""
-    if not saved.get("bias_correction", True):
-        raise CheckpointError(f"{folder}: torch has no Adam without bias correction, with which it was trained.")
-    group = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items() if key not in HOW}
-    if "adamw_mode" in group:  # as hf_zero's own Adam calls it
-        group.setdefault("decoupled_weight_decay", group["adamw_mode"])
-    return {"amsgrad": False, **group}
-
-
 def _differing(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Hyperparameters that are not the same in all groups."""
+    """Name hyperparameters that are not the same in all groups."""
     keys = sorted({key for group in groups for key in group})
     return [key for key in keys if any(key not in one or one[key] != groups[0].get(key) for one in groups)]
 
@@ -251,7 +245,7 @@ def _common_step(reader: CheckpointReader, trained: list[str]) -> float:
 
 
 def _universal_remarks(reader: CheckpointReader, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What DeepSpeed does not take from a universal checkpoint."""
+    """Say what DeepSpeed does not take from a universal checkpoint."""
     manifest = reader.manifest
     remarks = []
     frozen = sum(len(layout.slots) for layout in manifest.layouts if not layout.trainable)
@@ -277,7 +271,7 @@ def _universal_remarks(reader: CheckpointReader, groups: Sequence[Mapping[str, A
 
 
 def _remarks(reader: CheckpointReader) -> list[str]:
-    """What DeepSpeed takes from no file."""
+    """Say what DeepSpeed takes from no file."""
     manifest = reader.manifest
     attached = sorted({kind for kinds in manifest.kinds.values() for kind in kinds if kind.startswith(ATTACHED)})
     remarks = [f"left out: {kind.removeprefix(ATTACHED)}, which is not the optimizer's" for kind in attached]

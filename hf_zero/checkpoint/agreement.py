@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint goes to."""
+    """The folder that a checkpoint goes to."""
 
     root: Path
     tag: str  # "" where the checkpoint is `root` itself
@@ -40,7 +40,7 @@ def agree_on_target(
     options: dict[str, Any],
     tag_validation: str = "Fail",
 ) -> Target:
-    """Where to save; `default` is the tag that counts if none is given. `options`: what must be the same beside it.
+    """Agree on where to save. `default` is the tag where none is given; all ranks must pass the same `options`.
 
     `tag_validation`: of tags that differ, unless it is "Fail", that of rank 0 counts, with "Warn" after a warning.
     """
@@ -69,7 +69,7 @@ def agree_on_source(
     *,
     node_local: bool = False,
 ) -> Path | None:
-    """What to load on this rank; None if nothing was saved yet. Paths may differ by host, what is in them may not.
+    """Agree on what to load; None if nothing was saved yet. Paths may differ by host, what is in them may not.
 
     `node_local`: a rank whose folder is empty takes what the others take from theirs.
     """
@@ -111,7 +111,7 @@ def _source_on_nodes(
 
 
 def _newest_of_nodes(comm: Comm, root: Path, mine: str | None) -> str:
-    """Of what `latest` names on each node, what was saved last.
+    """Return the newest of the checkpoints that `latest` names on the nodes.
 
     Nodes set it one by one, when all of them have published the checkpoint: a run that ends in between leaves it so.
     """

@@ -58,14 +58,14 @@ _GIVEN_UP = "given up"  # by the first rank that does, and why
 _SAY_EVERY_S = 60.0
 _LOOK_EVERY_S = 0.5
 _LATE_S = 10.0  # after which a thread hangs that should have given up: the store may be in a process that was stopped
-# Of a commit, each over on all that commit before the next: what may fail for want of space comes before the first
+# A commit has three phases, each over on all that commit before the next: what may fail comes before the first
 # rename, and old files go after the last.
 _PREPARE, _PUBLISH, _FOLLOW_UP = "prepare", "publish", "follow up"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank does of one save.
+    """The part that a rank has in one save.
 
     Args:
         write: Writes this rank's file; None where other ranks hold everything.
@@ -144,7 +144,7 @@ class BackgroundSaves:
             self._running.when_over(call, otherwise or (lambda: None))
 
     def close(self) -> None:
-        """After `finish`: nothing is saved any more."""
+        """End the saves of this engine; `finish` comes before."""
         self._comm.remove_rider(self)
         self._memory.free()
 
@@ -160,7 +160,7 @@ class _TerminationWaits:
         self._handler: Callable[[int, FrameType | None], None] | None = None
 
     def wait_for(self, save: _Save) -> None:
-        """From now on, until `restore`. Python allows it in the main thread only."""
+        """Let SIGTERM wait for `save` until `restore`. Python allows it in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -253,7 +253,7 @@ class _Save(threading.Thread):
         (otherwise if self.problem else call)()
 
     def _save(self) -> str:
-        """Why the save failed, the same on all ranks, or nothing."""
+        """Save, and return why that failed, the same on all ranks, or nothing."""
         if self._letters is None:
             record, problem = self._write()
             return self._commit([record], problem)
@@ -276,7 +276,7 @@ class _Save(threading.Thread):
         return outcome
 
     def _wait_for_copies(self, letters: Letters) -> None:
-        """Whoever wrote while another rank of the host still copies would make that, and all training, wait longer."""
+        """Wait until all ranks have copied: writing now would slow down copies that still block training."""
         try:
             letters.send(f"copied/{self._rank}", b"1")
             self._receive(letters, {f"copied/{rank}": rank for rank in self._ranks}, "copied what they save")
@@ -287,7 +287,7 @@ class _Save(threading.Thread):
     def _receive(
         self, letters: Letters, subjects: Mapping[str, int], what: str, *, gives_up: bool = True
     ) -> list[bytes]:
-        """As `letters.receive`. `subjects`: by which rank each is sent; `what`: that it has done then."""
+        """Receive letters. `subjects` says which rank sends each, and `what` says what that rank has done then."""
         began = self._waits_since = time.monotonic()
         say_after = self._timeout_s
 

@@ -1,6 +1,6 @@
-"""Which ranks see the same file system, where the nodes save into folders of their own.
+"""Finds out which ranks see the same file system, where the nodes save into folders of their own.
 
-One rank of each file system commits what the ranks there have written: two would race, and none would leave nothing.
+Exactly one rank of each file system commits what the ranks there have written; two would race.
 Names of hosts say nothing of that, so the ranks look for what the others have written. All ranks must call.
 """
 
@@ -19,12 +19,12 @@ from hf_zero.errors import CheckpointError
 
 
 def find_committers(comm: Comm, folder: Path) -> list[int]:
-    """By rank, the first one that sees the same `folder`, which is made where there is none.
+    """Return by rank the first one that sees the same `folder`, which is made where there is none.
 
     Raises:
         CheckpointError: On every rank: one could not write there, or what they see is not the same both ways.
     """
-    # Nobody has looked for these names before, so no cache of a network file system holds that there is no such file.
+    # The names are fresh, so no cache of a network file system holds that there is no such file.
     mark = comm.all_gather_object(secrets.token_hex(4), "checkpoint folder")[0]
 
     def token(rank: int) -> Path:

@@ -60,7 +60,7 @@ DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 THREADS = 4  # each has a piece in memory, and a part of the output to write
 CLEAR_LINE = "\r\x1b[K"  # of a terminal that shows a progress bar
 
-# What a Hugging Face folder holds beside the weights: configuration, tokenizer, chat templates, code of its own.
+# A Hugging Face folder holds these beside the weights: configuration, tokenizer, chat templates, code of its own.
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "*.py")
 DEEPSPEEDS_NAME = "zero_to_fp32.py"
 NOT_MODEL_FILES = (
@@ -107,7 +107,7 @@ class Tensor:
 
 # -------------------------------------------------------------------- what to write
 def plan_tensors(manifest: Manifest, options: Options) -> list[Tensor]:
-    """What to write, in the order of state_dict: parameters, then persistent buffers."""
+    """Return the tensors to write, in the order of state_dict: parameters, then persistent buffers."""
     units = {slot.name: unit for unit in manifest.layouts for slot in unit.slots}
     tensors = []
     for info in manifest.params:
@@ -168,7 +168,7 @@ def round_to_bf16(single: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def convert(raw: Raw, source: str, target: str) -> Raw:
-    """Bytes of one floating-point type to fp32, bf16 or fp16, rounding as torch does: through float32.
+    """Convert bytes of a floating-point type to fp32, bf16 or fp16, rounding as torch does: through float32.
 
     Raises:
         OverflowError: A finite value is too large for the target.
@@ -349,7 +349,7 @@ def write_bins(
     shard_bytes: int,
     write: Callable[[Path, Sequence[Tensor]], None],
 ) -> list[str]:
-    """As `write_folder`, pytorch_model.bin: every name is in the files, those of tied parameters too."""
+    """Make `folder` as `write_folder` does, of pytorch_model.bin: names of tied parameters are in the files, too."""
     folder.mkdir()
     by_name = {tensor.name: tensor for tensor in tensors}
     files = split_by_size({tensor.name: tensor.nbytes for tensor in tensors}, shard_bytes, "pytorch_model{}.bin")
@@ -443,7 +443,7 @@ def delete(path: Path) -> None:
 
 
 def owner() -> str:
-    """For names of what is deleted at the end: which process has made it."""
+    """Return a name for this process, of which names of temporary files are made."""
     return f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
 
 
@@ -569,7 +569,7 @@ def check_torch(out: Path, options: Options) -> None:
 def consolidate_into(
     folder: Path, out: Path, options: Options, progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
-    """As `consolidate`; but to a folder that holds other files the new ones are added, and none is replaced."""
+    """Call `consolidate`; but to a folder that holds other files the new ones are added, and none is replaced."""
     if out.suffix in ONE_FILE or not out.is_dir() or not any(out.iterdir()):
         return consolidate(folder, out, options, progress)
     patterns = ("pytorch_model*.bin*",) if options.bins else ("model.safetensors*", "model-*-of-*.safetensors")
@@ -590,7 +590,7 @@ def consolidate_into(
 
 # -------------------------------------------------------------------- command line
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "5GB", "500MB", "2GiB", or a plain number."""
+    """Read a size in bytes, such as "5GB", "500MB", "2GiB", or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
     size = 0
     if match:
@@ -653,7 +653,7 @@ def progress_bar(title: str) -> Callable[[int, int], None]:
 
 
 def meant(folder: Path, tag: str | None) -> Path:
-    """Without a tag the checkpoint that `latest` names, if there is such a file."""
+    """Return the checkpoint's folder: without a tag the one that `latest` names, if there is such a file."""
     latest = folder / "latest"
     return folder / (tag or (latest.read_text(errors="replace").strip() if latest.is_file() else ""))
 

@@ -1,4 +1,4 @@
-"""What a load cannot carry over one to one although the checkpoint fits: each line is said once, on rank 0.
+"""Names what a load cannot carry over one to one although the checkpoint fits; rank 0 logs each line once.
 
 What is trained may change between a save and a resume, and so may precision. A parameter without saved state starts as
 a new one in a torch optimizer does, a parameter that is frozen now has no state: right, but not to pass unseen.
@@ -18,14 +18,14 @@ _MOST_NAMES = 3
 
 
 def listed(names: Sequence[str]) -> str:
-    """How many there are, and the first few."""
+    """Count the parameters, and name the first few."""
     more = ", ..." if len(names) > _MOST_NAMES else ""
     noun = "parameter" if len(names) == 1 else "parameters"
     return f"{len(names)} {noun} ({', '.join(names[:_MOST_NAMES])}{more})"
 
 
 def of_names(reader: CheckpointReader, layouts: Sequence[UnitLayout]) -> list[str]:
-    """Parameters that only the model or only the checkpoint has: a load with strict=False goes on without them."""
+    """Name parameters that only the model or only the checkpoint has; strict=False goes on without them."""
     mine = [slot.name for layout in layouts for slot in layout.slots]
     found = []
     if new := [name for name in mine if not reader.holds(name)]:
@@ -36,7 +36,7 @@ def of_names(reader: CheckpointReader, layouts: Sequence[UnitLayout]) -> list[st
 
 
 def of_weights(reader: CheckpointReader, flats: Sequence[FlatParam]) -> list[str]:
-    """Master weights that were saved in a wider type than this run keeps them in."""
+    """Name master weights that were saved in a wider type than this run keeps them in."""
     rounded = []
     for flat in (flat for flat in flats if flat.master is not None):
         for slot in flat.layout.slots:
@@ -49,7 +49,7 @@ def of_weights(reader: CheckpointReader, flats: Sequence[FlatParam]) -> list[str
 
 
 def of_optimizer_state(reader: CheckpointReader, layouts: Sequence[UnitLayout]) -> list[str]:
-    """Parameters whose optimizer state starts anew, or is left out, because something else is trained now."""
+    """Name parameters whose state starts anew or is left out, because something else is trained now."""
     manifest = reader.manifest
     if manifest.optimizer is None:
         return ["it was saved without an optimizer: optimizer state and hyperparameters start anew"]

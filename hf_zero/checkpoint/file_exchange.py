@@ -64,7 +64,7 @@ class FileExchange:
         self._round = 0
 
     def run(self, work: Callable[[], _T]) -> _T:
-        """What `work` gives, which reads files that others see. All ranks must call; raises what `work` raises."""
+        """Do `work`, which reads files that others see. All ranks must call; returns and raises what `work` does."""
         if not self._is_needed:
             return work()
         self._thread = threading.Thread(target=self._take_part, name="hf_zero file exchange", daemon=True)
@@ -92,7 +92,7 @@ class FileExchange:
                 raise ConsolidateError(request.error)
 
     def place_of(self, rank: int) -> str:
-        """Where this rank's bytes of that file come from, for messages."""
+        """Say where this rank's bytes of that file come from, for messages."""
         return f"{self._paths[rank]} on the node of rank {self._owner(rank, self._comm.rank)}"
 
     # ---------------------------------------------------------------- in the thread
@@ -117,7 +117,7 @@ class FileExchange:
             self._failure = error
 
     def _answer(self, wanted: Sequence[tuple[int, int, int] | None], own: _Request | None) -> bool:
-        """One round; returns whether `own` is over. All ranks give the same `wanted`, by rank."""
+        """Do one round; returns whether `own` is over. All ranks give the same `wanted`, by rank."""
         size, me = self._comm.world_size, self._comm.rank
         self._round += 1
         taken: dict[int, int] = {}  # rank -> requests that it answers in this round
@@ -150,7 +150,7 @@ class FileExchange:
         return True
 
     def _owner(self, rank: int, asking: int) -> int:
-        """Who sends pieces of the file of `rank` to `asking`: not the same one to all."""
+        """Return the rank that sends pieces of the file of `rank` to `asking`: not the same one to all."""
         return self._seers[rank][asking % len(self._seers[rank])]
 
     def _read(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:

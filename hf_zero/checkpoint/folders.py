@@ -31,7 +31,7 @@ LATEST_NAME = "latest"
 
 
 def tagged(folder: str | Path | None, tag: str | int | None, default: str) -> tuple[Path, str]:
-    """Where a save goes: (the folder as it was given, the tag inside it).
+    """Return where a save goes: (the folder as it was given, the tag inside it).
 
     Raises:
         CheckpointError: No folder is named, or the tag leads out of it.
@@ -50,7 +50,7 @@ def tagged(folder: str | Path | None, tag: str | int | None, default: str) -> tu
 
 
 def chosen(folder: str | Path | None, tag: str | int | None = None, latest: str = LATEST_NAME) -> Path:
-    """Where the checkpoint is that is meant by `folder` and `tag`: without a tag the one that `latest` names, if any.
+    """Return the folder of the checkpoint that is meant: without a tag the one that `latest` names, if any.
 
     Args:
         latest: The name of that file; other tools have others.
@@ -87,7 +87,7 @@ def holds_nothing(folder: Path) -> bool:
 
 
 def latest_files(folder: Path, tag: str) -> dict[Path, bytes]:
-    """What notes in `folder` that `tag` was saved last, and zero_to_fp32.py there, where DeepSpeed has it."""
+    """Return the file that notes in `folder` that `tag` was saved last, and zero_to_fp32.py, as DeepSpeed has it."""
     return {**scripts(folder, [DEEPSPEEDS_NAME]), folder / LATEST_NAME: tag.encode()}
 
 

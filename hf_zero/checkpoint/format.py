@@ -222,7 +222,7 @@ class FileInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveInfo:
-    """What every rank knows about a save. All of it must be JSON: no tensors, no keys but strings."""
+    """The part of the manifest that every rank knows. All of it must be JSON: no tensors, no keys but strings."""
 
     world_size: int = key(count(1, 1 << 31))  # the number of rank files
     stage: int = key(count(0, 3))
@@ -261,7 +261,7 @@ class Manifest(SaveInfo):
 
     @property
     def skipped_steps(self) -> int:
-        """How many of the steps were left out because a gradient was not finite."""
+        """The number of steps that were left out because a gradient was not finite."""
         return int(self.step_guard.get("skipped_steps", 0))
 
     @property
@@ -376,7 +376,7 @@ _FOREIGN = {  # files of other tools' checkpoints -> whose they are, and the com
 
 
 def foreign(folder: Path) -> str:
-    """What to do with another tool's checkpoint, as the end of a sentence; empty where `folder` is none."""
+    """Say what to do with another tool's checkpoint, as the end of a sentence; empty where `folder` is none."""
     # The universal one comes first: it holds a file of the other kind, too.
     for pattern in sorted(_FOREIGN, reverse=True):
         if any(folder.glob(pattern)):
@@ -446,7 +446,7 @@ def content_crc32(content: Mapping[str, Any]) -> int:
 
 # -------------------------------------------------------------------- what the manifest says of the rank files
 def file_marks(info: SaveInfo, buffers: Iterable[TensorInfo]) -> dict[str, str]:
-    """Digests of what decides which element of a file belongs where. They stand in the rank files, too (that of the
+    """Return digests of what decides which element of a file belongs where. They stand in rank files, too (that of the
     buffers in rank 0's), so that a manifest which has been edited is not taken for the one they were written with."""
     layout = {"layouts": info.layouts, "params": info.params, "tied": info.tied}
     marks = {"layout": layout, "buffers": [*buffers]}
@@ -455,7 +455,7 @@ def file_marks(info: SaveInfo, buffers: Iterable[TensorInfo]) -> dict[str, str]:
 
 
 def segments(unit: UnitLayout, name: str) -> list[tuple[int, int, int]]:
-    """Where the elements of a parameter lie, in order: (rank of the file, first element in its slice there, elements).
+    """Locate the elements of a parameter, in order: (rank of the file, first element in its slice there, elements).
 
     What a rank owns of one parameter is contiguous in its file, so a cursor per rank gives the first element.
     """
@@ -469,7 +469,7 @@ def segments(unit: UnitLayout, name: str) -> list[tuple[int, int, int]]:
 
 
 def rank_contents(manifest: Manifest) -> list[dict[str, tuple[str, int]]]:
-    """For each rank file: key -> element type and bytes of every tensor that is in it by the manifest."""
+    """Return for each rank file: key -> element type and bytes of every tensor that the manifest has in it."""
     contents: list[dict[str, tuple[str, int]]] = [{} for _ in manifest.files]
     for unit, slot in ((layout, slot) for layout in manifest.layouts for slot in layout.slots):
         numels: dict[int, int] = {}

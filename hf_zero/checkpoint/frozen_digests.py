@@ -1,4 +1,4 @@
-"""Frozen weights that are not in a checkpoint: what proves that a resumed run has the same ones.
+"""Digests of frozen weights that are not in a checkpoint prove that a resumed run has the same ones.
 
 [Note: Digests of frozen weights]
 An adapter's checkpoint need not hold the base model, which has files of its own. It holds one number per frozen
@@ -27,7 +27,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def partial_digest(values: Chunked, slice_: Slice) -> int:
-    """What the elements of `slice_` contribute to the digest of their parameter. `values`: [slice_.numel]."""
+    """Return the part that the elements of `slice_` have in their parameter's digest. `values`: [slice_.numel]."""
     total = 0
     pieces = iter(slice_.pieces)
     position = end = 0  # in the flattened parameter, of the piece that the next elements belong to

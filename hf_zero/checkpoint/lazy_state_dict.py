@@ -113,7 +113,7 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
 
 
 def match_names(own: Mapping[str, torch.Tensor], state: LazyStateDict, *, strict: bool) -> dict[str, str]:
-    """Which name of `state` each tensor of a model is loaded from. Reads no tensor.
+    """Decide which name of `state` each tensor of a model is loaded from. Reads no tensor.
 
     Args:
         own: The model's tensors under their `state_dict()` names; a tensor with several names is listed under each.

@@ -36,7 +36,7 @@ _OWN_CHOICE = frozenset(["fused", "foreach", "capturable", "differentiable"])
 def collect(
     states: Sequence[Mapping[str, Any]], owned: OwnedSlice, odd: Container[tuple[str, str]]
 ) -> tuple[dict[str, torch.Tensor | Chunked], dict[str, Scalar]]:
-    """The optimizer state of one slice: each kind as one, scalars once.
+    """Collect the optimizer state of one slice: each kind as one, scalars once.
 
     Args:
         states: For each tensor that the optimizer holds of the slice.
@@ -50,11 +50,8 @@ def collect(
             continue
         if isinstance(first, torch.Tensor) and first.shape == owned.masters[0].shape and first.dim():
             tensors[key] = _joined([value.reshape(-1) for value in values])
-        elif isinstance(first, torch.Tensor) and first.numel() == 1:
-            is_usual = first.dim() == 0 and first.dtype == torch.float32
-            scalars[key if is_usual else f"{key}@{dtype_name(first.dtype)}{list(first.shape)}"] = first.item()
-        elif isinstance(first, bool | int | float):
-            scalars[key + _PYTHON_NUMBER] = first
+        elif (scalar := stored_scalar(key, first)) is not None:
+            scalars[scalar[0]] = scalar[1]
         elif first is not None:
             raise CheckpointError(
                 f"optimizer state {key!r} of {owned.slice.name} is a {type(first).__name__}, which a checkpoint "
@@ -63,8 +60,16 @@ def collect(
     return tensors, scalars
 
 
+def stored_scalar(key: str, value: Any) -> tuple[str, Scalar] | None:
+    """Return the name and the number under which a file holds a value; None for what is no number. See `restored`."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        is_usual = value.dim() == 0 and value.dtype == torch.float32
+        return key if is_usual else f"{key}@{dtype_name(value.dtype)}{list(value.shape)}", value.item()
+    return (key + _PYTHON_NUMBER, value) if isinstance(value, bool | int | float) else None
+
+
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | Chunked:
-    """Parts of one slice, one behind the other, without a copy: it would be as large as the optimizer's state."""
+    """Join parts of one slice without a copy, which would be as large as the optimizer's state."""
     return parts[0] if len(parts) == 1 else Chunked(sum(map(len, parts)), parts[0].dtype, lambda: iter(parts))
 
 
@@ -98,7 +103,7 @@ def read_states(
                 state[kind] = chunk.to(device, tensor.dtype).view(tensor.shape)
     for saved_as, value in reader.scalars(name).items():
         key, scalar = restored(saved_as, value)
-        # As torch's Optimizer.load_state_dict has it: kernels read `step` where the parameter is, Python on the CPU.
+        # Kernels read `step` where the parameter is, Python on the CPU: see torch's Optimizer.load_state_dict.
         is_on_device = key != "step" or group.get("fused") or group.get("capturable")
         if isinstance(scalar, torch.Tensor) and is_on_device:
             scalar = scalar.to(device)
@@ -179,7 +184,7 @@ def group_numbers(optimizer: ShardedOptimizer) -> dict[str, int]:
 
 
 def package_of(optimizer: ShardedOptimizer) -> str | None:
-    """Where the optimizer's class is from, among the packages that have different classes of one name."""
+    """Return the package of the optimizer's class, among those that have different classes of one name."""
     package = type(optimizer.optimizer).__module__.partition(".")[0]
     known = type(optimizer.optimizer).__name__ not in _SAME_STATE and package in ("torch", "transformers", "hf_zero")
     return package if known else None
@@ -217,7 +222,7 @@ def load_groups(
 
 
 def _is_set_by_scheduler(group: Mapping[str, Any], key: str, is_scheduled: bool) -> bool:
-    """Of torch's schedulers, all keep the first rate as `initial_lr`, and those that move momenta `max_momentum`."""
+    """Whether a scheduler of torch sets this: all keep the first rate as `initial_lr`, some also `max_momentum`."""
     if key == "lr":
         return is_scheduled or "initial_lr" in group
     return key in ("betas", "momentum") and "max_momentum" in group

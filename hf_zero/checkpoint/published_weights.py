@@ -16,7 +16,7 @@ from hf_zero.checkpoint.format import parse_json
 from hf_zero.checkpoint.rank_reader import SafetensorsFile
 
 _LEGACY_PICKLE = b"\x80"  # how files of torch.save begin that are no archives
-# What the three formats raise; RuntimeError includes NotImplementedError.
+# The readers of the three formats raise these; RuntimeError includes NotImplementedError.
 _DAMAGE = (ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 

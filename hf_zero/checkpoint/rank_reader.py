@@ -69,7 +69,7 @@ class RankFiles:
         self._headers: dict[int, dict[str, Stored]] = {}  # by rank
         self._lock = threading.RLock()  # over both, and over what is decided once
         here = [file for rank, file in enumerate(manifest.files) if rank not in self._files]
-        # Where some are elsewhere, it is known already that the others are here.
+        # It is known already that the others are here if some are elsewhere.
         check_sizes(folder, here, () if elsewhere else manifest.hosts)
 
     @property

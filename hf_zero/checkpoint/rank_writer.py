@@ -83,13 +83,13 @@ class DataWriter:
             tensor = tensor[count:]
 
     def end_tensor(self) -> None:
-        """What is written next belongs to another tensor, so to another block."""
+        """End the block: the bytes that are written next belong to another tensor."""
         if self._in_block:
             self.checksums.append(self._crc)
             self._crc = self._in_block = 0
 
     def _copy(self, part: torch.Tensor) -> None:
-        """Into the stage; `part` fits into it and into its block."""
+        """Copy `part` into the stage; it fits into that and into its block."""
         nbytes = part.numel() * part.element_size()
         target = self._memory[self._turn][self._filled : self._filled + nbytes]
         self._crc = self._disk.copy(part, target, self._crc)
@@ -110,7 +110,7 @@ class DataWriter:
 
 
 class _Direct:
-    """Through the native library, several stages at once."""
+    """Writes through the native library, several stages at once."""
 
     def __init__(self, file: OpenFile, size: int) -> None:
         self._tickets: dict[int, int] = {}  # of stages that are being written
@@ -151,7 +151,7 @@ class _Direct:
 
 
 class _Plain:
-    """With Python alone, one stage after the other."""
+    """Writes with Python alone, one stage after the other."""
 
     def __init__(self, file: OpenFile) -> None:
         self._file = file
@@ -174,7 +174,7 @@ class _Plain:
 
 
 def _opened(queue: AioQueue, file: OpenFile, size: int) -> AioFile:
-    """The file once more, for the native library, with its space on the disk."""
+    """Open the file once more, for the native library, and take its space on the disk."""
     opened = queue.open(file.path)
     try:
         disk = os.fstatvfs(opened.fd)
@@ -188,7 +188,7 @@ def _opened(queue: AioQueue, file: OpenFile, size: int) -> AioFile:
 
 
 def _system_error(error: AioError) -> OSError:
-    """Without the words for those who offload to disk."""
+    """Return the system's error, without the words for those who offload to disk."""
     return OSError(error.errno or errno.EIO, os.strerror(error.errno) if error.errno else "the file was cut short")
 
 

@@ -82,7 +82,7 @@ class CheckpointReader:
         self.on_read: Done = ignore  # told the bytes of every read
         with offering(folder):
             self._files = RankFiles(folder, manifest, crc32=crc32_of_bytes, open_file=DirectFile, elsewhere=elsewhere)
-        # What is elsewhere comes over the process group, which one thread may use.
+        # Files elsewhere come over the process group, which one thread may use.
         self._in_parallel = not elsewhere
         self._pool: ThreadPoolExecutor | None = None
         # (parameter, rank) -> where its slice starts in that rank's shard
@@ -217,8 +217,8 @@ class CheckpointReader:
     def read_into(
         self, targets: Sequence[torch.Tensor], name: str, kind: str, pieces: Slice | Sequence[Piece]
     ) -> None:
-        """As `read`, into memory that is there: `targets`, contiguous CPU tensors of the stored element type, hold as
-        many elements together. After an error a part of them is overwritten."""
+        """Read into memory that is there: `targets`, contiguous CPU tensors of the stored element type, hold as many
+        elements together. After an error a part of them is overwritten. See `read`."""
         key, ranges = f"{self._slot(name).name}::{kind}", _ranges(pieces)
         numel = sum(piece.numel for piece in ranges)
         if not self.fits(targets, name, kind) or sum(one.numel() for one in targets) != numel:
@@ -322,7 +322,7 @@ def _ranges(pieces: Slice | Sequence[Piece]) -> Sequence[Piece]:
 
 
 def _parts(copies: Sequence[_Copy], targets: Sequence[torch.Tensor]) -> Sequence[_Part]:
-    """What threads can read beside each other. They meet where blocks do, so that each block is read by one."""
+    """Divide copies into parts for threads, which meet where blocks do, so that one thread reads each block."""
     size = targets[0].itemsize
     most = _PART_BYTES // size
     found: dict[tuple[int, int], _Part] = {}

@@ -20,7 +20,7 @@ _OURS = frozenset([KEPT, _MOVING, _OVER])
 
 
 def set_aside(folder: Path) -> None:
-    """Before a save into `folder`, which is made where there is none. Raises OSError; nothing has changed then."""
+    """Prepare `folder` for a save; it is made where there is none. Raises OSError; nothing has changed then."""
     _finish(folder)
     moving = folder / _MOVING
     try:
@@ -34,7 +34,7 @@ def set_aside(folder: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """The save has failed: delete what it wrote, and let the folder hold what it held before. Raises OSError."""
+    """Delete what a failed save wrote, and let the folder hold what it held before. Raises OSError."""
     if (folder / KEPT).is_dir():
         for path in _content(folder):
             _delete(path)
@@ -45,7 +45,7 @@ def put_back(folder: Path) -> None:
 
 
 def drop(folder: Path) -> None:
-    """The save is complete: delete what it has replaced. What else was in the folder stays. Raises OSError."""
+    """Delete what a complete save has replaced; other files of the folder stay. Raises OSError."""
     (folder / KEPT).rename(folder / _OVER)
     _finish(folder)
 
@@ -56,7 +56,7 @@ def is_kept(name: str) -> bool:
 
 
 def _finish(folder: Path) -> None:
-    """What the last call for `folder` was to do, where its process was killed."""
+    """Do what the last call for `folder` was to do, where its process was killed."""
     if (folder / KEPT).is_dir():
         put_back(folder)
     for inner in (folder / _MOVING, folder / _OVER):

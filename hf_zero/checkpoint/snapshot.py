@@ -24,7 +24,7 @@ _PIECE_BYTES = 4 << 20  # read from a disk at once; of pages
 
 
 def nbytes_of_copy(states: Sequence[SliceState], buffers: Buffers) -> int:
-    """Bytes that SnapshotMemory needs for a copy."""
+    """Return the bytes that SnapshotMemory needs for a copy."""
     tensors = [*buffers.values(), *_tensors(states)]
     piece = _PIECE_BYTES if any(map(_is_on_disk, tensors)) else 0
     return piece + sum(_rounded(_nbytes(tensor)) for tensor in tensors if not _is_on_disk(tensor))
@@ -100,7 +100,7 @@ class SnapshotMemory:
         return dataclasses.replace(state, tensors=tensors)
 
     def _keep(self, tensor: torch.Tensor | Chunked) -> Chunked | None:
-        """What is on a disk, to be read through the first bytes of the memory; None for the rest."""
+        """Keep a tensor that is on a disk, to be read through the first bytes of the memory; None for the rest."""
         if not isinstance(tensor, Chunked) or tensor.keep is None:
             return None
         kept = tensor.keep()

@@ -20,7 +20,7 @@ _SHEBANG = "#!/usr/bin/env python3\n"
 
 
 def scripts(folder: Path, names: Sequence[str] = (SCRIPT_NAME, DEEPSPEEDS_NAME)) -> dict[Path, bytes]:
-    """Copies of the script in `folder`; under DeepSpeed's name it does what DeepSpeed's script of that name does."""
+    """Return copies of the script in `folder`; under DeepSpeed's name it does what DeepSpeed's own does."""
     return {folder / name: f"{'' if name == SCRIPT_NAME else _SHEBANG}{script()}".encode("ascii") for name in names}
 
 

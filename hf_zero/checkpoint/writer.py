@@ -86,7 +86,7 @@ class Chunked:
 
 @dataclass(frozen=True)
 class SliceState:
-    """What a rank saves of one parameter: what it owns of it, and of its optimizer state."""
+    """The slice of one parameter that a rank saves, with its optimizer state."""
 
     slice: Slice
     # 1-D [slice_.numel] each: "master" or "param", "exp_avg", "exp_avg_sq", ...
@@ -96,7 +96,7 @@ class SliceState:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What one rank wrote. Small and picklable: rank 0 gathers these before it writes the manifest."""
+    """The record of what one rank wrote: small and picklable, as rank 0 gathers them before it writes the manifest."""
 
     rank: int
     file: FileInfo
@@ -145,7 +145,7 @@ def make_folder(folder: Path) -> None:
 
 # -------------------------------------------------------------------- phase 2: every rank
 def wait_for_folder(folder: str | Path) -> None:
-    """Rank 0 has made it: this rank sees it, if need be after a while, because network file systems have caches.
+    """Wait until this rank sees the folder that rank 0 has made: network file systems have caches.
 
     Raises:
         CheckpointError: It does not: the file system is another one.
@@ -224,7 +224,7 @@ def _check_state(state: SliceState) -> None:
 
 
 def _chunked(tensor: torch.Tensor | Chunked) -> Chunked:
-    """A tensor that is in memory already, as what is written."""
+    """Return a tensor in the form that is written."""
     if isinstance(tensor, Chunked):
         return tensor
     return Chunked(tensor.numel(), tensor.dtype, lambda: iter([tensor]))
@@ -284,7 +284,7 @@ def commit(folder: str | Path, manifest: Manifest, beside: Mapping[Path, bytes])
 
 
 def prepare_commit(folder: str | Path, manifest: Manifest, ranks: Sequence[int], beside: Mapping[Path, bytes]) -> None:
-    """All that may fail, where the files of these ranks are in the folder; then comes `publish`."""
+    """Do all that may fail, where the files of these ranks are in the folder; then comes `publish`."""
     for path, content in beside.items():
         if path.is_dir():
             raise CheckpointError(f"cannot write {path}: {os.strerror(errno.EISDIR)}")
@@ -311,7 +311,7 @@ def follow_up(folder: str | Path, manifest: Manifest, beside: Iterable[Path]) ->
 
 
 def _wait_for_files(folder: str | Path, files: Sequence[FileInfo]) -> None:
-    """What the other ranks wrote is there for this one, if need be after a while: network file systems have caches."""
+    """Wait until this rank sees what the others wrote: network file systems have caches."""
     deadline = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
         try:
@@ -344,7 +344,7 @@ def discard(folder: str | Path, beside: Iterable[Path] = ()) -> None:
 
 
 def abandon(folder: str | Path, beside: Iterable[Path] = ()) -> None:
-    """As `discard`, after a save that failed: where there was no checkpoint before, no file or empty folder stays."""
+    """Discard a save that failed: where there was no checkpoint before, no file or empty folder stays."""
     discard(folder, beside)
     if not manifest_path(folder).exists():
         delete_empty(folder)
