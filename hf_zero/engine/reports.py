@@ -1,4 +1,4 @@
-"""What happens to an engine, as events of micro-batches and steps, for whoever watches it.
+"""The events of an engine's micro-batches and steps, for everything that watches it.
 
 Log lines, monitors and profilers are watchers, which the parts of an engine bring (parts.py). Without any, nothing is
 hooked on and nothing is measured.
@@ -18,7 +18,7 @@ from hf_zero.runtime.backward_watch import PassEvents, in_backward
 
 
 class Event(enum.Enum):
-    """What happens in a micro-batch, in this order; a forward without gradients is no part of it."""
+    """The events of a micro-batch, in this order; a forward without gradients is no part of it."""
 
     FORWARD_STARTS = "before forward"
     FORWARD_ENDS = "after forward"
@@ -30,15 +30,15 @@ class Event(enum.Enum):
 
 
 class Watcher:
-    """Called as things happen."""
+    """Something that is told of the events of an engine. A method that a subclass leaves out does nothing."""
 
     def on(self, event: Event) -> None: ...
 
     def loss(self, loss: torch.Tensor) -> None:
-        """That of a micro-batch, as the script gave it to the engine."""
+        """Take the loss of a micro-batch, as the script gave it to the engine."""
 
     def backward(self) -> contextlib.AbstractContextManager[None]:
-        """Around a backward that the script leaves to the engine or to accelerate."""
+        """Return the block for a backward that the script leaves to the engine or to accelerate."""
         return contextlib.nullcontext()
 
     def forget(self) -> None:
@@ -96,7 +96,7 @@ class Reports:
         self._notify(Event.STEP_STARTS)
 
     def step_ends(self, *, boundary: bool) -> None:
-        """What ends a micro-batch; `boundary` as in Watcher.micro_ends."""
+        """End a micro-batch; `boundary` is that of Watcher.micro_ends."""
         self._notify(Event.STEP_ENDS)
         self._micro_ends(boundary)
 

@@ -1,4 +1,4 @@
-"""What an engine says of itself: what its units are, and what they take of every medium."""
+"""The account that an engine gives of itself: what its units are, and what they take of every medium."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def announce_engine(
     *,
     trains: bool,
 ) -> None:
-    """What a reader of the log needs to know, once, from rank 0."""
+    """Log what a reader of the log needs to know, once, from rank 0."""
     world_size = comm.world_size
     if trains:
         log_start(zero_line(config, comm.device, world_size, units))
@@ -45,7 +45,7 @@ def announce_engine(
 
 
 def zero_line(config: ResolvedConfig, device: torch.device, world_size: int, units: Sequence[ShardUnit]) -> str:
-    """That ZeRO is on, and how: for everybody who reads the log."""
+    """Return the line that says that ZeRO is on, and how, for everybody who reads the log."""
     numel: dict[torch.dtype, int] = collections.Counter()
     for flat in (flat for unit in units for flat in unit.flats):
         numel[flat.full.dtype] += flat.layout.numel
@@ -101,7 +101,7 @@ def memory_report(
 
 
 def allocation_counts(live: LiveUnits, pool: UnreducedPool, comm: Comm, placements: Placements) -> dict[str, int]:
-    """How often the engine needed memory that it, or torch's allocator, did not have from before, so far.
+    """Count how often, so far, the engine needed memory that neither it nor torch's allocator had from before.
 
     For unsharded parameters, for gradients and what a reduce receives, and for what comes from disk and goes there.
     """
@@ -113,7 +113,7 @@ def allocation_counts(live: LiveUnits, pool: UnreducedPool, comm: Comm, placemen
 
 
 def cast_line(before: Sequence[torch.dtype], after: Sequence[torch.dtype]) -> str | None:
-    """What to say where parameters were given a type with fewer digits as they were made; None where none was."""
+    """Return a line on parameters that were given a type with fewer digits as they were made; None without any."""
     casts = [(old, new) for old, new in zip(before, after, strict=True) if old.itemsize > new.itemsize]
     if not casts:
         return None

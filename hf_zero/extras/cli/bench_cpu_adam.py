@@ -73,7 +73,7 @@ def _check_memory(numel: int) -> None:
 
 
 class Tensors:
-    """What all variants work on: one parameter with its state, in fp32, and its bf16 gradient and copy."""
+    """The tensors that all variants work on: one parameter with its state, in fp32, and its bf16 gradient and copy."""
 
     def __init__(self, numel: int) -> None:
         import torch
@@ -127,7 +127,7 @@ def variants(numel: int, threads: int, tensors: Tensors | None = None) -> dict[s
 
 
 def measure(runs: Mapping[str, Callable[[], Any]], numel: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds per update; the first round warms up and is dropped."""
+    """Time each variant, in seconds per update; the first round warms up and is dropped."""
     repeats = max(1, _MIN_CALL_ELEMENTS // numel)
     series: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
@@ -141,7 +141,7 @@ def measure(runs: Mapping[str, Callable[[], Any]], numel: int, rounds: int) -> d
 
 
 def ratio(series: Series, base: str, name: str) -> float:
-    """How many times faster `name` is than `base`."""
+    """Return how many times faster `name` is than `base`."""
     return statistics.median(a / b for a, b in zip(series[base], series[name], strict=True))
 
 

@@ -50,7 +50,7 @@ class Result:
 
     @property
     def both(self) -> float:
-        """Bytes per second of reading and writing the same amount, as an optimizer step does."""
+        """Return the bytes per second of reading and writing the same amount, as an optimizer step does."""
         return 2 / sum(1 / self.speed(mode) for mode in _MODES)
 
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def fio_speed(path: Path, size: int, setting: Setting, mode: str, fio_engine: str) -> float:
-    """Bytes per second by fio, of the same file with O_DIRECT; each of its threads takes its own part."""
+    """Measure the bytes per second of fio on the same file, with O_DIRECT; each of its threads takes its own part."""
     aio, part = setting.aio, size // setting.aio.intra_op_parallelism
     command = ["fio", "--name=x", f"--filename={path}", f"--ioengine={fio_engine}", f"--rw={mode}", "--thread"]
     command += [f"--bs={aio.block_size}", f"--iodepth={aio.queue_depth}", "--direct=1", f"--size={part}"]
@@ -96,7 +96,7 @@ def fio_speed(path: Path, size: int, setting: Setting, mode: str, fio_engine: st
 
 
 def our_speed(path: Path, buffer: torch.Tensor, setting: Setting, mode: str) -> float:
-    """Bytes per second of one request for all of the buffer."""
+    """Measure the bytes per second of one request for all of the buffer."""
     from hf_zero.native.aio import AioQueue
 
     queue = AioQueue(setting.aio, engine=setting.engine)
@@ -174,7 +174,7 @@ def _progress(total: int) -> Iterator[Any]:
 
 
 def _unusable(probe: Path, size: int) -> str | None:
-    """Why a file of this size cannot be made there, in one line."""
+    """Return one line that says why a file of this size cannot be made there; None where it can."""
     folder = probe.parent
     if not folder.exists():
         return f"{folder} does not exist"

@@ -149,7 +149,7 @@ def _refuse(message: str) -> None:
 
 
 def _model(name: str) -> Any:
-    """What the resolver looks at: the configuration, and shapes on the meta device where that has no width."""
+    """Return what the resolver looks at: the configuration, or shapes on the meta device where that has no width."""
     from transformers import AutoConfig
 
     from hf_zero.extras.cli.meta_model import build

@@ -24,7 +24,7 @@ hf-zero estimate path/to/model --gpus 8 --nodes 4 --sequence-length 4096 --gradi
 
 
 def size(text: str) -> int:
-    """As `parse_bytes`, with a unit: 80 alone would be 80 bytes."""
+    """Parse a size that names its unit: 80 alone would be 80 bytes."""
     if text.strip()[-1:].isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GB, 512MB or 24GiB")
     return parse_bytes(text)

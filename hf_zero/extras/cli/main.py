@@ -20,12 +20,12 @@ from hf_zero.errors import ZeroError
 from hf_zero.extras.cli import bench, config, consolidate, convert, estimate, inspect, launch, profile, report
 
 PROGRAM = "hf-zero"
-# What a write may meet whatever the program does; such an error names no file.
+# Errors that any write may meet, whatever the program does. They name no file.
 _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class Command(Protocol):
-    """What a command module has."""
+    """The members of a command's module."""
 
     NAME: str
     SUMMARY: str

@@ -59,7 +59,7 @@ class Task:
         return Answer(plans, advice, batch_size, profile, without)
 
     def _any_config(self, batch_size: int | None) -> Any:
-        """Of the first choice that the configuration allows: types and batch are those of all of them."""
+        """Resolve the first choice that the configuration allows: all choices have the same types and batch."""
         *others, last = all_choices()
         for choice in others:
             with contextlib.suppress(ConfigError):

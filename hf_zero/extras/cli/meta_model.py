@@ -66,7 +66,7 @@ def build(config: Any, *, gradient_checkpointing: bool = False) -> nn.Module:
 
 
 def default_length(config: Any) -> int:
-    """Tokens of a sequence: what the model's positions allow, at most 1024."""
+    """Return the tokens of a sequence: what the model's positions allow, at most 1024."""
     text = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions"):
         limit = getattr(text, name, None)

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Before the script trains."""
+    """Make the folder before the script trains; raise ConfigError where nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -188,13 +188,13 @@ def _sections(engine: ZeroEngine, ranks: Sequence[Mapping[str, Any]]) -> list[Se
 
 
 def _shown_step(one: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a rank: the last step that was recorded, with times from its start, and all that began after it."""
+    """Return the last step that a rank has recorded, with times from its start, and all that began after it."""
     step = one["steps"][-1]
     begin, end = step["start_ms"], step["end_ms"]
     spans = [
         {**span, "start_ms": round(span["start_ms"] - begin, 4)} for span in one["spans"] if begin <= span["start_ms"]
     ]
-    # What runs beside the host may be over later than its step.
+    # Work beside the host may be over later than the step.
     ms = max([end - begin, *(span["start_ms"] + span["ms"] for span in spans)])
     return {"rank": one["rank"], "ms": round(ms, 4), "spans": spans}
 

@@ -74,7 +74,7 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def _toolkits(names: Iterable[str]) -> list[str]:
-    """Of the names in torch.version, those of what makes accelerators compute; None is the version of most."""
+    """Return the names in torch.version that stand for toolkits of accelerators; most have the version None."""
     return [name for name in names if name not in ("__version__", "debug", "git_version")]
 
 
@@ -89,7 +89,7 @@ def _native_library() -> str | None:
 
 
 def _io_engine() -> str | None:
-    """How files are read and written on this system; None without the library."""
+    """Return the engine that reads and writes files on this system; None without the library."""
     from hf_zero.native.aio import AioQueue
 
     try:

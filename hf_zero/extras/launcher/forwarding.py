@@ -1,4 +1,4 @@
-"""Which environment variables a job on several hosts takes along."""
+"""The environment variables that a job on several hosts takes along."""
 
 from __future__ import annotations
 

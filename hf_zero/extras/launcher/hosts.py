@@ -27,7 +27,7 @@ _SSH_OPTIONS = ("-o", "PasswordAuthentication=no", "-o", "BatchMode=yes")
 
 @dataclass(frozen=True)
 class Transport:
-    """How a command gets to a host.
+    """The way in which a command gets to a host.
 
     Attributes:
         kind: "ssh" or "pdsh"; pdsh is called once per host, so that the end of each is seen by itself.
@@ -50,7 +50,7 @@ class Transport:
         return ["ssh", *_SSH_OPTIONS, *port, *self.arguments, "--", host, remote]
 
     def environment(self) -> dict[str, str]:
-        """Of the program itself, on this host."""
+        """Return the environment of the program that connects, on this host."""
         environment = dict(os.environ)
         if self.kind == "pdsh":
             environment["PDSH_RCMD_TYPE"] = "ssh"
@@ -60,7 +60,7 @@ class Transport:
         return environment
 
     def ask(self, host: str, remote: str) -> str:
-        """What `remote` prints on `host`.
+        """Run `remote` on `host` and return what it prints.
 
         Raises:
             LaunchUsageError: The host cannot be reached in time, or the command fails there.
@@ -98,7 +98,7 @@ def check_reachable(transport: Transport, hosts: Sequence[str]) -> None:
 def address_of(transport: Transport, host: str) -> str:
     """The first address that `host` itself names."""
     lines = transport.ask(host, "hostname -I").split("\n")
-    # What a login prints comes before.
+    # The lines that a login prints come before.
     addresses = next((line.split() for line in reversed(lines) if line.strip()), [])
     if not addresses:
         raise LaunchUsageError(f"host {host} names no address of its own; give one by --master_addr")

@@ -1,4 +1,4 @@
-"""From a launch line to running processes: what DeepSpeed's options mean, and whether they can be obeyed."""
+"""The way from a launch line to running processes: what DeepSpeed's options mean, and whether they can be obeyed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def launch(options: LaunchOptions) -> None:
 
 
 def _check(options: LaunchOptions) -> None:
-    """What is wrong with the line itself."""
+    """Raise LaunchUsageError for what is wrong with the line itself."""
     if options.launcher not in LAUNCHERS:
         raise LaunchUsageError(
             f"--launcher {options.launcher} is not supported, only {', '.join(LAUNCHERS)}. "

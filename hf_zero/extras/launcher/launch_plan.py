@@ -1,4 +1,4 @@
-"""What every host of a job has to know, and how it travels on a command line."""
+"""The plan that every host of a job has to know, and the form in which it travels on a command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
-# Of accelerators that do not look at CUDA_VISIBLE_DEVICES, which devices a process sees.
+# The variables that say which devices a process sees, for accelerators that ignore CUDA_VISIBLE_DEVICES.
 _VISIBLE = {
     "npu": "ASCEND_RT_VISIBLE_DEVICES",
     "xpu": "ZE_AFFINITY_MASK",

@@ -44,7 +44,7 @@ def port_is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """Below the ports that systems give to outgoing connections: none of these takes it before rank 0 listens."""
+    """Return a port below those of outgoing connections: none of these takes it before rank 0 listens."""
     chance = random.SystemRandom()  # the seeds of two jobs may be equal
     while not port_is_free(port := chance.randrange(10_000, 32_768)):
         pass
@@ -95,7 +95,7 @@ def _command(plan: JobPlan, processes: int) -> list[str]:
 
 
 def _set_environment(plan: JobPlan, node_rank: int) -> None:
-    """For the processes: torch's agent hands its own environment on to them."""
+    """Set the environment of the processes: torch's agent hands its own on to them."""
     devices = plan.devices[node_rank]
     if plan.use_devices:
         os.environ[visible_devices_variable()] = ",".join(devices)
@@ -111,7 +111,7 @@ def _set_environment(plan: JobPlan, node_rank: int) -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     os.environ["CROSS_RANK"], os.environ["CROSS_SIZE"] = str(node_rank), str(plan.num_nodes)
     os.environ["LOCAL_SIZE"] = str(len(devices))
-    # As many threads as there are cores, in each of several processes, would be in each other's way.
+    # Several processes with as many threads as there are cores would be in each other's way.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // len(devices))))
 
 

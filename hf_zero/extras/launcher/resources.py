@@ -1,4 +1,4 @@
-"""Which hosts and which of their slots a job gets: hostfile, --include, --exclude, --num_nodes, --num_gpus.
+"""The hosts, and the slots of each, that a job gets: hostfile, --include, --exclude, --num_nodes, --num_gpus.
 
 A slot is one process and, where the host has GPUs, the GPU of that number. The grammar is DeepSpeed's.
 """
@@ -38,7 +38,7 @@ def slot_number(digits: str, where: str) -> int:
 
 
 def read_hostfile(path: str | Path) -> dict[str, int] | None:
-    """Number of slots of each host, in the file's order; None where there is no such file.
+    """Return the number of slots of each host, in the file's order; None where there is no such file.
 
     Raises:
         LaunchUsageError: A line is malformed, names no host, a host stands there twice, or there is no host at all.

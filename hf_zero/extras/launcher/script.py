@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def missing_script(script: str, *, is_module: bool) -> str:
-    """What is wrong with the name of the script; "" for nothing."""
+    """Return what is wrong with the name of the script; "" for nothing."""
     return "" if is_module or os.path.isfile(script) else f"there is no script {script!r}"
 
 
@@ -19,6 +19,6 @@ def become(script: str, arguments: Sequence[str], *, is_module: bool) -> None:
     if is_module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
-        # As for `python script.py`: modules beside the script can be imported.
+        # `python script.py` does the same: modules beside the script can be imported.
         sys.path[0] = os.path.dirname(os.path.abspath(script))
         runpy.run_path(script, run_name="__main__")

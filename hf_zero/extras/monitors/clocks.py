@@ -25,7 +25,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Where the work is done when the call returns."""
+    """The host's own time, for work that is done when its call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -38,7 +38,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Where calls return before the work is done: the current stream's own time."""
+    """The current stream's own time, for calls that return before the work is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,6 +90,6 @@ class Stopwatch:
         return self._ms
 
     def take_ms(self) -> float:
-        """As `read_ms`, and begin from zero."""
+        """Return what `read_ms` returns, and begin from zero."""
         total, self._ms = self.read_ms(), 0.0
         return total

@@ -89,7 +89,7 @@ def size_text(nbytes: int) -> str:
 
 
 def rows_of(log: CommsLog) -> Rows:
-    """Figures of each operation and size. Means are of the last calls."""
+    """Return the figures of each operation and size. Means are of the last calls."""
     found: Rows = {}
     for name, by_size in log.calls().items():
         for nbytes, calls in sorted(by_size.items()):
@@ -108,7 +108,7 @@ def rows_of(log: CommsLog) -> Rows:
 
 
 def stragglers_of(log: CommsLog) -> Rows:
-    """What this rank has waited for others, of the last calls: its time less the shortest of all. All must call."""
+    """Return how long this rank waited in the last calls: its time less the shortest of all. All ranks must call."""
     fastest, found = log.fastest_ms(), Rows()
     for name, by_size in log.calls().items():
         for nbytes, calls in sorted(by_size.items()):
@@ -166,7 +166,7 @@ def show_summary(logs: Mapping[str, CommsLog], rank: int, *, show_straggler: boo
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Without the largest and the smallest tenth."""
+    """Return the mean without the largest and the smallest tenth."""
     ordered = sorted(values)
     cut = round(len(ordered) * _TRIM)
     return statistics.fmean(ordered[cut : len(ordered) - cut] or [0.0])

@@ -1,4 +1,4 @@
-"""What the device and the host hold at this moment. Sizes are in GiB, which the lines call GB as DeepSpeed's do."""
+"""The memory that device and host hold at this moment. Sizes are in GiB, which the lines call GB as DeepSpeed's do."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from hf_zero.extras.monitors.comms_log import CommsLog, Running
 from hf_zero.storage.copy_stream import CopyStreams
 from hf_zero.storage.disk import DiskStore, Flight
 
-# From the top of a picture down.
+# The lanes of a picture, from the top down.
 LANES = (
     "forward",
     "backward",

@@ -81,7 +81,7 @@ class StepTrace(EnginePart, Watcher):
             self._recording.begin_step()
 
     def _hook(self) -> None:
-        """Learn of a forward before the engine does, which unshards the root unit before it calls `on`."""
+        """Put a hook on the model ahead of the engine's, which unshards the root unit before it calls `on`."""
 
         def before(module: nn.Module, args: Any) -> None:
             if torch.is_grad_enabled() and not in_backward():
@@ -194,7 +194,7 @@ class Recording:
         self._step_began = None
 
     def wait_for_updates(self) -> None:
-        """Those of the last step run beside the next forward, and belong to the picture with their transfers."""
+        """Wait for the updates of the last step: they run beside the next forward, and belong to the picture."""
         optimizer = self._engine.optimizer
         if optimizer is not None and optimizer.update_worker is not None:
             optimizer.update_worker.wait()
@@ -236,7 +236,7 @@ class Recording:
 
 
 def units_of(engine: ZeroEngine) -> list[dict[str, Any]]:
-    """What the model is divided into; `kind`: layer, root, persistent; `gathered`: sharded between uses."""
+    """Return the units of the model; `kind`: layer, root, persistent; `gathered`: sharded between uses."""
     return [
         {
             "name": unit.name,

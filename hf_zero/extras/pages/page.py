@@ -51,7 +51,7 @@ def table(title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequenc
 def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
     """The text of the file. `facts`: name and value of what stands under the title."""
     data = {"title": title, "facts": [*facts], "sections": [*sections]}
-    # What ends a script, or begins a comment in it, stands in no string of JSON that has no "<".
+    # Without a "<", no string of the JSON can end the script or begin a comment in it.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     escaped = title.replace("&", "&amp;").replace("<", "&lt;")
     return _FRAME.format(title=escaped, style=_resource("page.css"), data=text, script=_resource("page.js"))
