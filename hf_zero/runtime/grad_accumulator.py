@@ -101,7 +101,7 @@ class GradAccumulator(ArrivingGrads):
         self._stays_local = False  # gradients are not summed over ranks: the optimizer exchanges something smaller
         self._wire = settings.wire_dtype
         self.dtype = settings.accumulation_dtype(flat.dtype)
-        self._shelf = pool.shelf(flat.layout, self.dtype)
+        self._free_list = pool.free_list(flat.layout, self.dtype)
         self._max_under_way = reduction.buckets_in_flight(comm, self.dtype, self._wire)
         self._host = host
         # Reduced gradients go to the host, where the update is.
@@ -224,7 +224,7 @@ class GradAccumulator(ArrivingGrads):
         if self._resident is not None and self._state is GradState.EMPTY:
             self._reclaim()
             return self._resident
-        unreduced = self._shelf.take()
+        unreduced = self._free_list.take()
         for gap in unreduced.gaps:  # they travel too: they must be finite, and zero
             gap.zero_()
         return unreduced
@@ -307,7 +307,7 @@ class GradAccumulator(ArrivingGrads):
 
     def _give_back_reducing(self) -> None:
         if self._reducing is not None and self._reducing is not self._resident:
-            self._shelf.give(self._reducing)
+            self._free_list.give(self._reducing)
         self._reducing = None
 
     def _finish_oldest(self) -> None:
@@ -417,7 +417,7 @@ class GradAccumulator(ArrivingGrads):
     def clear(self) -> None:
         """The window is over: its gradients have been used, or are not wanted."""
         if self.unreduced is not None and self.unreduced is not self._resident:
-            self._shelf.give(self.unreduced)
+            self._free_list.give(self.unreduced)
         self.unreduced = None
         self.drop_waiting()
         self.seen.clear()

@@ -34,22 +34,22 @@ class UnreducedPool:
     def __init__(self, device: torch.device, *, max_kept: int) -> None:
         self._device = device
         self._max_kept = max_kept
-        self._shelves: dict[object, Shelf] = {}
+        self._free_lists: dict[object, FreeList] = {}
         self._left_to_torch = Demand() if max_kept == 0 else None
         self._made = 0
         self.live_bytes = 0
         self.peak_live_bytes = 0
 
-    def shelf(self, layout: UnitLayout, dtype: torch.dtype) -> Shelf:
+    def free_list(self, layout: UnitLayout, dtype: torch.dtype) -> FreeList:
         """For flat parameters whose layouts have the same shapes and buckets as `layout`."""
         places = tuple((slot.shape, slot.strides, slot.offset) for slot in layout.slots)
         key = (places, layout.padded_numel, tuple(layout.buckets()), dtype)
-        return self._shelves.setdefault(key, Shelf(self, layout, dtype))
+        return self._free_lists.setdefault(key, FreeList(self, layout, dtype))
 
     @property
     def free(self) -> list[UnreducedGrads]:
         """What is kept."""
-        return [one for shelf in self._shelves.values() for one in shelf.free]
+        return [one for free_list in self._free_lists.values() for one in free_list.free]
 
     @property
     def allocations(self) -> int:
@@ -73,7 +73,7 @@ class UnreducedPool:
         return num_free < self._max_kept
 
 
-class Shelf:
+class FreeList:
     """Of an UnreducedPool: the free memory for flat parameters of the same shapes and type."""
 
     def __init__(self, pool: UnreducedPool, layout: UnitLayout, dtype: torch.dtype) -> None:

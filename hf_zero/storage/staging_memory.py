@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_zero.native.area import Area
 from hf_zero.native.pinning import HostMemory
 
 
@@ -22,7 +23,7 @@ class StagingMemory:
         self.peak_bytes = 0
         self.allocations = 0  # how often the system was asked for memory
         self._memory = memory
-        self._areas: list[_Area] = []
+        self._areas: list[Area] = []
 
     def has_room(self, sizes: Sequence[int]) -> bool:
         """Whether blocks of these sizes can be taken together, where the budget allows it."""
@@ -66,7 +67,7 @@ class StagingMemory:
         self._memory.free(*(area.memory for area in idle))
 
     def _map(self, size: int) -> None:
-        self._areas.append(_Area(self._memory.allocate(size, fork=False)))
+        self._areas.append(Area(self._memory.allocate(size, fork=False)))
         self.allocations += 1
         self._count(self._areas[-1].memory.numel())
 
@@ -76,35 +77,3 @@ class StagingMemory:
 
     def _carve(self, size: int) -> torch.Tensor | None:
         return next((block for area in self._areas if (block := area.carve(size)) is not None), None)
-
-
-class _Area:
-    """Memory in pieces: each is taken from the first gap that is large enough."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self._gaps = [(0, memory.numel())]  # in order; between two of them something is in use
-
-    @property
-    def is_idle(self) -> bool:
-        return self._gaps == [(0, self.memory.numel())]
-
-    def carve(self, size: int) -> torch.Tensor | None:
-        for index, (start, end) in enumerate(self._gaps):
-            if end - start >= size:
-                self._gaps[index : index + 1] = [(start + size, end)] if end - start > size else []
-                return self.memory[start : start + size]
-        return None
-
-    def holds(self, block: torch.Tensor) -> bool:
-        return 0 <= block.data_ptr() - self.memory.data_ptr() < self.memory.numel()
-
-    def fill(self, block: torch.Tensor) -> None:
-        start = block.data_ptr() - self.memory.data_ptr()
-        gaps: list[tuple[int, int]] = []
-        for gap in sorted([*self._gaps, (start, start + block.numel())]):
-            if gaps and gaps[-1][1] == gap[0]:
-                gaps[-1] = (gaps[-1][0], gap[1])
-            else:
-                gaps.append(gap)
-        self._gaps = gaps

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from hf_zero import checkpointing
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.extras.activations import active, regions
+from hf_zero.extras.deepspeed import checkpointing as configuration
 from tests.harness.ranks import run_ranks
 
 SIZE = 6
@@ -44,8 +45,8 @@ class Configured:
         return now
 
     def __exit__(self, *_: object) -> None:
-        assert checkpointing._end is not None
-        checkpointing._end()
+        assert configuration._end is not None
+        configuration._end()
         active.share_inputs(None)
         assert not checkpointing.is_configured()
 
@@ -246,8 +247,8 @@ def as_deepspeed_does() -> Any:
         assert now is not None
         return results, now.settings, now.saved.usage()["device_peak"]
     finally:
-        assert checkpointing._end is not None
-        checkpointing._end()
+        assert configuration._end is not None
+        configuration._end()
         active.share_inputs(None)
 
 

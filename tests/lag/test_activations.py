@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_zero import checkpointing
 from hf_zero.extras.activations import active
 from hf_zero.extras.activations.budget import Choice, least, peak_of
+from hf_zero.extras.deepspeed import checkpointing
 from tests.harness.ranks import run_ranks
 from tests.lag import device, group
 from tests.lag.matrix_runs import LENGTH, batch, digest, llama, start, zero_of

@@ -136,7 +136,7 @@ def test_layers_go_by_the_models_class_names(tmp_path: Path) -> None:
     made("llama").save_pretrained(tmp_path)
     (stage, *_) = stages_of(tmp_path, 3, partition_method="type:LlamaDecoderLayer")
     assert stage.parts == [0, 2, 3, 5]
-    assert [row.class_name for row in stage.layer_rows] == ["Embeddings", *["LlamaDecoderLayer"] * LAYERS, "Head"]
+    assert [row.class_name for row in stage._rows] == ["Embeddings", *["LlamaDecoderLayer"] * LAYERS, "Head"]
     assert stages_of(tmp_path, 2, partition_method="profile")[0].parts[1] in range(1, 5)
 
 

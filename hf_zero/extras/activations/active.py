@@ -74,17 +74,17 @@ class Checkpointing:
             for line in _without_effect(settings, device, inputs):
                 logger.warning("%s", line)
 
-    def border(self, args: Any) -> _Border:
+    def hooks_of(self, args: Any) -> _RegionHooks:
         """For a region that begins with these arguments."""
         self.has_met_any = True
         if not self._in_forward():
             self._next = 0
         number, self._next = self._next, self._next + 1
         if self.budget is None:
-            return _Border(self, number, places_inputs=self.saved.places_anything)
+            return _RegionHooks(self, number, places_inputs=self.saved.places_anything)
         choice = self.budget.choice(number, args)
         self._note_backward(tensors_in(args))
-        return _Border(
+        return _RegionHooks(
             self,
             number,
             places_inputs=choice is Choice.OFFLOAD,
@@ -140,8 +140,8 @@ class _Mark:
     """Of a region, while its graph is there."""
 
 
-class _Border:
-    """Of one region. See regions.Border."""
+class _RegionHooks:
+    """The hooks of one region; see regions.RegionHooks."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class _Border:
         self.keeps_graph = keeps_graph
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
+    def around_forward(self) -> Iterator[None]:
         with self._checkpointing.at_work(f"region {self._number}, forward"):
             if not self._places_inputs:
                 yield
@@ -169,7 +169,7 @@ class _Border:
                 yield
 
     @contextlib.contextmanager
-    def recompute(self, args: Any) -> Iterator[None]:
+    def around_recompute(self, args: Any) -> Iterator[None]:
         self._checkpointing.recomputes()
         with self._checkpointing.at_work(f"region {self._number}, recomputation"), self._measure(args):
             yield
@@ -223,7 +223,7 @@ def use(settings: ActivationCheckpointing, device: torch.device, rank: int) -> C
     """
     mine = Checkpointing(settings, device, rank, _group)
     _stack.append(mine)
-    unwatch = regions.watch(mine.border)
+    unwatch = regions.watch(mine.hooks_of)
 
     def end() -> None:
         if mine in _stack:

@@ -6,11 +6,11 @@ them are there: `allocations` counts how often the system was asked for more.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
 
 import torch
 
+from hf_zero.native.area import Area
 from hf_zero.native.host_memory import PAGE
 from hf_zero.native.pinning import HostMemory
 
@@ -19,10 +19,11 @@ _STEPS = 8  # sizes of blocks between two powers of two: at most an eighth is un
 _SPARE = 2  # idle host memory goes when there is more than so many times what was in use at once
 
 
-class InputMemory(abc.ABC):
-    """Blocks of one kind of memory (uint8, 1-D), at least as large as asked for."""
+class InputMemory:
+    """Gives blocks of memory (uint8, 1-D) at least as large as asked for: from torch's allocator, which pools."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.allocations = 0
         self.live_bytes = 0  # of blocks that are in use
         self.peak_bytes = 0
@@ -35,29 +36,12 @@ class InputMemory(abc.ABC):
         return block
 
     def give(self, block: torch.Tensor) -> None:
-        """Nobody uses the block any more but what the current stream, or one that it waits for, was given."""
+        """Take a block back that nobody uses but the current stream, and streams that it waits for."""
         self.live_bytes -= block.numel()
         self._give(block)
 
-    @abc.abstractmethod
     def release_idle(self) -> None:
         """Give back to the system what is not in use."""
-
-    @abc.abstractmethod
-    def _take(self, nbytes: int) -> torch.Tensor: ...
-
-    @abc.abstractmethod
-    def _give(self, block: torch.Tensor) -> None: ...
-
-
-class DeviceBlocks(InputMemory):
-    """From torch's allocator, which pools by itself."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-
-    def release_idle(self) -> None: ...
 
     def _take(self, nbytes: int) -> torch.Tensor:
         self.allocations += 1
@@ -70,7 +54,7 @@ class HostBlocks(InputMemory):
     """Pinned host memory. Batches of other lengths reuse blocks of up to twice the size."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__(device)
         self._memory = HostMemory(device, pin=True)
         self._idle: list[torch.Tensor] = []
 
@@ -99,77 +83,44 @@ class Arena(InputMemory):
     It grows in the first step only, or when larger inputs come. So inputs do not fragment the memory around them.
 
     Args:
-        allocate: Makes a uint8 tensor of so many bytes.
-        free: Is given such tensors back.
+        on_host: The areas are pinned host memory, not memory of the device.
     """
 
-    def __init__(
-        self,
-        number: int,
-        allocate: Callable[[int], torch.Tensor],
-        free: Callable[[torch.Tensor], None] = lambda memory: None,
-    ) -> None:
-        super().__init__()
+    def __init__(self, number: int, device: torch.device, *, on_host: bool) -> None:
+        super().__init__(device)
         self._number = number
-        self._allocate, self._free = allocate, free
-        self._areas: list[_Slots] = []
-
-    @classmethod
-    def on_host(cls, number: int, device: torch.device) -> Arena:
-        memory = HostMemory(device, pin=True)
-        return cls(number, lambda nbytes: memory.allocate(nbytes, fork=False), memory.free)
-
-    @classmethod
-    def on_device(cls, number: int, device: torch.device) -> Arena:
-        return cls(number, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device))
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(area.memory.numel() for area in self._areas)
+        self._memory = HostMemory(device, pin=True) if on_host else None
+        self._areas: list[tuple[int, Area]] = []  # with the size of their slots, smallest first
 
     def release_idle(self) -> None:
-        self._release(lambda area: True)
+        self._release(lambda size: True)
 
     def _take(self, nbytes: int) -> torch.Tensor:
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        fitting = [area for area in self._areas if area.size >= size and area.free]
-        if not fitting:
-            self._release(lambda area: area.size < size)  # of shorter batches
-            self.allocations += 1
-            fitting = [_Slots(self._allocate(self._number * size), size, self._number)]
-            self._areas += fitting
-        return min(fitting, key=lambda area: area.size).take()
+        for slot, area in self._areas:
+            if slot >= size and (block := area.carve(slot)) is not None:
+                return block
+        self._release(lambda slot: slot < size)  # of shorter batches
+        total = self._number * size
+        self.allocations += 1
+        if self._memory is None:
+            memory = torch.empty(total, dtype=torch.uint8, device=self._device)
+        else:
+            memory = self._memory.allocate(total, fork=False)[:total]
+        self._areas.append((size, area := Area(memory)))
+        self._areas.sort(key=lambda one: one[0])
+        block = area.carve(size)
+        assert block is not None
+        return block
 
     def _give(self, block: torch.Tensor) -> None:
-        next(area for area in self._areas if area.holds(block)).give(block)
+        next(area for _, area in self._areas if area.holds(block)).fill(block)
 
-    def _release(self, which: Callable[[_Slots], bool]) -> None:
-        idle = [area for area in self._areas if area.is_idle and which(area)]
-        self._areas = [area for area in self._areas if area not in idle]
-        for area in idle:
-            self._free(area.memory)
-
-
-class _Slots:
-    """One area of an arena."""
-
-    def __init__(self, memory: torch.Tensor, size: int, number: int) -> None:
-        self.memory, self.size, self._number = memory, size, number
-        self.free = list(range(number))
-
-    @property
-    def is_idle(self) -> bool:
-        return len(self.free) == self._number
-
-    def take(self) -> torch.Tensor:
-        start = self.free.pop(0) * self.size
-        return self.memory[start : start + self.size]
-
-    def holds(self, block: torch.Tensor) -> bool:
-        return 0 <= block.data_ptr() - self.memory.data_ptr() < self.memory.numel()
-
-    def give(self, block: torch.Tensor) -> None:
-        self.free.append((block.data_ptr() - self.memory.data_ptr()) // self.size)
+    def _release(self, which: Callable[[int], bool]) -> None:
+        idle = [area for size, area in self._areas if area.is_idle and which(size)]
+        self._areas = [one for one in self._areas if one[1] not in idle]
+        if self._memory is not None:
+            self._memory.free(*(area.memory for area in idle))
 
 
 def _rounded_up(nbytes: int) -> int:

@@ -26,15 +26,15 @@ _torch_reentrant: Any = getattr(torch_checkpoint, _REENTRANT)
 _torch_non_reentrant: Any = getattr(torch_checkpoint, _NON_REENTRANT)
 
 
-class Border(Protocol):
+class RegionHooks(Protocol):
     """What is done around one region."""
 
     keeps_graph: bool  # the region is run as if it was not checkpointed
 
-    def forward(self) -> contextlib.AbstractContextManager[None]:
+    def around_forward(self) -> contextlib.AbstractContextManager[None]:
         """Around the region's forward, and the saving of its inputs."""
 
-    def recompute(self, args: Any) -> contextlib.AbstractContextManager[None]:
+    def around_recompute(self, args: Any) -> contextlib.AbstractContextManager[None]:
         """Around its recomputation with these arguments."""
 
 
@@ -45,24 +45,22 @@ class _Regions(threading.local):
 
 
 _regions = _Regions()
-_borders: list[Callable[[Any], Border]] = []  # of those who watch regions; the last one counts
+_watchers: list[Callable[[Any], RegionHooks]] = []  # of those who watch regions; the last one counts
 _replaced = 0
 
 
-def watch(border: Callable[[Any], Border]) -> Callable[[], None]:
-    """Put a border around every region that begins from now on, until the returned function is called.
+def watch(hooks_of: Callable[[Any], RegionHooks]) -> Callable[[], None]:
+    """Run `hooks_of(arguments)` around every region that begins from now on, until the returned function is called.
 
-    `border` is given the region's arguments.
-
-    Where several watch, the last one does.
+    If several watch, the last one does.
     """
-    _borders.append(border)
+    _watchers.append(hooks_of)
     undo = contextlib.ExitStack()
     undo.enter_context(replaced())
 
     def end() -> None:
-        if border in _borders:
-            _borders.remove(border)
+        if hooks_of in _watchers:
+            _watchers.remove(hooks_of)
             undo.close()
 
     return end
@@ -90,33 +88,33 @@ class _Reentrant(_torch_reentrant):  # type: ignore[misc]
 
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        border = _border(args)
-        if border is None:
+        hooks = _hooks_of(args)
+        if hooks is None:
             return _torch_reentrant.apply(_recomputed(function, None, forwards=1), preserve_rng_state, *args)
-        with border.forward(), _inside():
-            if border.keeps_graph:
+        with hooks.around_forward(), _inside():
+            if hooks.keeps_graph:
                 return function(*args)
-            return _torch_reentrant.apply(_recomputed(function, border, forwards=1), preserve_rng_state, *args)
+            return _torch_reentrant.apply(_recomputed(function, hooks, forwards=1), preserve_rng_state, *args)
 
 
 def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
     """In the place of torch's generator, which yields while its caller runs `function`."""
-    border = _border((args, kwargs))
-    if border is None:
+    hooks = _hooks_of((args, kwargs))
+    if hooks is None:
         yield from _torch_non_reentrant(_recomputed(function, None, forwards=0), *args, **kwargs)
         return
-    with border.forward(), _inside():
-        if border.keeps_graph:
+    with hooks.around_forward(), _inside():
+        if hooks.keeps_graph:
             yield
             return
-        yield from _torch_non_reentrant(_recomputed(function, border, forwards=0), *args, **kwargs)
+        yield from _torch_non_reentrant(_recomputed(function, hooks, forwards=0), *args, **kwargs)
 
 
-def _border(args: Any) -> Border | None:
+def _hooks_of(args: Any) -> RegionHooks | None:
     """For a region that begins with these arguments."""
-    if not _borders or _regions.inside or not torch.is_grad_enabled() or in_backward() or in_transform():
+    if not _watchers or _regions.inside or not torch.is_grad_enabled() or in_backward() or in_transform():
         return None
-    return _borders[-1](args)
+    return _watchers[-1](args)
 
 
 @contextlib.contextmanager
@@ -128,14 +126,14 @@ def _inside() -> Iterator[None]:
         _regions.inside = False
 
 
-def _recomputed(function: Callable[..., Any], border: Border | None, *, forwards: int) -> Callable[..., Any]:
+def _recomputed(function: Callable[..., Any], hooks: RegionHooks | None, *, forwards: int) -> Callable[..., Any]:
     """`function`, which is recomputed inside the border, with the named random states of its forward.
 
     Args:
         forwards: How many of its calls come before the recomputations.
     """
     states = TRACKER.get_states()
-    if not states and border is None:
+    if not states and hooks is None:
         return function
     left = forwards
 
@@ -144,8 +142,8 @@ def _recomputed(function: Callable[..., Any], border: Border | None, *, forwards
         left -= 1
         if left >= 0:
             return function(*args, **kwargs)
-        at_border = border.recompute((args, kwargs)) if border is not None else contextlib.nullcontext()
-        with at_border, TRACKER.with_states(states):
+        around = hooks.around_recompute((args, kwargs)) if hooks is not None else contextlib.nullcontext()
+        with around, TRACKER.with_states(states):
             return function(*args, **kwargs)
 
     return run

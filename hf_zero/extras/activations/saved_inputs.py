@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.distributed.input_group import InputGroup
 from hf_zero.errors import ConfigError
-from hf_zero.extras.activations.input_memory import Arena, DeviceBlocks, HostBlocks, InputMemory
+from hf_zero.extras.activations.input_memory import Arena, HostBlocks, InputMemory
 from hf_zero.storage.copy_stream import MAX_DOWNLOADS, CopyStreams
 
 # What SavedInputs.usage tells.
@@ -146,10 +146,10 @@ class SavedInputs:
 
     def _choose_memory(self, device: torch.device) -> InputMemory | None:
         if self._number is not None:
-            return (Arena.on_host if self._on_host else Arena.on_device)(self._number, device)
+            return Arena(self._number, device, on_host=self._on_host)
         if self._on_host:
             return HostBlocks(device)
-        return DeviceBlocks(device) if self._group is not None else None
+        return InputMemory(device) if self._group is not None else None
 
     @property
     def places_anything(self) -> bool:

@@ -242,7 +242,7 @@ def _with_block(settings: ActivationCheckpointing, run: Callable[[], Profile], *
 
     def inside(choices: Sequence[Choice] | None) -> tuple[Profile, PlannedCheckpointing]:
         plan = PlannedCheckpointing(settings, on_host=on_host, choices=choices)
-        end = regions.watch(plan.border)
+        end = regions.watch(plan.hooks_of)
         try:
             return run(), plan
         finally:

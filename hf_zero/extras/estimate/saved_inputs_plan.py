@@ -49,13 +49,13 @@ class PlannedCheckpointing:
         self._placed: dict[tuple[Any, ...], StorageWeakRef] = {}
         self._placed_bytes = 0
 
-    def border(self, args: Any) -> _Border:
+    def hooks_of(self, args: Any) -> _RegionHooks:
         number = len(self._inputs)
         self._inputs.append(bytes_of(tensors_in(args)))
         self._measured.choice(number, args)
         choice = None if self._choices is None else self._choices[number]
         places = self._places_all if choice is None else choice is Choice.OFFLOAD
-        return _Border(self, number, places_inputs=places, keeps_graph=choice is Choice.KEEP)
+        return _RegionHooks(self, number, places_inputs=places, keeps_graph=choice is Choice.KEEP)
 
     def measure(self, number: int, args: Any) -> contextlib.AbstractContextManager[None]:
         """What is measured stays alive a while, so only where a budget asks, in a run whose peak is not used."""
@@ -91,22 +91,22 @@ class PlannedCheckpointing:
         return SavedInputsPlan(len(self._inputs), self._placed_bytes, tuple(notes))
 
 
-class _Border:
-    """Of one region. See regions.Border."""
+class _RegionHooks:
+    """The hooks of one region; see regions.RegionHooks."""
 
     def __init__(self, plan: PlannedCheckpointing, number: int, *, places_inputs: bool, keeps_graph: bool) -> None:
         self._plan, self._number, self._places_inputs = plan, number, places_inputs
         self.keeps_graph = keeps_graph
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
+    def around_forward(self) -> Iterator[None]:
         if not self._places_inputs:
             yield
             return
         with torch.autograd.graph.saved_tensors_hooks(self._plan.pack, self._plan.unpack):
             yield
 
-    def recompute(self, args: Any) -> contextlib.AbstractContextManager[None]:
+    def around_recompute(self, args: Any) -> contextlib.AbstractContextManager[None]:
         return self._plan.measure(self._number, args)
 
 

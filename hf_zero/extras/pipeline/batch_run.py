@@ -18,7 +18,7 @@ _RECEIVED_AHEAD = 1  # actions: what the next one needs is on its way while this
 
 
 @dataclass(frozen=True)
-class Place:
+class StageLocation:
     """Where a rank stands in its pipeline."""
 
     stage: int
@@ -70,7 +70,7 @@ class BatchRun:
     def __init__(
         self,
         passes: StagePasses,
-        place: Place,
+        place: StageLocation,
         messages: Messages | None,
         micros: Sequence[tuple[Any, Any]],
         around_backward: Callable[[bool], Any],

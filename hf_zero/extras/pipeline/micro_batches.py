@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
-from hf_zero.extras.pipeline.batch_run import Place
+from hf_zero.extras.pipeline.batch_run import StageLocation
 
 # Bytes of each tensor that ranks compare: all of token ids, the beginning of images.
 _COMPARED_BYTES = 1 << 16
@@ -50,7 +50,7 @@ Reader = Callable[[], Iterator[Any]]
 
 
 def read_micro_batches(
-    reader: Reader, count: int, comm: Comm, place: Place, prepare: Callable[[Any], Any] | None
+    reader: Reader, count: int, comm: Comm, place: StageLocation, prepare: Callable[[Any], Any] | None
 ) -> Batch:
     """(inputs, labels) of `count` micro-batches: on the first stage inputs, on the last labels, on others neither.
 

@@ -21,7 +21,7 @@ from hf_zero.extras.activations.checkpoint import non_reentrant_checkpoint
 from hf_zero.extras.pipeline.equal_settings import difference, layers_settings
 from hf_zero.extras.pipeline.layer_partition import split_layers
 from hf_zero.extras.pipeline.layer_spec import LayerSpec, TiedLayerSpec
-from hf_zero.extras.pipeline.layer_table import Layer, LayerRow, describe_layers
+from hf_zero.extras.pipeline.layer_table import Layer, describe_layers
 from hf_zero.extras.pipeline.layer_times import measure_layers
 from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from hf_zero.extras.pipeline.random_states import random_states_kept, seed_all
@@ -217,11 +217,6 @@ class PipelineModule(nn.Module):
     def num_layers(self) -> int:
         """Of all stages."""
         return len(self._rows)
-
-    @property
-    def layer_rows(self) -> list[LayerRow]:
-        """What all layers hold, those of other stages too."""
-        return list(self._rows)
 
     @property
     def canonical_names(self) -> dict[str, str]:

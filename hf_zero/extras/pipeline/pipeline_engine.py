@@ -19,7 +19,7 @@ from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.reports import Event, Reports
 from hf_zero.errors import ConfigError, StateError, ZeroError
-from hf_zero.extras.pipeline.batch_run import BatchRun, BatchTimes, Place
+from hf_zero.extras.pipeline.batch_run import BatchRun, BatchTimes, StageLocation
 from hf_zero.extras.pipeline.equal_settings import batch_settings, difference, group_settings
 from hf_zero.extras.pipeline.micro_batches import Batch, RepeatingLoader, read_micro_batches
 from hf_zero.extras.pipeline.module import PipelineModule
@@ -61,7 +61,7 @@ class PipelineEngine(ZeroEngine):
     def __init__(self, module: PipelineModule, config: ResolvedConfig, *, train: bool = True, **given: Any) -> None:
         grid = module.grid
         ranks = tuple(grid.stage_to_global(stage) for stage in range(grid.pipe_parallel_size))
-        self.place = Place(grid.stage_id, grid.pipe_parallel_size, module.virtual_stages, ranks)
+        self.place = StageLocation(grid.stage_id, grid.pipe_parallel_size, module.virtual_stages, ranks)
         self.world = Comm.join(timeout_s=config.desync_timeout)
         self._expect_alike(batch_settings(config), "configuration")
         self._messages = self.world.messages() if self.place.num_stages > 1 else None

@@ -22,7 +22,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import CheckpointError
-from hf_zero.extras.pipeline.batch_run import Place
+from hf_zero.extras.pipeline.batch_run import StageLocation
 from hf_zero.extras.pipeline.module import PipelineModule
 from hf_zero.layout import UnitLayout
 from hf_zero.runtime.build import BuiltUnits
@@ -44,7 +44,7 @@ class _Stage:
 class StageContents(CheckpointContents):
     """The CheckpointContents over all ranks of a run (`comm`), each of which has the layers of a stage."""
 
-    place: Place = field(kw_only=True)
+    place: StageLocation = field(kw_only=True)
     data_rank: int = field(kw_only=True)  # among the ranks of the stage
     aliases: dict[str, str] = field(kw_only=True)  # other name -> name, of tied parameters of all stages
     all_stages: Sequence[_Stage] = field(default=(), kw_only=True)
@@ -128,7 +128,7 @@ class StageCheckpointing(Checkpointing):
         check_model: Callable[[], None],
         *,
         world: Comm,
-        place: Place,
+        place: StageLocation,
     ) -> None:
         super().__init__(model, built, schedule, config, check_model, comm=world)
         self._module = model

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_zero.distributed.messages import MAX_TAG, Messages, Received
-from hf_zero.extras.pipeline.batch_run import Place
+from hf_zero.extras.pipeline.batch_run import StageLocation
 from hf_zero.extras.pipeline.module import Tie
 from hf_zero.runtime.grad_accumulator import GradSettings
 from hf_zero.sharding.param_data import set_data
@@ -46,7 +46,7 @@ class TiedCopies:
         self,
         module: nn.Module,
         ties: Sequence[Tie],
-        place: Place,
+        place: StageLocation,
         messages: Messages | None,
         grads: GradSettings,
     ) -> None:

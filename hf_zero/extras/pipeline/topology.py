@@ -52,18 +52,6 @@ class ProcessTopology:
     def get_axis_names(self) -> list[str]:
         return self.axes
 
-    def get_rank_repr(
-        self,
-        rank: int,
-        omit_axes: Sequence[str] = ("data", "pipe"),
-        inner_sep: str = "_",
-        outer_sep: str = "-",
-    ) -> str:
-        """The coordinates of a rank as a part of file names: "model_00"."""
-        coord = self.get_coord(rank)
-        shown = [axis for axis in self.axes if axis not in omit_axes]
-        return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
-
     def get_dim(self, axis: str) -> int:
         """The length of an axis, 0 where there is no such axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
