@@ -31,7 +31,7 @@ _BATCH = struct.Struct("@5P3qPqd4i")  # hz_adam_batch
 
 
 class AdamRule(NamedTuple):
-    """What of a param group decides an update: the last fields of `AdamSpan`."""
+    """The values of a param group that decide an update: the last fields of `AdamSpan`."""
 
     lr: float
     beta1: float
@@ -43,7 +43,7 @@ class AdamRule(NamedTuple):
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> AdamRule:
-        """From a param group of torch's Adam or AdamW, or of CPUAdam."""
+        """Make the rule of a param group of torch's Adam or AdamW, or of CPUAdam."""
         beta1, beta2 = group["betas"]
         return cls(
             float(group["lr"]),

@@ -1,4 +1,4 @@
-"""What a failed file operation says to the user: where, why, and what to do about that kind of failure."""
+"""Messages of failed file operations: where, why, and what to do about that kind of failure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def describe_errno(code: int) -> str:
 
 
 def remedy(code: int, path: Path) -> str:
-    """What to do about a failure of the system with this number."""
+    """The remedy for a failure of the system with this number."""
     if code == codes.ENOSPC:
         return f"{_free_space(path)} Free some, or point nvme_path at a larger disk."
     if code == codes.EDQUOT:

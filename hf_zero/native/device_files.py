@@ -1,4 +1,4 @@
-"""Which accelerators the operating system shows, whether torch can use them or not. No torch."""
+"""The accelerators that the operating system shows, whether torch can use them or not. No torch."""
 
 from __future__ import annotations
 

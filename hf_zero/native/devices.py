@@ -14,7 +14,7 @@ class VisibleDevice:
 
 
 def visible_devices() -> list[VisibleDevice]:
-    """In the order of their indices; none where torch computes on the CPU."""
+    """List the devices that torch sees, in the order of their indices; none if it computes on the CPU."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None:
         return []

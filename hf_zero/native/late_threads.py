@@ -6,7 +6,10 @@ from hf_zero.native.library import has_library, library
 
 
 def let_late_threads_sleep() -> None:
-    """To be called by the thread that ends Python, as the last that it does. Without the library they abort it."""
+    """Let threads that come after the end of Python sleep. The thread that ends Python must call this last.
+
+    Without the library such threads abort the process.
+    """
     if has_library():
         function = library().hz_let_late_threads_sleep
         function.argtypes, function.restype = [], None

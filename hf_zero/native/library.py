@@ -60,7 +60,7 @@ def has_library() -> bool:
 
 
 def library_path() -> Path:
-    """Where the library is.
+    """The path of the library.
 
     Raises:
         NativeError: There is none.

@@ -1,4 +1,4 @@
-"""What this machine gives this process, on every operating system: cores, threads, memory, and how much was used."""
+"""Cores, threads and memory of this process, and how much it has used, on every operating system."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STATUS = Path("/proc/self/status")  # Linux
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, at least 1; all there are where the system has no such limit."""
+    """The number of cores that this process may run on, at least 1; all cores if the system has no such limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -40,18 +40,18 @@ def default_threads(*, spare: int = 0) -> int:
 
 
 def _local_ranks() -> int:
-    """Processes of this job on this machine; 1 outside of a launcher."""
+    """The number of processes of this job on this machine; 1 outside of a launcher."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(ranks)) if ranks.isascii() and ranks.isdecimal() else 1
 
 
 def memory_bytes() -> int:
-    """Of the machine."""
+    """The memory of the machine."""
     return int(psutil.virtual_memory().total)
 
 
 def available_bytes() -> int:
-    """What processes may still take before the system swaps or kills."""
+    """The memory that processes may still take before the system swaps or kills."""
     return int(psutil.virtual_memory().available)
 
 

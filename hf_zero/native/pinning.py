@@ -63,7 +63,7 @@ class CudaPages:
 
 
 def registrar_of(device: torch.device) -> PageRegistrar | None:
-    """How pages are pinned for `device` in place; None where torch's allocator is all there is."""
+    """The registrar that pins pages for `device` in place; None if torch's allocator is all there is."""
     return CudaPages(device) if device.type == "cuda" else None
 
 

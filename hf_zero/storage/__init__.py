@@ -1,4 +1,4 @@
-"""Where shards live."""
+"""Stores of shards: on the device, on the host, on a disk."""
 
 from hf_zero.storage.base import BorrowedTensors, ShardStore, StagingStore, StoreStats
 from hf_zero.storage.disk import DiskStore

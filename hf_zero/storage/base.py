@@ -13,7 +13,7 @@ from hf_zero.storage.kept_content import KeptContent
 
 @dataclasses.dataclass
 class StoreStats:
-    """What a store has done so far. A read or write is one key; the waits are of the threads that use the store."""
+    """Counters of a store. A read or write is one key; the waits are those of the threads that use the store."""
 
     reads: int = 0
     writes: int = 0

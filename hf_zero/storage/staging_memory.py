@@ -1,4 +1,4 @@
-"""Where the blocks of a staging pool come from: pieces of memory that is mapped, and pinned, once."""
+"""The blocks of a staging pool: pieces of memory that is mapped, and pinned, once."""
 
 from __future__ import annotations
 

@@ -50,12 +50,12 @@ class Reclaimer(Protocol):
 
 
 class StagingPool:
-    """At most `nbytes` of page-aligned host memory, shared by the borrowed of one or more stores.
+    """Lends at most `nbytes` of page-aligned host memory to the borrowed tensors of one or more stores.
 
-    What is given back stays for the next request; see staging_memory.py. A request that cannot be met waits: for
-    memory that the stores can reclaim, then for other threads to release their borrowed. Who came first is served
-    first. Where waiting cannot help, because the request alone is too large or because everybody with memory waits for
-    more, the budget grows to what is needed, with one warning.
+    Memory that is given back stays for the next request; see staging_memory.py. A request that cannot be met waits
+    for memory that the stores can reclaim, then for other threads to release what they borrow. The first request is
+    served first. If waiting cannot help, because the request alone is too large or because everybody with memory waits
+    for more, the budget grows to what is needed, with one warning.
     """
 
     def __init__(self, nbytes: int, *, device: torch.device, pin: bool) -> None:
@@ -71,7 +71,7 @@ class StagingPool:
 
     @property
     def current_bytes(self) -> int:
-        """In use and kept for reuse."""
+        """The bytes in use, and kept for reuse."""
         return self._source.current_bytes
 
     @property
@@ -80,7 +80,7 @@ class StagingPool:
 
     @property
     def allocations(self) -> int:
-        """How often memory was asked of the system, so far."""
+        """The number of times that memory was asked of the system."""
         return self._source.allocations
 
     def register(self, reclaimer: Reclaimer) -> None:
@@ -153,7 +153,7 @@ class StagingPool:
             self._waiting.add(me)
             try:
                 while self._version == version:
-                    # Those who only wait for their turn are not stuck: somebody before them is, or will release.
+                    # A thread that only waits for its turn is not stuck: somebody before it is, or will release.
                     mine = me == next(iter(self._line)) or self._held[me] > 0
                     stuck = mine and all(owner in self._waiting for owner, held in self._held.items() if held)
                     left = deadline - time.monotonic()

@@ -187,7 +187,7 @@ def _refused(nvme_path: str | Path, error: OSError) -> OffloadError:
 
 
 def _host() -> str:
-    """Without characters that would end a name or confuse a shell."""
+    """The name of this host, without characters that would end a file's name or confuse a shell."""
     return "".join(c if c.isalnum() and c.isascii() else "_" for c in socket.gethostname())
 
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class RegionTimes:
-    """profile: a line for the forward and the recomputation of every region, on rank 0. It waits for no device."""
+    """Logs the times of the forward and the recomputation of every region, on rank 0. It waits for no device."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -58,7 +58,7 @@ class RegionTimes:
 
 
 class Checkpointing:
-    """What one set of settings does at the borders of regions."""
+    """Applies one set of settings to regions, as they begin and end."""
 
     def __init__(self, settings: ActivationCheckpointing, device: torch.device, rank: int, group: Any) -> None:
         self.settings = settings
@@ -75,7 +75,7 @@ class Checkpointing:
                 logger.warning("%s", line)
 
     def hooks_of(self, args: Any) -> _RegionHooks:
-        """For a region that begins with these arguments."""
+        """The hooks of a region that begins with these arguments."""
         self.has_met_any = True
         if not self._in_forward():
             self._next = 0
@@ -114,7 +114,7 @@ class Checkpointing:
 
     @contextlib.contextmanager
     def at_work(self, what: str) -> Iterator[None]:
-        """Around a region's forward, or its recomputation."""
+        """Measure and, if asked for, synchronize a region's forward or its recomputation."""
         self._synchronize()
         with self._times.measure(what) if self._times is not None else contextlib.nullcontext():
             try:
@@ -137,7 +137,7 @@ class Checkpointing:
 
 
 class _Mark:
-    """Of a region, while its graph is there."""
+    """Stands for a region as long as its graph is there."""
 
 
 class _RegionHooks:
@@ -186,7 +186,7 @@ def _budget_of(settings: ActivationCheckpointing, device: torch.device, rank: in
 
 
 def _of_inputs(settings: ActivationCheckpointing) -> ActivationCheckpointing:
-    """With a budget, inputs go to the host, where it says so."""
+    """Let inputs go to the host if there is a budget, which then decides for each region."""
     return settings if settings.activation_memory is None else dataclasses.replace(settings, cpu_checkpointing=True)
 
 
@@ -207,12 +207,12 @@ _group: Any = None  # that `configure` has named; engines that are made later ke
 
 
 def current() -> Checkpointing | None:
-    """What holds now; None where regions are left to torch."""
+    """The settings in force; None if regions are left to torch."""
     return _stack[-1] if _stack else None
 
 
 def usage() -> dict[str, int]:
-    """As SavedInputs.usage, of what holds now."""
+    """The usage of the settings in force; see SavedInputs.usage."""
     return dict.fromkeys(USAGE, 0) if (now := current()) is None else now.saved.usage()
 
 
@@ -253,6 +253,6 @@ def tell_no_region(model: torch.nn.Module) -> Callable[[], None]:
 
 
 def share_inputs(group: Any) -> None:
-    """From the next `use` on, the ranks of `group` share the inputs of their regions; None: none do."""
+    """Let the ranks of `group` share the inputs of their regions, from the next `use` on; None: none do."""
     global _group
     _group = group

@@ -30,7 +30,7 @@ _GB = 1e9
 
 
 class Choice(enum.Enum):
-    """What becomes of a region."""
+    """The ways to treat a region between its forward and its backward."""
 
     KEEP = "keeps its graph"
     RECOMPUTE = "keeps its inputs"
@@ -39,13 +39,13 @@ class Choice(enum.Enum):
 
 @dataclass(frozen=True)
 class RegionBytes:
-    """What backward needs of a region: its inputs, and the rest of its graph without parameters."""
+    """The bytes that backward needs of a region: its inputs, and the rest of its graph without parameters."""
 
     inputs: int
     body: int
 
     def held(self, choice: Choice) -> int:
-        """On the device, from its forward to its backward."""
+        """The bytes that stay on the device from its forward to its backward."""
         return {Choice.KEEP: self.inputs + self.body, Choice.RECOMPUTE: self.inputs, Choice.OFFLOAD: 0}[choice]
 
 
@@ -83,7 +83,7 @@ def choose(sizes: Sequence[RegionBytes], limit: int, *, can_offload: bool) -> li
 
 
 def least(sizes: Sequence[RegionBytes], *, can_offload: bool) -> int:
-    """Bytes of the smallest budget that can be met."""
+    """The smallest budget that can be met, in bytes."""
     plain = peak_of(sizes, [Choice.RECOMPUTE] * len(sizes))
     return min(plain, peak_of(sizes, [Choice.OFFLOAD] * len(sizes))) if can_offload else plain
 
@@ -105,9 +105,9 @@ class Budget:
         self._bodies: dict[int, int] = {}
 
     def choice(self, number: int, args: Any) -> Choice:
-        """For region `number` of a forward, which has these arguments.
+        """The choice for region `number` of a forward, which has these arguments.
 
-        Raises ConfigError where the budget cannot be met, when that is known: as the second forward begins.
+        Raises ConfigError if the budget cannot be met, which is known as the second forward begins.
         """
         inputs = bytes_of(tensors_in(args))
         if number == 0:
@@ -120,7 +120,7 @@ class Budget:
 
     @contextlib.contextmanager
     def measure(self, number: int, args: Any) -> Iterator[None]:
-        """Around the recomputation of a region with these arguments: count what its graph keeps beside them."""
+        """Count the bytes that a region's graph keeps beside its arguments, while it is recomputed."""
         if self.choices or number not in self._inputs:
             yield
             return
@@ -133,7 +133,7 @@ class Budget:
             body.let_go()
 
     def measured_bodies(self) -> dict[int, int]:
-        """Bytes of the graphs that were measured since the last choice, by the number of the region."""
+        """The bytes of the graphs that were measured since the last choice, by the number of the region."""
         return dict(self._bodies)
 
     def _take_measures(self) -> None:
@@ -170,7 +170,7 @@ def tensors_in(args: Any) -> list[torch.Tensor]:
 
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Of floating tensors, memory that several share counted once."""
+    """The bytes of the floating tensors; memory that several share counts once."""
     storages = _Storages()
     for tensor in tensors:
         if tensor.is_floating_point():
@@ -196,7 +196,7 @@ class _Storages:
             self.nbytes += storage.nbytes()
 
     def let_go(self) -> None:
-        """Of the tensors. The graph refers to who was shown them, and they to it: a circle that nobody collects."""
+        """Drop the tensors, to break a reference cycle through the autograd graph, which nobody collects."""
         self._kept.clear()
 
 

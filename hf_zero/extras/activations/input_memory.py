@@ -124,6 +124,6 @@ class Arena(InputMemory):
 
 
 def _rounded_up(nbytes: int) -> int:
-    """To whole pages, in few different sizes."""
+    """Round up to whole pages, so that few different sizes occur."""
     step = max(PAGE, (1 << max(nbytes - 1, 1).bit_length()) // (2 * _STEPS))
     return -(-nbytes // step) * step

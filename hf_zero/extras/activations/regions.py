@@ -1,10 +1,10 @@
-"""Checkpointed regions: torch.utils.checkpoint, with something done at their borders.
+"""Checkpointed regions: torch.utils.checkpoint, with hooks around each of them.
 
 [Note: How regions are seen]
 Models call torch.utils.checkpoint.checkpoint under many names (transformers, remote code, scripts), so it is not
 replaced but what it calls: the two functions behind `use_reentrant`. Each runs as it is, inside of two hooks on what
 autograd saves: all that is saved there and not by the region's own body are the region's inputs. A region inside of a
-region is recomputed with it, and nothing is done at its border; nor inside a backward, or where no graph is made.
+region is recomputed with it, and it has no hooks of its own; nor inside a backward, or where no graph is made.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from hf_zero.extras.activations.rng_tracker import TRACKER
 from hf_zero.runtime.backward_watch import in_backward, in_transform
 
 _REENTRANT, _NON_REENTRANT = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
-# What torch calls; looked up when this is imported, before anything is replaced.
+# The functions of torch, looked up when this is imported, before anything is replaced.
 _torch_reentrant: Any = getattr(torch_checkpoint, _REENTRANT)
 _torch_non_reentrant: Any = getattr(torch_checkpoint, _NON_REENTRANT)
 
 
 class RegionHooks(Protocol):
-    """What is done around one region."""
+    """Context managers that surround one region."""
 
     keeps_graph: bool  # the region is run as if it was not checkpointed
 
     def around_forward(self) -> contextlib.AbstractContextManager[None]:
-        """Around the region's forward, and the saving of its inputs."""
+        """The context of the region's forward, and of the saving of its inputs."""
 
     def around_recompute(self, args: Any) -> contextlib.AbstractContextManager[None]:
-        """Around its recomputation with these arguments."""
+        """The context of its recomputation with these arguments."""
 
 
 class _Regions(threading.local):
-    """Of one thread: whether it is inside of a region's forward."""
+    """The state of one thread: whether it is inside of a region's forward."""
 
     inside = False
 
@@ -84,7 +84,7 @@ def replaced() -> Iterator[None]:
 
 
 class _Reentrant(_torch_reentrant):  # type: ignore[misc]
-    """In the place of torch's function: it has torch's own applied."""
+    """Replaces torch's function, and applies torch's own inside."""
 
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -98,7 +98,7 @@ class _Reentrant(_torch_reentrant):  # type: ignore[misc]
 
 
 def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
-    """In the place of torch's generator, which yields while its caller runs `function`."""
+    """Replaces torch's generator, which yields while its caller runs `function`."""
     hooks = _hooks_of((args, kwargs))
     if hooks is None:
         yield from _torch_non_reentrant(_recomputed(function, None, forwards=0), *args, **kwargs)
@@ -111,7 +111,7 @@ def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> G
 
 
 def _hooks_of(args: Any) -> RegionHooks | None:
-    """For a region that begins with these arguments."""
+    """The hooks of a region that begins with these arguments; None if nothing is done around it."""
     if not _watchers or _regions.inside or not torch.is_grad_enabled() or in_backward() or in_transform():
         return None
     return _watchers[-1](args)
@@ -127,7 +127,7 @@ def _inside() -> Iterator[None]:
 
 
 def _recomputed(function: Callable[..., Any], hooks: RegionHooks | None, *, forwards: int) -> Callable[..., Any]:
-    """`function`, which is recomputed inside the border, with the named random states of its forward.
+    """Wrap `function`: it is recomputed inside the hooks, with the named random states of its forward.
 
     Args:
         forwards: How many of its calls come before the recomputations.

@@ -84,7 +84,7 @@ def seed_model_parallel(seed: int, rank: int) -> None:
 
 
 def reseed_model_parallel(seed: int, rank: int) -> None:
-    """As `seed_model_parallel`, of the rank's own state alone."""
+    """Seed the rank's own state alone, as `seed_model_parallel` does."""
     with TRACKER.fork():
         manual_seed(seed + _OFFSET + rank)
 

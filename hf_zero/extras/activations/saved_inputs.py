@@ -29,7 +29,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.extras.activations.input_memory import Arena, HostBlocks, InputMemory
 from hf_zero.storage.copy_stream import MAX_DOWNLOADS, CopyStreams
 
-# What SavedInputs.usage tells.
+# The keys of SavedInputs.usage.
 USAGE = ("device", "device_peak", "host", "host_peak", "allocations")
 
 
@@ -71,7 +71,7 @@ class _MemoryCopy:
             self.is_staged = streams.upload(self.staged, self.data, after=self.saved)
 
     def brought(self) -> torch.Tensor:
-        """On the device, for the current stream, which waits for the copy."""
+        """The elements on the device; the current stream waits for the copy."""
         assert self.staged is not None
         tensor, self.staged = self.staged, None
         if self.is_staged is not None:
@@ -86,7 +86,7 @@ class _MemoryCopy:
 
 
 class _Saved:
-    """What autograd holds in the place of one input."""
+    """Stands for one input in the autograd graph."""
 
     def __init__(self, tensor: torch.Tensor, region: SavedRegion, copy: _MemoryCopy) -> None:
         self.region = region
@@ -102,7 +102,7 @@ class _Saved:
         weakref.finalize(self, copy.let_go).atexit = False
 
     def look_for_change(self) -> None:
-        """Whether the input was changed in place before it was copied."""
+        """Note whether the input was changed in place before it was copied."""
         if self.source is not None and self.source._version != self.version:
             self.is_modified = True
 
@@ -162,8 +162,8 @@ class SavedInputs:
         return len(self._live)
 
     def usage(self) -> dict[str, int]:
-        """Bytes of saved inputs that were placed, on this rank, by medium; what is on its way to the host counts on
-        the device too. `_peak` is the most at a time; `allocations` how often memory was allocated for them."""
+        """The bytes of saved inputs that were placed, on this rank, by medium. Inputs on their way to the host count
+        on the device too. `_peak` is the most at a time; `allocations` counts how often memory was allocated."""
         self._release()
         found = dict.fromkeys(USAGE, 0)
         if (memory := self.memory) is None:
@@ -189,7 +189,7 @@ class SavedInputs:
     # ---------------------------------------------------------------- forward
     @torch.no_grad()
     def pack(self, tensor: torch.Tensor, region: SavedRegion) -> Any:
-        """What autograd keeps in the place of `tensor`."""
+        """Return the object that autograd keeps in the place of `tensor`."""
         if not self.places_anything or not _is_placed(tensor):
             return tensor
         place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -281,7 +281,7 @@ class SavedInputs:
         return _in_shape(full[: saved.numel], saved)
 
     def _part(self, saved: _Saved) -> torch.Tensor:
-        """What was kept, in memory of its own."""
+        """Bring back the part that was kept, in memory of its own."""
         if not self._on_host:
             return saved.copy.data if self._group is not None else saved.copy.data.clone()
         saved.copy.bring(self._streams)  # needed first

@@ -19,7 +19,7 @@ _RECEIVED_AHEAD = 1  # actions: what the next one needs is on its way while this
 
 @dataclass(frozen=True)
 class StageLocation:
-    """Where a rank stands in its pipeline."""
+    """The stage of a rank, and the ranks of its pipeline."""
 
     stage: int
     num_stages: int
@@ -28,7 +28,7 @@ class StageLocation:
 
     @property
     def title(self) -> str:
-        """For messages: "rank 2, stage 1 of 2"."""
+        """The name of the stage in messages: "rank 2, stage 1 of 2"."""
         return f"rank {self.ranks[self.stage]}, stage {self.stage} of {self.num_stages}"
 
     @property
@@ -36,7 +36,7 @@ class StageLocation:
         return self.num_stages * self.virtual_stages
 
     def part(self, chunk: int) -> int:
-        """Which part of the model a chunk of this stage is."""
+        """The number of the part of the model that a chunk of this stage is."""
         return chunk * self.num_stages + self.stage
 
     def rank_of_part(self, part: int) -> int:
@@ -45,7 +45,7 @@ class StageLocation:
 
 @dataclass
 class BatchTimes:
-    """When this rank computed what, in seconds since the batch began; the times between are idle."""
+    """The times at which this rank ran its actions, in seconds since the batch began; it is idle between them."""
 
     schedule: str = EVALUATION
     num_micros: int = 0
@@ -138,7 +138,7 @@ class BatchRun:
                 self._coming[action] = self._messages.receive_tensors(origin, tag, types, f"the {action.title}")
 
     def _take(self, action: Action) -> Any:
-        """What an action starts from."""
+        """Take the value that an action starts from."""
         if action in self._coming:
             return self._coming.pop(action).wait()
         part, is_forward = self._place.part(action.chunk), action.kind is Kind.FORWARD
@@ -163,12 +163,12 @@ class BatchRun:
                 self._messages.send_tensors(to, self._tag(1, part - 1, micro), result, what)
 
     def _tag(self, direction: int, part: int, micro: int) -> int:
-        """Of what goes forward into a part of the model (0), or back into it (1)."""
+        """The tag of a message that goes forward into a part of the model (0), or back into it (1)."""
         return (direction * self._place.num_parts + part) * len(self._micros) + micro
 
 
 def _fresh(value: Any) -> Any:
-    """As if it had been sent: tensors without a graph."""
+    """Copy `value` as if it had been sent: tensors have no graph."""
     return pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value
     )

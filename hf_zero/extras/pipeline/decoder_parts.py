@@ -30,7 +30,7 @@ Flow = tuple[torch.Tensor, Any, Any]
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How a forward called a layer."""
+    """The arguments with which a forward called a layer."""
 
     hidden: torch.Tensor
     args: tuple[Any, ...]  # after the hidden states
@@ -45,13 +45,13 @@ class _Reached(Exception):
 
 
 class _StandIn(nn.Module):
-    """In the place of a decoder layer."""
+    """Replaces a decoder layer in a shell."""
 
     def __init__(self, layer: nn.Module, index: int) -> None:
         super().__init__()
         self.index = index
         self.on_call: Callable[[int, LayerCall], Any] = _unused
-        # What forwards ask of their layers, such as attention_type.
+        # Forwards read plain attributes of their layers, such as attention_type.
         plain = {name: value for name, value in vars(layer).items() if isinstance(value, str | int | float)}
         self.__dict__.update({name: value for name, value in plain.items() if name not in self.__dict__})
 
@@ -66,7 +66,7 @@ def _unused(index: int, call: LayerCall) -> Any:
 
 
 class _LeftOut(nn.Module):
-    """In the place of a module whose result does not matter: hidden states pass, all else becomes a zero."""
+    """Replaces a module whose result does not matter: hidden states pass, all else becomes a zero."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
@@ -167,7 +167,7 @@ class _Part(nn.Module):
 
 
 class Embeddings(_Part):
-    """From token ids to the hidden states of the first layer."""
+    """Computes the hidden states of the first layer from token ids."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         shell = anatomy.shell()
@@ -263,7 +263,7 @@ class DecoderLayer(nn.Module):
 
 
 class Head(_Part):
-    """From the hidden states of the last layer to the logits."""
+    """Computes the logits from the hidden states of the last layer."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         shell = anatomy.shell()

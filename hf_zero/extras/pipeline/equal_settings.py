@@ -1,4 +1,4 @@
-"""What all ranks of a pipeline must have alike: each sees its own stage, and would train another model or wait."""
+"""Settings that all ranks of a pipeline must have alike: else a stage would train another model, or wait."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _NO_SETTING = ("params", "param_names")
 
 
 def layers_settings(rows: Sequence[LayerRow], settings: Mapping[str, Any]) -> dict[str, str]:
-    """Of a PipelineModule, by what it is called in a message."""
+    """The settings of a PipelineModule, by their names in messages."""
     found = {"the number of layers": str(len(rows))}
     found |= {f"layer {row.index}": _described(row) for row in rows}
     return found | {name: repr(value) for name, value in settings.items()}
 
 
 def batch_settings(config: ResolvedConfig) -> dict[str, str]:
-    """Of an engine, by the keys of the configuration."""
+    """The settings of an engine, by the keys of the configuration."""
     values = {
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
@@ -37,7 +37,7 @@ def batch_settings(config: ResolvedConfig) -> dict[str, str]:
 
 
 def group_settings(optimizer: Any) -> dict[str, str]:
-    """Of an optimizer: the hyperparameters of its groups; {} where it has nothing to train."""
+    """The hyperparameters of an optimizer's groups; {} if it has nothing to train."""
     groups = optimizer.param_groups
     if not any(group["params"] for group in groups):
         return {}

@@ -183,7 +183,7 @@ class _StoredWeights:
     def _load(
         self, original: Callable[..., Any], model: Any, state_dict: Any, files: Any, load_config: Any, *_: Any
     ) -> Any:
-        """In the place of PreTrainedModel._load_pretrained_model: only remembers where tensors lie."""
+        """Replaces PreTrainedModel._load_pretrained_model: it only remembers where tensors lie."""
         name = type(model).__name__
         if load_config.hf_quantizer is not None:
             raise ConfigError(f"from_transformers: {name} is quantized, and a pipeline trains full weights only")
@@ -231,7 +231,7 @@ class _StoredWeights:
         info: Any,
         quantizer: Any,
     ) -> None:
-        """In the place of the function that puts a tensor into the model: a parameter stays on the meta device."""
+        """Replaces the function that puts a tensor into the model: a parameter stays on the meta device."""
         place = dict(model.named_parameters(remove_duplicate=False)).get(name)
         if place is None or tuple(place.shape) != tuple(value.shape):
             original(model, name, value.read(), info, quantizer)

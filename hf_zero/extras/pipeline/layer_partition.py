@@ -1,4 +1,4 @@
-"""Where a sequence of layers is split into stages: bounds of contiguous parts, from the layers' weights."""
+"""The split of a sequence of layers into stages: bounds of contiguous parts, from the layers' weights."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hf_zero.extras.pipeline.pipeline_section import partition_fault
 
 
 def split_uniform(num_layers: int, num_parts: int) -> list[int]:
-    """Bounds of parts with equal numbers of layers; the first parts have one more where it does not come out even."""
+    """The bounds of parts with equal numbers of layers; the first parts have one more if it does not come out even."""
     size, longer = divmod(num_layers, num_parts)
     return [part * size + min(part, longer) for part in range(num_parts + 1)]
 
 
 def split_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Bounds of contiguous parts, none empty, whose heaviest is as light as can be.
+    """The bounds of contiguous parts, none empty, whose heaviest is as light as can be.
 
-    Of several such splits it is the one whose loads have the smallest sum of squares, then the one whose numbers of
-    layers do. Dynamic programming (the linear partition problem: Skiena, The Algorithm Design Manual, 8.5);
+    Among several such splits it takes the one whose loads have the smallest sum of squares, then the one whose numbers
+    of layers do. It is dynamic programming (the linear partition problem: Skiena, The Algorithm Design Manual, 8.5) of
     len(weights)^2 * num_parts operations.
 
     Args:
@@ -31,7 +31,7 @@ def split_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     sums = list(itertools.accumulate(weights, initial=type(weights[0])(0)))
     limit = _lightest_maximum(sums, num_parts)
     num_layers = len(weights)
-    # Of the first `stop` layers in some number of parts: the costs of the best split, and where its last part begins.
+    # `best` and `starts` hold, for the first `stop` layers, the cost of the best split and where its last part begins.
     best: list[tuple[float, int] | None] = [(0, 0)] + [None] * num_layers
     starts: list[list[int]] = []
     for _ in range(num_parts):
@@ -86,7 +86,7 @@ def matching_layers(names: Sequence[str], pattern: str) -> list[int]:
 def split_layers(
     method: str, rows: Sequence[LayerRow], num_parts: int, measured: Callable[[], list[float]]
 ) -> list[int]:
-    """Bounds of the parts by a partition_method: part i has the layers bounds[i] up to bounds[i + 1].
+    """The bounds of the parts by a partition_method: part i has the layers bounds[i] up to bounds[i + 1].
 
     Args:
         rows: Of the layers.

@@ -1,4 +1,4 @@
-"""What the layers of a pipeline hold: classes and parameters, and which of them are the same. Equal on all ranks.
+"""The classes and parameters of a pipeline's layers, and which of them are the same. Equal on all ranks.
 
 Specs are built on the meta device for it, one after another, so that no rank holds the parameters of others.
 """
@@ -40,7 +40,7 @@ class LayerRow:
 
     @property
     def num_trainable(self) -> int:
-        """Elements of its trainable parameters."""
+        """The number of elements of its trainable parameters."""
         return sum({row.canonical: row.numel for row in self.params if row.requires_grad}.values())
 
 
@@ -66,7 +66,7 @@ def describe_layers(layers: Sequence[Layer]) -> list[LayerRow]:
 
 
 def class_name(layer: Layer) -> str:
-    """Of a layer's module, or the name of a function. A module may say as `layer_class` whose it stands for."""
+    """The class name of a layer's module, or the name of a function. A module may give another as `layer_class`."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     if isinstance(layer, nn.Module):

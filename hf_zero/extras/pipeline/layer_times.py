@@ -25,7 +25,7 @@ _REMEDY = "Give profile_inputs=, an input of the first layer such as a micro-bat
 
 
 def measure_layers(layers: Sequence[Layer], inputs: Any = None) -> list[float]:
-    """Seconds of each layer, on this process's device: the second of two runs.
+    """Measure the seconds that each layer takes on this process's device, in the second of two runs.
 
     Specs are built one at a time and dropped again, except tied ones.
 
@@ -72,7 +72,7 @@ def _function_of(layer: Layer, built: dict[str, nn.Module], device: torch.device
 
 
 def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
-    """On the device, with zeros for parameters that have no values yet."""
+    """Copy a layer to the device, with zeros for parameters that have no values yet."""
     copied = copy.deepcopy(layer)
     for module in copied.modules():
         for name, param in module._parameters.items():

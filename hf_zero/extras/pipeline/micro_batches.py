@@ -21,7 +21,7 @@ _COMPARED_BYTES = 1 << 16
 
 @dataclass
 class _Read:
-    """What one rank has read, as far as the others are told."""
+    """A rank's report to the others on the micro-batches that it has read."""
 
     places: list[tuple[str, int]] = field(default_factory=list)  # of each micro-batch: shapes and types, checksum
     problem: str = ""

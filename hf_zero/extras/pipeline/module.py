@@ -206,7 +206,7 @@ class PipelineModule(nn.Module):
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
-        """As it was given. A module is registered on the last stage only."""
+        """The loss function as it was given. A module is registered on the last stage only."""
         return self._loss_fn[0]
 
     @loss_fn.setter
@@ -215,12 +215,12 @@ class PipelineModule(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """Of all stages."""
+        """The number of layers of all stages."""
         return len(self._rows)
 
     @property
     def canonical_names(self) -> dict[str, str]:
-        """Of every parameter of every layer: its name as its layer has it, and the name that it goes by.
+        """The names of every parameter of every layer: as its layer has it, and the one that it goes by.
 
         They differ for the second and further layers of a tie. Equal on all ranks.
         """
@@ -237,12 +237,12 @@ class PipelineModule(nn.Module):
         return [Tie(name, sorted(on), own.get(name)) for name, on in stages.items() if len(on) > 1]
 
     def chunk_layers(self, chunk: int = 0) -> list[int]:
-        """Indices of the layers of one of this stage's chunks."""
+        """The indices of the layers of one of this stage's chunks."""
         return self._part_layers(self.grid.stage_id, chunk)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As of every module. Where this stage has nothing to train, one without elements comes too: torch makes no
-        optimizer of an empty list, so `AdamW(stage.parameters())` would fail on this stage alone."""
+        """Yield the module's parameters. If this stage has nothing to train, one without elements comes too: torch
+        makes no optimizer of an empty list, so `AdamW(stage.parameters())` would fail on this stage alone."""
         yield from super().parameters(recurse)
         if self.is_built and not any(param.requires_grad for param in super().parameters()):
             yield from self._stand_in
@@ -290,7 +290,7 @@ class PipelineModule(nn.Module):
         return self.grid.pipe_parallel_size
 
     def partitions(self) -> list[int]:
-        """Bounds of the parts: part i has the layers parts[i] up to parts[i + 1]."""
+        """The bounds of the parts: part i has the layers parts[i] up to parts[i + 1]."""
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
@@ -369,7 +369,7 @@ class PipelineModule(nn.Module):
         return split_layers(self.partition_method, self._rows, num_parts, measured)
 
     def _measured(self, *, is_alone: bool) -> list[float]:
-        """Seconds of each layer, by rank 0's clock."""
+        """The seconds that each layer takes, by rank 0's clock."""
         measures = is_alone or not dist.is_initialized() or dist.get_rank() == 0
         measure = functools.partial(measure_layers, self._given, self._profile_inputs)
         return agree("times of layers", measure if measures else None, ConfigError, is_alone=is_alone)[0]
@@ -468,13 +468,13 @@ class PipelineModule(nn.Module):
         return list(range(self.parts[part], self.parts[part + 1]))
 
     def _stage_params(self, stage: int) -> dict[str, int]:
-        """Elements of the trainable parameters of a stage."""
+        """The number of elements of each trainable parameter of a stage, by name."""
         layers = [index for chunk in range(self.virtual_stages) for index in self._part_layers(stage, chunk)]
         return {p.canonical: p.numel for index in layers for p in self._rows[index].params if p.requires_grad}
 
 
 def _place(num_stages: int | None, topology: ProcessTopology | None, stage: int | None) -> PipelineGrid:
-    """Where this process stands.
+    """Find the place of this process in the pipelines.
 
     Args:
         stage: Without other processes, the stage to be.

@@ -37,7 +37,7 @@ from hf_zero.runtime.unit_specs import BuildSettings
 
 
 class BatchReports(Reports):
-    """Of an engine whose micro-batches overlap: a batch counts as one."""
+    """The reports of an engine whose micro-batches overlap: a batch counts as one."""
 
     def _forward_starts(self) -> None:
         self._notify(Event.FORWARD_STARTS)
@@ -235,7 +235,7 @@ class PipelineEngine(ZeroEngine):
         return (result, outputs) if return_logits else result
 
     def _mean_output(self, outputs: list[Any]) -> torch.Tensor | None:
-        """Over micro-batches, on the last stage. All ranks must call. Raises StateError on all ranks."""
+        """Average outputs over micro-batches, on the last stage. All ranks must call. All raise StateError."""
         tensors = [one for one in outputs if isinstance(one, torch.Tensor) and one.is_floating_point()]
         kinds = sorted({_kind(one) for one in outputs})
         problem = f"{self.place.title}: {', '.join(kinds)}" if len(kinds) > 1 or len(tensors) < len(outputs) else ""
@@ -281,7 +281,7 @@ class PipelineEngine(ZeroEngine):
         return sharded
 
     def _norm_of_all(self, norm: float) -> float:
-        """From the norm of this stage's gradients that of all stages'. All ranks must call."""
+        """Compute the norm of all stages' gradients from that of each stage. All ranks must call."""
         mine = torch.tensor([norm if self.comm.rank == 0 else 0.0], dtype=torch.float64, device="cpu")
         return math.sqrt(sum(one * one for one in self.world.vote(mine, "norm of all stages")[:, 0].tolist()))
 
@@ -318,7 +318,7 @@ class PipelineEngine(ZeroEngine):
 
     # ---------------------------------------------------------------- what was measured
     def schedule_report(self) -> dict[str, Any]:
-        """What the last batch's schedule came to. All ranks must call.
+        """Tell when each stage computed and idled in the last batch. All ranks must call.
 
         Returns:
             "stages": by stage of this pipeline {"actions": [(action, start, end)] in seconds, "busy", "peak_live"};
@@ -375,7 +375,7 @@ class PipelineEngine(ZeroEngine):
         return loss
 
     def _mean_loss(self, losses: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-        """Over micro-batches and pipelines. All ranks must call."""
+        """Average the loss over micro-batches and pipelines. All ranks must call."""
         mine = (sum(float(loss) for loss in losses), losses[0].dtype) if losses else None
         found = [one for one in self.world.all_gather_object(mine, "losses") if one is not None]
         mean = sum(total for total, _ in found) / (len(found) * count)
@@ -426,7 +426,7 @@ class PipelineEngine(ZeroEngine):
             comm.abandon(reason)
 
     def _doing(self, what: str) -> str:
-        """What this rank is at, for an error."""
+        """Describe for an error what this rank is computing."""
         run = self._run
         if run is None or run.doing is None:
             return what
@@ -458,7 +458,7 @@ def _no_data() -> Iterator[Any]:
 
 
 def _kind(value: Any) -> str:
-    """For messages: "float32[2, 3]"."""
+    """The type and shape of a value in messages: "float32[2, 3]"."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return type(value).__name__

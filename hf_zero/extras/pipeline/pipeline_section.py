@@ -18,7 +18,7 @@ _SPLIT = "it is about layers that are split between ranks (tensor parallelism)"
 
 @dataclass(frozen=True)
 class PipelineSection:
-    """How a PipelineModule is split and run. `schedule` and `virtual_stages` are hf_zero's own."""
+    """The split and the schedule of a PipelineModule. `schedule` and `virtual_stages` are hf_zero's own."""
 
     stages: int | None = key(
         "The number of stages; by default as the module says, or one per process.",
@@ -42,7 +42,7 @@ class PipelineSection:
 
 
 def partition_fault(method: str) -> str | None:
-    """What is wrong with a partition_method; None where nothing is."""
+    """The fault of a partition_method; None if it has none."""
     kind, _, pattern = method.partition(":")
     if kind.lower() == "type" and pattern:
         try:
@@ -55,7 +55,7 @@ def partition_fault(method: str) -> str | None:
 
 
 def _conflicts(get: Get) -> Iterator[Conflict]:
-    """What stages cannot do. With a PipelineModule, its own settings are those of the block."""
+    """Yield the settings that do not go together. With a PipelineModule, its own settings are those of the block."""
     schedule, chunks, partition = (get(f"pipeline.{name}") for name in ("schedule", "virtual_stages", "partition"))
     if partition != "best" and (fault := partition_fault(partition)) is not None:
         yield Conflict("pipeline.partition", fault, 'Correct it, or write "best", the module\'s own.')

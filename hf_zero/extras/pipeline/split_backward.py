@@ -47,7 +47,7 @@ class _Entrance:
 
 
 class SplitBackward:
-    """Of one graph. The graph is kept until both halves are over.
+    """The backward of one graph in two halves. The graph is kept until both are over.
 
     Args:
         outputs: Of the graph, with the gradient that each gets.
@@ -97,7 +97,7 @@ class SplitBackward:
         return [found.get(number) for number in range(len(self._edges))]
 
     def _find_entrances(self, users: dict[Node, list[Node]], path: set[Node]) -> list[int]:
-        """Those of all weights that come in at the path; returns the numbers of the other weights in the graph."""
+        """Find the entrances of weights that come in at the path; return the numbers of the graph's other weights."""
         beside = []
         by_node: dict[Node, _Entrance] = {}
         for number, edge in enumerate(self._edges):
@@ -157,7 +157,7 @@ def _keep(entrance: _Entrance, node: Node) -> Any:
 
 
 def _through(entrance: _Entrance, weights: Sequence[GradientEdge]) -> Sequence[torch.Tensor | None]:
-    """Gradients of weights from what has entered the nodes through which they come in."""
+    """Compute the gradients of weights from the gradients that have entered the nodes next to them."""
     edges: list[GradientEdge] = []
     values: list[torch.Tensor] = []
     for node, grads in entrance.entered.items():

@@ -30,7 +30,7 @@ from hf_zero.runtime.build import BuiltUnits
 
 @dataclass(frozen=True)
 class _Stage:
-    """What a stage puts into a checkpoint, as far as all ranks know it."""
+    """The part of a checkpoint that a stage writes, as far as all ranks know it."""
 
     stage: int
     writers: int
@@ -61,7 +61,7 @@ class StageContents(CheckpointContents):
 
     @property
     def _writers(self) -> int:
-        """Of each stage: one file each."""
+        """The number of writers of each stage, which write a file each."""
         return max(stage.writers for stage in self.all_stages)
 
     @property

@@ -22,7 +22,7 @@ Key = tuple[int, int]  # (chunk, micro-batch)
 
 
 class BadLossError(Exception):
-    """What is to be the loss is none. Who called knows which rank and stage, and says so."""
+    """The result of the last layer, or of loss_fn, is no loss. The caller adds rank and stage."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class StagePasses:
         self._feed = feed
         self._first_micro = 0
         self._live: dict[Key, _Live] = {}
-        # What waits for the second half of its backward, with its weights.
+        # Micro-batches that wait for the second half of their backward, with their weights.
         self._split: dict[Key, tuple[SplitBackward, list[torch.Tensor]]] = {}
         self.peak_live = 0  # most micro-batches, counted for each chunk, whose activations were held at a time
         self._recomputes = False  # layers compute their activations again in backward, in every half of one
@@ -118,7 +118,7 @@ class StagePasses:
         return [_taken(one) for one in live.inputs]
 
     def backward_of_inputs(self, key: Key, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As `backward`, but the gradients of weights wait for `backward_of_weights`.
+        """Run `backward`, but leave the gradients of weights to `backward_of_weights`.
 
         Where no stage waits for gradients of inputs there is nothing to be gained, and some graphs cannot be split:
         both come now.
@@ -154,7 +154,7 @@ class StagePasses:
     def _begun(
         self, live: _Live, grads: Sequence[torch.Tensor]
     ) -> Iterator[tuple[list[GradientEdge], list[torch.Tensor]]]:
-        """Where a backward begins, and with which gradients; it is to run inside."""
+        """Yield the edges at which a backward begins, and their gradients; the backward runs inside."""
         if live.loss is None:
             with self._loss_scale.received():
                 yield live.outputs, list(grads)

@@ -1,12 +1,12 @@
-"""In which order a stage computes its micro-batches. Pure integers: no torch, no processes.
+"""The orders in which a stage computes its micro-batches. Pure integers: no torch, no processes.
 
 The orders are those of GPipe (arXiv:1811.06965), PipeDream-Flush or 1F1B (arXiv:2006.09503), interleaved 1F1B
 (arXiv:2104.04473, section 2.2) and ZB-H1 (arXiv:2401.10241, section 4.1). All of them end with a flush: an update uses
 gradients of one version of the weights, so the result is that of one process.
 
-What comes after the last forward of 1F1B costs more than its paper says it must: stages wait for each other's whole
-backwards. Here these few are in two halves, as in zero bubble, and a stage sends the gradients of its inputs before it
-computes those of its weights. No activation lives longer for it.
+The backwards after the last forward of 1F1B cost more than its paper says they must: stages wait for each other's
+whole backwards. Here these few are in two halves, as in zero bubble, and a stage sends the gradients of its inputs
+before it computes those of its weights. No activation lives longer for it.
 
 A stage has `virtual_stages` model chunks: chunk c of stage s is the (c * stages + s)-th part of the model.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """What an action computes."""
+    """The kinds of work that an action does."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradients of inputs and of weights
@@ -37,7 +37,7 @@ class Action:
 
     @property
     def title(self) -> str:
-        """For messages: "backward of micro-batch 2"."""
+        """The name of the action in messages: "backward of micro-batch 2"."""
         return f"{self.kind.name.lower().replace('_', ' of ')} of micro-batch {self.micro}"
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ EVALUATION = "evaluation"  # the forwards alone
 
 
 def order_of(schedule: str, stage: int, stages: int, micros: int, virtual_stages: int = 1) -> list[Action]:
-    """What stage `stage` of `stages` does for `micros` micro-batches, one after the other."""
+    """The actions of stage `stage` of `stages` for `micros` micro-batches, one after the other."""
     make = _forwards if schedule == EVALUATION else SCHEDULES[schedule]
     return make(stage, stages, micros, virtual_stages)
 
@@ -149,7 +149,7 @@ def peak_live(order: Sequence[Action]) -> int:
     return peak
 
 
-# Of equal stages: a backward costs two forwards, and each of its halves one.
+# If stages are equal, a backward costs two forwards, and each of its halves one.
 _COSTS: dict[Kind, float] = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
 
 
@@ -169,7 +169,7 @@ def bubble_share(schedule: str, stages: int, micros: int, virtual_stages: int = 
 def simulate(
     orders: Sequence[Sequence[Action]], virtual_stages: int = 1, costs: Sequence[Mapping[Kind, float]] | None = None
 ) -> list[list[tuple[float, float]]]:
-    """When each action of each stage starts and ends, if messages take no time.
+    """Compute when each action of each stage starts and ends, if messages take no time.
 
     Args:
         costs: By stage; None: counted in forwards, of equal stages.

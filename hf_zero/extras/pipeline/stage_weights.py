@@ -48,7 +48,7 @@ def _batched(state: State) -> Iterator[State]:
 
 
 def of_this_stage(state: Mapping[str, torch.Tensor], module: PipelineModule) -> State:
-    """Without what belongs to layers of other stages, and parameters that one of those trains for this one."""
+    """Drop the entries of layers of other stages, and of parameters that one of those trains for this one."""
     own = {str(layer) for chunk in range(module.virtual_stages) for layer in module.chunk_layers(chunk)}
     others = {str(layer) for layer in range(module.num_layers)} - own
     owner_of = module.canonical_names
@@ -56,7 +56,7 @@ def of_this_stage(state: Mapping[str, torch.Tensor], module: PipelineModule) -> 
 
 
 def _as_sequential(state: State, module: PipelineModule) -> State:
-    """With tied parameters under all of their names, in the order of layers."""
+    """List tied parameters under all of their names, in the order of layers."""
     aliases = {name: state[first] for name, first in module.canonical_names.items() if first in state}
     whole = {**aliases, **state}
     return {name: whole[name] for name in sorted(whole, key=_place)}

@@ -1,4 +1,4 @@
-"""Which rank is which stage of which pipeline. Integers only: nothing here talks to other ranks."""
+"""The map of ranks to stages of pipelines. Integers only: nothing here talks to other ranks."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """As PipeDataParallelTopology, with a third axis for layers that are split between `num_mp` ranks."""
+    """A PipeDataParallelTopology with a third axis for layers that are split between `num_mp` ranks."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])

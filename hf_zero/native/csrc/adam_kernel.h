@@ -14,8 +14,7 @@
 
 namespace hz {
 
-// What is the same for all elements of a span, still in double: a kernel rounds it to the master's type, as torch
-// does.
+// Values that all elements of a span share, still in double: a kernel rounds them to the master's type, as torch does.
 struct AdamConstants {
     double grad_scale;
     double decay;       // the parameter is multiplied by it: 1 - lr * weight_decay, or 1
@@ -71,7 +70,7 @@ HZ_INLINE void update(const AdamConstants& c, void* master, void* exp_avg, void*
     const T weight2 = static_cast<T>(c.weight2), correction = static_cast<T>(c.correction);
     const T eps = static_cast<T>(c.eps), step_size = static_cast<T>(c.step_size);
     const uint32_t seed = c.seed;
-    // As torch's lerp: from the nearer end, so that weight 1 gives the gradient itself.
+    // This is torch's lerp: it starts from the nearer end, so that weight 1 gives the gradient itself.
     const bool near = c.weight1 < 0.5;
     const T coefficient = general && !near ? weight1 - T(1) : weight1;
     using Bits = decltype(bits_of(T()));

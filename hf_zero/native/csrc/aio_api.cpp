@@ -60,7 +60,7 @@ std::shared_ptr<AioQueue> find_queue(int64_t handle, int32_t* error, bool remove
 
 bool is_power_of_two(int64_t value) { return value > 0 && (value & (value - 1)) == 0; }
 
-// What the device wants of direct transfers; false where the file system says that it has none.
+// Asks for the alignment of direct transfers; false if the file system says that it has none.
 bool read_alignment(int fd, AioFile& file) {
     int64_t page = sysconf(_SC_PAGESIZE);
     file.granule = std::max<int64_t>(page, 4096);

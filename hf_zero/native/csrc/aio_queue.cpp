@@ -185,7 +185,7 @@ void AioQueue::cut_read(Request& request, Block& block) const {
         block.path = Path::direct;
         return;
     }
-    // Where the memory fits once the ragged start is out of the way, only that granule is bounced.
+    // If the memory fits once the ragged start is out of the way, only that granule is bounced.
     bool only_start = fits && block.offset < whole_start && whole_start < whole_end;
     int64_t span_end = std::min(start + options.block_size, round_up(request.end, file.granule));
     if (only_start) span_end = whole_start;
@@ -254,7 +254,7 @@ void AioQueue::finish(Block& block, int32_t kind, int32_t error) {
     hz_aio_result& result = request.result;
     if (kind != HZ_AIO_OK && (result.kind == HZ_AIO_OK || block.offset < result.offset)) {
         result = {kind, error, block.offset, block.size, block.offset - request.offset, 0.0};
-        // What was not begun would fail alike, or not matter.
+        // Blocks that were not begun would fail alike, or do not matter.
         auto place = std::find(waiting_.begin(), waiting_.end(), &request);
         if (place != waiting_.end()) waiting_.erase(place);
         request.cursor = request.end;

@@ -121,7 +121,7 @@ class AioQueue {
     void stop();
 
     // ------------------------------------------------------------ for engines
-    // With the mutex held: the next block, or false. The block counts as under way from then on.
+    // Takes the next block, or returns false, with the mutex held. The block counts as under way from then on.
     bool take(Block& block);
     // Gives a block that was taken its transfer buffer. Without the mutex: it may copy.
     void prepare(Block& block, Bounces& bounces, int64_t index);
@@ -129,7 +129,7 @@ class AioQueue {
     // what is still to do. Without the mutex.
     bool settle(Block& block, int64_t outcome);
     void count_submit(int64_t operations);
-    // With the mutex held: nothing is left to take.
+    // Tells, with the mutex held, whether nothing is left to take.
     bool idle() const { return waiting_.empty(); }
 
     const hz_aio_options options;

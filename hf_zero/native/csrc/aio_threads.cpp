@@ -42,7 +42,7 @@ class ThreadsEngine final : public AioEngine {
     }
 
   private:
-    // With the mutex held.
+    // The caller holds the mutex.
     bool take(Block& block) {
         if (queue_->options.overlap_events) return queue_->take(block);
         if (batch_.empty()) {
@@ -89,7 +89,7 @@ class ThreadsEngine final : public AioEngine {
     std::vector<std::thread> threads_;
     std::unique_ptr<Bounces> bounces_;
     std::condition_variable work_;
-    // Without overlap_events: blocks under way that no thread has begun. Guarded by the queue's mutex.
+    // Blocks under way that no thread has begun, if overlap_events is off. Guarded by the queue's mutex.
     std::deque<Block> batch_;
 };
 

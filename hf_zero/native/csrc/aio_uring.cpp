@@ -62,7 +62,7 @@ class Worker {
         auto opened = std::make_shared<std::promise<int>>();
         std::future<int> outcome = opened->get_future();
         int error = start_thread(thread_, [this, opened] {
-            // In the thread that will use it: a ring that belongs to one thread is cheaper.
+            // The thread that will use the ring makes it: a ring that belongs to one thread is cheaper.
             int problem = ring_.open(static_cast<unsigned>(depth_) + 1);
             opened->set_value(problem);
             if (problem == 0) run();
@@ -72,7 +72,7 @@ class Worker {
         return error;
     }
 
-    // With the queue's mutex held.
+    // The caller holds the queue's mutex.
     void wake() {
         if (!hears_) return;
         hears_ = false;

@@ -12,7 +12,7 @@
 
 enum hz_aio_engine : int32_t { HZ_AIO_AUTO = 0, HZ_AIO_URING = 1, HZ_AIO_THREADS = 2 };
 
-// What went wrong, beside the errno: the file ended before the bytes that were asked for, or took no more of them.
+// Failures beside the errno: the file ended before the bytes that were asked for, or took no more of them.
 enum hz_aio_kind : int32_t { HZ_AIO_OK = 0, HZ_AIO_SYSTEM = 1, HZ_AIO_SHORT = 2 };
 
 struct hz_aio_options {

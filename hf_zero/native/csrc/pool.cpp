@@ -1,6 +1,6 @@
 // A persistent pool of threads, made at first use, that lives as long as the process.
 //
-// Why not OpenMP: torchrun sets OMP_NUM_THREADS=1 for every rank, and a second OpenMP runtime beside torch's spins
+// OpenMP is not used: torchrun sets OMP_NUM_THREADS=1 for every rank, and a second OpenMP runtime beside torch's spins
 // against it. Threads inherit the affinity mask of the thread that first needs them. A forked child starts with an
 // empty pool, because only the forking thread lives on in it. Nothing is torn down at exit: the pool is never
 // destroyed, and threads that sleep or run when the process ends are ended by the system.

@@ -1,4 +1,4 @@
-// Which instruction sets a kernel is compiled for, and which one this CPU gets.
+// The instruction sets that a kernel is compiled for, and the choice for this CPU.
 //
 // A kernel is a template whose body is inlined into one function per level; the level picks the function at run time.
 // The levels name single features instead of arch=x86-64-v3 or v4: nothing that has not been tested for is used.
