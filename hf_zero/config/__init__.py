@@ -4,14 +4,11 @@ from hf_zero.config.cross_checks import COLLECTIVES
 from hf_zero.config.problems import Problem
 from hf_zero.config.resolved import (
     CheckpointSection,
-    CometSection,
     CommsLoggerSection,
     FlopsProfilerSection,
-    MonitorSection,
     OffloadOptimizer,
     OffloadParam,
     ResolvedConfig,
-    WandbSection,
     ZeroSection,
 )
 from hf_zero.config.zero_config import ZeroConfig
@@ -19,15 +16,12 @@ from hf_zero.config.zero_config import ZeroConfig
 __all__ = [
     "COLLECTIVES",
     "CheckpointSection",
-    "CometSection",
     "CommsLoggerSection",
     "FlopsProfilerSection",
-    "MonitorSection",
     "OffloadOptimizer",
     "OffloadParam",
     "Problem",
     "ResolvedConfig",
-    "WandbSection",
     "ZeroConfig",
     "ZeroSection",
 ]

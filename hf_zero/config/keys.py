@@ -47,6 +47,7 @@ DECLARED = (
     "hf_zero.optim.optimizer_types",
     "hf_zero.optim.schedule_types",
     "hf_zero.extras.pipeline.pipeline_section",
+    "hf_zero.extras.monitors.trackers",
 )
 
 _FP32_MASTERS = "Remove it: masters are kept in fp32."

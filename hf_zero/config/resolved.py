@@ -216,15 +216,6 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True)
-class MonitorSection:
-    """The blocks `tensorboard` and `csv_monitor`: files in `output_path`/`job_name`."""
-
-    enabled: bool = key("Write losses, rates and loss scales of training to files, on rank 0.", Flag(False))
-    output_path: str = key("The folder that the files are written into.", Text(""))
-    job_name: str = key("The folder inside output_path for this run.", Text("DeepSpeedJobName"))
-
-
-@dataclass(frozen=True)
 class FlopsProfilerSection:
     """The `flops_profiler` block: operations and times of a step, module by module."""
 
@@ -236,36 +227,6 @@ class FlopsProfilerSection:
     top_modules: int = key("The number of modules that the summary names at each depth.", Count(1, low=1))
     detailed: bool = key("Print the profile of every module after the summary.", Flag(True))
     output_file: str | None = key("The file that the profile is written to, in the place of standard output.", Text())
-
-
-@dataclass(frozen=True)
-class WandbSection:
-    """The `wandb` block: a run of Weights & Biases. None is the library's own value, as its environment sets it."""
-
-    enabled: bool = key(
-        "Send losses, rates and loss scales of training to Weights & Biases, from rank 0.", Flag(False)
-    )
-    group: str | None = key("The group of runs that this one belongs to.", Text())
-    team: str | None = key("The team or user (entity) that the run belongs to.", Text())
-    project: str = key("The project that the run belongs to.", Text("deepspeed"))
-
-
-@dataclass(frozen=True)
-class CometSection:
-    """The `comet` block: an experiment of Comet. None is the library's own value, as its configuration sets it."""
-
-    enabled: bool = key("Send losses, rates and loss scales of training to Comet, from rank 0.", Flag(False))
-    samples_log_interval: int = key("The number of samples after which a value is sent again.", Count(100))
-    project: str | None = key("The project that the experiment belongs to.", Text())
-    workspace: str | None = key("The workspace that the experiment belongs to.", Text())
-    api_key: str | None = key("The key of the account; logs do not show it.", Text())
-    experiment_name: str | None = key("The name that the experiment is shown under.", Text())
-    experiment_key: str | None = key("The identifier of an experiment that exists and is continued.", Text())
-    online: bool | None = key("Send to the server; false writes an archive on this machine.", Flag(None))
-    mode: str | None = key(
-        "The choice between a new experiment and one that is continued.",
-        Choice(choices=("get", "create", "get_or_create")),
-    )
 
 
 @dataclass(frozen=True)
@@ -437,11 +398,7 @@ class ResolvedConfig(Mapping[str, Any]):
     zero: ZeroSection = field(default_factory=ZeroSection, metadata={"name": "zero_optimization"})
     aio: Aio = field(default_factory=Aio)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
-    tensorboard: MonitorSection = field(default_factory=MonitorSection)
-    csv_monitor: MonitorSection = field(default_factory=MonitorSection)
     flops_profiler: FlopsProfilerSection = field(default_factory=FlopsProfilerSection)
-    wandb: WandbSection = field(default_factory=WandbSection)
-    comet: CometSection = field(default_factory=CometSection)
     comms_logger: CommsLoggerSection = field(default_factory=CommsLoggerSection)
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     # The values below are made of several keys.

@@ -18,18 +18,16 @@ from hf_zero.config.resolved import (
     ActivationCheckpointing,
     Aio,
     CheckpointSection,
-    CometSection,
     CommsLoggerSection,
     FlopsProfilerSection,
     LossScaling,
-    MonitorSection,
     OffloadOptimizer,
     OffloadParam,
     Precision,
-    WandbSection,
     ZeroSection,
 )
 from hf_zero.errors import ConfigError
+from hf_zero.extras.monitors.trackers import CometSection, FilesSection, WandbSection
 from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from tests.harness.ranks import run_ranks
 
@@ -43,7 +41,7 @@ SECTIONS = (
     CometSection,
     CommsLoggerSection,
     FlopsProfilerSection,
-    MonitorSection,
+    FilesSection,
     WandbSection,
     ActivationCheckpointing,
     PipelineSection,
@@ -56,8 +54,8 @@ BLOCKS = {
     "zero_optimization.offload_optimizer": "OffloadOptimizer",
     "aio": "Aio",
     "checkpoint": "CheckpointSection",
-    "tensorboard": "MonitorSection",
-    "csv_monitor": "MonitorSection",
+    "tensorboard": "FilesSection",
+    "csv_monitor": "FilesSection",
     "flops_profiler": "FlopsProfilerSection",
     "wandb": "WandbSection",
     "comet": "CometSection",

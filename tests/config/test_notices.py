@@ -339,7 +339,7 @@ def start_with_a_run(section: dict[str, Any]) -> list[str]:
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_zero.extras.monitors.monitors").addHandler(handler)
+    logging.getLogger("hf_zero.extras.monitors.trackers").addHandler(handler)
     config = {"optimizer": ADAM, "wandb": {"enabled": True, **section}}
     hf_zero.initialize(model=nn.Linear(2, 2), config=config)[0].teardown()
     return found
