@@ -31,25 +31,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported: Liger's kernels run without a GPU
 
 
-# The files that take longest, in this order and before all others: two workers that share the files end together then.
-# By name, wherever they lie.
-_LONG = """
-    test_operation_order test_parity test_offload_parity test_launched test_optimizers test_precision test_whole_params
-    test_fuzz test_documents_language_model test_parity_variants test_entries test_checkpoint_crashes test_launch
-    test_estimate_plan test_traps_compile test_lora_matrix test_peft test_recipe_lora test_resume test_stage3_keys
-    test_traps test_adapter_checkpoints test_fp16 test_communication_keys test_recipe_zero_inference test_teardown
-    test_recipe_zero_offload test_docs test_lost_ranks test_cluster test_traps_misuse test_schedule_runs test_trl
-    test_harness test_generation_ranks test_matrix test_gpu_smoke test_multi_gpu_smoke test_offload test_dry_run
-""".split()
-
-
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported by now stays: the collector need not walk it again and again
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: number for number, name in enumerate(_LONG)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(_LONG)))
 
 
 @pytest.fixture(autouse=True)

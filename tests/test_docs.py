@@ -38,6 +38,7 @@ PAGES = [
     *sorted(ROOT.glob("recipes/*/*.md")),
     ROOT / "conversion" / "README.md",
 ]
+RUN_PER_CHANGE = ("README", "launching", "pipeline")  # the examples of other guides run at night
 LANGUAGES = {"python", "json", "bash", "text"}
 README_LINES = 150
 OPENING_LINES = 12  # an example begins within so many lines of a guide's title
@@ -511,7 +512,13 @@ RUNNABLE = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", RUNNABLE, ids=label)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=label(page), marks=[] if page.stem in RUN_PER_CHANGE else pytest.mark.nightly)
+        for page in RUNNABLE
+    ],
+)
 def test_examples_run(page: Path, tmp_path: Path) -> None:
     """As printed, on CPU processes. A text block right behind a command is what it prints."""
     for block in blocks(page):

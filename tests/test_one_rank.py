@@ -372,6 +372,12 @@ CALLS: dict[str, tuple[type, Act]] = {
 }
 
 
+# One of each kind is tried at every change, all of them at night.
+PER_CHANGE = """gathered_params set_local_grad ShardedEMA.update ZeroEngine.backward ZeroEngine.step
+    ZeroEngine.zero_grad ZeroEngine.full_state_dict ZeroEngine.save_checkpoint ZeroEngine.load_checkpoint
+    DeepSpeedNames.set_lr ShardedOptimizer.step ZeroAcceleratedOptimizer.step AcceleratorState.save_state
+    _Saving.save_pretrained _Calls.generate Trainer.train initialize sharded_init PipelineModule
+    PipelineEngine.train_batch""".split()
 # What each rank does by itself: below stage 3 no gather finds it out.
 BY_ITSELF = """ShardedEMA ShardedEMA.update ShardedEMA.close ZeroEngine.backward ZeroEngine.step ZeroEngine.zero_grad
     ZeroEngine.finish_updates ZeroEngine.finish_saves ZeroEngine.load_full_state_dict ShardedOptimizer.zero_grad
@@ -454,8 +460,14 @@ def test_every_documented_call_is_tried() -> None:
     assert found.keys() - OTHERWISE <= CALLS.keys(), "say in CALLS how it is called"
 
 
+EACH = [*((name, 3) for name in CALLS), *((name, 1) for name in BY_ITSELF)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "stage"), [*((name, 3) for name in CALLS), *((name, 1) for name in BY_ITSELF)])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [pytest.param(*one, marks=[] if one[0] in PER_CHANGE else pytest.mark.nightly) for one in EACH],
+)
 def test_a_call_on_one_rank_only_raises_on_all(name: str, stage: int, tmp_path: Path) -> None:
     env = {"HF_ZERO_PRESENCE_TIMEOUT": "1"}
     outcomes = run_ranks(on_rank_0, 2, name, stage, str(tmp_path), expect_error=True, env=env)

@@ -17,6 +17,7 @@ from tests.harness.refused_writes import refusing_environment
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
+PER_CHANGE = ("1", "3 async", "pipeline", "trainer async")
 # Renames behind that of the manifest (of scripts, a description, latest), and syncs of folders, which may fail.
 MOST_AFTER_THE_COMMIT = 16
 
@@ -50,7 +51,9 @@ def run(kind: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in PER_CHANGE else pytest.mark.nightly) for kind in KINDS]
+)
 def test_every_write_of_a_save_may_fail(kind: str, tmp_path: Path) -> None:
     found = run(kind, tmp_path)
     seconds = found.pop("seconds")

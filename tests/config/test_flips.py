@@ -40,7 +40,13 @@ def test_every_obeyed_key_is_flipped() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, len(HERE), _JOB))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=pytest.mark.nightly if first % (3 * _JOB) else [])
+        for first in range(0, len(HERE), _JOB)
+    ],
+)
 def test_a_flipped_key_changes_what_a_run_does(first: int, tmp_path: Path) -> None:
     ranks = run_ranks(flip, 2, HERE[first : first + _JOB], str(tmp_path), timeout=180)
     silent = [path for path in ranks[0] if not any(rank[path] for rank in ranks)]

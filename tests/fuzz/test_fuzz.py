@@ -33,7 +33,7 @@ def first_compared(model: str) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))])
 def test_every_model_follows_one_process(part: int) -> None:
     chosen = sorted(MODELS)[part::PARTS]
     report = campaign.run(map(first_compared, chosen), show=lambda case, verdict: None)

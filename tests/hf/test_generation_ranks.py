@@ -26,7 +26,7 @@ def generate_on_one() -> list[list[int]]:
 
 
 def test_generate_on_one_rank_raises() -> None:
-    failures = run_ranks(generate_on_one, 2, expect_error=True, timeout=30, env={"HF_ZERO_PRESENCE_TIMEOUT": "2"})
+    failures = run_ranks(generate_on_one, 2, expect_error=True, timeout=30)
     assert isinstance(failures[0], RankFailure) and failures[0].kind == "StateError", failures
     assert "called generate" in failures[0].message and "[1]" in failures[0].message
     assert "gathered_params" in failures[0].message

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(device.reason_to_skip() is not None, reason=str(
 
 MEDIA = ("none", "cpu", "nvme", "delayed")
 PLACES = [(0, "none"), *((stage, medium) for stage in (1, 2, 3) for medium in MEDIA)]
+PER_CHANGE = ((0, "none"), (1, "cpu"), (2, "nvme"), (3, "none"), (3, "delayed"))  # the others at night
 SCHEDULES = ("late", "early", "random:1", "random:2", "random:3")
 # How many schedules a program takes from the round: five in all
 SHARES = {"averages_and_edits": 2, "adapters_and_texts": 1, "saved_and_resumed": 1, "out_of_memory": 1}
@@ -47,7 +48,15 @@ def _built() -> None:
 
 
 @pytest.mark.parametrize("program", SHARES)
-@pytest.mark.parametrize("place", range(len(PLACES)), ids=lambda place: "stage {}, {}".format(*PLACES[place]))
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(
+            number, id=f"stage {place[0]}, {place[1]}", marks=[] if place in PER_CHANGE else pytest.mark.nightly
+        )
+        for number, place in enumerate(PLACES)
+    ],
+)
 def test_bits_are_those_of_the_cpu(place: int, program: str, tmp_path: Path) -> None:
     stage, medium = PLACES[place]
     schedules = schedules_of(program, place)

@@ -1,4 +1,4 @@
-"""Ranks that are killed at every named point of a save, every write of one refused, and 50 saves in the background.
+"""Ranks that are killed at every named point of a save, and 50 saves in the background.
 
 After each kill the newest published checkpoint must load, and the next save into the same folder must leave nothing of
 the broken one behind. The points are in tests/harness/save_faults.py.
@@ -12,9 +12,7 @@ import pytest
 
 from hf_zero.checkpoint.format import zero_folder
 from hf_zero.checkpoint.reader import open_checkpoint
-from tests.checkpoint import failed_saves
 from tests.checkpoint import test_background_saves as saves
-from tests.checkpoint import test_failed_saves as refused
 from tests.checkpoint import test_node_folders as nodes
 from tests.harness.ranks import RankFailure, run_ranks, try_ranks
 from tests.harness.save_faults import POINTS
@@ -49,13 +47,6 @@ def test_a_rank_that_is_killed_leaves_checkpoints_that_load(
         reader.verify()
         left = len([*zero_folder(tmp_path / "two").iterdir()]) - len(reader.manifest.files) - 1
     assert left == 0, f"{left} files left behind"
-
-
-@pytest.mark.parametrize("kind", failed_saves.KINDS)
-def test_a_write_that_is_refused_leaves_the_checkpoint_before(kind: str, tmp_path: Path) -> None:
-    found = refused.run(kind, tmp_path)
-    del found["seconds"]
-    assert not any(count["wrong"] for count in found.values()), found
 
 
 def test_saves_in_the_background_change_no_loss_and_keep_no_memory(tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ def test_matrix_in_double(model: str, world: int) -> None:
 @pytest.mark.parametrize(
     ("model", "world"),
     [
-        *WORLDS[: len(IN_DOUBLE)],
-        *itertools.product(("plain", "llama"), (1, 3)),
-        ("llama", 2),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in WORLDS[: len(IN_DOUBLE)]),
+        *(pytest.param("plain", world, marks=pytest.mark.nightly) for world in (1, 3)),
+        *(("llama", world) for world in (1, 2, 3)),
         ("llama_reentrant", 2),
         ("llama_non_reentrant", 2),
     ],
