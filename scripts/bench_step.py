@@ -30,7 +30,7 @@ import benchlib
 import torch
 import torch.distributed as dist
 from benchlib import ModelSize, Series
-from smoke import place
+from smoke_checks import place
 from torch import nn
 
 # Largest relative difference of a loss from the first variant's, over all steps.

@@ -114,7 +114,7 @@ def join(device: str) -> None:
     if device == "cpu":
         dist.init_process_group("gloo")
         return
-    from smoke import place
+    from smoke_checks import place
 
     import hf_zero
 

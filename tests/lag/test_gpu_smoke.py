@@ -1,4 +1,4 @@
-"""scripts/gpu_smoke.py, rehearsed on the lag device: whoever has a GPU shall not be the first to run it."""
+"""scripts/smoke.py on one device, rehearsed on the lag device: whoever has a GPU shall not be the first to run it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _built() -> None:
 
 
 def test_it_runs_to_its_end() -> None:
-    done = run("gpu_smoke.py", *REHEARSAL)
+    done = run("smoke.py", *REHEARSAL)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = ("stage 1, delayed", "stage 3, cpu+cpu, bf16", "stage 2, cpu, unpinned", "resume, stage 3, nvme+nvme")
     more = ("teardown and second engine, stage 0", "2 ranks on one device, stage 3", "peak memory, stage 3")
@@ -33,15 +33,15 @@ def test_it_runs_to_its_end() -> None:
 
 def test_without_a_gpu_it_says_so() -> None:
     for more, status in (((), 2), (("--skip-without-gpu",), 0)):
-        done = run("gpu_smoke.py", *more, CUDA_VISIBLE_DEVICES="")
+        done = run("smoke.py", *more, CUDA_VISIBLE_DEVICES="")
         assert (done.returncode, done.stderr) == (status, "")
-        assert done.stdout == "gpu_smoke: skipped, torch finds no accelerator here that it can use.\n"
+        assert done.stdout == "smoke: skipped, it needs 1 accelerator, and torch finds 0 here.\n"
 
 
 def test_waits_that_cuda_warns_of_have_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mode is not there without a GPU: the calls and the warning are."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    waits = importlib.import_module("smoke.waits")
+    waits = importlib.import_module("smoke_checks.waits")
     modes: list[object] = []
     module = SimpleNamespace(get_sync_debug_mode=lambda: 0, set_sync_debug_mode=modes.append)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
@@ -50,7 +50,7 @@ def test_waits_that_cuda_warns_of_have_their_place(monkeypatch: pytest.MonkeyPat
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=1)
     assert modes == ["warn", 0]
-    assert found == {"test_gpu_smoke.py test_waits_that_cuda_warns_of_have_their_place": 2}
+    assert found == {"test_program.py test_waits_that_cuda_warns_of_have_their_place": 2}
     found["shard.py copy_from"] = 1
     assert "copy_from" in waits.wrong(found, offloaded=False, pinned=True)
     assert waits.wrong(found, offloaded=True, pinned=True) == ""
@@ -60,7 +60,7 @@ def test_waits_that_cuda_warns_of_have_their_place(monkeypatch: pytest.MonkeyPat
 MISTAKES = {
     "none": ("", "losses within"),
     "losses": (
-        "import smoke.training as t; plain = t.run_steps\n"
+        "import smoke_checks.training as t; plain = t.run_steps\n"
         "def run_steps(engine, *args, **kwargs):\n"
         "    trained = plain(engine, *args, **kwargs)\n"
         "    trained.losses[-1] *= 1.01\n"
@@ -81,16 +81,16 @@ def test_a_mistake_ends_it_with_status_1(mistake: str) -> None:
     """The row of one setting, shown by the program as that of a check."""
     makes, said = MISTAKES[mistake]
     code = f"""
-import sys, tempfile, gpu_smoke
-from smoke import parity, place
-from smoke.settings import Setting, Shape
-from smoke.training import Task, train_by_torch
+import smoke as program
+from smoke_checks import parity, place
+from smoke_checks.settings import Setting, Shape
+from smoke_checks.training import Task, train_by_torch
 {makes}
 def run_check(check, args, folder):
-    task = Task(gpu_smoke.SIZES["tiny"][0], Shape(tokens=8), str(folder))
+    task = Task(program.SIZES["tiny"][0], Shape(tokens=8), str(folder))
     return [parity._row(task, Setting(0), "lag", train_by_torch(task)[0])]
-gpu_smoke.run_check = run_check
-gpu_smoke.main()
+program.run_check = run_check
+program.main()
 """
     done = run("-c", code, *REHEARSAL, "--only", "parity")
     assert done.returncode == (0 if mistake == "none" else 1), done.stderr

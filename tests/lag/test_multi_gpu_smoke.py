@@ -1,4 +1,4 @@
-"""scripts/multi_gpu_smoke.py, rehearsed by two ranks on the lag device."""
+"""scripts/smoke.py on several devices, rehearsed by two ranks on the lag device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _built() -> None:
 
 
 def test_it_runs_to_its_end() -> None:
-    done = run("multi_gpu_smoke.py", *REHEARSAL)
+    done = run("smoke.py", *REHEARSAL, "--ranks", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = (
         "2 ranks, stage 3, nvme+nvme",
@@ -29,18 +29,18 @@ def test_it_runs_to_its_end() -> None:
 
 
 def test_without_two_gpus_it_says_so() -> None:
-    done = run("multi_gpu_smoke.py", CUDA_VISIBLE_DEVICES="")
+    done = run("smoke.py", "--ranks", "0", CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stderr) == (2, "")
-    assert done.stdout == ("multi_gpu_smoke: skipped, it needs two or more accelerators, and torch finds 0 here.\n")
-    done = run("multi_gpu_smoke.py", *REHEARSAL, "--ranks", "3")
+    assert done.stdout == ("smoke: skipped, it needs two or more accelerators, and torch finds 0 here.\n")
+    done = run("smoke.py", *REHEARSAL, "--ranks", "3")
     assert done.returncode == 2 and "it needs 3 accelerators, and torch finds 2 here" in done.stdout
 
 
 def test_a_rank_that_goes_on_is_found() -> None:
     """The check of a killed rank, where the others do not notice, or say nothing of ours."""
     code = """
-from smoke import killed_rank
-from smoke.ranks import Ended
+from smoke_checks import killed_rank
+from smoke_checks.ranks import Ended
 ends = [(1, 9.0, "DivergenceError"), (0, 9.0, ""), (1, 9.0, "RuntimeError: x"), (1, 99.0, "DivergenceError")]
 for others in ([Ended(*end)] for end in ends):
     row = killed_rank._judged("name", others, 5.0)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import hf_zero
 from hf_zero.distributed import comm
-from smoke import host_group, over_ranks
-from smoke.rows import Row
-from smoke.training import Task
+from smoke_checks import host_group, over_ranks
+from smoke_checks.rows import Row
+from smoke_checks.training import Task
 
 
 def check(task: Task, device: str) -> Iterator[Row]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import hf_zero
-from smoke.place import LAG
+from smoke_checks.place import LAG
 
 Waits = collections.Counter[str]  # "file function" -> how often
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import hf_zero
-from smoke import ranks
-from smoke.rows import NOT_SEEN, Row
-from smoke.settings import Setting
-from smoke.training import Task, run_steps
+from smoke_checks import ranks
+from smoke_checks.rows import NOT_SEEN, Row
+from smoke_checks.settings import Setting
+from smoke_checks.training import Task, run_steps
 
 KILLED = (Setting(2), Setting(3))
 LIMIT_S = 30.0

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 import hf_zero
-from smoke.rows import Row
-from smoke.settings import Setting
-from smoke.training import TOLERANCE, Task, difference, run_steps
+from smoke_checks.rows import Row
+from smoke_checks.settings import Setting
+from smoke_checks.training import TOLERANCE, Task, difference, run_steps
 
 SETTINGS = (Setting(1), Setting(3), Setting(3, "cpu+cpu"))
 

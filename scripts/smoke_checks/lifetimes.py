@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from smoke import place
-from smoke.rows import Row
-from smoke.settings import Setting
-from smoke.training import TOLERANCE, Task, difference, run_steps, train
+from smoke_checks import place
+from smoke_checks.rows import Row
+from smoke_checks.settings import Setting
+from smoke_checks.training import TOLERANCE, Task, difference, run_steps, train
 
 RESUMED = (Setting(0), Setting(2), Setting(3), Setting(2, "cpu"), Setting(3, "cpu+cpu"), Setting(3, "nvme+nvme"))
 REPLACED = (Setting(0), Setting(3), Setting(3, "cpu+cpu"), Setting(3, "nvme+nvme"))

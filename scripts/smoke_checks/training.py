@@ -13,8 +13,8 @@ import torch.distributed as dist
 from benchlib import ModelSize, make_batch
 
 import hf_zero
-from smoke import place, waits
-from smoke.settings import BRIEF, Setting, Shape
+from smoke_checks import place, waits
+from smoke_checks.settings import BRIEF, Setting, Shape
 
 # Largest relative difference of a loss from the reference's: other kernels, another order of sums.
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from smoke import place, waits
-from smoke.rows import NOT_SEEN, OK, Row
-from smoke.settings import Setting, every_setting
-from smoke.training import TOLERANCE, Task, difference, train, train_by_torch, train_on_the_cpu, wrong_waits
+from smoke_checks import place, waits
+from smoke_checks.rows import NOT_SEEN, OK, Row
+from smoke_checks.settings import Setting, every_setting
+from smoke_checks.training import TOLERANCE, Task, difference, train, train_by_torch, train_on_the_cpu, wrong_waits
 
 
 def check(task: Task, device: str) -> Iterator[Row]:

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from smoke import ranks
-from smoke.place import LAG
-from smoke.rows import NOT_SEEN, OK, Row
+from smoke_checks import ranks
+from smoke_checks.place import LAG
+from smoke_checks.rows import NOT_SEEN, OK, Row
 
 OURS, THEIRS = ("zero0", "zero1", "zero2", "zero3"), ("ddp", "fsdp2")
 SIZES = {

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from smoke.rows import NOT_SEEN, OK, Row
-from smoke.settings import Setting
-from smoke.training import Task
+from smoke_checks.rows import NOT_SEEN, OK, Row
+from smoke_checks.settings import Setting
+from smoke_checks.training import Task
 
 MEASURED = (Setting(2, precision="bf16"), Setting(2, "cpu", "bf16"), Setting(2, "delayed", "bf16"))
 STREAMED = (Setting(3, "none+cpu", "bf16"), Setting(3, "cpu+cpu", "bf16"))

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from smoke import place
-from smoke.rows import NOT_SEEN, Row
-from smoke.settings import Setting
-from smoke.training import Task, run_steps
+from smoke_checks import place
+from smoke_checks.rows import NOT_SEEN, Row
+from smoke_checks.settings import Setting
+from smoke_checks.training import Task, run_steps
 
 PLANNED = (Setting(0, precision="bf16"), Setting(2, "cpu", "bf16"), Setting(3, "cpu+cpu", "bf16"))
 # A training may take this share more than planned, and what kernels need for themselves, which no plan knows.

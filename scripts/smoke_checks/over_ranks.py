@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from smoke import place, waits
-from smoke.rows import Row
-from smoke.settings import MEDIA, Setting
-from smoke.training import TOLERANCE, Task, difference, of_all_ranks, train, train_by_torch, wrong_waits
+from smoke_checks import place, waits
+from smoke_checks.rows import Row
+from smoke_checks.settings import MEDIA, Setting
+from smoke_checks.training import TOLERANCE, Task, difference, of_all_ranks, train, train_by_torch, wrong_waits
 
 
 def check(task: Task, device: str, world_size: int) -> Iterator[Row]:

@@ -1,1 +1,0 @@
-"""Parts of gpu_smoke.py and multi_gpu_smoke.py."""

@@ -1,0 +1,1 @@
+"""The checks of smoke.py, one in each file."""
