@@ -22,7 +22,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import benchlib
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -131,13 +131,6 @@ def variants(layers: int, *, peers: bool) -> dict[str, Callable[[], Any]]:
 
 
 # ---------------------------------------------------------------- a rank
-def anonymous() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 @contextmanager
 def peak_of(found: dict[str, float], before: int) -> Iterator[None]:
     """Highest anonymous memory inside, in bytes over `before`."""
@@ -146,7 +139,7 @@ def peak_of(found: dict[str, float], before: int) -> Iterator[None]:
 
     def watch() -> None:
         while not ended.wait(SAMPLE_S):
-            found["peak"] = max(found["peak"], float(anonymous() - before))
+            found["peak"] = max(found["peak"], float(benchlib.resident() - before))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -171,7 +164,7 @@ class Bench:
         for block in self._blocks:
             x = checkpoint(block, x)
         if found is not None:
-            found["held"] = float(anonymous())
+            found["held"] = float(benchlib.resident())
         x.square().mean().backward()
         return [param.grad for param in self._blocks.parameters() if param.grad is not None]
 
@@ -183,7 +176,7 @@ class Bench:
     def measure(self, make: Callable[[], Any], want: list[torch.Tensor]) -> dict[str, float]:
         """Of the second step inside a variant: the first one allocates."""
         found: dict[str, float] = {}
-        before = anonymous()
+        before = benchlib.resident()
         with make() as checkpoint:
             got = self.step(checkpoint)
             right = all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
@@ -228,36 +221,15 @@ def rank_main(args: argparse.Namespace) -> None:
 def job(python: str, who: str) -> Rows:
     """Every variant of one environment, in two ranks."""
     out = Path(f"/tmp/bench_activations_{os.getpid()}_{who}.json")
-    call = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
-    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     # All that is large is mapped by itself, so that the process shrinks when it is freed.
-    env = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    env |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [*call, *sys.argv[1:], "--rank-of", who, "--out", str(out)],
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1200,
-    )
-    if done.returncode:
-        sys.exit(f"{python} failed:\n{done.stdout[-3000:]}")
+    env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    arguments = [__file__, *sys.argv[1:], "--rank-of", who, "--out", str(out)]
+    benchlib.run_job(python, 2, arguments, timeout_s=1200, env=env)
     try:
         rows: Rows = json.loads(out.read_text())
         return rows
     finally:
         out.unlink(missing_ok=True)
-
-
-def has_deepspeed(python: str) -> bool:
-    call = [python, "-c", "import deepspeed, torch; print(deepspeed.__version__, torch.__version__)"]
-    done = subprocess.run(call, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True)
-    if done.returncode == 0:
-        print(f"DeepSpeed and its torch: {done.stdout.splitlines()[-1]}")
-    else:
-        print(f"DeepSpeed is not installed for {python} (extra [peers], or --peers-python): it is left out")
-    return done.returncode == 0
 
 
 def summary(rows: Rows) -> dict[str, Mapping[str, float]]:
@@ -288,7 +260,7 @@ def main() -> int:
         rank_main(args)
         return 0
     tables = [("", summary(job(sys.executable, "ours")))]
-    if has_deepspeed(args.peers_python):
+    if benchlib.has_deepspeed(args.peers_python):
         tables.append(("beside DeepSpeed", summary(job(args.peers_python, "peers"))))
     print(f"{args.layers} blocks, width {args.width}, {args.tokens} tokens, fp32, 2 ranks, {args.rounds} rounds\n")
     print(f"{'':28} {'time':>6} {'cpu':>6} {'held MB':>9} {'of plain':>9} {'peak MB':>9}")

@@ -42,6 +42,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import benchlib
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -65,13 +66,6 @@ Figures = dict[str, float]  # seconds, cpu, anon
 
 
 # ---------------------------------------------------------------- measuring
-def anonymous(pid: int | str = "self") -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0  # it has ended
-
-
 def cpu_seconds(who: int) -> float:
     usage = resource.getrusage(who)
     return usage.ru_utime + usage.ru_stime
@@ -81,11 +75,11 @@ def cpu_seconds(who: int) -> float:
 def measured() -> Iterator[Figures]:
     """Of what runs inside, on all ranks; the figures are there on exit."""
     found: Figures = {}
-    before, peak, ended = anonymous(), [0], threading.Event()
+    before, peak, ended = benchlib.resident(), [0], threading.Event()
 
     def watch() -> None:
         while not ended.wait(SAMPLE_S):
-            peak[0] = max(peak[0], anonymous())
+            peak[0] = max(peak[0], benchlib.resident())
 
     watcher = threading.Thread(target=watch)
     dist.barrier()
@@ -110,7 +104,7 @@ def command(*words: str) -> Figures:
     while any(process.poll() is None for process in logs):
         for process in logs:
             if process.returncode is None:
-                peak = max(peak, anonymous(process.pid))
+                peak = max(peak, benchlib.resident(pid=process.pid))
         time.sleep(SAMPLE_S)
     seconds = time.perf_counter() - start
     for process, call in zip(logs, calls, strict=True):
@@ -347,13 +341,8 @@ def job(args: argparse.Namespace, name: str, world: int) -> dict[str, Any]:
     shutil.rmtree(args.folder / name, ignore_errors=True)
     os.sync()
     python = args.peers_python if name == "deepspeed" else sys.executable
-    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
-    call = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), __file__]
-    call += [str(args.folder), "--params", str(args.params), "--rank-of", name, "--out", str(out)]
-    done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=args.timeout)
-    if done.returncode:
-        sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
+    arguments = [__file__, str(args.folder), "--params", str(args.params), "--rank-of", name, "--out", str(out)]
+    benchlib.run_job(python, world, arguments, timeout_s=args.timeout)
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 
@@ -488,16 +477,6 @@ def measure(args: argparse.Namespace, world: int, names: Sequence[str]) -> tuple
     return table, wrong
 
 
-def has_deepspeed(python: str) -> bool:
-    call = [python, "-c", "import deepspeed, torch; print(deepspeed.__version__, torch.__version__)"]
-    done = subprocess.run(call, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True)
-    if done.returncode:
-        print(f"DeepSpeed is not installed for {python} (extra [peers], or --peers-python): it is left out")
-    else:
-        print(f"DeepSpeed and its torch: {done.stdout.splitlines()[-1]}")
-    return done.returncode == 0
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -520,7 +499,7 @@ def main() -> None:
         return
     args.folder = args.folder / f"bench_checkpoint-{os.getpid()}"
     args.folder.mkdir(parents=True)
-    names = ["ours", "stage3", *(["deepspeed"] if has_deepspeed(args.peers_python) else []), "dcp"]
+    names = ["ours", "stage3", *(["deepspeed"] if benchlib.has_deepspeed(args.peers_python) else []), "dcp"]
     problems = []
     try:
         for world in args.worlds:

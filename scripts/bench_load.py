@@ -16,26 +16,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import benchlib
 
 PLAIN_TARGET = 0.7
 PEAK_SLACK = 1.1
 
 
 # ---------------------------------------------------------------- one rank of one load
-def resident(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(field)
-
-
 def load_plain(folder: str) -> Any:
     from transformers import LlamaForCausalLM
 
@@ -103,14 +96,13 @@ def run_rank(variant: str, folder: str, out: str) -> None:
     if variant == "fsdp2":
         from torch.distributed.fsdp import fully_shard  # noqa: F401
     gc.collect()  # or the garbage of imports is collected in the middle of one load or another
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = benchlib.restart_peak()
     dist.barrier()
     start = time.perf_counter()
     model = LOADERS[variant](folder)
     dist.barrier()
     seconds = time.perf_counter() - start
-    measured = {"seconds": seconds, "peak": resident("VmHWM") - before, "anonymous": resident("RssAnon")}
+    measured = {"seconds": seconds, "peak": benchlib.resident("VmHWM") - before, "anonymous": benchlib.resident()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, measured)
     if dist.get_rank() == 0:
@@ -124,12 +116,9 @@ def run_rank(variant: str, folder: str, out: str) -> None:
 def job(variant: str, ranks: int, folder: Path, python: str) -> list[dict[str, float]]:
     out = folder / f"{variant}.json"
     out.unlink(missing_ok=True)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TRANSFORMERS_VERBOSITY": "error"}
-    launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    call = [*launch, __file__, str(folder), "--rank-of", variant, "--out", str(out)]
-    done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=180)
-    if done.returncode:
-        raise SystemExit(f"{variant} failed:\n{done.stderr[-3000:]}")
+    env = {"ACCELERATE_USE_CPU": "true", "TRANSFORMERS_VERBOSITY": "error"}
+    arguments = [__file__, str(folder), "--rank-of", variant, "--out", str(out)]
+    benchlib.run_job(python, ranks, arguments, timeout_s=180, env=env)
     measured: list[dict[str, float]] = json.loads(out.read_text())
     return measured
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -80,7 +79,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     def batch_of(name: str, step: int) -> dict[str, torch.Tensor]:
         return benchlib.make_batch(size.vocab, (args.micro_batch, args.seq), dist.get_rank(), step)
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of memory counts from here
+    benchlib.restart_peak()
     before = {name: _moved(made) for name, made in variants.items()}
     counts = {"rounds": args.rounds, "steps": args.steps, "warmup": args.warmup}
     series = benchlib.measure_in_turn(variants, batch_of, **counts, say=say)
@@ -111,9 +110,7 @@ def _moved(variant: Zero) -> tuple[int, int]:
 
 def _anonymous_peak() -> int:
     """Peak resident bytes of this process without those of libraries; swap files are read past the page cache."""
-    text = Path("/proc/self/status").read_text()
-    found = {key: int(value) << 10 for key, value in re.findall(r"^(VmHWM|RssFile|RssShmem):\s+(\d+)", text, re.M)}
-    return found["VmHWM"] - found["RssFile"] - found["RssShmem"]
+    return benchlib.resident("VmHWM") - benchlib.resident("RssFile") - benchlib.resident("RssShmem")
 
 
 # ---------------------------------------------------------------- in the launcher

@@ -25,13 +25,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import benchlib
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -219,8 +219,7 @@ def run_rank(args: argparse.Namespace) -> None:
         seconds.append(time.perf_counter() - began)
         rest = time.thread_time() - cpu_began - sum(map(sum, spent.values()))
         cpu.append({letter: statistics.mean(each) for letter, each in spent.items()} | {"rest": rest})
-    status = Path("/proc/self/status").read_text()
-    peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
+    peak = benchlib.resident("VmHWM") / 2**20
     found: dict[str, Any] = {"seconds": statistics.median(seconds[WARM_UP:]), "losses": losses, "peak": peak}
     found["cpu"] = {name: min(one[name] for one in cpu[WARM_UP:]) for name in cpu[-1]}
     if schedule := report():
@@ -235,21 +234,10 @@ def run_job(args: argparse.Namespace, variant: str, folder: Path) -> list[dict[s
     folder.mkdir(parents=True)
     python = args.peers_python if variant == "deepspeed" else sys.executable
     ranks = 1 if variant == "one process" else 2
-    launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     sizes = [f"--{name}={getattr(args, name)}" for name in ("width", "layers", "words", "length", "batch", "micros")]
-    call = [*launch, __file__, f"--variant={variant}", f"--out={folder}", f"--steps={args.steps}", *sizes]
-    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
-    done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        sys.exit(f"{variant} failed:\n{done.stderr[-3000:]}")
+    arguments = [__file__, f"--variant={variant}", f"--out={folder}", f"--steps={args.steps}", *sizes]
+    benchlib.run_job(python, ranks, arguments, timeout_s=600)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-
-
-def has_deepspeed(python: str) -> bool:
-    env = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([python, "-c", "import deepspeed"], env=env, capture_output=True)
-    return done.returncode == 0
 
 
 def parse() -> argparse.Namespace:
@@ -273,7 +261,7 @@ def main() -> None:
     import tempfile
 
     names = list(dict.fromkeys([*(args.only or [*OURS, "ddp"]), "one process"]))
-    if has_deepspeed(args.peers_python):
+    if benchlib.has_deepspeed(args.peers_python):
         names.insert(0, "deepspeed")
     else:
         print(f"DeepSpeed is not installed for {args.peers_python} (extra [peers], or --peers-python): it is left out")

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmark scripts: ranks on this machine, the model, measuring in turn, and statistics.
+"""Shared parts of the benchmark scripts: ranks on this machine, memory, the model, measuring in turn, and statistics.
 
 Absolute times on a shared machine are worth little, so variants are measured in one run, a few steps each in turn, and
 compared round by round: what slows the machine down for a while slows both sides of a ratio.
@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import resource
 import signal
 import statistics
@@ -28,8 +29,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-
-from hf_zero.extras.launcher.node import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _RESULT = "HF_ZERO_BENCH_RESULT"
@@ -46,6 +45,8 @@ def in_rank() -> bool:
 
 def launch(arguments: Sequence[str], world_size: int, *, timeout_s: float, threads: int) -> Any:
     """Run this script once per rank; return what rank 0 passed to `run_rank`. Raises SystemExit if a rank fails."""
+    from hf_zero.extras.launcher.node import free_port
+
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         env = dict(
@@ -132,6 +133,47 @@ def _accelerator() -> torch.device:
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def run_job(
+    python: str, ranks: int, arguments: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
+) -> None:
+    """Run a script under torchrun, by any interpreter. Raises SystemExit with its last words if it fails."""
+    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
+    call = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *arguments]
+    done = subprocess.run(
+        call, env={**os.environ, **own, **(env or {})}, capture_output=True, text=True, timeout=timeout_s
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(call)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+
+
+def has_deepspeed(python: str) -> bool:
+    """Whether the interpreter has DeepSpeed; the versions, or that it is missing, are printed."""
+    call = [python, "-c", "import deepspeed, torch; print(deepspeed.__version__, torch.__version__)"]
+    done = subprocess.run(call, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True)
+    if done.returncode:
+        print(f"DeepSpeed is not installed for {python} (extra [peers], or --peers-python): it is left out")
+    else:
+        print(f"DeepSpeed and its torch: {done.stdout.splitlines()[-1]}")
+    return done.returncode == 0
+
+
+# ---------------------------------------------------------------- memory
+def resident(field: str = "RssAnon", pid: int | str = "self") -> int:
+    """Return the bytes of a field of /proc/PID/status: VmRSS, VmHWM (the peak), RssAnon; 0 after the process's end."""
+    found = re.search(rf"^{field}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return int(found[1]) << 10 if found else 0
+
+
+def restart_peak() -> int:
+    """Let VmHWM start from the resident bytes of now, and return these."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    return resident("VmRSS")
 
 
 def tell(args: argparse.Namespace, result: Mapping[str, Any], text: str) -> None:

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import benchlib
@@ -27,21 +25,6 @@ from benchlib import ModelSize
 
 SMALL = ModelSize(64, 128, 2, 2, 128)
 MEDIA = ("none", "cpu", "nvme")
-
-
-def status_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+)", Path("/proc/self/status").read_text(), re.M)
-    assert found is not None
-    return int(found.group(1)) << 10
-
-
-def restart_peak() -> int:
-    """Resident bytes now; VmHWM starts from there."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    return status_bytes("VmRSS")
 
 
 def live_bytes() -> int:
@@ -88,12 +71,12 @@ def run_case(args: argparse.Namespace) -> list[dict[str, Any]]:
     config = configuration(args, args.case)
     steps(SMALL, config, (1, 8), 2).teardown()
     tensors = live_bytes()
-    before = restart_peak()
+    before = benchlib.restart_peak()
     engine = steps(ModelSize.of(args), config, (args.batch, args.seq), args.steps)
     mine = {
         "report": engine.memory_report(),
         "live": live_bytes() - tensors,
-        "peak": status_bytes("VmHWM") - before,
+        "peak": benchlib.resident("VmHWM") - before,
         "cuda": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
     }
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -20,7 +20,7 @@ from typing import Any
 import benchlib
 import torch
 import torch.distributed as dist
-from bench_load import make, resident, sizes
+from bench_load import make, sizes
 
 VOCAB = 8000
 PROMPT_TOKENS = 12
@@ -48,10 +48,10 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
     from hf_zero.hf.trainer import trainer  # noqa: F401  (imports before the limit is set)
 
     total, _ = sizes(args.folder)
-    baseline = resident("VmData")
+    baseline = benchlib.resident("VmData")
     limit = baseline + int(total / args.factor)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    before = resident("RssAnon")
+    before = benchlib.resident()
     if args.plain:
         model = LlamaForCausalLM.from_pretrained(args.folder)
         for param in model.parameters():
@@ -78,7 +78,7 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(mean.item() / world)
-    told = {"texts": mine[0], "anonymous": resident("RssAnon") - before, "report": engine.memory_report()}
+    told = {"texts": mine[0], "anonymous": benchlib.resident() - before, "report": engine.memory_report()}
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, told)
     return {"losses": losses, "limit": total / args.factor, "model": total, "ranks": everyone}

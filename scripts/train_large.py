@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import resource
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import benchlib
@@ -38,10 +36,7 @@ class MemoryWatch:
 
     def _look(self) -> None:
         while not self._end.wait(0.1):
-            text = Path("/proc/self/status").read_text()
-            found = re.search(r"^RssAnon:\s+(\d+)", text, re.M)
-            assert found is not None
-            self.peak = max(self.peak, int(found.group(1)) << 10)
+            self.peak = max(self.peak, benchlib.resident())
 
     def stop(self) -> int:
         self._end.set()
