@@ -36,7 +36,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 PLAIN, BASE = "no checkpoints", "torch, reentrant"
 # Ways of ours, and those that keep the same memory.
 SAME_WAY = {

@@ -47,7 +47,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 WIDTH = 2048
 ANON_LIMIT = 250e6
 LIMITS = {

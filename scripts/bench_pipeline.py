@@ -37,7 +37,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 OURS = ("1f1b", "1f1b profiled", "zero_bubble", "gpipe", "interleaved")
 LIMIT = 1.05
 WARM_UP = 2
