@@ -51,7 +51,7 @@ def surface() -> str:
     lines += [f"engine.{name}" for name in public(plain) if not hasattr(nn.Module, name)]
     lines += [f"pipeline engine.{name}" for name in public(staged) if not hasattr(plain, name)]
     lines += options(build_parsers().top, "hf-zero")
-    lines += [f"key {path}" for path, status in statuses() if status.verdict == OBEYED]
+    lines += sorted(f"key {path}" for path, status in statuses() if status.verdict == OBEYED)
     return "\n".join(lines) + "\n"
 
 
