@@ -28,7 +28,6 @@ from hf_zero.checkpoint.writer import (
     check_info,
     commit,
     prepare_folder,
-    wait_for_folder,
     write_rank_file,
 )
 from hf_zero.errors import CheckpointError
@@ -103,7 +102,7 @@ def save(
         buffers = contents.in_first_file(buffers)
     info = _complete(contents, contents.info(client_state), digests, replies)
     save_id = next((one.save_id for one in replies if one.save_id), "")  # one for all nodes: a file has one name
-    write = None if number is None else partial(_write, folder, number, save_id=save_id, info=info)
+    write = None if number is None else partial(write_rank_file, folder, number, save_id=save_id, info=info)
     if background is not None:
         background.start(Job(folder, info, _write_of_copy(write, background, states, buffers), beside, committers))
         return
@@ -117,20 +116,6 @@ def save(
             comm.agree("checkpoint manifest", publish, CheckpointError)
     if contents.node_local:
         commit_everywhere(comm, folder, build, committers, beside)
-
-
-def _write(
-    folder: Path,
-    number: int,
-    states: Sequence[SliceState],
-    buffers: Mapping[str, torch.Tensor],
-    *,
-    save_id: str,
-    info: SaveInfo,
-    bar: str = "",
-) -> FileRecord:
-    wait_for_folder(folder)
-    return write_rank_file(folder, number, states, buffers, save_id=save_id, info=info, bar=bar)
 
 
 def _write_of_copy(

@@ -144,7 +144,7 @@ def make_folder(folder: Path) -> None:
 
 
 # -------------------------------------------------------------------- phase 2: every rank
-def wait_for_folder(folder: str | Path) -> None:
+def _wait_for_folder(folder: str | Path) -> None:
     """Wait until this rank sees the folder that rank 0 has made: network file systems have caches.
 
     Raises:
@@ -180,6 +180,7 @@ def write_rank_file(
     Raises:
         CheckpointError: The operating system refused; the message names the file, and nothing of it is left.
     """
+    _wait_for_folder(folder)
     states = list(slices)
     for state in states:
         _check_state(state)
