@@ -164,7 +164,7 @@ def test_other_names_are_one_key() -> None:
         assert target in (path, beside)
 
 
-def test_the_fate_of_each_key() -> None:
+def test_the_status_of_each_key() -> None:
     counts: dict[str, int] = {}
     for path, decided in statuses():
         counts[decided.verdict] = counts.get(decided.verdict, 0) + 1
