@@ -39,10 +39,6 @@ class BorrowedTensors:
     def release(self) -> None:
         self._end(keep=True)
 
-    def discard(self) -> None:
-        """Release without keeping changes, where the store can: half-made changes are not worth writing."""
-        self._end(keep=False)
-
     def _end(self, keep: bool) -> None:
         self.tensors = []
         finish, self._finish = self._finish, None
