@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from conversion.target import NOTHING_KNOWN, ConvertedParam, check_frozen_are_there, new_folder, write_checkpoint
 from hf_zero.checkpoint.folders import chosen
 from hf_zero.checkpoint.format import MOST_NUMEL, STATE_MARK, WEIGHT_KINDS
 from hf_zero.checkpoint.frozen_digests import partial_digest
@@ -39,6 +38,13 @@ from hf_zero.checkpoint.optimizer_state import ATTACHED, restored, stored_scalar
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
 from hf_zero.checkpoint.scheduler_state import plain
 from hf_zero.checkpoint.writer import Chunked, Scalar
+from hf_zero.conversion.target import (
+    NOTHING_KNOWN,
+    ConvertedParam,
+    check_frozen_are_there,
+    new_folder,
+    write_checkpoint,
+)
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Slice
 from hf_zero.progress import progress

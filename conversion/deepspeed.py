@@ -28,13 +28,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from conversion.pickles import StandIn, load_pickle
-from conversion.target import NOTHING_KNOWN, ConvertedParam, write_checkpoint
 from hf_zero.checkpoint.folders import chosen
 from hf_zero.checkpoint.format import MOST_NUMEL, zero_folder
 from hf_zero.checkpoint.rank_reader import CHUNK_BYTES
 from hf_zero.checkpoint.scheduler_state import plain
 from hf_zero.checkpoint.writer import Chunked, Scalar, find_unwritable
+from hf_zero.conversion.pickles import StandIn, load_pickle
+from hf_zero.conversion.target import NOTHING_KNOWN, ConvertedParam, write_checkpoint
 from hf_zero.errors import CheckpointError
 
 # DeepSpeed's pickles hold these of its own classes.

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from conversion.dcp import STATISTICS
-from conversion.target import NOTHING_KNOWN, ConvertedParam, write_checkpoint
 from hf_zero.checkpoint.format import parse_json
 from hf_zero.checkpoint.writer import Chunked
+from hf_zero.conversion.dcp import STATISTICS
+from hf_zero.conversion.target import NOTHING_KNOWN, ConvertedParam, write_checkpoint
 from hf_zero.errors import CheckpointError
 
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from conversion.deepspeed import KINDS, part_lengths
-from conversion.pickles import StandIn, save_anything
-from conversion.target import new_folder
-from conversion.universal import MODEL_FILE, RANK_MODEL_FILE, WEIGHTS, WRITTEN_FOR, Run, Written, read_state
 from hf_zero.checkpoint.folders import LATEST_NAME, chosen
 from hf_zero.checkpoint.format import Manifest
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
+from hf_zero.conversion.deepspeed import KINDS, part_lengths
+from hf_zero.conversion.pickles import StandIn, save_anything
+from hf_zero.conversion.target import new_folder
+from hf_zero.conversion.universal import MODEL_FILE, RANK_MODEL_FILE, WEIGHTS, WRITTEN_FOR, Run, Written, read_state
 from hf_zero.errors import CheckpointError
 
 _SUB_GROUP = 10**9  # DeepSpeed's default of sub_group_size

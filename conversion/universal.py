@@ -27,8 +27,13 @@ from typing import Any
 
 import torch
 
-from conversion.dcp import HOW, SAME_AS_ADAMW, group_for_torch
-from conversion.deepspeed import (
+from hf_zero.checkpoint.folders import chosen
+from hf_zero.checkpoint.format import STATE_MARK, Manifest, zero_folder
+from hf_zero.checkpoint.optimizer_state import ATTACHED, restored
+from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
+from hf_zero.checkpoint.writer import Chunked
+from hf_zero.conversion.dcp import HOW, SAME_AS_ADAMW, group_for_torch
+from hf_zero.conversion.deepspeed import (
     KINDS,
     OWN_KEYS,
     STAND_INS,
@@ -45,13 +50,8 @@ from conversion.deepspeed import (
     shared_names,
     write_converted,
 )
-from conversion.pickles import load_anything, load_pickle, save_anything
-from conversion.target import ConvertedParam, check_frozen_are_there, new_folder
-from hf_zero.checkpoint.folders import chosen
-from hf_zero.checkpoint.format import STATE_MARK, Manifest, zero_folder
-from hf_zero.checkpoint.optimizer_state import ATTACHED, restored
-from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
-from hf_zero.checkpoint.writer import Chunked
+from hf_zero.conversion.pickles import load_anything, load_pickle, save_anything
+from hf_zero.conversion.target import ConvertedParam, check_frozen_are_there, new_folder
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece
 from hf_zero.progress import progress

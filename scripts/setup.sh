@@ -33,13 +33,13 @@ find_python() {
     return 1
 }
 
-# What the environment was made from. Of the sources of hf_zero only the names: the installation is editable, and lists them.
+# What the environment was made from. Of the Python sources only the names: the installation is editable, and lists them.
 fingerprint() {
     local files=(pyproject.toml scripts/setup.sh hf_zero/native/CMakeLists.txt)
     if [ -d hf_zero/native/csrc ]; then
         while IFS= read -r file; do files+=("$file"); done < <(find hf_zero/native/csrc -type f | LC_ALL=C sort)
     fi
-    { pwd; printf '%s\n' "$torch"; cat "${files[@]}"; find hf_zero -name '*.py' | LC_ALL=C sort; } | cksum
+    { pwd; printf '%s\n' "$torch"; cat "${files[@]}"; find hf_zero conversion -name '*.py' | LC_ALL=C sort; } | cksum
 }
 
 stamp=$venv/.hf_zero-set-up

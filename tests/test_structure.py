@@ -14,12 +14,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_zero"
+# hf_zero.conversion: the package has a link to the folder, which a wheel follows.
+CONVERSION = ROOT / "conversion"
 MAX_FUNCTION_LINES = 60
 
 # From the lowest up: a room imports from rooms before it, in functions too. CONTRIBUTING.md tells of them.
 CORE = """errors layout progress config native distributed storage sharding runtime optim checkpoint engine access
     hf""".split()
-ANNEXES = "pages monitors activations estimate pipeline deepspeed launcher cli run".split()
+ANNEXES = "pages monitors activations estimate conversion pipeline deepspeed launcher cli run".split()
 ROOMS = [*CORE, *ANNEXES, "__init__"]
 FILES_BESIDE_THE_ROOMS = set(
     "__init__.py errors.py estimate.py layout.py pipeline.py progress.py run.py py.typed".split()
@@ -58,7 +60,7 @@ class Import:
 
 
 def sources() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    return sorted([*PACKAGE.rglob("*.py"), *CONVERSION.rglob("*.py")])
 
 
 def name_of(path: Path) -> str:
@@ -72,6 +74,8 @@ def tree_of(path: Path) -> ast.Module:
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] == CONVERSION.name:
+        parts = (PACKAGE.name, *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

@@ -11,8 +11,8 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DeepSpeedPlugin
 
-from conversion.configuration import convert_config
 from hf_zero.config import ZeroConfig
+from hf_zero.conversion.configuration import convert_config
 from hf_zero.errors import ConfigError
 from hf_zero.extras.cli.main import main
 from tests.config.test_config_corpus import FILES, arguments_for

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hf_zero
-from conversion.dcp import from_dcp, to_dcp
 from hf_zero.checkpoint.folders import read_manifest
+from hf_zero.conversion.dcp import from_dcp, to_dcp
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.cli.main import main
 from tests.harness.ranks import run_ranks

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import hf_zero
-from conversion.deepspeed import STAND_INS, convert
-from conversion.pickles import load_pickle
 from hf_zero.checkpoint.reader import open_checkpoint
+from hf_zero.conversion.deepspeed import STAND_INS, convert
+from hf_zero.conversion.pickles import load_pickle
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.cli.main import main
 from hf_zero.layout import Piece
@@ -271,7 +271,7 @@ def test_no_content_is_a_traceback(name: str, tmp_path: Path) -> None:
                     inner[place[-1]] = junk[new % len(junk)]
                 return content
 
-            with mock.patch("conversion.deepspeed.load_pickle", load):
+            with mock.patch("hf_zero.conversion.deepspeed.load_pickle", load):
                 try:
                     convert(DATA / name, tmp_path / str(refused))
                     shutil.rmtree(tmp_path / str(refused))

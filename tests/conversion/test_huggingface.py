@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import hf_zero
-from conversion.huggingface import from_hf
+from hf_zero.conversion.huggingface import from_hf
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.cli.main import main
 from tests.conversion.tiny_model import batch, tiny_model

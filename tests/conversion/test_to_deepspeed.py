@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from conversion.dcp import HOW
-from conversion.deepspeed import STAND_INS, convert
-from conversion.pickles import StandIn, load_pickle
-from conversion.to_deepspeed import to_deepspeed
 from hf_zero.checkpoint.reader import CheckpointReader, open_checkpoint
+from hf_zero.conversion.dcp import HOW
+from hf_zero.conversion.deepspeed import STAND_INS, convert
+from hf_zero.conversion.pickles import StandIn, load_pickle
+from hf_zero.conversion.to_deepspeed import to_deepspeed
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.cli.main import main
 from hf_zero.layout import Piece
@@ -147,7 +147,7 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_a_sub_group_ends_where_deepspeeds_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed wrote these files with sub_group_size 20."""
-    monkeypatch.setattr("conversion.to_deepspeed._SUB_GROUP", 20)
+    monkeypatch.setattr("hf_zero.conversion.to_deepspeed._SUB_GROUP", 20)
     test_files_of_deepspeed_come_out_again("stage3-subgroups", tmp_path)
     file = DATA / "stage3-subgroups" / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     assert len(load_pickle(file, STAND_INS)["optimizer_state_dict"]["fp32_flat_groups"]) > 2

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from conversion.deepspeed import STAND_INS, convert
-from conversion.pickles import load_anything, load_pickle
-from conversion.target import NOTHING_KNOWN, ConvertedParam, write_checkpoint
-from conversion.universal import from_universal, to_universal
 from hf_zero.checkpoint.folders import read_manifest
 from hf_zero.checkpoint.writer import Chunked
+from hf_zero.conversion.deepspeed import STAND_INS, convert
+from hf_zero.conversion.pickles import load_anything, load_pickle
+from hf_zero.conversion.target import NOTHING_KNOWN, ConvertedParam, write_checkpoint
+from hf_zero.conversion.universal import from_universal, to_universal
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.cli.main import main
 from tests.conversion.test_from_deepspeed import DATA, Harmful, places
@@ -258,7 +258,7 @@ def test_no_content_is_a_traceback(name: str, tmp_path: Path) -> None:
                     inner[place[-1]] = junk[new % len(junk)]
                 return held
 
-            with mock.patch("conversion.universal.load_pickle", load):
+            with mock.patch("hf_zero.conversion.universal.load_pickle", load):
                 try:
                     from_universal(DATA / name, tmp_path / "out")
                     shutil.rmtree(tmp_path / "out")

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import hf_zero
-from conversion.to_deepspeed import to_deepspeed
-from conversion.universal import from_universal, to_universal
+from hf_zero.conversion.to_deepspeed import to_deepspeed
+from hf_zero.conversion.universal import from_universal, to_universal
 from hf_zero.extras.launcher.node import free_port
 from tests.conversion.tiny_model import ROWS, batch, groups, tiny_model
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.extras.cli.text import plural
 
 if TYPE_CHECKING:
-    from conversion.deepspeed import Summary
+    from hf_zero.conversion.deepspeed import Summary
 
 NAME = "convert"
 SUMMARY = "turn a checkpoint or configuration of another tool into one of hf_zero, or a checkpoint back"
@@ -58,40 +58,40 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _from_deepspeed(args: argparse.Namespace) -> None:
-    from conversion.deepspeed import convert
+    from hf_zero.conversion.deepspeed import convert
 
     _report(convert(args.source, args.target, args.tag), args.target)
 
 
 def _from_universal(args: argparse.Namespace) -> None:
-    from conversion.universal import from_universal
+    from hf_zero.conversion.universal import from_universal
 
     _report(from_universal(args.source, args.target, args.tag), args.target)
 
 
 def _to_deepspeed(args: argparse.Namespace) -> None:
-    from conversion.to_deepspeed import to_deepspeed
+    from hf_zero.conversion.to_deepspeed import to_deepspeed
 
     written = to_deepspeed(args.source, args.target, stage=args.stage, world_size=args.world_size)
     print("\n".join([*written.remarks, f"{args.source} -> {written.folder} ({written.how})"]))
 
 
 def _to_universal(args: argparse.Namespace) -> None:
-    from conversion.universal import to_universal
+    from hf_zero.conversion.universal import to_universal
 
     written = to_universal(args.source, args.target)
     print("\n".join([*written.remarks, f"{args.source} -> {written.folder} ({written.how})"]))
 
 
 def _from_hf(args: argparse.Namespace) -> None:
-    from conversion.huggingface import from_hf
+    from hf_zero.conversion.huggingface import from_hf
 
     count = from_hf(args.source, args.target, buffers=args.buffers)
     print(f"{args.source}: {plural(count, 'parameter')} -> {args.target} (load it with load_module_only=True)")
 
 
 def _config(args: argparse.Namespace) -> None:
-    from conversion.configuration import convert_config, write_config
+    from hf_zero.conversion.configuration import convert_config, write_config
 
     converted = convert_config(args.source)
     files = [] if args.target is None else write_config(converted, args.target)
@@ -109,14 +109,14 @@ def _report(done: Summary, target: Path) -> None:
 
 
 def _from_dcp(args: argparse.Namespace) -> None:
-    from conversion.dcp import from_dcp
+    from hf_zero.conversion.dcp import from_dcp
 
     from_dcp(args.source, args.target, buffers=args.buffers)
     print(f"{args.source} -> {args.target}")
 
 
 def _to_dcp(args: argparse.Namespace) -> None:
-    from conversion.dcp import to_dcp
+    from hf_zero.conversion.dcp import to_dcp
 
     to_dcp(args.source, args.target)
     print(f"{args.source} -> {args.target}")
