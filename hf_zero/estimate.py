@@ -1,4 +1,4 @@
-"""What a training will need: DeepSpeed's formulas under their names, and plans made by the engine's own code.
+"""The memory that a training will need: DeepSpeed's formulas, and plans made by the engine's own code.
 
 `plan_model` gives the bytes of one rank by kind and medium; `measure` the activations that it needs for that. Neither
 needs processes, weights or a device: everything runs on the meta device.

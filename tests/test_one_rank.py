@@ -141,7 +141,7 @@ class Loop:
 
     @property
     def place(self) -> Any:
-        from hf_zero.access.places import find_parameter
+        from hf_zero.access.param_location import find_parameter
 
         return find_parameter(self.weight, None)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_zero.access.places import named_params
+from hf_zero.access.param_location import named_params
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.layout import Slice
@@ -146,7 +146,7 @@ def _mix(pair: _Pair, tau: float) -> bool:
 
 
 def _lerp(mine: torch.Tensor, theirs: torch.Tensor, tau: float) -> torch.Tensor:
-    """mine += tau * (theirs - mine) in place, computed in at least fp32."""
+    """Add tau * (theirs - mine) to `mine` in place, computed in at least fp32."""
     if tau == 1.0:
         return mine.copy_(theirs)
     wide = torch.promote_types(mine.dtype, torch.float32)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
-from hf_zero.access.places import (
-    Place,
+from hf_zero.access.param_location import (
+    ParamLocation,
     Target,
     check_value,
     find_parameter,
@@ -256,18 +256,18 @@ def _check_ranks_agree(engine: ZeroEngine, units: list[ShardUnit], write_rank: i
         )
 
 
-def _set_full(place: Place, value: torch.Tensor) -> None:
+def _set_full(place: ParamLocation, value: torch.Tensor) -> None:
     place.engine.weights.check_idle([place.unit])
     place.engine.finish_updates()
     place.engine.weights.set_unit(place.unit, {place.name: value})
 
 
-def _own_slice(place: Place, value: torch.Tensor) -> torch.Tensor | None:
+def _own_slice(place: ParamLocation, value: torch.Tensor) -> torch.Tensor | None:
     slice_ = place.slice
     return None if slice_ is None else slice_of(value, slice_)
 
 
-def _check_full(place: Place, value: torch.Tensor, what: str, *, number: bool = False) -> None:
+def _check_full(place: ParamLocation, value: torch.Tensor, what: str, *, number: bool = False) -> None:
     def fits() -> None:
         if tuple(value.shape) != place.shape and not (number and value.dim() == 0):
             raise ConfigError(f"{what}: {place.name} has shape {place.shape}, the value {tuple(value.shape)}")

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.access.places import Place, Target, check_value, managed_parameter
+from hf_zero.access.param_location import ParamLocation, Target, check_value, managed_parameter
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.sharding.placement import master_dtype_of
 
 
 @dataclass(frozen=True)
 class LocalPiece:
-    """What this rank owns of one parameter, or of its gradient or state.
+    """The part of one parameter, gradient or optimizer state that this rank owns.
 
     `values` is a copy, 1-D, on the compute device, fp32 (fp64 for fp64 parameters): the elements of `ranges`, each
     (start, end) in the flattened full tensor, one behind the other. A state that is one number is 0-dim.
@@ -28,7 +28,7 @@ class LocalPiece:
 
 @torch.no_grad()
 def local_param(target: Target, name: str | None = None) -> LocalPiece | None:
-    """What this rank owns of a parameter: of its master weights where it has them; None if nothing.
+    """Return this rank's part of a parameter, of its master weights if it has them; None if it owns nothing.
 
     No communication: any rank may call. Args as for `full_param`.
     Raises:
@@ -42,7 +42,7 @@ def local_param(target: Target, name: str | None = None) -> LocalPiece | None:
 
 @torch.no_grad()
 def local_grad(target: Target, name: str | None = None) -> LocalPiece | None:
-    """What this rank owns of a gradient as the step will use it, between backward and step.
+    """Return this rank's part of a gradient as the step will use it, between backward and step.
 
     None if it owns nothing, or where no rank has a gradient. All ranks must call: they agree on which gradients there
     are. Args as for `full_grad`.
@@ -57,7 +57,7 @@ def local_grad(target: Target, name: str | None = None) -> LocalPiece | None:
 
 @torch.no_grad()
 def local_optimizer_state(target: Target, kind: str, name: str | None = None) -> LocalPiece | None:
-    """What this rank owns of an optimizer state; None if nothing, or before the first update.
+    """Return this rank's part of an optimizer state; None if it owns nothing, or before the first update.
 
     No communication: any rank may call. Args as for `full_optimizer_state`.
     Raises:
@@ -115,7 +115,7 @@ def set_local_optimizer_state(target: Target, kind: str, values: torch.Tensor | 
 
 
 # -------------------------------------------------------------------- inside
-def _piece(place: Place, values: torch.Tensor | None) -> LocalPiece | None:
+def _piece(place: ParamLocation, values: torch.Tensor | None) -> LocalPiece | None:
     slice_ = place.slice
     if slice_ is None or values is None:
         return None
@@ -124,7 +124,7 @@ def _piece(place: Place, values: torch.Tensor | None) -> LocalPiece | None:
     return LocalPiece(copied if values.dim() == 0 else copied.reshape(-1), ranges)
 
 
-def _wait_for_update(place: Place, what: str) -> None:
+def _wait_for_update(place: ParamLocation, what: str) -> None:
     """Nobody may be writing to the master."""
     if (optimizer := place.engine.optimizer) is not None:
         if optimizer.has_delayed_update:
@@ -133,7 +133,7 @@ def _wait_for_update(place: Place, what: str) -> None:
     place.flat.finish_update()
 
 
-def _check_local(place: Place, values: torch.Tensor | None, what: str) -> None:
+def _check_local(place: ParamLocation, values: torch.Tensor | None, what: str) -> None:
     def fits() -> None:
         slice_ = place.slice
         want = 0 if slice_ is None else slice_.numel

@@ -26,7 +26,7 @@ from hf_zero.sharding.unit import ShardUnit, UnitState
 
 
 class Engine(Protocol):
-    """What is used of an engine."""
+    """The members of an engine that a copy uses."""
 
     module: nn.Module
     config: ResolvedConfig

@@ -49,7 +49,7 @@ class DeepSpeedNames(ModuleWrapper):
 
     @property
     def dp_world_size(self) -> int:
-        """Ranks that share the data: all of them."""
+        """The number of ranks that share the data: all of them."""
         return self.comm.world_size
 
     @property
@@ -59,7 +59,7 @@ class DeepSpeedNames(ModuleWrapper):
 
     # ---------------------------------------------------------------- batches
     def train_batch_size(self) -> int:
-        """Samples of one step, over all ranks and accumulation steps."""
+        """Return the number of samples of one step, over all ranks and accumulation steps."""
         return self.config.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -74,12 +74,12 @@ class DeepSpeedNames(ModuleWrapper):
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches whose `step()` was called."""
+        """The number of micro-batches whose `step()` was called."""
         return self.schedule.micro_steps
 
     @property
     def global_samples(self) -> int:
-        """Samples that all steps so far have seen, at the present batch size."""
+        """The number of samples that all steps so far have seen, at the present batch size."""
         return self.schedule.global_steps * self.train_batch_size()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -130,7 +130,7 @@ class DeepSpeedNames(ModuleWrapper):
 
     # ---------------------------------------------------------------- rates
     def get_lr(self) -> list[float]:
-        """The learning rate of each param group; [] without an optimizer."""
+        """Return the learning rate of each param group; [] without an optimizer."""
         return learning_rates(self._groups())
 
     def set_lr(self, lr: float) -> None:
@@ -143,7 +143,7 @@ class DeepSpeedNames(ModuleWrapper):
                 group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
-        """Betas of each param group, or its momentum; 0.0 where the optimizer has neither."""
+        """Return the betas of each param group, or its momentum; 0.0 where the optimizer has neither."""
         return momenta(self._groups())
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -168,11 +168,11 @@ class DeepSpeedNames(ModuleWrapper):
         return self.config.dtype == "bfloat16"
 
     def gradient_clipping(self) -> float:
-        """0.0: off."""
+        """Return the limit of the gradient norm; 0.0 is none."""
         return self.config.gradient_clipping
 
     def steps_per_print(self) -> int:
-        """0: never."""
+        """Return the number of steps between two lines of progress; 0 is never."""
         return self.config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
@@ -205,7 +205,7 @@ class DeepSpeedNames(ModuleWrapper):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """What accelerate and transformers call: unsharded weights on rank 0, None elsewhere. All ranks must call."""
+        """Return unsharded weights on rank 0, None elsewhere, to accelerate and transformers. All ranks must call."""
         is_first = self.comm.rank == 0
         state = self.full_state_dict(keep=is_first, trainable_only=exclude_frozen_parameters)
         return state if is_first else None
@@ -272,5 +272,5 @@ def _write_weights(state: dict[str, torch.Tensor], path: Path) -> None:
                     torch.save(state, file)
     except ConsolidateError as error:
         raise CheckpointError(str(error)) from error
-    except Exception as error:  # of a full disk each format raises something else
+    except Exception as error:  # each format raises another error for a full disk
         raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error

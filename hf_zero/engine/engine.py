@@ -135,7 +135,7 @@ class ZeroEngine(DeepSpeedNames):
 
     @property
     def run_comm(self) -> Comm:
-        """All ranks of the run, the first of which logs: those that share the model, or more."""
+        """The group of all ranks of the run, the first of which logs: those that share the model, or more."""
         return self.comm
 
     @property
@@ -160,7 +160,7 @@ class ZeroEngine(DeepSpeedNames):
 
     @property
     def lr_scheduler(self) -> Any:
-        """What `step` steps after the optimizer; None for no schedule, or one that others step."""
+        """The scheduler that `step` steps after the optimizer; None for no schedule, or one that others step."""
         return self.schedule.lr_scheduler
 
     @lr_scheduler.setter
@@ -169,17 +169,17 @@ class ZeroEngine(DeepSpeedNames):
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches of an update."""
+        """The number of micro-batches of an update."""
         return self.schedule.accumulation_steps
 
     @property
     def global_steps(self) -> int:
-        """Updates, and those left out (fp16)."""
+        """The number of optimizer steps so far, including steps skipped on an fp16 overflow."""
         return self.schedule.global_steps
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were left out on all ranks because their gradient was not finite; `global_steps` has them too."""
+        """The number of steps skipped because their gradient was not finite; `global_steps` counts them too."""
         return self.schedule.skipped_steps
 
     def require_all_ranks(self, name: str) -> None:
@@ -204,7 +204,7 @@ class ZeroEngine(DeepSpeedNames):
         return loss / self.accumulation_steps if scale_wrt_gas else loss
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backwards inside are not the last before the step: stages 0-1 wait with their reduce, 2-3 take no notice."""
+        """Skip the gradient reduction inside the block, at stages 0 and 1. Stages 2 and 3 reduce anyway."""
         return self.schedule.no_sync()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -224,7 +224,7 @@ class ZeroEngine(DeepSpeedNames):
             self.checkpoints.after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this accumulation window. All ranks must call. `step` does it by itself."""
+        """Forget the gradients of this accumulation window. All ranks must call. `step` does so by itself."""
         self.schedule.zero_grad()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
@@ -270,15 +270,15 @@ class ZeroEngine(DeepSpeedNames):
         return torch.full((), norm, dtype=dtype, device=self.device)  # torch.tensor waits for the device
 
     def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the mean gradient, before clipping, of the last step that was not left out (fp16); None at first.
+        """Return the L2 norm of the last step's mean gradient before clipping; None before the first step.
 
-        As in DeepSpeed, a step that overflows keeps the norm before it.
+        A step that is skipped on an fp16 overflow keeps the norm before it, as in DeepSpeed.
         """
         return None if self.optimizer is None else self.optimizer.last_norm
 
     # ---------------------------------------------------------------- weights
     def full_state_dict(self, keep: bool, *, trainable_only: bool = False) -> dict[str, torch.Tensor]:
-        """Unsharded weights on the CPU under the model's state_dict names, where `keep`; {} elsewhere.
+        """Return unsharded weights on the CPU under the model's state_dict names, where `keep`; {} elsewhere.
 
         All ranks must call. Tied names share one tensor; persistent buffers are included. Peak extra memory: one unit.
         """
@@ -288,7 +288,7 @@ class ZeroEngine(DeepSpeedNames):
         return self.weights.state_dict(keep, trainable_only=trainable_only)
 
     def weights_for_ranks(self, wanted: Sequence[Set[str]]) -> dict[str, torch.Tensor]:
-        """Unsharded weights on the CPU that are named in `wanted[rank]`; {} on ranks behind its end.
+        """Return unsharded weights on the CPU that are named in `wanted[rank]`; {} on ranks behind its end.
 
         All ranks must call, with the same names. Buffers are those of rank 0. Peak extra memory: one unit.
         """
@@ -333,7 +333,7 @@ class ZeroEngine(DeepSpeedNames):
         super().compile(**given)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroEngine:
-        """What `.to`, `.half`, `.float`, `.cuda` and the like come down to: fine where no parameter changes."""
+        """Accept `.to`, `.half`, `.float`, `.cuda` and the like where no parameter changes by them."""
         probed: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         for name, param in ((name, param) for unit in self.units for name, param in _named_params(unit)):
             kind = (param.dtype, param.device)
@@ -362,7 +362,7 @@ class ZeroEngine(DeepSpeedNames):
         )
 
     def _check_saved(self) -> None:
-        """As `_check_model`, for a checkpoint: it holds parameters under the names that the engine knows."""
+        """Check the model as `_check_model` does, and that parameters have the names that the engine knows."""
         self._check_model(self._attachment.check_names)
 
     def _check_model(self, *more: Callable[[], None]) -> None:
@@ -399,7 +399,7 @@ class ZeroEngine(DeepSpeedNames):
         return True
 
     def write_checkpoint(self, folder: str | Path, exclude_frozen_parameters: bool = False) -> None:
-        """As `save_checkpoint`, but into `folder` itself: no tag, no `latest`. All ranks must call."""
+        """Write a checkpoint into `folder` itself, without a tag or `latest`. All ranks must call."""
         self.checkpoints.write(folder, exclude_frozen=exclude_frozen_parameters)
 
     def finish_saves(self) -> None:
@@ -447,7 +447,7 @@ class ZeroEngine(DeepSpeedNames):
         return self.checkpoints.load(load_dir, tag, parts)
 
     def read_checkpoint(self, folder: str | Path, parts: Parts = ALL_PARTS) -> Any:
-        """As `load_checkpoint`, but from `folder` itself, whatever its `latest` names; returns the client_state or {}.
+        """Restore from `folder` itself, whatever its `latest` names; returns the client_state or {}.
 
         All ranks must call. Raises CheckpointError on every rank, also where there is none.
         """
@@ -455,7 +455,7 @@ class ZeroEngine(DeepSpeedNames):
 
     # ---------------------------------------------------------------- memory and end
     def memory_report(self) -> dict[str, int]:
-        """Bytes on this rank: what lives between steps by kind, and the peaks of what comes and goes.
+        """Return bytes on this rank: what lives between steps by kind, and the peaks of what comes and goes.
 
         The kinds count every medium; `device`, `host` and `disk` say where `total` lies, `host` with what waits there
         to be published. `gathered_peak` counts unsharded parameters of on-demand units, `gradients_peak`
@@ -486,7 +486,7 @@ class ZeroEngine(DeepSpeedNames):
         Raises StateError where other ranks do not come; CheckpointError, at the end, if a save has failed.
         """
         if self.comm.is_connected:  # after an error there is nobody to wait for
-            # As long as for a collective: another rank may still be writing what it has learned.
+            # The wait is as long as for a collective: another rank may still be writing what it has learned.
             self.comm.require_all_ranks("engine.teardown", self.comm.timeout_s)
         self.summarize()
         failed: CheckpointError | None = None
@@ -543,7 +543,7 @@ def _named_params(unit: ShardUnit) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def end_unless_shared(comm: Comm) -> None:
-    """Engines hand their group on to others, which may live on. All ranks must call."""
+    """End the group, unless another engine that it was handed on to lives on. All ranks must call."""
     comm.end(is_shared=any(engine.comm is comm for engine in _LIVE))
 
 
@@ -552,7 +552,7 @@ def live_engines() -> list[ZeroEngine]:
 
 
 def engine_of(model: Any) -> ZeroEngine | None:
-    """The engine of `model`, looking through torch.compile's and DDP-like wrappers; None if it has none."""
+    """Return the engine of `model`, also inside torch.compile's and DDP-like wrappers; None if it has none."""
     while model is not None:
         state = getattr(model, "__dict__", {})
         if isinstance(state.get(_KEY), ZeroEngine):

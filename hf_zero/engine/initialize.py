@@ -62,7 +62,7 @@ def initialize(
         lr_scheduler: A scheduler, or a function that makes one from the optimizer; None builds the one of the
             configuration's scheduler block. `engine.step()` steps it once for each step of the optimizer.
         config: A path, a dict, a JSON string or a ZeroConfig. `config_params` is DeepSpeed's older name for it.
-        collate_fn: Makes a batch of samples, as for a DataLoader.
+        collate_fn: Makes a batch of samples, as a DataLoader's does.
         dist_init_required: False: the process group must exist already. None: it is made where it does not, for one
             process too, as `init_distributed` does with `distributed_port`.
 
@@ -93,7 +93,7 @@ def initialize(
 
 
 def _check_arguments(model: nn.Module | None, mpu: Any, mesh_param: Any) -> nn.Module:
-    """The model itself. Raises ConfigError for what `initialize` cannot take."""
+    """Return the model itself; raise ConfigError for what `initialize` cannot take."""
     if model is None:
         raise ConfigError("initialize needs a model: hf_zero.initialize(model=..., optimizer=..., config=...)")
     if mpu is not None:
@@ -173,7 +173,7 @@ def _warn_of_no_clipping(engine: ZeroEngine, resolved: ResolvedConfig) -> None:
 def _make_loader(
     data: Dataset[Any], engine: ZeroEngine, collate_fn: Callable[[list[Any]], Any] | None
 ) -> DataLoader[Any]:
-    """This rank's share of `data`, in micro-batches. Where ranks do not divide it, some samples come twice."""
+    """Return a loader of this rank's share of `data`; where ranks do not divide it, some samples come twice."""
     sampler: DistributedSampler[Any] = DistributedSampler(data, engine.world_size, engine.rank)
     return DataLoader(
         data,

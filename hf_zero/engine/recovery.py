@@ -1,4 +1,4 @@
-"""What all ranks do when one of them ran out of memory: they stop at once, and may try again with a smaller batch.
+"""The way back when one rank ran out of memory: all stop at once, and may try again with a smaller batch.
 
 The rank that fails leaves its reason in the key-value store and closes its connections, so nobody waits for it until
 a timeout. Then all ranks connect again and forget the pass that was broken off: gathered parameters, gradients, the
@@ -47,7 +47,7 @@ def recover() -> None:
     # Before anything waits: where this rank only heard of the failure, a third one may be waiting for this rank.
     for engine in live_engines():
         engine.comm.disconnect()
-    # What was queued may still use memory that is given back now.
+    # Queued work may still use memory that is given back now.
     for device in {engine.comm.device for engine in live_engines() if not engine.comm.computes_on_host}:
         torch.accelerator.synchronize(device)
     for engine in live_engines():
@@ -65,7 +65,7 @@ def recover() -> None:
 
 
 def _drop_pending(engine: ZeroEngine) -> None:
-    """What was under way is lost."""
+    """Give up gradients and gathers that were under way."""
     engine.schedule.param_grads.forget()
     for unit in engine.units:
         for flat in unit.flats:
@@ -73,7 +73,7 @@ def _drop_pending(engine: ZeroEngine) -> None:
 
 
 def _order(engine: ZeroEngine) -> tuple[int, str]:
-    """Engines in the order in which they were made, which is the same on all ranks."""
+    """Return a key that sorts engines by when they were made, which is the same on all ranks."""
     name = engine.comm.name
     return len(name), name
 
@@ -86,7 +86,7 @@ def _check_between_updates(engine: ZeroEngine) -> None:
 
 
 def cut_update(detail: str) -> str:
-    """The message where memory ran out inside an update."""
+    """Return the message for memory that ran out inside an update."""
     return (
         f"memory ran out inside the optimizer's step ({detail}): the update cannot be repeated, and a smaller batch "
         "would not help.\nOffload the optimizer (zero_optimization.offload_optimizer), use more ranks or a higher "

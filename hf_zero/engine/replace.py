@@ -23,7 +23,7 @@ from hf_zero.sharding.reshard import LayoutChange
 
 
 def engines_inside(model: nn.Module) -> list[ZeroEngine]:
-    """The engine of `model`, or those of modules below it: of a model in a wrapper, or of several in one."""
+    """Return the engine of `model`, or those of modules inside it: of a model in a wrapper, or of several."""
     own = engine_of(model)
     if own is not None:
         return [own]
@@ -41,11 +41,11 @@ def new_engine(
     device: torch.device | None = None,
     replace: bool = False,
 ) -> ZeroEngine:
-    """An engine for `model`, which may be unsharded or hold models that were loaded in shards. All ranks must call.
+    """Make an engine for `model`, unsharded or with models inside that were loaded in shards. All ranks must call.
 
     Args:
-        managed, train: As for ZeroEngine.
-        device: As for ZeroEngine, for a model that is not sharded.
+        managed, train: See ZeroEngine.
+        device: See ZeroEngine; for a model that is not sharded.
         replace: Engines that train are replaced too, with their optimizers.
     Raises:
         StateError: Something in the model trains under another engine already, and `replace` is false.
@@ -79,7 +79,7 @@ def replace_engines(
     managed: bool = False,
     train: bool = True,
 ) -> ZeroEngine:
-    """A new engine for `model` in the place of `engines`, whose shards it reshards in place. All ranks must call.
+    """Make an engine for `model` in the place of `engines`, whose shards are resharded in place. All ranks must call.
 
     None of them may have an optimizer: its state would not follow. Peak extra memory: one unit.
     """
@@ -121,7 +121,7 @@ def _refuse_nan(model: nn.Module, index: ParamIndex) -> None:
 
 
 def engine_for_part(engine: ZeroEngine, model: nn.Module) -> ZeroEngine:
-    """An engine for inference of `model`, a part of the model of `engine`, which gives way to it. All ranks must call.
+    """Make an engine for inference of `model`, a part of the model of `engine`, in its place. All ranks must call.
 
     Optimizer state, gradients, and parameters that `model` does not have are given up.
     """

@@ -1,4 +1,4 @@
-"""What a script's command line passes to `initialize`: the configuration, by our options or DeepSpeed's."""
+"""The options of a script's command line that name the configuration, ours and DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def config_of(args: Any, config: Any, config_params: Any = None) -> ZeroConfig:
-    """The one configuration that a script names, by argument or by option; its problems wait until it is resolved.
+    """Return the one configuration that a script names, by argument or option; its problems wait until it is resolved.
 
     Raises:
         ConfigError: There is none, or more than one.

@@ -109,7 +109,7 @@ class ShardedConstruction:
         return_freed_memory(sum(flat.full_bytes for flat in flats))
 
     def _refuse(self, param: nn.Parameter, writes: bool) -> bool:
-        """A constructor reads or writes parameters of a module that has been finished."""
+        """Raise StateError where a constructor reads or writes parameters of a finished module."""
         raise StateError(
             f"rank {self._comm.run_rank}: a constructor initialised or read parameters below its own children, which "
             "are in shards by then.\nInitialise parameters in the constructor of their module or of its parent, or "
@@ -204,7 +204,7 @@ class ShardedConstruction:
         layout_change.finish()
 
     def _first_number(self, root: nn.Module) -> int:
-        """The same order on every rank: by what was sharded first."""
+        """Return a key that sorts models alike on every rank: by what was sharded first."""
         names = [unit.name for unit in self._index.units_of(root.parameters())]
         return min((int(name.rpartition(" ")[2]) for name in names), default=next(self._numbers))
 
@@ -217,5 +217,5 @@ _OPEN: ContextVar[ShardedConstruction | None] = ContextVar("hf_zero.engine.shard
 
 
 def open_construction() -> ShardedConstruction | None:
-    """The construction under way in this context: what `sharded_init` has opened."""
+    """Return the construction that `sharded_init` has opened in this context, if any."""
     return _OPEN.get()

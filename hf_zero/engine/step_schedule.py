@@ -1,4 +1,4 @@
-"""What happens as a step of training goes on, from the first forward to the update, and the counts of both."""
+"""The order of a training step, from the first forward to the update, and the counts of both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StepSchedule(StepEvents):
     in which they stand here. A method that starts a collective is called on all ranks.
 
     Args:
-        accumulation_steps: Micro-batches of an update.
+        accumulation_steps: The number of micro-batches of an update.
         trains: There are gradients and masters.
     """
 
@@ -73,7 +73,7 @@ class StepSchedule(StepEvents):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside are not the last before the update."""
+        """Inside, no backward is the last before the update."""
         before, self._no_sync = self._no_sync, True
         try:
             yield
@@ -81,7 +81,7 @@ class StepSchedule(StepEvents):
             self._no_sync = before
 
     def restart_at(self, global_steps: int, skipped_steps: int) -> None:
-        """So many updates have been made or left out, and the next micro-batch is the first of its window."""
+        """Set the counts of updates made and skipped; the next micro-batch is the first of its window."""
         self.global_steps, self.skipped_steps = global_steps, skipped_steps
         self.micro_steps = global_steps * self.accumulation_steps
 
@@ -114,7 +114,7 @@ class StepSchedule(StepEvents):
         self._weight_edits.unit_used(unit, late=late)
 
     def end_forward(self) -> None:
-        """Before the loss counts. See [Note: Matching] in operation_log.py."""
+        """Check on all ranks that they ran the same forward. See [Note: Matching] in operation_log.py."""
         if self._is_sharded and not self.params.all_pinned:
             self._comm.confirm("a forward")
 
@@ -191,7 +191,7 @@ class StepSchedule(StepEvents):
         return self._weight_edits.collect_resident()
 
     def end_step(self) -> None:
-        """The optimizer has updated the shards, or left the step out (fp16)."""
+        """Count a step whose shards the optimizer has updated, or which it skipped (fp16)."""
         self.params.end_step()
         self.global_steps += 1
         self.step_applied = self.optimizer is not None and not self.optimizer.overflow

@@ -22,7 +22,7 @@ class Accelerator:
 
     # ---------------------------------------------------------------- devices
     def device_name(self, device_index: int | None = None) -> str:
-        """ "cuda", "cuda:1", "cpu": what torch.device takes."""
+        """Return a name that torch.device takes: "cuda", "cuda:1", "cpu"."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def is_available(self) -> bool:
@@ -30,17 +30,17 @@ class Accelerator:
         return self._name == "cpu" or torch.accelerator.is_available()
 
     def device_count(self) -> int:
-        """Devices that this process sees. Without an accelerator the processes of this node, as DeepSpeed's CPU."""
+        """Return the number of devices that this process sees, or without any of processes of this node."""
         if self._name == "cpu":
             return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return torch.accelerator.device_count()
 
     def current_device(self) -> int | str:
-        """The index of the device in use; "cpu" without an accelerator."""
+        """Return the index of the device in use; "cpu" without an accelerator."""
         return "cpu" if self._name == "cpu" else torch.accelerator.current_device_index()
 
     def current_device_name(self) -> str:
-        """ "cuda:0", "cpu"."""
+        """Return the name of the device in use: "cuda:0", "cpu"."""
         return "cpu" if self._name == "cpu" else self.device_name(torch.accelerator.current_device_index())
 
     def device(self, device_index: int | None = None) -> torch.device:
@@ -54,7 +54,7 @@ class Accelerator:
         return tensor.device.type == self._name
 
     def communication_backend_name(self) -> str:
-        """The backend of torch.distributed for its tensors: nccl, gloo, ..."""
+        """Return the backend of torch.distributed for its tensors: nccl, gloo, ..."""
         return torch.distributed.get_default_backend_for_device(self._name)
 
     # ---------------------------------------------------------------- time and memory
@@ -67,7 +67,7 @@ class Accelerator:
             torch.accelerator.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes in tensors; 0 without an accelerator, and so for the next ones."""
+        """Return the bytes in tensors; 0 without an accelerator, and so for the next ones."""
         return self._bytes("memory_allocated", device_index)
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
@@ -84,7 +84,7 @@ class Accelerator:
             self._module.reset_peak_memory_stats(device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device, or of the host without an accelerator."""
+        """Return the bytes of memory of the device, or of the host without an accelerator."""
         if self._name == "cpu":
             return memory_bytes()
         return torch.accelerator.get_memory_info(device_index)[1]
@@ -114,7 +114,7 @@ class Accelerator:
         self._random.set_rng_state(new_state, *self._index(device_index))
 
     def _index(self, device_index: int | None) -> tuple[int, ...]:
-        """As arguments: the device in use is torch's default, and the CPU has no index."""
+        """Return the index as arguments: the device in use is torch's default, and the CPU has no index."""
         return () if device_index is None or self._name == "cpu" else (device_index,)
 
     # ---------------------------------------------------------------- types
@@ -129,7 +129,7 @@ class Accelerator:
         return [torch.float32, torch.float16, *bf16]
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In page-locked memory of the host, where there is an accelerator to copy to."""
+        """Return a copy in page-locked memory, where there is an accelerator to copy to; else `tensor`."""
         return tensor if self._name == "cpu" else tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:

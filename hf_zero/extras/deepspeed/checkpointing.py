@@ -17,7 +17,7 @@ from hf_zero.extras.activations.checkpoint import checkpoint as _checkpoint
 from hf_zero.extras.activations.rng_tracker import TRACKER, RNGStates, reseed_model_parallel, seed_model_parallel
 
 _BLOCK = "activation_checkpointing"
-# Of the last `configure`: the group it was given, and what ends it.
+# The last `configure` has set these: the group that it was given, and the function that ends it.
 _mpu: Any = None
 _end: Callable[[], None] | None = None
 
@@ -90,7 +90,7 @@ def reset() -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, computed again in backward: all it keeps until then are its inputs. Reentrant.
+    """Return `function(*args, **kwargs)`, which keeps only its inputs and is computed again in backward. Reentrant.
 
     Tensors in tuples, lists and dicts, and those given by keyword, are inputs too. All else is given as it is.
     """
@@ -122,7 +122,7 @@ def _rank_in_group() -> int:
 
 
 def _keys_now(config: Any) -> dict[str, Any]:
-    """The block of `config`, or where there is none the keys that hold now."""
+    """Return the block of `config`, or where there is none the keys that hold now."""
     if config is not None:
         return dict(ZeroConfig.load(config).get(_BLOCK, {}))
     now = active.current()
@@ -130,7 +130,7 @@ def _keys_now(config: Any) -> dict[str, Any]:
 
 
 def _group_of(mpu: Any) -> dist.ProcessGroup | None:
-    """DeepSpeed asks for these names in this order."""
+    """Return the group that `mpu` names; DeepSpeed asks for these names in this order."""
     if mpu is None or isinstance(mpu, dist.ProcessGroup):
         return mpu
     for name in ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group"):

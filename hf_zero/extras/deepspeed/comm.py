@@ -16,17 +16,17 @@ from hf_zero.extras.monitors.comms_summary import log_of, show_summary
 
 
 def get_local_rank() -> int:
-    """This process's number on its node, from the launcher; 0 where one process was started alone."""
+    """Return this process's number on its node, from the launcher; 0 if one process was started alone."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_group() -> Any:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """Global ranks of a group, in its order."""
+    """Return the global ranks of a group, in its order."""
     return list(dist.get_process_group_ranks(group))
 
 

@@ -94,7 +94,7 @@ class _Names(ModuleType):
 
 
 def _targets(sources: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """(name, (module, the name there)) of every name."""
+    """Yield (name, (module, the name there)) of every name."""
     for module, names in sources.items():
         for name in names.split():
             alias, _, own = name.rpartition("=")

@@ -18,7 +18,7 @@ from hf_zero.extras.estimate.profile import Profile
 from hf_zero.progress import Done, ignore
 
 MEDIA = ("none", "cpu", "nvme")
-# What a process needs on a GPU beside its tensors: context, cuBLAS, and 0.3-0.5 GB for each of two NCCL communicators.
+# A process needs this on a GPU beside its tensors: context, cuBLAS, and 0.3-0.5 GB for each of two NCCL communicators.
 DEVICE_RESERVE = 2_000_000_000
 DEVICE_SHARE = 0.95
 HOST_SHARE = 0.9
@@ -62,7 +62,7 @@ class Hardware:
         return self.gpus * self.nodes
 
     def needs(self, plan: Plan) -> list[Need]:
-        """What `plan` needs of whatever has a known size."""
+        """Return what `plan` needs of each memory whose size is known."""
         needs = []
         if self.gpu_memory is not None and not self.on_host:
             usable = int(self.gpu_memory * DEVICE_SHARE) - DEVICE_RESERVE
@@ -73,7 +73,7 @@ class Hardware:
         return needs
 
     def misfit(self, plan: Plan) -> Need | None:
-        """What is short where `plan` does not fit."""
+        """Return the memory that is too small for `plan`; None if it fits."""
         return next((need for need in self.needs(plan) if need.nbytes > need.usable), None)
 
 
@@ -143,7 +143,7 @@ def resolve(
 def plan_all(
     raw: Mapping[str, Any], model: nn.Module, hardware: Hardware, profile: Profile | None, done: Done = ignore
 ) -> dict[Choice, Plan]:
-    """Plans of rank 0 for every choice that the configuration allows. `done` is told of each choice.
+    """Return rank 0's plan for every choice that the configuration allows. `done` is told of each choice.
 
     Raises ConfigError where it allows none.
     """

@@ -1,4 +1,4 @@
-"""What a rank will need, from the code that will allocate it.
+"""The memory that a rank will need, from the code that will allocate it.
 
 Units, layouts, padding, stores, gradient buffers, receive buffers and the optimizer's state are made by the engine's
 own functions, on the meta device (see `pretend`); a training step is replayed through the engine's own policies of
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def memory_peak(self) -> int:
-        """Of device and host together, over all phases."""
+        """The peak of device and host together, over all phases."""
         return max(self.phases.values())
 
 

@@ -105,7 +105,7 @@ class PretendedDisk(StagingStore):
 
     @property
     def staging_bytes(self) -> int:
-        """What the pool would hold: never more than its budget, nor, unless it is pinned, than there is to stage."""
+        """The bytes that the pool would hold: at most its budget and, unless it is pinned, what there is to stage."""
         if self._pinned:
             return page_rounded(self._pool_bytes)
         return min(self._pool_bytes, sum(map(page_rounded, self.usage().values())))

@@ -52,7 +52,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a micro-batch keeps beside parameters and what the engine makes of its gradients."""
+    """The memory of a micro-batch beside parameters and the engine's gradients."""
 
     events: tuple[Event, ...]
     batch: str  # shapes, for people
@@ -136,7 +136,7 @@ class _Recorder(OnDemandParams, PassEvents):
 
 
 class _Assumptions(TorchFunctionMode):
-    """Where a model looks at values, `all()` holds and `any()` does not: no padding, no packed sequences."""
+    """Answers for values that are not there: `all()` holds and `any()` does not, as without padding or packing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.all, torch.all, torch.Tensor.any, torch.any) and len(args) == 1 and not kwargs:

@@ -147,7 +147,7 @@ class _Acting:
 
 
 def _plain_events(built: BuiltUnits) -> list[Event]:
-    """Events of a model that was not profiled: every layer once, in order, and back."""
+    """Return events for a model that was not profiled: every layer once, in order, and back."""
     layers = [unit for unit in built.units if unit.kind is UnitKind.LAYER]
     root = next(unit for unit in built.units if unit.kind is UnitKind.ROOT)
     others = [unit for unit in built.units if unit.kind is UnitKind.PERSISTENT]

@@ -23,7 +23,7 @@ _BLOCK = "activation_checkpointing"
 
 @dataclass(frozen=True)
 class SavedInputsPlan:
-    """What the block does with a micro-batch: bytes on the host, and notes."""
+    """The effect of the block on a micro-batch: bytes on the host, and notes."""
 
     num_regions: int
     host: int = 0
@@ -31,7 +31,7 @@ class SavedInputsPlan:
 
 
 class PlannedCheckpointing:
-    """In the place of activations.active.Checkpointing: tensors have sizes only.
+    """The stand-in for activations.active.Checkpointing whose tensors have sizes only.
 
     Args:
         choices: What becomes of each region, by its number; none: what the settings say.
@@ -58,13 +58,13 @@ class PlannedCheckpointing:
         return _RegionHooks(self, number, places_inputs=places, keeps_graph=choice is Choice.KEEP)
 
     def measure(self, number: int, args: Any) -> contextlib.AbstractContextManager[None]:
-        """What is measured stays alive a while, so only where a budget asks, in a run whose peak is not used."""
+        """Measure a region, where a budget asks for it: what is measured stays alive a while and raises the peak."""
         if self._settings.activation_memory is None or self._choices is not None:
             return contextlib.nullcontext()
         return self._measured.measure(number, args)
 
     def region_sizes(self) -> list[RegionBytes]:
-        """After the backward."""
+        """Return the sizes of all regions, once the backward is over."""
         bodies = self._measured.measured_bodies()
         return [RegionBytes(inputs, bodies.get(number, 0)) for number, inputs in enumerate(self._inputs)]
 
@@ -111,7 +111,7 @@ class _RegionHooks:
 
 
 def choices_of(sizes: Sequence[RegionBytes], limit: int, *, on_host: bool) -> tuple[list[Choice] | None, str]:
-    """What a budget of `limit` bytes does with regions of these sizes, and a line for people."""
+    """Return what a budget of `limit` bytes does with regions of these sizes, and a line for people."""
     choices = choose(sizes, limit, can_offload=not on_host)
     if choices is None:
         smallest = least(sizes, can_offload=not on_host)

@@ -26,7 +26,7 @@ class _Reader:
 
 
 class PlannedStates:
-    """What ShardedOptimizer and HostAdam would hold for `built`, made by the parts that they are made of.
+    """The states that ShardedOptimizer and HostAdam would hold for `built`, made by the parts that they use.
 
     Args:
         stand_ins: By id of the model's parameter: the meta parameter in its place.
@@ -86,7 +86,7 @@ class PlannedStates:
 
     @property
     def state_bytes(self) -> int:
-        """As ShardedOptimizer.state_bytes()."""
+        """The bytes that ShardedOptimizer.state_bytes() would count."""
         held = 0
         if self._optimizer is not None:
             values = [value for state in self._optimizer.state.values() for value in state.values()]

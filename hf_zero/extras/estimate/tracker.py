@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class StorageTracker(TorchDispatchMode):
-    """Inside the `with` block, every storage that an operation returns counts from there until its last use.
+    """Counts every storage that an operation in the `with` block returns, from there until its last use.
 
     Shared memory counts once. What existed before is to be given to `ignore` (never counts) or `hold` (counts while
     it lives), because a view of it would look new.

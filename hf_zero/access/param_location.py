@@ -1,4 +1,4 @@
-"""Where hf_zero keeps a parameter (engine, unit, flat parameter), and checks of what is passed for it."""
+"""The location of a parameter (engine, unit, flat parameter), and checks of values that are passed for it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Target = nn.Module | nn.Parameter
 
 
 @dataclass(frozen=True)
-class Place(ParamPlace):
-    """Where hf_zero keeps a parameter."""
+class ParamLocation(ParamPlace):
+    """The location of a parameter that hf_zero manages."""
 
     engine: ZeroEngine
 
@@ -42,17 +42,17 @@ class Place(ParamPlace):
         return self.engine.optimizer
 
 
-def find_parameter(target: Target, name: str | None) -> Place | None:
-    """Where hf_zero keeps one parameter; None if it does not. Raises ConfigError for an unknown name."""
+def find_parameter(target: Target, name: str | None) -> ParamLocation | None:
+    """Return the location of a parameter, None if it is not managed; raise ConfigError for an unknown name."""
     param = plain_parameter(target, name)
     for engine in live_engines():
         if (place := ParamIndex(engine.units).get(param)) is not None:
-            return Place(place.unit, place.flat, place.index, engine)
+            return ParamLocation(place.unit, place.flat, place.index, engine)
     return None
 
 
 def plain_parameter(target: Target, name: str | None) -> nn.Parameter:
-    """The parameter that `target` and `name` stand for. Raises ConfigError for an unknown name."""
+    """Return the parameter that `target` and `name` stand for; raise ConfigError for an unknown name."""
     if name is not None and not isinstance(name, str):
         raise ConfigError(
             f"the name of a parameter is a text, and a {type(name).__name__} was given.\nThe name comes last: "
@@ -68,12 +68,12 @@ def plain_parameter(target: Target, name: str | None) -> nn.Parameter:
 
 
 def named_params(module: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters by plain name, tied ones by each of their names."""
+    """Return all parameters by plain name, tied ones by each of their names."""
     return {clean_name(path): param for path, param in module.named_parameters(remove_duplicate=False)}
 
 
 def params_named(module: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
-    """The parameters of these names. Raises ConfigError for unknown ones."""
+    """Return the parameters of these names; raise ConfigError for unknown ones."""
     known = named_params(module)
     engine = engine_of(module)
     if engine is not None and engine.module is not module:  # a wrapper around the model: its names count as well
@@ -104,8 +104,8 @@ def parameters_of(target: Target | Iterable[Target], names: Iterable[str] | None
 
 
 # -------------------------------------------------------------------- what is passed for it
-def managed_parameter(target: Target, name: str | None, what: str) -> Place:
-    """As `find_parameter`, but StateError for a parameter that hf_zero does not keep; `what` was called."""
+def managed_parameter(target: Target, name: str | None, what: str) -> ParamLocation:
+    """Return the location of one parameter; raise StateError, for the call `what`, if hf_zero does not manage it."""
     place = find_parameter(target, name)
     if place is None:
         raise StateError(f"{what} is for parameters that hf_zero manages, and this is a plain one: use torch's own")
@@ -113,7 +113,7 @@ def managed_parameter(target: Target, name: str | None, what: str) -> Place:
 
 
 def check_value(
-    place: Place,
+    place: ParamLocation,
     value: torch.Tensor | None,
     what: str,
     fits: Callable[[], None],
@@ -144,9 +144,11 @@ def check_value(
         )
 
 
-def _digest(place: Place, value: torch.Tensor) -> int:
-    """Of what is kept of a value: of the parameter's shape in the type of its master, which every device has; of a
-    number in fp64, on the host."""
+def _digest(place: ParamLocation, value: torch.Tensor) -> int:
+    """Return a digest of `value` as it will be stored, so that ranks can compare.
+
+    A tensor is digested in the dtype of its master, which every device has, and a number in fp64 on the host.
+    """
     if value.dim() == 0:
         kept = torch.full((1,), float(value), dtype=torch.float64, device="cpu")
     else:
