@@ -219,13 +219,13 @@ class CheckpointSection:
 class FlopsProfilerSection:
     """The `flops_profiler` block: operations and times of a step, module by module."""
 
-    enabled: bool = key("Count the operations of one step, and measure its modules' times.", Flag(False))
+    enabled: bool = key("Count the operations of one step by module, and measure its times.", Flag(False))
     profile_step: int = key("The step that is profiled, counted from 0.", Count(1))
     module_depth: int = key(
         "The depth to which the summary goes into the modules; -1 is the deepest.", Count(-1, low=-1)
     )
     top_modules: int = key("The number of modules that the summary names at each depth.", Count(1, low=1))
-    detailed: bool = key("Print the profile of every module after the summary.", Flag(True))
+    detailed: bool = key("Print the operations of every module after the summary.", Flag(True))
     output_file: str | None = key("The file that the profile is written to, in the place of standard output.", Text())
 
 
