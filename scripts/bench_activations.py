@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Parallel:
-    """What DeepSpeed asks of an `mpu`: both ranks have the same inputs."""
+    """The functions that DeepSpeed asks of an `mpu`: both ranks have the same inputs."""
 
     def get_model_parallel_group(self) -> Any:
         return dist.group.WORLD
@@ -173,7 +173,7 @@ class Bench:
         gc.collect()
 
     def measure(self, make: Callable[[], Any], want: list[torch.Tensor]) -> dict[str, float]:
-        """Of the second step inside a variant: the first one allocates."""
+        """Measure the second step inside a variant: the first one allocates."""
         found: dict[str, float] = {}
         before = benchlib.resident()
         with make() as checkpoint:

@@ -72,7 +72,7 @@ def cpu_seconds(who: int) -> float:
 
 @contextmanager
 def measured() -> Iterator[Figures]:
-    """Of what runs inside, on all ranks; the figures are there on exit."""
+    """Measure the block on all ranks; the figures are there on exit."""
     found: Figures = {}
     before, peak, ended = benchlib.resident(), [0], threading.Event()
 
@@ -96,7 +96,7 @@ def measured() -> Iterator[Figures]:
 
 
 def command(*words: str) -> Figures:
-    """Of a process, or several, given as words that "&&&" parts."""
+    """Measure a process, or several, given as words that "&&&" parts."""
     calls = [call.split("\0") for call in "\0".join(words).split("\0&&&\0")]
     cpu, start, peak = cpu_seconds(resource.RUSAGE_CHILDREN), time.perf_counter(), 0
     logs = [subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for call in calls]
@@ -178,7 +178,7 @@ class Ours:
         self.engine.load_checkpoint(str(folder), tag="t")
 
     def figures(self, folder: Path) -> tuple[dict[str, Figures], bool]:
-        """Of a save, a load from the disk and one from the page cache; whether the next losses stayed the same."""
+        """Measure a save, a load from the disk and one from the page cache; True if the next losses stayed."""
         with measured() as save:
             self.save(folder)
             if not self.syncs:
@@ -201,12 +201,12 @@ class Stage3(Ours):
 
 
 class InBackground(Stage3):
-    """With `checkpoint.async`: what a save keeps the training for. At stage 3 there is memory for the copy."""
+    """Measures how long a save in the background stops the training. At stage 3 there is memory for the copy."""
 
     in_background = True
 
     def figures(self, folder: Path) -> tuple[dict[str, Figures], bool]:
-        """Of the first save and of a later one, and of a copy of as many bytes in memory that was used before."""
+        """Measure the first save, a later one, and a copy of as many bytes in memory that was used before."""
         mine = self.engine.optimizer
         tensors = [*(param for group in mine.param_groups for param in group["params"])]
         tensors += [value for state in mine.state.values() for value in state.values() if value.numel() > 1]

@@ -91,7 +91,7 @@ def generate_all(variant: str, model: Any, batches: Sequence[torch.Tensor], new:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Of every variant and round the slowest rank's seconds and all ranks' CPU seconds; texts that are not plain's."""
+    """Measure every variant: the slowest rank's seconds, all ranks' CPU seconds, and texts that are not plain's."""
     size = ModelSize.of(args)
     models = {name: make_model(name, size) for name in args.variants}
     numel = sum(param.numel() for param in size.build().parameters())

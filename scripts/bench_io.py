@@ -67,7 +67,7 @@ def make_variants(path: Path, size: int, args: argparse.Namespace) -> dict[str, 
         f"hf_zero {engine}": ours(path, memory, engine) for engine in ("io_uring", "threads")
     }
     variants["hf_zero io_uring, small pages"] = ours(path, small_pages, "io_uring")
-    # As torch allocates: 64 bytes off, which the device does not take.
+    # Torch allocates 64 bytes off, which the device does not take.
     variants["hf_zero io_uring, unaligned"] = ours(path, memory[64 : size - 4096 + 64], "io_uring")
     if shutil.which("fio"):
         variants |= {f"fio {engine}": fio(path, size, engine) for engine in FIO_ENGINES}

@@ -115,7 +115,7 @@ def _anonymous_peak() -> int:
 
 # ---------------------------------------------------------------- in the launcher
 def fio_rates(args: argparse.Namespace) -> dict[str, float]:
-    """Bytes per second of sequential reads and writes, the median of three runs."""
+    """The bytes per second of sequential reads and writes, the median of three runs."""
     path = Path(args.folder) / "bench_offload.fio"
     rates: dict[str, list[float]] = {"write": [], "read": []}
     try:

@@ -229,7 +229,7 @@ def run_rank(args: argparse.Namespace) -> None:
 
 # -------------------------------------------------------------------- all variants
 def run_job(args: argparse.Namespace, variant: str, folder: Path) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Return the findings of each rank."""
     folder.mkdir(parents=True)
     python = args.peers_python if variant == "deepspeed" else sys.executable
     ranks = 1 if variant == "one process" else 2
@@ -273,7 +273,7 @@ def main() -> None:
 
 
 def cpu_of(name: str, rounds: list[dict[str, list[dict[str, Any]]]], micros: int) -> float | None:
-    """What a step takes by its order, of CPU seconds."""
+    """The CPU seconds that a step takes by its order."""
     from hf_zero.extras.pipeline.stage_schedules import Kind, order_of, published_1f1b, simulate
 
     schedule = name.partition(" ")[0]

@@ -171,7 +171,7 @@ def make_variant(name: str, size: ModelSize, args: argparse.Namespace) -> Torch 
 
 # ---------------------------------------------------------------- in a rank
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that a rank measures; variants are named "variant", with --per-layer "variant/layers"."""
+    """Measure on a rank; variants are named "variant", with --per-layer "variant/layers"."""
     sizes = {"": ModelSize.of(args)}
     if args.per_layer:
         sizes = {f"/{size.layers}": size for size in LAYER_CUTS}
@@ -266,7 +266,7 @@ def header(args: argparse.Namespace, numel: dict[str, int]) -> list[str]:
 
 
 def per_layer_table(args: argparse.Namespace, series: dict[str, Series]) -> list[str]:
-    """What a variant takes beyond plain, at both depths and per layer (the slope between them)."""
+    """The time of a variant beyond plain, at both depths and per layer (the slope between them)."""
     few, many = (size.layers for size in LAYER_CUTS)
     head = ["variant", *(f"{n} layers ms" for n in (few, many)), *(f"over plain, {n}" for n in (few, many))]
     head += ["ms per layer", "CPU ms per layer", *(f"{name} CPU ms" for name in benchlib.PASSES)]
@@ -297,7 +297,7 @@ def per_layer_table(args: argparse.Namespace, series: dict[str, Series]) -> list
 
 
 def _own_python(args: argparse.Namespace, series: dict[str, Series]) -> list[str]:
-    """What a variant takes beyond hooks that do nothing and copies of the gradients, beside the aim."""
+    """The time of a variant beyond hooks that do nothing and copies of the gradients, beside the aim."""
     lines = [f"beyond bare hooks and their copies, CPU ms per layer (aim: at most {LAYER_AIM_MS} in each pass):"]
     for name in args.variants:
         if name not in ("plain", "hooks"):

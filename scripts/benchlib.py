@@ -96,7 +96,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> str:
 
 
 def run_rank(work: Callable[[], Any], device: str = "cpu") -> None:
-    """What a rank does: join the group, work, leave. Rank 0's result goes to the launcher.
+    """Join the group, work, and leave, as a rank. Rank 0's result goes to the launcher.
 
     `device`: "cpu" (gloo), "accelerator" (each rank its own, with its backend), or "lag", to rehearse that.
     """
@@ -125,7 +125,7 @@ def join(device: str) -> None:
 
 
 def compute_device(device: str) -> torch.device:
-    """That of this rank, once it has joined."""
+    """The device of this rank, once it has joined."""
     return torch.device("cpu") if device == "cpu" else _accelerator()
 
 
@@ -267,7 +267,7 @@ PASSES = ("forward", "backward", "update")
 
 @dataclasses.dataclass
 class Series:
-    """What was measured of one variant: on one rank, and after `over_ranks` on all of them."""
+    """The measures of one variant: on one rank, and after `over_ranks` on all of them."""
 
     wall_s: list[list[float]] = dataclasses.field(default_factory=list)  # [round][step]; the slowest rank's
     passes_s: list[list[list[float]]] = dataclasses.field(default_factory=list)  # [round][step][PASSES], CPU
@@ -284,7 +284,7 @@ class Series:
         return min(step[number] for steps in self.passes_s for step in steps)
 
     def mean_round_s(self) -> list[float]:
-        """As `round_s`, but by the mean: where work of one step is done in another one."""
+        """The mean of every round, for variants where work of one step is done in another one."""
         return [statistics.mean(steps) for steps in self.wall_s]
 
     def step_s(self) -> float:
@@ -300,7 +300,7 @@ def measure_in_turn(
     warmup: int,
     say: Callable[[str], None],
 ) -> dict[str, Series]:
-    """Per round every variant takes `steps` steps, in reversed order every other round. All ranks must call."""
+    """Let every variant take `steps` steps per round, in reversed order every other round. All ranks must call."""
     series = {name: Series() for name in variants}
     for name, variant in variants.items():
         for _ in range(warmup):
@@ -371,13 +371,13 @@ def _over_ranks(mine: Series) -> Series:
 
 
 def _busy_s() -> float:
-    """Seconds that the cores of this machine have worked since boot."""
+    """The seconds that the cores of this machine have worked since boot."""
     user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split(maxsplit=8)[1:8])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def cores_of_others(series: Iterable[Series]) -> float:
-    """Cores that anything else on the machine kept busy meanwhile: the noise of the run. Median over blocks."""
+    """The cores that others kept busy meanwhile: the noise of the run. Median over blocks."""
     blocks = [
         (busy - cpu) / statistics.mean(wall)
         for one in series
@@ -387,7 +387,7 @@ def cores_of_others(series: Iterable[Series]) -> float:
 
 
 def nbytes(tensors: Iterable[Any]) -> int:
-    """Bytes of memory behind `tensors` on this rank, shared memory once; DTensors count their local part."""
+    """The bytes of memory behind `tensors` on this rank, shared memory once; DTensors count their local part."""
     seen: dict[int, int] = {}
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):

@@ -52,7 +52,7 @@ class Blocks(nn.Module):
 
 @contextmanager
 def calls_of_hf_zero() -> Iterator[list[list[str]]]:
-    """What this thread calls of hf_zero inside: per call from outside of it the functions, indented by depth."""
+    """Record the calls of hf_zero that this thread makes in the block: per call from outside, indented by depth."""
     trees: list[list[str]] = []
     depth = 0
 
@@ -128,7 +128,7 @@ def files(calls: list[str]) -> set[str]:
 
 
 def way(calls: list[str]) -> list[int]:
-    """Which of `calls` (indented by depth) lead to the ends of the way, and those."""
+    """The indices of those `calls` (indented by depth) that lead to the ends of the way, and of the ends."""
     found: list[int] = []
     above: list[int] = []
     for at, call in enumerate(calls):

@@ -27,7 +27,7 @@ Counts = dict[str, int]  # by function
 
 
 def counted(call: Any, *args: Any) -> tuple[Any, Counts]:
-    """What `call` returns, and the bytecodes that it took by function."""
+    """Return the result of `call`, and the bytecodes that it took by function."""
     found: collections.Counter[str] = collections.Counter()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -46,7 +46,7 @@ def counted(call: Any, *args: Any) -> tuple[Any, Counts]:
 
 
 def passes_of(name: str, layers: int, args: argparse.Namespace) -> list[Counts]:
-    """Bytecodes of a step by pass; all ranks must call."""
+    """The bytecodes of a step by pass; all ranks must call."""
     size = benchlib.ModelSize(hidden=32, intermediate=48, layers=layers, heads=4, vocab=64)
     variant = bench_step.make_variant(name, size, args)
     found: list[Counts] = []
@@ -64,7 +64,7 @@ def passes_of(name: str, layers: int, args: argparse.Namespace) -> list[Counts]:
 
 
 def per_layer(name: str, args: argparse.Namespace) -> list[dict[str, float]]:
-    """By pass and function: bytecodes that a further layer costs."""
+    """The bytecodes that a further layer costs, by pass and function."""
     few, many = (passes_of(name, layers, args) for layers in _DEPTHS)
     more = _DEPTHS[1] - _DEPTHS[0]
     return [

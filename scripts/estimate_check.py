@@ -28,9 +28,9 @@ MEDIA = ("none", "cpu", "nvme")
 
 
 def live_bytes() -> int:
-    """Memory that the tensors span that Python reaches, on any device, shared memory once.
+    """The bytes that the tensors span that Python reaches, on any device, shared memory once.
 
-    Not the whole of their storages: a block on huge pages has up to 2 MB before or after it that nobody touches.
+    Their storages are larger: a block on huge pages has up to 2 MB before or after it that nobody touches.
     """
     gc.collect()
     spans: dict[int, tuple[int, int]] = {}

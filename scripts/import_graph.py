@@ -52,7 +52,7 @@ def import_graph(root: Path) -> Graph:
 
 
 def circles(graph: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
-    """Sets of rooms that reach each other, as sorted lists."""
+    """The sets of rooms that reach each other, as sorted lists."""
     reach = {room: _reachable(graph, room) for room in graph}
     groups = {tuple(sorted(other for other in reach[room] if room in reach.get(other, ()))) for room in graph}
     return [list(group) for group in sorted(groups) if group]
@@ -70,7 +70,7 @@ def _reachable(graph: Mapping[str, Mapping[str, int]], start: str) -> set[str]:
 
 
 def floors(graph: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Of every room; rooms of a circle share one."""
+    """The floor of every room; rooms of a circle share one."""
     in_circle = {room: tuple(group) for group in circles(graph) for room in group}
     known: dict[str, int] = {}
 

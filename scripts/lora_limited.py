@@ -57,7 +57,7 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
         for param in model.parameters():
             param.data = param.data.clone()  # memory of its own, as training needs
         return {"fits": True}
-    # Where memory is short: only the next layer is gathered ahead, which a size below a layer's says.
+    # Memory is short: only the next layer is gathered ahead, which a size below a layer's says.
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 1e6}
     config = {"zero_optimization": zero, "gather_for_generation": "stream"}
     hf_zero.enable(config)

@@ -1,4 +1,4 @@
-"""What GPUs show of hf_zero, as a table: scripts/smoke.sh sets up and starts this.
+"""Shows what hf_zero does on GPUs, as a table: scripts/smoke.sh sets up and starts this.
 
     python scripts/smoke.py                  # one GPU, 8 minutes; exit status 1 if anything is not as it should be
     python scripts/smoke.py --ranks 0        # all GPUs of the host, over their own backend, 10 minutes

@@ -19,12 +19,12 @@ CLONE = Path(__file__).resolve().parents[2]
 
 
 def cache_dir() -> Path:
-    """Where prepared models are kept: $HF_ZERO_CACHE, else ~/.cache/hf_zero."""
+    """The folder of prepared models: $HF_ZERO_CACHE, else ~/.cache/hf_zero."""
     return Path(os.environ.get("HF_ZERO_CACHE") or Path.home() / ".cache" / "hf_zero").absolute()
 
 
 def prepared_path(name: str, layers: int | None) -> Path | None:
-    """Where the prepared model lies or will lie; None for a model that is used as it is."""
+    """The folder of the prepared model, which may not be there yet; None for a model that is used as it is."""
     if name != PACKAGED and layers is None:
         return None
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")
@@ -32,7 +32,7 @@ def prepared_path(name: str, layers: int | None) -> Path | None:
 
 
 def resolve_model(name: str = PACKAGED, layers: int | None = None) -> str:
-    """What to give to `from_pretrained`. Makes the model first where that is needed and was not done before.
+    """Return what `from_pretrained` is to load. Makes the model first where that is needed and was not done before.
 
     Any number of ranks may call it at once: one of them makes the model, the others wait for it.
 

@@ -76,7 +76,7 @@ def load_packaged() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)
     quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype=torch.float32)
 
-    # What was loaded counts as quantized and refuses to be saved, so its (dequantized) weights go into a plain model.
+    # The loaded model counts as quantized and refuses to be saved, so its (dequantized) weights go into a plain model.
     settings = quantized.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version"):
         settings.pop(key, None)

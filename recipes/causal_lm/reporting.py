@@ -1,4 +1,4 @@
-"""What a run of this recipe shows while it runs, and the summary.json that it leaves in its output folder."""
+"""Shows the progress of a run of this recipe, and writes the summary.json of its output folder."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ TOLERANCE = {False: 1e-4, True: 2e-2}
 
 
 def mean_loss(model: Any, blocks: Blocks, batch_size: int) -> float:
-    """Per token, over all blocks, which are of equal length."""
+    """The mean loss per token, over all blocks, which are of equal length."""
     model.eval()
     total = 0.0
     with torch.no_grad():

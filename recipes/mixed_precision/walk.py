@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Findings:
-    """What the walk shows. Sizes in MB of 2 ** 20 bytes, changes as the largest of any weight of w1."""
+    """The findings of the walk: sizes in MB of 2 ** 20 bytes, changes as the largest of any weight of w1."""
 
     master_mb: float
     both_mb: float

@@ -46,5 +46,5 @@ def layers_of(config: GPT2Config) -> list[LayerSpec]:
 
 
 def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Of the next token, where there is one; padding is -100 in the labels."""
+    """The loss of the next token, where there is one; padding is -100 in the labels."""
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), ignore_index=-100)

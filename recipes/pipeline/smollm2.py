@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
 
 
 def micro_batches(args: argparse.Namespace, folder: str) -> list[list[Micro]]:
-    """By step."""
+    """Return the micro-batches of every step."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     wanted = args.steps * args.micros
     blocks, _ = load_blocks(
@@ -75,7 +75,7 @@ def pipeline(args: argparse.Namespace, folder: str, data: list[list[Micro]]) -> 
 
 
 def with_ddp(args: argparse.Namespace, folder: str, data: list[list[Micro]]) -> tuple[Iterator[float], int]:
-    """As `pipeline`: every rank has the whole model, and a share of the micro-batches."""
+    """Train without a pipeline: every rank has the whole model, and a share of the micro-batches."""
     model = DistributedDataParallel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train())
     optimizer = adam(args, model.parameters())
 

@@ -32,7 +32,7 @@ ALONE = "one process"
 
 @dataclass
 class Run:
-    """What one schedule came to."""
+    """The results of one schedule."""
 
     losses: list[float]
     seconds: float  # of a step: the fastest

@@ -40,7 +40,7 @@ SWAP = "outputs/zero_inference"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank did."""
+    """The work of one rank."""
 
     written: list[Written]
     load_s: float
@@ -57,7 +57,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
 
 def load(source: str, dtype: str, config: dict[str, Any]) -> hf_zero.ZeroEngine:
     """The model under an engine for inference. All ranks must call."""
-    # Before the model: from_pretrained then builds it in shards, and no rank ever holds all of it.
+    # This comes before the model: from_pretrained then builds it in shards, and no rank ever holds all of it.
     hf_zero.HfZeroConfig(config)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     # Without an optimizer the engine keeps no gradients and no master weights.

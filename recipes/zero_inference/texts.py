@@ -16,14 +16,14 @@ Batch = list[str]
 
 
 def peak_memory() -> int:
-    """Bytes that this process held at most, imports included. Not getrusage's: that counts the parent's peak too."""
+    """The most bytes that this process held, imports included. getrusage's figure counts the parent's peak too."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 @dataclass(frozen=True)
 class Written:
-    """What became of one prompt."""
+    """The text that was written to one prompt."""
 
     prompt: str
     text: str  # without the prompt and the special tokens
@@ -32,7 +32,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Options:
-    """How to generate; the names are those of transformers' `generate`."""
+    """The options of generate; the names are those of transformers' `generate`."""
 
     max_new_tokens: int
     do_sample: bool
@@ -61,7 +61,7 @@ def prepare_tokenizer(tokenizer: Any) -> Any:
 
 
 def deal(prompts: Sequence[str], world_size: int, batch_size: int) -> list[list[Batch]]:
-    """By rank, the batches of its prompts: prompt i belongs to rank i modulo `world_size`. Ranks may get none."""
+    """Return the batches of every rank: prompt i belongs to rank i modulo `world_size`. Ranks may get none."""
     shares = [list(prompts[rank::world_size]) for rank in range(world_size)]
     return [[share[at : at + batch_size] for at in range(0, len(share), batch_size)] for share in shares]
 
@@ -69,7 +69,7 @@ def deal(prompts: Sequence[str], world_size: int, batch_size: int) -> list[list[
 def write(model: Any, tokenizer: Any, batch: Batch, options: Options, *, number: int) -> list[Written]:
     """Let `model` go on from each prompt of `batch`, the `number`-th of this run: its seed comes from the number."""
     prompts = [_render(tokenizer, prompt) for prompt in batch] if options.chat else batch
-    # What the template makes has its special tokens already.
+    # The text of the template has its special tokens already.
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not options.chat)
     inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
     torch.manual_seed(options.seed + number)

@@ -49,7 +49,7 @@ def show(steps: Sequence[int], results: Sequence[Result]) -> None:
 
 
 def verdict(plain: Result, other: Result) -> str:
-    """How the losses of `other` compare with those of `plain`, in one sentence."""
+    """Compare the losses of `other` with those of `plain` in one sentence."""
     pairs = list(zip(plain.losses, other.losses, strict=True))
     largest = max(abs(one - two) for one, two in pairs)
     differing = sum(one != two for one, two in zip(plain.printed(), other.printed(), strict=True))

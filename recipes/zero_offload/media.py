@@ -1,4 +1,4 @@
-"""On which medium the bytes of a run are: device, host or disk, of every rank."""
+"""Finds the medium of the bytes of a run: device, host or disk, of every rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Media:
         return "".join(f"{megabytes(number):>12}" for number in sums)
 
     def left_device(self) -> str:
-        """What is not on the device, and where it is."""
+        """The kinds of memory that are not on the device, with their media."""
         texts = []
         for name, kinds in (("host", self.host), ("disk", self.disk)):
             held = [f"{KINDS.get(kind, kind)} {megabytes(number)}" for kind, number in kinds.items() if number]

@@ -58,7 +58,7 @@ class OffloadArguments:
 
 @dataclass(frozen=True)
 class Job:
-    """What all runs of one command share."""
+    """The settings that all runs of one command share."""
 
     namespace: argparse.Namespace
     options: OffloadArguments
@@ -97,7 +97,7 @@ def make_trainer(job: Job, args: TrainingArguments, timer: StepTimer, *, optimiz
 
 
 def media_of(trainer: Trainer) -> list[Media]:
-    """By rank. All ranks must call."""
+    """Return the media of every rank. All ranks must call."""
     engine = engine_of(trainer.model)
     assert engine is not None  # it has trained
     everyone: list[Media] = gather_object([measure(engine)])

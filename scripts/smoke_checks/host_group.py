@@ -65,7 +65,7 @@ class HostGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Where torch puts the bytes of objects."""
+        """The devices on which torch puts the bytes of objects."""
         return [torch.device(self._device.type)]
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> HostWork:

@@ -20,7 +20,7 @@ LIMIT_S = 30.0
 
 
 def train_until_killed(task: Task, setting: Setting, device: str, mark: Path) -> None:
-    """On every rank: the last one is killed inside its third step, at a layer's forward."""
+    """Train on every rank: the last one is killed inside its third step, at a layer's forward."""
     hf_zero.init_distributed()
     engine = task.start(setting, device)
     run_steps(engine, task, range(2))

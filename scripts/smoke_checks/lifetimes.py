@@ -11,7 +11,7 @@ from smoke_checks.training import TOLERANCE, Task, difference, run_steps, train
 
 RESUMED = (Setting(0), Setting(2), Setting(3), Setting(2, "cpu"), Setting(3, "cpu+cpu"), Setting(3, "nvme+nvme"))
 REPLACED = (Setting(0), Setting(3), Setting(3, "cpu+cpu"), Setting(3, "nvme+nvme"))
-# What libraries take once in a process (workspaces) is no leak.
+# Libraries take memory once in a process (workspaces): that is no leak.
 ONCE_BYTES = 64 << 20
 
 

@@ -39,7 +39,7 @@ def _row(task: Task, setting: Setting, device: str) -> Row:
 
 
 def plan(task: Task, setting: Setting) -> Any:
-    """Of the only rank."""
+    """The plan of the only rank."""
     from hf_zero.config import ZeroConfig
     from hf_zero.estimate import measure, plan_model
 

@@ -34,7 +34,7 @@ def save(task: Task, device: str) -> Iterator[Row]:
 
 
 def resume(task: Task, device: str) -> Iterator[Row]:
-    """On every rank, of another number."""
+    """Resume on every rank, of another number."""
     hf_zero.init_distributed()
     task, steps = replace(task, same_data=True), task.shape.steps
     for number, setting in enumerate(task.of(SETTINGS)):

@@ -11,7 +11,7 @@ from smoke_checks.training import TOLERANCE, Task, difference, of_all_ranks, tra
 
 
 def check(task: Task, device: str, world_size: int) -> Iterator[Row]:
-    """On every rank; all get the same rows."""
+    """Yield the rows on every rank; all get the same ones."""
     expected = train_by_torch(task, world_size)
     for setting in task.of(Setting(stage, medium) for stage, media in MEDIA.items() for medium in media):
         if not setting.is_delayed:

@@ -23,7 +23,7 @@ def check(task: Task, device: str) -> Iterator[Row]:
 
 
 def _row(task: Task, setting: Setting, device: str, by_torch: list[float]) -> Row:
-    """Beside torch alone; delayed updates and 16-bit types are hf_zero's own, so beside it on the CPU."""
+    """Compare with torch alone; delayed updates and 16-bit types are hf_zero's own, so with it on the CPU."""
     alike = setting.precision == "fp32" and not setting.is_delayed
     expected = by_torch if alike else train_on_the_cpu(task, setting)
     trained = train(task, setting, device, count_waits=True)
@@ -37,7 +37,7 @@ def _row(task: Task, setting: Setting, device: str, by_torch: list[float]) -> Ro
 
 
 def unseen(can_count: bool) -> Iterator[Row]:
-    """What this check does not see there."""
+    """The rows that this check does not see there."""
     if not can_count:
         yield Row("waits of the host", NOT_SEEN, "torch counts them on CUDA only")
 

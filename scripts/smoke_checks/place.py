@@ -42,7 +42,7 @@ def put(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def on_the_cpu() -> Iterator[None]:
-    """Engines that are made inside compute on the CPU."""
+    """Let engines that are made inside compute on the CPU."""
     before = os.environ.get("ACCELERATE_USE_CPU")
     os.environ["ACCELERATE_USE_CPU"] = "true"
     try:
@@ -55,7 +55,7 @@ def on_the_cpu() -> Iterator[None]:
 
 
 def allocated() -> int:
-    """Bytes of tensors on the device; what is garbage has gone before."""
+    """The bytes of tensors on the device, without garbage."""
     for _ in range(3):  # a thread, or an object that had to go first, may hold things at the first
         gc.collect()
     torch.accelerator.synchronize()
@@ -63,7 +63,7 @@ def allocated() -> int:
 
 
 def reports(name: str) -> list[str]:
-    """Mistakes that the lag device has found since the last call; none from other devices, which look for none."""
+    """The mistakes that the lag device has found since the last call; none from other devices, which look for none."""
     if name != LAG:
         return []
     from tests.lag import device
@@ -73,7 +73,7 @@ def reports(name: str) -> list[str]:
 
 
 def facts(name: str) -> dict[str, Any]:
-    """What a reader has to know of the machine."""
+    """The facts that a reader has to know of the machine."""
     import transformers
 
     import hf_zero

@@ -22,7 +22,7 @@ STACKS_TAKE_S = 5  # for a rank that is killed to print its stacks
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended."""
+    """The end of a rank."""
 
     status: int | None  # None: it had to be killed
     seconds: float  # from the start
@@ -30,7 +30,7 @@ class Ended:
 
 
 def environment() -> dict[str, str]:
-    """For processes of the smoke runs."""
+    """The environment of processes of the smoke runs."""
     paths = [str(REPOSITORY), str(REPOSITORY / "scripts"), os.environ.get("PYTHONPATH", "")]
     given = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
     return {**os.environ, **given, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}

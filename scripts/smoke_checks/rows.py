@@ -1,4 +1,4 @@
-"""What a smoke run has seen: one row for each thing, the table of them, and the section that RESULTS.md gets."""
+"""The findings of a smoke run: one row for each thing, the table of them, and the section that RESULTS.md gets."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def as_section(title: str, facts: dict[str, Any], command: str, rows: Sequence[R
 
 
 def set_variables() -> str:
-    """Those of the environment that change what a GPU does."""
+    """The variables of the environment that change what a GPU does."""
     names = sorted(name for name in os.environ if name.startswith(_SHOWN_VARIABLES))
     return " ".join(f"{name}={os.environ[name]}" for name in names) or "none"

@@ -75,7 +75,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the batches and steps."""
+    """The shape of the batches, and the number of steps."""
 
     micro_batch: int = 2
     tokens: int = 32

@@ -12,7 +12,7 @@ from smoke_checks.training import Task
 
 
 def check(task: Task, device: str) -> Iterator[Row]:
-    """On every rank."""
+    """Check over_ranks on one device; every rank yields the rows."""
     host_group.register()
     # This run is to show what is refused otherwise.
     comm.refuse_shared_device = lambda device: None  # type: ignore[assignment]

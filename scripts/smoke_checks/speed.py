@@ -1,4 +1,4 @@
-"""Tokens per second of offload to the host, beside DeepSpeed's where that is installed. Nothing is judged."""
+"""The tokens per second of offload to the host, beside DeepSpeed's where that is installed. Nothing is judged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_theirs(task: Task, device: str) -> Iterator[Row]:
 
 
 def _timed(task: Task, engine: Any, finish: Callable[[], None]) -> str:
-    """Tokens per second of the steps after those to warm up."""
+    """The tokens per second of the steps after those to warm up."""
     shape, started, done = task.shape, 0.0, 0
     for step in range(WARM_UP + shape.steps):
         if step == WARM_UP:

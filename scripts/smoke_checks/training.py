@@ -22,7 +22,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 
 @dataclass
 class Trained:
-    """Of this rank."""
+    """The training of this rank."""
 
     losses: list[float] = field(default_factory=list)  # of every micro-batch
     waits: waits.Waits = field(default_factory=waits.Waits)  # of the last step
@@ -40,7 +40,7 @@ class Task:
     brief: bool = False  # train a few of the settings, to rehearse
 
     def of(self, settings: Iterable[Setting]) -> Iterator[Setting]:
-        """Those of `settings` that the task trains: all, or those that stand for others."""
+        """Yield those `settings` that the task trains: all, or those that stand for others."""
         return (setting for setting in settings if not self.brief or setting in BRIEF)
 
     def batch(self, rank: int, number: int) -> dict[str, torch.Tensor]:
@@ -93,7 +93,7 @@ def train(task: Task, setting: Setting, device: str, *, count_waits: bool = Fals
 
 
 def wrong_waits(trained: Trained, setting: Setting) -> str:
-    """Where the host should not have waited, in words; empty if all is right."""
+    """The places where the host should not have waited, in words; empty if all is right."""
     return waits.wrong(trained.waits, offloaded=setting.is_offloaded, pinned=setting.pin)
 
 

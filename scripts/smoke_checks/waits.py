@@ -1,4 +1,4 @@
-"""Where the host waited for the device: counted by place, on CUDA and on the lag device.
+"""The places where the host waited for the device: counted by place, on CUDA and on the lag device.
 
 CUDA's mode "error" would end a run at the first place; here the mode "warn" names all of them, and a place that is not
 in EXPECTED fails the run. Not all waits are seen: the mode knows of blocking copies and streams, not of events.
@@ -88,7 +88,7 @@ def _place() -> str:
 
 
 def wrong(found: Waits, *, offloaded: bool, pinned: bool) -> str:
-    """What is not as EXPECTED, in words; empty if nothing is. Waits of the model's own code are its own affair."""
+    """The differences from EXPECTED, in words; empty if none. Waits of the model's own code do not count."""
     allowed = set(EXPECTED) if offloaded else {VOTE}
     if offloaded and not pinned:
         allowed.update(PAGEABLE)
