@@ -170,7 +170,7 @@ def test_peers_are_not_read_where_a_process_has_no_functions_by_name(monkeypatch
     peers._reader.cache_clear()
     monkeypatch.setattr(peers.ctypes, "CDLL", no_null)
     try:
-        assert peers.PeerMemory().card() is None
+        assert peers.PeerMemory().identity() is None
     finally:
         peers._reader.cache_clear()
 

@@ -47,7 +47,7 @@ from hf_zero.checkpoint.writer import (
 )
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.process_end import Turn, end_with_python
-from hf_zero.distributed.store_protocol import Letters, LostRankError
+from hf_zero.distributed.store_protocol import LostRankError, MessageBox
 from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Job:
 
 
 class BackgroundSaves:
-    """The saves of one engine. A Rider: see Comm.add_rider. All ranks must call each method but `when_published`."""
+    """The saves of one engine, a VoteItem. All ranks must call each method but `when_published`."""
 
     def __init__(self, comm: Comm, *, pin: bool) -> None:
         self._memory = SnapshotMemory(comm.device, pin=pin)
@@ -90,7 +90,7 @@ class BackgroundSaves:
         self._comm = comm
         self._running: _Save | None = None
         self._all_through = False
-        comm.add_rider(self)
+        comm.add_vote_item(self)
 
     def prepare(self, nbytes: int) -> None:
         """Take memory for the first `copy` beside the training. Not of all ranks."""
@@ -113,11 +113,11 @@ class BackgroundSaves:
         self._sigterm.wait_for(self._running)
         self._running.start()
 
-    def note(self) -> float:
+    def own_value(self) -> float:
         return _UNDER_WAY if self._running is None or not self._running.is_through else _THROUGH
 
-    def hear(self, notes: list[float]) -> None:
-        self._all_through = all(note == _THROUGH for note in notes)
+    def on_vote(self, values: list[float]) -> None:
+        self._all_through = all(value == _THROUGH for value in values)
 
     def after_step(self) -> None:
         """Raise CheckpointError, on all ranks in the same step, if a save has failed."""
@@ -145,7 +145,7 @@ class BackgroundSaves:
 
     def close(self) -> None:
         """End the saves of this engine; `finish` comes before."""
-        self._comm.remove_rider(self)
+        self._comm.remove_vote_item(self)
         self._memory.free()
 
 
@@ -189,7 +189,7 @@ class _Save(threading.Thread):
         super().__init__(name="hf_zero-save", daemon=True)
         self._job = job
         self._written = written  # called when this rank's copy has been read, or will not be
-        self._letters = comm.letters()
+        self._box = comm.message_box()
         self._timeout_s = comm.timeout_s
         self._is_awaited = threading.Event()  # by the main thread
         self._is_left = False
@@ -234,8 +234,8 @@ class _Save(threading.Thread):
             if waits_since is not None:
                 if now > max(leave_at, waits_since + self._timeout_s) + _LATE_S:
                     self._leave(f"the key-value store has not answered for {now - waits_since:.0f} s")
-            elif self._letters is not None and self._letters.has(_GIVEN_UP):
-                self._leave(_reason(self._letters))
+            elif self._box is not None and self._box.has(_GIVEN_UP):
+                self._leave(_reason(self._box))
             elif now > say_at:
                 say_at += _SAY_EVERY_S
                 logger.warning("rank %d: the save of %s still writes this rank's file", self._rank, self._job.folder)
@@ -254,40 +254,40 @@ class _Save(threading.Thread):
 
     def _save(self) -> str:
         """Save, and return why that failed, the same on all ranks, or nothing."""
-        if self._letters is None:
+        if self._box is None:
             record, problem = self._write()
             return self._commit([record], problem)
-        self._wait_for_copies(self._letters)
+        self._wait_for_copies(self._box)
         record, problem = self._write()
-        self._letters.send(f"wrote/{self._rank}", pickle.dumps((record, problem)))
+        self._box.send(f"wrote/{self._rank}", pickle.dumps((record, problem)))
         if self._rank != 0:
             if self._rank in self._others:
-                self._follow(self._letters)
-            outcome = self._receive(self._letters, {_OUTCOME: 0}, "said whether it is saved")[0].decode()
-            self._letters.send(f"heard/{self._rank}", b"1")
+                self._follow(self._box)
+            outcome = self._receive(self._box, {_OUTCOME: 0}, "said whether it is saved")[0].decode()
+            self._box.send(f"heard/{self._rank}", b"1")
             return outcome
         wrote = {f"wrote/{rank}": rank for rank in self._ranks}
-        answers = map(pickle.loads, self._receive(self._letters, wrote, "written their files"))
+        answers = map(pickle.loads, self._receive(self._box, wrote, "written their files"))
         records, problems = zip(*answers, strict=True)
-        given_up = _reason(self._letters) if self._letters.has(_GIVEN_UP) else ""
+        given_up = _reason(self._box) if self._box.has(_GIVEN_UP) else ""
         outcome = self._commit(records, "\n".join(filter(None, [*problems, given_up])))
-        self._letters.send(_OUTCOME, outcome.encode())
-        self._wait_for_readers(self._letters)
+        self._box.send(_OUTCOME, outcome.encode())
+        self._wait_for_readers(self._box)
         return outcome
 
-    def _wait_for_copies(self, letters: Letters) -> None:
+    def _wait_for_copies(self, box: MessageBox) -> None:
         """Wait until all ranks have copied: writing now would slow down copies that still block training."""
         try:
-            letters.send(f"copied/{self._rank}", b"1")
-            self._receive(letters, {f"copied/{rank}": rank for rank in self._ranks}, "copied what they save")
+            box.send(f"copied/{self._rank}", b"1")
+            self._receive(box, {f"copied/{rank}": rank for rank in self._ranks}, "copied what they save")
         except LostRankError:
             self._written()
             raise
 
     def _receive(
-        self, letters: Letters, subjects: Mapping[str, int], what: str, *, gives_up: bool = True
+        self, box: MessageBox, subjects: Mapping[str, int], what: str, *, gives_up: bool = True
     ) -> list[bytes]:
-        """Receive letters. `subjects` says which rank sends each, and `what` says what that rank has done then."""
+        """Receive messages. `subjects` says which rank sends each, and `what` says what that rank has done then."""
         began = self._waits_since = time.monotonic()
         say_after = self._timeout_s
 
@@ -296,19 +296,19 @@ class _Save(threading.Thread):
             waited = time.monotonic() - began
             if waited < self._timeout_s:
                 return
-            if gives_up and letters.has(_GIVEN_UP):
-                raise LostRankError(_reason(letters))
-            missing = sorted({rank for subject, rank in subjects.items() if not letters.has(subject)})
+            if gives_up and box.has(_GIVEN_UP):
+                raise LostRankError(_reason(box))
+            missing = sorted({rank for subject, rank in subjects.items() if not box.has(subject)})
             text = f"rank(s) {missing} have not {what} for {waited:.0f} s (stopped, or a disk that hangs)"
             if missing and self._is_awaited.is_set():
                 if gives_up:
-                    letters.send(_GIVEN_UP, text.encode())
+                    box.send(_GIVEN_UP, text.encode())
                 raise LostRankError(text)
             if missing and waited >= say_after:
                 say_after = waited + _SAY_EVERY_S
                 logger.warning("rank %d: the save of %s waits: %s", self._rank, self._job.folder, text)
 
-        received = letters.receive(list(subjects), on_wait)
+        received = box.receive(list(subjects), on_wait)
         self._waits_since = None
         return received
 
@@ -329,26 +329,26 @@ class _Save(threading.Thread):
             except Exception as error:  # the others wait to hear of it, whatever it is
                 problem = f"rank 0: {_text(error)}"
         for phase in (_PREPARE, _PUBLISH, _FOLLOW_UP):
-            if self._letters is not None and self._others:
-                self._letters.send(phase, pickle.dumps((whole, problem)))
+            if self._box is not None and self._others:
+                self._box.send(phase, pickle.dumps((whole, problem)))
             if problem or whole is None:
                 self._discard()
                 return f"{self._job.folder} was not saved in the background: {problem}"
             problems = [self._do(phase, whole)]
-            if self._letters is not None and self._others:
+            if self._box is not None and self._others:
                 followed = {f"{phase}/{rank}": rank for rank in self._others}
-                problems += [one.decode() for one in self._receive(self._letters, followed, f"answered {phase!r}")]
+                problems += [one.decode() for one in self._receive(self._box, followed, f"answered {phase!r}")]
             problem = "\n".join(filter(None, problems))
         return f"{self._job.folder} was saved; then {problem}" if problem else ""
 
-    def _follow(self, letters: Letters) -> None:
+    def _follow(self, box: MessageBox) -> None:
         """The part of another rank that commits."""
         for phase in (_PREPARE, _PUBLISH, _FOLLOW_UP):
-            whole, problem = pickle.loads(self._receive(letters, {phase: 0}, f"said {phase!r}")[0])
+            whole, problem = pickle.loads(self._receive(box, {phase: 0}, f"said {phase!r}")[0])
             if problem:
                 self._discard()
                 return
-            letters.send(f"{phase}/{self._rank}", self._do(phase, whole).encode())
+            box.send(f"{phase}/{self._rank}", self._do(phase, whole).encode())
 
     def _do(self, phase: str, whole: Manifest) -> str:
         """One phase of a commit into this rank's file system; why it failed, or nothing."""
@@ -374,7 +374,7 @@ class _Save(threading.Thread):
         if self._rank in self._job.committers and not self._may_be_published:
             abandon(self._job.folder, self._job.beside)
 
-    def _wait_for_readers(self, letters: Letters) -> None:
+    def _wait_for_readers(self, box: MessageBox) -> None:
         """The store may live in rank 0: it must not end before the others have read the outcome."""
         subjects = ("copied", "wrote", "heard")
         copied, wrote, heard = ([f"{subject}/{rank}" for rank in self._ranks] for subject in subjects)
@@ -382,14 +382,14 @@ class _Save(threading.Thread):
         led = [f"{phase}/{rank}" for phase in phases for rank in self._others]
         try:
             readers = dict(zip(heard[1:], self._ranks[1:], strict=True))
-            self._receive(letters, readers, "read that it is saved", gives_up=False)
-            letters.delete([*heard[1:], *copied, *wrote, *phases, *led, _OUTCOME])
+            self._receive(box, readers, "read that it is saved", gives_up=False)
+            box.delete([*heard[1:], *copied, *wrote, *phases, *led, _OUTCOME])
         except LostRankError as error:
             logger.warning("%s was saved; then %s", self._job.folder, error)
 
 
-def _reason(letters: Letters) -> str:
-    return letters.receive([_GIVEN_UP], on_wait=lambda: None)[0].decode()
+def _reason(box: MessageBox) -> str:
+    return box.receive([_GIVEN_UP], on_wait=lambda: None)[0].decode()
 
 
 def _text(error: Exception) -> str:

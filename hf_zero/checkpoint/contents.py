@@ -84,7 +84,7 @@ class CheckpointContents:
 
     def shapes_in_no_unit(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what the checkpoint holds beside the layouts."""
-        return {name: tuple(value.shape) for name, value in self.in_no_unit()}
+        return {name: tuple(value.shape) for name, value in self.unmanaged_tensors()}
 
     def in_first_file(self, copies: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors of the first file that this rank writes; `copies` are its own. All ranks must call."""
@@ -162,10 +162,10 @@ class CheckpointContents:
         """Return persistent buffers, and what else is in no unit; one rank saves them for all."""
         if not self.saves_copies:
             return {}
-        found = dict(self.in_no_unit())
+        found = dict(self.unmanaged_tensors())
         return found | {f"{name}{STATE_MARK}{kind}": value for (name, kind), value in self.file_state.odd.items()}
 
-    def in_no_unit(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def unmanaged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield persistent buffers, and parameters that are no floats (frozen ones: not where these are left out)."""
         for path, module in self.model.named_modules():
             for name, value in module._buffers.items():

@@ -166,7 +166,7 @@ def _load_weights(contents: CheckpointContents, reader: CheckpointReader) -> Non
             _load_slice(flat.best, slice_, reader)
         flat.refresh()
     stored = {info.name for info in reader.manifest.buffers}
-    for name, value in contents.in_no_unit():
+    for name, value in contents.unmanaged_tensors():
         if name in stored:
             value.copy_(reader.read_buffer(name).view(value.shape))
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from hf_zero.config import conditions as c
+from hf_zero.config.media import MEDIA, Medium
 from hf_zero.config.schema import (
     AUTO,
     Choice,
@@ -101,13 +102,24 @@ class Precision:
     skip_nonfinite: bool = False  # a step whose gradient is not finite is left out on all ranks
 
 
+class _Offload:
+    """The sections that name a medium."""
+
+    device: str
+
+    @property
+    def medium(self) -> Medium:
+        """The medium that `device` names."""
+        return MEDIA[self.device]
+
+
 @dataclass(frozen=True)
-class OffloadParam:
+class OffloadParam(_Offload):
     """The block zero_optimization.offload_param."""
 
     device: str = key(
         "The place where parameter shards are kept between uses: the device, host memory or a disk.",
-        Choice("none", choices=("none", "cpu", "nvme"), when=(c.PARAMS_AWAY,)),
+        Choice("none", choices=tuple(MEDIA), when=(c.PARAMS_AWAY,)),
     )
     nvme_path: str | None = key("The folder on a fast disk for parameter shards.", Text(when=_PARAMS_ON_DISK))
     buffer_count: int = key(
@@ -129,12 +141,12 @@ class OffloadParam:
 
 
 @dataclass(frozen=True)
-class OffloadOptimizer:
+class OffloadOptimizer(_Offload):
     """The block zero_optimization.offload_optimizer. `delayed_update` and `delayed_update_start` are hf_zero's own."""
 
     device: str = key(
         "The place of master weights and optimizer states: the device, host memory or a disk.",
-        Choice("none", choices=("none", "cpu", "nvme")),
+        Choice("none", choices=tuple(MEDIA)),
     )
     nvme_path: str | None = key(
         "The folder on a fast disk for master weights and optimizer states.", Text(when=(c.OPTIMIZER_ON_DISK,))
@@ -421,6 +433,16 @@ class ResolvedConfig(Mapping[str, Any]):
     def dtype(self) -> str | None:
         """The type of parameters: "bfloat16", "float16", or None, with which the model keeps its own."""
         return self.precision.dtype
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are sharded between their uses: stage 3."""
+        return self.stage == 3
+
+    @property
+    def writes_full_weights(self) -> bool:
+        """Whether full weights are written beside an engine's own files: always, unless the file turns them off."""
+        return not self.shards_parameters or self.zero.stage3_gather_16bit_weights_on_model_save is not False
 
     def is_written(self, path: str) -> bool:
         """Whether the value of a key is the file's own, and neither "auto" nor a default."""

@@ -71,6 +71,11 @@ class ZeroConfig:
         return stage if isinstance(stage, int) else 0
 
     @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are sharded between their uses: stage 3."""
+        return self.stage == 3
+
+    @property
     def desync_timeout(self) -> float:
         """Seconds after which a rank that waits for others gives up, which needs no resolving."""
         return float(self.get("desync_timeout", ResolvedConfig.desync_timeout))

@@ -17,13 +17,15 @@ class Demand:
         self.allocations = 0
         self._free: collections.Counter[int] = collections.Counter()  # size in bytes -> how many were given back
 
-    def take(self, nbytes: int) -> None:
+    def add(self, nbytes: int) -> None:
+        """Count a request."""
         if self._free[nbytes]:
             self._free[nbytes] -= 1
         else:
             self.allocations += 1
 
-    def give(self, nbytes: int) -> None:
+    def remove(self, nbytes: int) -> None:
+        """Count memory that was given back."""
         self._free[nbytes] += 1
 
 
@@ -42,8 +44,8 @@ class BufferPool:
         self._free: list[torch.Tensor] = []
         self.allocations = 0  # how often memory was needed that was not there, so far
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer with any content."""
+    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a buffer with any content."""
         for index in range(len(self._free) - 1, -1, -1):  # the last one given may still be in the cache
             if self._free[index].numel() == numel and self._free[index].dtype == dtype:
                 return self._free.pop(index)
@@ -58,7 +60,8 @@ class BufferPool:
         self.allocations += 1
         return torch.empty(numel, dtype=dtype, device=self._device)
 
-    def give(self, buffer: torch.Tensor) -> None:
+    def release(self, buffer: torch.Tensor) -> None:
+        """Keep a buffer for the next one that asks."""
         size = buffer.untyped_storage().nbytes() // buffer.element_size()
         self._free.append(buffer.as_strided((size,), (1,), 0))  # all of it, where a part was lent
 

@@ -28,7 +28,7 @@ from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.group_work import CLOSED, DeviceWork, HostWork
 from hf_zero.distributed.messages import Messages
 from hf_zero.distributed.operation_log import CALL
-from hf_zero.distributed.peer_memory import Gather, PeerMemory, meet_peers
+from hf_zero.distributed.peer_memory import Gather, PeerMemory, find_peers
 from hf_zero.distributed.process_end import leave_cleanly_at_exit
 from hf_zero.distributed.processes import (
     agreed,
@@ -39,8 +39,8 @@ from hf_zero.distributed.processes import (
     ensure_process_group,
     refuse_shared_device,
 )
-from hf_zero.distributed.store_protocol import Letters, LostRankError, Presence
-from hf_zero.distributed.work import CommCount, Done, Finish, Observer, Pending, Rider
+from hf_zero.distributed.store_protocol import LostRankError, MessageBox, Presence
+from hf_zero.distributed.work import CommCount, Done, Finish, Observer, Pending, VoteItem
 from hf_zero.errors import OffloadError, ZeroError
 
 # Elements per collective on gloo: larger single calls fall out of the cache.
@@ -79,8 +79,8 @@ class Comm:
         self._presence = Presence()
         self._received = BufferPool(device, max_kept=_MAX_RECEIVE_BUFFERS)
         self._block: Coalesced | None = None  # what `coalesced` has collected
-        self._riders: list[Rider] = []
-        self._num_letters = 0
+        self._vote_items: list[VoteItem] = []
+        self._num_message_boxes = 0
         self._processes: EngineGroup | None = None  # None where this rank is the only one
         self._join(groups)
 
@@ -234,30 +234,33 @@ class Comm:
         All ranks must call. Raises DivergenceError on all ranks if they have started different operations before.
         """
         self._record("vote", what, values)
-        notes = torch.tensor([rider.note() for rider in self._riders], dtype=torch.float64, device="cpu")
-        mine = torch.cat([values.cpu(), notes])
+        items = torch.tensor([item.own_value() for item in self._vote_items], dtype=torch.float64, device="cpu")
+        mine = torch.cat([values.cpu(), items])
         by_rank = mine.unsqueeze(0)
         if self._processes is not None:
             by_rank = self._all_gather_numbers(self._processes, mine, f"vote on {what}")
-        for place, rider in enumerate(self._riders, values.numel()):
-            rider.hear(by_rank[:, place].tolist())
+        for column, item in enumerate(self._vote_items, values.numel()):
+            item.on_vote(by_rank[:, column].tolist())
         return by_rank[:, : values.numel()]
 
-    def add_rider(self, rider: Rider) -> None:
+    def add_vote_item(self, item: VoteItem) -> None:
         """Let a number of this rank travel with every vote from now on. All ranks must call, in the same order."""
-        self._riders.append(rider)
+        self._vote_items.append(item)
 
-    def remove_rider(self, rider: Rider) -> None:
-        """All ranks must call."""
-        self._riders.remove(rider)
+    def remove_vote_item(self, item: VoteItem) -> None:
+        """Undo `add_vote_item`. All ranks must call."""
+        self._vote_items.remove(item)
 
-    def letters(self) -> Letters | None:
-        """For a thread of each rank beside the collectives; None where this rank is alone. All ranks must call."""
+    def message_box(self) -> MessageBox | None:
+        """Return a box for a thread of each rank, beside the collectives; None where this rank is alone.
+
+        All ranks must call.
+        """
         group = self._processes
         if group is None:
             return None
-        self._num_letters += 1
-        return Letters(f"{group.name}/letters/{self._num_letters}", group.ended_ranks, lambda: group.stopped)
+        self._num_message_boxes += 1
+        return MessageBox(f"{group.name}/messages/{self._num_message_boxes}", group.ended_ranks, lambda: group.stopped)
 
     def messages(self) -> Messages | None:
         """From rank to rank, beside the collectives; None where this rank is alone. All ranks must call."""
@@ -498,7 +501,7 @@ class Comm:
 
     def _exchange_and_sum(self, out: torch.Tensor, sent: torch.Tensor, what: str) -> Pending:
         """Reduce-scatter by all-to-all and a local sum in rank order."""
-        received = self._received.take(sent.numel(), sent.dtype)
+        received = self._received.acquire(sent.numel(), sent.dtype)
 
         def finish() -> None:
             parts = received.view(self.world_size, -1)
@@ -506,7 +509,7 @@ class Comm:
                 torch.add(parts[0], parts[1], out=out)
             else:
                 torch.sum(parts, 0, dtype=out.dtype, out=out)
-            self._received.give(received)
+            self._received.release(received)
 
         return self._exchange(received.chunk(self.world_size), sent.chunk(self.world_size), what, finish)
 
@@ -562,7 +565,7 @@ class Comm:
         """Where every rank can read the memory of every other: that. All ranks must ask; they talk the first time."""
         if self.world_size < 2 or not self.computes_on_host:
             return None
-        return meet_peers(lambda card: self.all_gather_object(card, "memory of the ranks"))
+        return find_peers(lambda mine: self.all_gather_object(mine, "memory of the ranks"))
 
 
 def _profiled(name: str) -> contextlib.AbstractContextManager[Any]:

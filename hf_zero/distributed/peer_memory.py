@@ -1,7 +1,7 @@
 """Memory of other processes of this host, read without their help (Linux, process_vm_readv).
 
 One copy, where a message over the loopback takes two, and packets. Not everywhere allowed: kernels that let a process
-read its children only (kernel.yama.ptrace_scope), a container per rank and other systems refuse; `meet` finds out.
+read its children only (kernel.yama.ptrace_scope), a container per rank and other systems refuse; `can_read` finds out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Gather = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Card:
+class ProcessIdentity:
     """What a process tells the others about itself."""
 
     host: str  # the running system and the name space of its process ids
@@ -39,28 +39,31 @@ class PeerMemory:
         self._token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
         self._pids: list[int] = []
 
-    def card(self) -> Card | None:
+    def identity(self) -> ProcessIdentity | None:
         """None where the system has no way to read other processes."""
         if _reader() is None:
             return None
         namespace = os.stat("/proc/self/ns/pid").st_ino
         host = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {namespace}"
-        return Card(host, os.getpid(), ctypes.addressof(self._token), self._token.raw)
+        return ProcessIdentity(host, os.getpid(), ctypes.addressof(self._token), self._token.raw)
 
-    def meet(self, cards: Sequence[Card | None]) -> bool:
-        """Whether this process can read all those that gave `cards`; do not end before every other one has tried."""
-        mine = self.card()
-        for card in cards:
-            if card is None or mine is None or card.host != mine.host:
+    def can_read(self, identities: Sequence[ProcessIdentity | None]) -> bool:
+        """Return whether this process can read all those that gave `identities`.
+
+        It must not end before every other one has tried too.
+        """
+        mine = self.identity()
+        for identity in identities:
+            if identity is None or mine is None or identity.host != mine.host:
                 return False
             seen = ctypes.create_string_buffer(_TOKEN_BYTES)
             try:
-                _read(card.pid, card.address, ctypes.addressof(seen), _TOKEN_BYTES)
+                _read(identity.pid, identity.address, ctypes.addressof(seen), _TOKEN_BYTES)
             except OSError:
                 return False
-            if seen.raw != card.token:
+            if seen.raw != identity.token:
                 return False
-        self._pids = [card.pid for card in cards if card is not None]
+        self._pids = [identity.pid for identity in identities if identity is not None]
         return True
 
     def fill(self, gathers: Sequence[Gather], addresses: Sequence[Sequence[int]], me: int) -> None:
@@ -79,13 +82,13 @@ class PeerMemory:
                     place.copy_(part)
 
 
-def meet_peers(exchange: Callable[[Any], list[Any]]) -> PeerMemory | None:
+def find_peers(exchange: Callable[[Any], list[Any]]) -> PeerMemory | None:
     """The memory of the other ranks, where every rank can read that of every other. All ranks must call.
 
     `exchange` gives what every rank passes to it, in rank order.
     """
     peers = PeerMemory()
-    met = peers.meet(exchange(peers.card()))
+    met = peers.can_read(exchange(peers.identity()))
     return peers if all(exchange(met)) else None
 
 

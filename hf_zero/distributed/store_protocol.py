@@ -103,10 +103,10 @@ def _missing(keys: list[str], rank: int, timeout_s: float, ended_ranks: Callable
     return []
 
 
-class Letters:
-    """What a thread of each rank tells those of the others, beside the collectives of the main threads.
+class MessageBox:
+    """Messages between threads of the ranks, beside the collectives of the main threads.
 
-    Through a connection to the store of its own, which the first use makes: a wait here makes no other thread wait.
+    They go through a connection to the store of its own, which the first use makes: no other thread waits for it.
 
     Args:
         name: Of this exchange: the same on all ranks, and of no other one.

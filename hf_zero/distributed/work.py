@@ -1,4 +1,4 @@
-"""Collectives under way, and what is counted of them."""
+"""Collectives under way, the counts of them, and what travels with their votes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-# What is left to do once they are over
+# The function that is called once a collective is over
 Finish = Callable[[], object] | None
 
 
@@ -38,11 +38,11 @@ class Observer(Protocol):
         """Take note of the operation `op` of Comm on `nbytes`, the whole tensor's; `begun` is what `mark` returned."""
 
 
-class Rider(Protocol):
-    """What has something to agree on now and then, and no collective of its own."""
+class VoteItem(Protocol):
+    """A number of each rank that travels with every vote, for one who has no collective of his own."""
 
-    def note(self) -> float:
-        """This rank's number, for the vote that begins."""
+    def own_value(self) -> float:
+        """Return this rank's number for the vote that begins."""
 
-    def hear(self, notes: list[float]) -> None:
-        """Those of all ranks, in rank order."""
+    def on_vote(self, values: list[float]) -> None:
+        """Receive the numbers of all ranks, in rank order."""

@@ -159,7 +159,7 @@ class DeepSpeedNames(ModuleWrapper):
 
     def is_first_weights_partition_group(self) -> bool:
         """Whether parameters are sharded: stage 3."""
-        return self.config.stage == 3
+        return self.config.shards_parameters
 
     def fp16_enabled(self) -> bool:
         return self.config.dtype == "float16"
@@ -224,7 +224,7 @@ class DeepSpeedNames(ModuleWrapper):
             CheckpointError: Rank 0 could not write; on every rank.
         """
         path = Path(save_dir) / save_filename
-        if self.config.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
+        if self.config.shards_parameters and not self.zero_gather_16bit_weights_on_model_save():
             if self.rank == 0:
                 logger.warning("%s is not written: stage3_gather_16bit_weights_on_model_save is false", path)
             return False

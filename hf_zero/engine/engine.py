@@ -76,7 +76,7 @@ class ZeroEngine(DeepSpeedNames):
     ) -> None:
         if engine_of(model) is not None:
             raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
-        check_parameters(model, sharded=config.stage == 3)  # before there is a process group to leave half made
+        check_parameters(model, sharded=config.shards_parameters)  # before there is a process group to leave half made
         super().__init__(model)
         self.config = config
         self.managed = managed
@@ -328,7 +328,7 @@ class ZeroEngine(DeepSpeedNames):
             ConfigError: The mode records CUDA graphs, which stage 3 does not go with.
         """
         given = {**({} if backend is None else {"backend": backend}), **(compile_kwargs or {}), **kwargs}
-        if text := recording_problem(given.get("mode"), self.config.stage):
+        if text := recording_problem(given.get("mode"), shards_parameters=self.config.shards_parameters):
             raise ConfigError(f"{text}\n{REMEDY}")
         super().compile(**given)
 

@@ -43,7 +43,7 @@ def check_run(config: ZeroConfig, args: Any, model: nn.Module | None = None) -> 
     problems = config.problems(args, model, args.world_size, client_scheduler=True)
     problems += argument_conflicts(config, args)
     if model is not None:
-        problems += model_conflicts(model, config.stage)
+        problems += model_conflicts(model, shards_parameters=config.shards_parameters)
     raise_all(config.source, problems)
 
 
@@ -110,7 +110,7 @@ def check_rivals(config: ZeroConfig, args: Any) -> None:
 def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
     """Return the problems of TrainingArguments that cannot be right under the configuration."""
     problems = parallelism_conflicts(getattr(args, "parallelism_config", None))
-    if config.stage == 3 and args.save_only_model and config.get(_WEIGHTS_FLAG) is False:
+    if config.shards_parameters and args.save_only_model and config.get(_WEIGHTS_FLAG) is False:
         text = f"save_only_model is set, but {_WEIGHTS_FLAG.rpartition('.')[2]} is false: nothing would be saved."
         problems.append(Problem("TrainingArguments.save_only_model", text, "Remove one of them."))
     if config.get(_NODE_LOCAL) is True and not args.save_on_each_node:
@@ -122,7 +122,7 @@ def argument_conflicts(config: ZeroConfig, args: Any) -> list[Problem]:
             text = f"{flag} casts the live model for evaluation, which the engine that owns its memory does not allow."
             remedy = f'Add "{block}": {{"enabled": "auto"}} to the configuration, or remove {flag}.'
             problems.append(Problem(f"TrainingArguments.{flag}", text, remedy))
-    if text := recording_problem(args.torch_compile_mode, config.stage):
+    if text := recording_problem(args.torch_compile_mode, shards_parameters=config.shards_parameters):
         problems.append(Problem("TrainingArguments.torch_compile_mode", text, REMEDY))
     return problems
 
@@ -146,7 +146,8 @@ def accelerator_conflicts(accelerator: Accelerator, config: ZeroConfig) -> list[
         remedy = "Remove that plugin, and what chooses it in the accelerate configuration or the environment."
         problems.append(Problem("Accelerator.distributed_type", text, remedy))
     compiler = accelerator.state.dynamo_plugin
-    if str(compiler.backend.value) != "NO" and (text := recording_problem(compiler.mode, config.stage)):
+    mode = compiler.mode if str(compiler.backend.value) != "NO" else None
+    if text := recording_problem(mode, shards_parameters=config.shards_parameters):
         problems.append(Problem("Accelerator.dynamo_plugin", text, REMEDY))
     problems += scaler_conflicts(accelerator.scaler)
     if accelerator.fp8_enabled:
@@ -174,17 +175,17 @@ def scaler_conflicts(scaler: Any) -> list[Problem]:
     return problems
 
 
-def model_conflicts(model: nn.Module, stage: int) -> list[Problem]:
-    """Return the reasons why `model` cannot be taken over at `stage`."""
+def model_conflicts(model: nn.Module, *, shards_parameters: bool) -> list[Problem]:
+    """Return the reasons why `model` cannot be taken over."""
     name = type(model).__name__
     problems = []
     if isinstance(model, _WRAPPERS):
         problems.append(Problem("model", f"The model is wrapped in {name} already.", "Hand over the model itself."))
     devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
-    if devices and (stage == 3 or len(devices) > 1):
+    if devices and (shards_parameters or len(devices) > 1):
         text = f"{name} was loaded with a device_map ({', '.join(devices)}), but ranks place their shards themselves."
         problems.append(Problem("model", text, "Load it without device_map."))
-    if stage == 3 and is_quantized(model):
+    if shards_parameters and is_quantized(model):
         packed = f" (first: {', '.join(_packed_names(model)[:3])})" if _packed_names(model) else ""
         text = f"{name} is quantized{packed}, and stage 3 cannot shard packed parameters."
         problems.append(Problem("model", text, "Use stage 2, or load it unquantized."))

@@ -49,7 +49,7 @@ class HfZeroConfig:
         activate(self.config, for_everyone=False)
 
     def is_zero3(self) -> bool:
-        return self.config.stage == 3
+        return self.config.shards_parameters
 
 
 def disable() -> None:

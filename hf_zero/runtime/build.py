@@ -71,7 +71,7 @@ def build_units(
     _tell_lost_strides([spec for spec, _ in drafted], comm)
     _check_equal(comm, [flat_spec.layout for _, mine in drafted for flat_spec in mine])
     total = sum(_shard_bytes(flat_spec) for _, mine in drafted for flat_spec in mine)
-    on_disk = "nvme" in (settings.offload.param.device, settings.offload.optimizer.device)
+    on_disk = settings.offload.param.medium.needs_folder or settings.offload.optimizer.medium.needs_folder
     title = "Writing shards to disk" if on_disk else "Partitioning parameters"
     with progress(title, total, shown=comm.rank == 0) as done:
         built = make_units(drafted, settings, comm, initialize, reuse=reuse, done=done)

@@ -20,9 +20,9 @@ REMEDY = (
 )
 
 
-def recording_problem(mode: str | None, stage: int) -> str:
-    """Why torch.compile's `mode` cannot go with `stage`; empty if it can."""
-    if stage != 3 or mode not in RECORDING_MODES:
+def recording_problem(mode: str | None, *, shards_parameters: bool) -> str:
+    """Return why torch.compile's `mode` cannot go with an engine; empty if it can."""
+    if not shards_parameters or mode not in RECORDING_MODES:
         return ""
     return (
         f"torch.compile's mode {mode!r} records CUDA graphs, in which the addresses of weights are fixed: at stage 3 "

@@ -94,38 +94,42 @@ class GradAccumulator(ArrivingGrads):
         self.unit = unit
         self.eager = eager
         self.allow_unused = allow_unused
-        self._reduction = reduction
+        # The rules of its reduces
+        self.dtype = settings.accumulation_dtype(flat.dtype)
         self._comm = comm
+        self._reduction = reduction
+        self._wire = settings.wire_dtype
+        self._max_under_way = reduction.buckets_in_flight(comm, self.dtype, self._wire)
         self._mean = 1.0  # see use_scale
         self._loss_scale = loss_scale
         self._stays_local = False  # gradients are not summed over ranks: the optimizer exchanges something smaller
-        self._wire = settings.wire_dtype
-        self.dtype = settings.accumulation_dtype(flat.dtype)
+        # The gradients that arrive
+        self.unreduced = None
+        self.seen: set[int] = set()  # parameters that had a gradient on this rank in this window
+        self._written: set[int] = set()  # those that have a value in `unreduced`
         self._free_list = pool.free_list(flat.layout, self.dtype)
-        self._max_under_way = reduction.buckets_in_flight(comm, self.dtype, self._wire)
-        self._host = host
-        # Reduced gradients go to the host, where the update is.
+        # The reduce under way
+        self._state = GradState.EMPTY
+        self._under_way: list[_PartUnderWay] = []
+        self._reducing: UnreducedGrads | None = None  # what the reduce under way reads
+        self._adds = False  # the reduce under way adds to what an earlier one of this window has left
+        self.num_reduces = 0  # so far
+        # The copy to the host, where the update is
         self.on_host = not comm.computes_on_host and not flat.placement.master.is_on_device
         if self.on_host and flat.layout.world_size != comm.world_size:
             raise AssertionError(
                 f"{flat.layout.name} is offloaded and not sharded: its reduce has no memory of its own"
             )
-        self._memories = 0
-        self._resident, self.shard = self._make_memory(eager)
-        self._spare: tuple[UnreducedGrads | None, ShardTensor] | None = None
-        self._reader: Pending | None = None  # an update that still reads `shard`
+        self._host = host
         self._on_its_way: torch.Event | None = None  # the last copy to the host
         self._sources: list[torch.Tensor] = []  # of copies to the host, by the reduce under way
         # L2 norms of the shard's parts, 0-dim on the device, where the shard is on the host and nobody has changed it.
         self._norms: list[torch.Tensor] | None = None
-        self.unreduced = None
-        self.num_reduces = 0  # so far
-        self.seen: set[int] = set()  # parameters that had a gradient on this rank in this window
-        self._written: set[int] = set()  # those that have a value in `unreduced`
-        self._under_way: list[_PartUnderWay] = []
-        self._reducing: UnreducedGrads | None = None  # what the reduce under way reads
-        self._state = GradState.EMPTY
-        self._adds = False  # the reduce under way adds to what an earlier one of this window has left
+        # The memory of the shard, and the update that reads it
+        self._memories = 0
+        self._resident, self.shard = self._make_memory(eager)
+        self._spare: tuple[UnreducedGrads | None, ShardTensor] | None = None
+        self._reader: Pending | None = None  # an update that still reads `shard`
         self._mean_views: list[torch.Tensor] = []  # see unsharded_mean
 
     def _make_memory(self, eager: bool) -> tuple[UnreducedGrads | None, ShardTensor]:
@@ -224,7 +228,7 @@ class GradAccumulator(ArrivingGrads):
         if self._resident is not None and self._state is GradState.EMPTY:
             self._reclaim()
             return self._resident
-        unreduced = self._free_list.take()
+        unreduced = self._free_list.acquire()
         for gap in unreduced.gaps:  # they travel too: they must be finite, and zero
             gap.zero_()
         return unreduced
@@ -307,7 +311,7 @@ class GradAccumulator(ArrivingGrads):
 
     def _give_back_reducing(self) -> None:
         if self._reducing is not None and self._reducing is not self._resident:
-            self._free_list.give(self._reducing)
+            self._free_list.release(self._reducing)
         self._reducing = None
 
     def _finish_oldest(self) -> None:
@@ -387,8 +391,8 @@ class GradAccumulator(ArrivingGrads):
             self._mean_views = [self.shard.memory[one.offset : one.end].view(one.shape).data for one in slots]
         return self._mean_views
 
-    def put(self, index: int, grad: torch.Tensor) -> bool:
-        """Take `grad` for the mean gradient of a parameter; False where this rank does not hold all of it."""
+    def set_mean(self, index: int, grad: torch.Tensor) -> bool:
+        """Set the mean gradient of a parameter; return False where this rank does not hold all of it."""
         if self.is_empty:
             self.drop_missing()
         mean = self.unsharded_mean()
@@ -398,7 +402,7 @@ class GradAccumulator(ArrivingGrads):
         self.seen.add(index)
         return True
 
-    def drop(self, index: int) -> bool:
+    def drop_gradient(self, index: int) -> bool:
         """Forget the gradient of a parameter in this window; True if the mean over ranks was here already."""
         slot = self.flat.layout.slots[index]
         if self.unreduced is not None and index in self._written:
@@ -415,9 +419,9 @@ class GradAccumulator(ArrivingGrads):
         return True
 
     def clear(self) -> None:
-        """The window is over: its gradients have been used, or are not wanted."""
+        """Begin another window: the gradients of this one have been used, or are not wanted."""
         if self.unreduced is not None and self.unreduced is not self._resident:
-            self._free_list.give(self.unreduced)
+            self._free_list.release(self.unreduced)
         self.unreduced = None
         self.drop_waiting()
         self.seen.clear()
@@ -426,7 +430,7 @@ class GradAccumulator(ArrivingGrads):
         self._state = GradState.EMPTY
 
     def forget_reduce(self) -> None:
-        """A reduce was broken off, and its connections are closed."""
+        """Forget a reduce that was broken off, and whose connections are closed."""
         if self._under_way and self.on_host:
             self.flat.placement.copies.synchronize()  # they use memory that goes now
         self._under_way.clear()
@@ -434,7 +438,7 @@ class GradAccumulator(ArrivingGrads):
         self._give_back_reducing()
 
     def drop_missing(self) -> None:
-        """No gradient reached this shard in the window: it counts as zero."""
+        """Let the gradient of the window be zero where none has reached this shard."""
         if not self.is_reduced:
             self._reclaim()
             self._before_change()  # copies of a window that was given up may be under way

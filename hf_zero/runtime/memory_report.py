@@ -75,7 +75,7 @@ def start_line(config: ResolvedConfig, world_size: int, units: Sequence[ShardUni
         f"stage {config.stage} on {world_size} rank(s), {len(units)} units; gradients accumulate in "
         f"{'/'.join(grads) or 'nothing'} and are reduced in {config.communication_data_type or 'the same type'}"
     )
-    if config.stage == 3:
+    if config.shards_parameters:
         line += f"; Parameter Offload: Total persistent parameters: {numel} in {count} params"
         why_not = PrefetchLimits.of(config.zero).why_none_ahead(units)
         line += f"; nothing is gathered ahead: {why_not}" if why_not else "; layers are gathered ahead"

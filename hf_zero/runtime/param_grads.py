@@ -124,7 +124,7 @@ class ParamGrads:
                     changed |= self._edit(one, grad, one.grad)
             elif grad is None:
                 self._events.gradients_change()
-                if one.acc.drop(one.index) and one.acc.flat.layout.slots[one.index].numel:
+                if one.acc.drop_gradient(one.index) and one.acc.flat.layout.slots[one.index].numel:
                     self._changes.append(f"dropped {_name(one)}")
                 changed = True
             elif isinstance(one.grad, GradStandIn):
@@ -155,7 +155,7 @@ class ParamGrads:
                 if id(param) in known or param.grad is None:
                     continue
                 grad, param.grad = param.grad, None
-                if not acc.put(index, grad):
+                if not acc.set_mean(index, grad):
                     raise _lost(acc, index)
                 self._changes.append(f"edited {acc.flat.layout.slots[index].name}")
                 self._edited = changed = True

@@ -18,7 +18,7 @@ from hf_zero.runtime.grad_accumulator import GradSettings
 from hf_zero.runtime.reduce_op import Reduction
 from hf_zero.sharding.partition import UnitKind, UnitSpec, partition
 from hf_zero.sharding.placement import FlatParamSpec, OffloadSettings
-from hf_zero.sharding.stages import UnitPlan, keeps_small_parameters_unsharded, plan_unit
+from hf_zero.sharding.stages import UnitPlan, plan_unit
 
 # Units before memory exists, with the flat parameters that they will have.
 Drafted = list[tuple[UnitSpec, list[FlatParamSpec]]]
@@ -109,8 +109,8 @@ class BuildSettings:
             self.stage,
             kind,
             world_size,
-            params_offloaded=self.offload.param.device != "none",
-            updates_offloaded=self.offload.optimizer.device != "none",
+            params_offloaded=not self.offload.param.medium.is_device,
+            updates_offloaded=not self.offload.optimizer.medium.is_device,
         )
 
     def layout(
@@ -138,10 +138,8 @@ class BuildSettings:
 
 def flat_param_specs(model: nn.Module, settings: BuildSettings, comm: Comm) -> Drafted:
     """What the units of `model` will be. No memory, no communication; the model may be on the meta device."""
-    if keeps_small_parameters_unsharded(settings.stage) and settings.plan(UnitKind.LAYER, comm.world_size).on_demand:
-        threshold = settings.persistence_threshold
-    else:
-        threshold = 0
+    on_demand = settings.plan(UnitKind.LAYER, comm.world_size).on_demand
+    threshold = settings.persistence_threshold if on_demand else 0
     specs = partition(
         model, persistence_threshold=threshold, model_persistence_threshold=settings.model_persistence_threshold
     )

@@ -41,30 +41,30 @@ class UnreducedPool:
         self.peak_live_bytes = 0
 
     def free_list(self, layout: UnitLayout, dtype: torch.dtype) -> FreeList:
-        """For flat parameters whose layouts have the same shapes and buckets as `layout`."""
+        """Return the list for flat parameters whose layouts have the same shapes and buckets as `layout`."""
         places = tuple((slot.shape, slot.strides, slot.offset) for slot in layout.slots)
         key = (places, layout.padded_numel, tuple(layout.buckets()), dtype)
         return self._free_lists.setdefault(key, FreeList(self, layout, dtype))
 
     @property
     def free(self) -> list[UnreducedGrads]:
-        """What is kept."""
-        return [one for free_list in self._free_lists.values() for one in free_list.free]
+        """The memory that is kept."""
+        return [one for one_list in self._free_lists.values() for one in one_list.free]
 
     @property
     def allocations(self) -> int:
-        """How often memory was needed that was not there, so far."""
+        """The number of times that memory was needed and was not there, so far."""
         return self._made if self._left_to_torch is None else self._left_to_torch.allocations
 
     def make(self, layout: UnitLayout, dtype: torch.dtype) -> UnreducedGrads:
-        """New memory, with any content."""
+        """Return new memory, with any content."""
         self._made += 1
         return UnreducedGrads(layout, torch.empty(layout.padded_numel, dtype=dtype, device=self._device))
 
     def count(self, nbytes: int) -> None:
-        """So many bytes more are in use, or less."""
+        """Count so many bytes more that are in use, or less."""
         if self._left_to_torch is not None:
-            (self._left_to_torch.take if nbytes > 0 else self._left_to_torch.give)(abs(nbytes))
+            (self._left_to_torch.add if nbytes > 0 else self._left_to_torch.remove)(abs(nbytes))
         self.live_bytes += nbytes
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
@@ -74,7 +74,7 @@ class UnreducedPool:
 
 
 class FreeList:
-    """Of an UnreducedPool: the free memory for flat parameters of the same shapes and type."""
+    """The free memory of an UnreducedPool for flat parameters of the same shapes and type."""
 
     def __init__(self, pool: UnreducedPool, layout: UnitLayout, dtype: torch.dtype) -> None:
         self._pool = pool
@@ -83,14 +83,15 @@ class FreeList:
         self._nbytes = layout.padded_numel * dtype.itemsize
         self.free: list[UnreducedGrads] = []
 
-    def take(self) -> UnreducedGrads:
-        """Memory with any content, gaps between parameters too."""
+    def acquire(self) -> UnreducedGrads:
+        """Return memory with any content, in the gaps between parameters too."""
         self._pool.count(self._nbytes)
         if self.free:
             return self.free.pop()  # the last one given may still be in the cache
         return self._pool.make(self._layout, self._dtype)
 
-    def give(self, grads: UnreducedGrads) -> None:
+    def release(self, grads: UnreducedGrads) -> None:
+        """Keep memory for the next one that asks, or let it go."""
         self._pool.count(-self._nbytes)
         if self._pool.keeps(len(self.free)):
             self.free.append(grads)

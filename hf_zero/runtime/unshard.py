@@ -46,7 +46,7 @@ class LiveUnits:
     def add(self, unit: ShardUnit) -> None:
         """Its gather has started."""
         self._units[id(unit)] = unit.numel, unit.full_bytes
-        self.demand.take(unit.full_bytes)
+        self.demand.add(unit.full_bytes)
         self.numel += unit.numel
         self.nbytes += unit.full_bytes
         self.peak_numel = max(self.peak_numel, self.numel)
@@ -67,7 +67,7 @@ class LiveUnits:
         self.set_used(unit)
         numel, nbytes = self._units.pop(id(unit), (0, 0))
         if nbytes:
-            self.demand.give(nbytes)
+            self.demand.remove(nbytes)
         self.numel -= numel
         self.nbytes -= nbytes
         for observer in self.observers:
@@ -80,7 +80,7 @@ class LiveUnits:
 
     def clear(self) -> None:
         for _, nbytes in self._units.values():
-            self.demand.give(nbytes)
+            self.demand.remove(nbytes)
         self._units.clear()
         self._idle.clear()
         self.numel = self.nbytes = self.idle_numel = 0

@@ -1,5 +1,15 @@
 """One flat parameter: parameters of one type that are unsharded and resharded together.
 
+[Note: The tensors of a flat parameter]
+  - full: the unsharded parameters, 1-D with padding at the end. Where the unit is sharded between uses its storage has
+    0 bytes then.
+  - views: the parameters' data while the unit is unsharded; each is a range of `full` in the parameter's shape.
+  - placeholder: a parameter's data while the unit is sharded: its shape with one NaN element behind it.
+  - shard: this rank's equal part of `full`, in the parameters' type, on the device, the host or a disk.
+  - master: the same part in fp32 (fp64 for fp64 parameters), which the optimizer updates; the shard is a cast of it.
+  - buckets: consecutive ranges of `full`; one all-gather fills each, and a rank's shard has a part in every bucket.
+  - slice: the elements of this rank's shard that belong to one parameter.
+
 [Note: Whose memory]
 Autograd keeps views of a gathered weight (the transpose that a matrix product saves) until backward. So the storage of
 `full` is resized to 0 at a reshard and refilled at the next gather: a view saved in forward sees the data again once

@@ -77,7 +77,7 @@ class OffloadSettings:
             aio=config.aio,
             sub_group_numel=zero.sub_group_size,
             # torch's optimizers keep their state in memory.
-            native=config.force_native_adam or zero.offload_optimizer.device == "nvme",
+            native=config.force_native_adam or zero.offload_optimizer.medium.needs_folder,
             broadcasts=not zero.allgather_partitions,
         )
 
@@ -117,7 +117,7 @@ class Placements:
     # ---------------------------------------------------------------- who lives where
     def placement_of(self, flat_spec: FlatParamSpec) -> Placement:
         offloaded = flat_spec.layout.name in self._offloaded
-        if not flat_spec.on_demand or self._settings.param.device == "none":
+        if not flat_spec.on_demand or self._settings.param.medium.is_device:
             param: ShardStore = self.device
         else:
             param = self._params if flat_spec.layout.name in self._on_disk else self.host_params
@@ -141,19 +141,19 @@ class Placements:
 
         Raises StateError where masters are on disk: the staging memory was sized for what was trained at first.
         """
-        if self._settings.optimizer.device == "nvme":
+        if self._settings.optimizer.medium.needs_folder:
             raise StateError(
                 "parameters began to require gradients while optimizer states are on disk, which have no room for "
                 "them.\nLet them require gradients before the model is handed over, or use offload_optimizer cpu."
             )
-        if self._settings.optimizer.device != "none":
+        if not self._settings.optimizer.medium.is_device:
             self._offloaded |= {flat_spec.layout.name for flat_spec in flat_specs if flat_spec.layout.trainable}
         if self._on_disk:
             self._on_disk |= {flat_spec.layout.name for flat_spec in flat_specs}
 
     def _choose_offloaded(self, flat_specs: Sequence[FlatParamSpec]) -> frozenset[str]:
         """Names of the layouts whose masters leave the device: a share of `ratio` of the elements, none in part."""
-        if self._settings.optimizer.device == "none":
+        if self._settings.optimizer.medium.is_device:
             return frozenset()
         trainable = [flat_spec.layout for flat_spec in flat_specs if flat_spec.layout.trainable]
         wanted = self._settings.optimizer.ratio * sum(layout.numel for layout in trainable)
@@ -167,7 +167,7 @@ class Placements:
 
     def _choose_on_disk(self, flat_specs: Sequence[FlatParamSpec]) -> frozenset[str]:
         """Names of the layouts whose parameter shard is on disk: what `max_in_cpu` elements of memory do not hold."""
-        if self._settings.param.device != "nvme":
+        if not self._settings.param.medium.needs_folder:
             return frozenset()
         chosen = set()
         in_memory = 0
@@ -182,7 +182,7 @@ class Placements:
     def _make_disks(self, flat_specs: Sequence[FlatParamSpec]) -> None:
         """The stores for masters and moments, and for parameter shards, where they are not the host's memory."""
         optimizer, param = self._settings.optimizer, self._settings.param
-        if optimizer.device == "nvme":
+        if optimizer.medium.needs_folder:
             one_tile = _STATES * page_rounded(self._state_tile_bytes(flat_specs))
             self._masters = self.disks["optimizer"] = self._make_disk(
                 optimizer.nvme_path,

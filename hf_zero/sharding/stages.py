@@ -1,4 +1,4 @@
-"""THE table: what a ZeRO stage means. Nothing else asks which stage it is.
+"""THE table: what a ZeRO stage means. Nothing else but `ResolvedConfig.shards_parameters` asks which stage it is.
 
 ZeRO (Rajbhandari et al., 2020) is three independent choices, and a stage is one row of them:
 
@@ -51,8 +51,3 @@ def plan_unit(
     if stage == 2 and alone and not updates_offloaded:
         stage = 1
     return _ROWS[stage]
-
-
-def keeps_small_parameters_unsharded(stage: int) -> bool:
-    """Whether the persistence thresholds apply."""
-    return stage == 3

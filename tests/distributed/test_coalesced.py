@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.distributed.comm import _COALESCED, Comm
-from hf_zero.distributed.peer_memory import Card, PeerMemory
+from hf_zero.distributed.peer_memory import PeerMemory, ProcessIdentity
 from tests.harness.ranks import run_ranks
 
 # Elements of a part and type of every gather: none, one, odd, and more than a page
@@ -76,23 +76,23 @@ def test_parts_are_read_from_memory(world_size: int) -> None:
 
 def gather_with(change: str) -> int:
     """As `gather_in_memory`, where rank 1 cannot be read, or says so of the others."""
-    card_of = PeerMemory.card
+    card_of = PeerMemory.identity
 
-    def card(peers: PeerMemory) -> Card | None:
+    def identity(peers: PeerMemory) -> ProcessIdentity | None:
         mine = card_of(peers)
         assert mine is not None
         wrong = {
             "no such call": lambda: None,
-            "another host": lambda: Card("elsewhere", mine.pid, mine.address, mine.token),
-            "another process": lambda: Card(mine.host, mine.pid, mine.address, b"0" * len(mine.token)),
-            "memory that is not there": lambda: Card(mine.host, mine.pid, 8, mine.token),
-            "a process that has ended": lambda: Card(mine.host, 2**22 + 1, mine.address, mine.token),
+            "another host": lambda: ProcessIdentity("elsewhere", mine.pid, mine.address, mine.token),
+            "another process": lambda: ProcessIdentity(mine.host, mine.pid, mine.address, b"0" * len(mine.token)),
+            "memory that is not there": lambda: ProcessIdentity(mine.host, mine.pid, 8, mine.token),
+            "a process that has ended": lambda: ProcessIdentity(mine.host, 2**22 + 1, mine.address, mine.token),
         }
         return wrong[change]()
 
     if dist.get_rank() != 1:
         return gather_and_check(Comm.join())
-    with mock.patch.object(PeerMemory, "card", card):
+    with mock.patch.object(PeerMemory, "identity", identity):
         return gather_and_check(Comm.join())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_zero.checkpoint import atomic_files, background, rank_writer, save, writer
 from hf_zero.checkpoint.snapshot import SnapshotMemory
-from hf_zero.distributed.store_protocol import Letters
+from hf_zero.distributed.store_protocol import MessageBox
 
 # Name -> what is called there: an object, and an attribute of it.
 POINTS: dict[str, tuple[Any, str]] = {
@@ -24,7 +24,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "the header is written": (writer, "encode_rank_header"),
     "a file is synced": (atomic_files.os, "fsync"),
     "a file gets its name": (atomic_files.os, "replace"),
-    "rank 0 is told": (Letters, "send"),
+    "rank 0 is told": (MessageBox, "send"),
     "the manifest is made": (background, "build_manifest"),
     "the manifest is written": (writer, "encode_manifest"),
     "the folder is synced": (atomic_files, "sync_folder"),

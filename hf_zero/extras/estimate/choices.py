@@ -12,12 +12,13 @@ from typing import Any
 from torch import nn
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
+from hf_zero.config.media import MEDIA
 from hf_zero.errors import ConfigError
 from hf_zero.extras.estimate.plan import Plan, plan_model
 from hf_zero.extras.estimate.profile import Profile
 from hf_zero.progress import Done, ignore
 
-MEDIA = ("none", "cpu", "nvme")
+_ORDER = list(MEDIA)
 # A process needs this on a GPU beside its tensors: context, cuBLAS, and 0.3-0.5 GB for each of two NCCL communicators.
 DEVICE_RESERVE = 2_000_000_000
 DEVICE_SHARE = 0.95
@@ -44,7 +45,7 @@ class Choice:
     @property
     def cost(self) -> tuple[int, int, int]:
         """Slower choices compare greater: what leaves the device costs more than what is gathered from other ranks."""
-        return (MEDIA.index(self.optimizer), MEDIA.index(self.param), self.stage)
+        return (_ORDER.index(self.optimizer), _ORDER.index(self.param), self.stage)
 
 
 @dataclass(frozen=True)

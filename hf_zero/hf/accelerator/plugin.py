@@ -134,10 +134,10 @@ class ZeroPlugin:
         with wrong_on_all("model"):
             resolved = self.resolve(accelerator, model)
             trains = train and any(param.requires_grad for param in model.parameters())
-            if not trains and resolved.stage < 3 and resolved.dtype is None:
+            if not trains and not resolved.shards_parameters and resolved.dtype is None:
                 return None
-            raise_all(self.config.source, model_conflicts(model, resolved.stage))
-        if resolved.stage == 3 and accelerator.num_processes > 1 and accelerator.is_main_process:
+            raise_all(self.config.source, model_conflicts(model, shards_parameters=resolved.shards_parameters))
+        if resolved.shards_parameters and accelerator.num_processes > 1 and accelerator.is_main_process:
             warn_of_missed_sharding(model)
         # Trainer and accelerate scale the loss for accumulation, and ZeroAcceleratedOptimizer sees to clipping.
         engine = new_engine(

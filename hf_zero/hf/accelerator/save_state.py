@@ -58,7 +58,7 @@ class AcceleratorState(Accelerator):
         def write() -> Any:
             return super(AcceleratorState, self).save_state(output_dir, safe_serialization, **kwargs)
 
-        with self._without_engines(keep=writes_weights):
+        with self._without_engines(keep=lambda engine: engine.config.writes_full_weights):
             folder = on_all_ranks(engines[0].comm, writing(output_dir), write) if engines else write()
         for index, engine in enumerate(engines):
             engine.write_checkpoint(_engine_folder(folder, index))
@@ -93,11 +93,6 @@ class AcceleratorState(Accelerator):
             yield
         finally:
             self._models, self._optimizers = models, optimizers
-
-
-def writes_weights(engine: ZeroEngine) -> bool:
-    """Whether full weights are written beside the engine's own files: always, unless they were turned off."""
-    return engine.config.stage < 3 or engine.config.zero.stage3_gather_16bit_weights_on_model_save is not False
 
 
 def _engine_folder(folder: str | os.PathLike[str], index: int) -> Path:

@@ -25,7 +25,7 @@ from hf_zero.hf.patching import ACTIVATION, PatchPoint, replaced
 
 def shards_on(config: ZeroConfig | None) -> bool:
     """Whether parameters are to be in shards from the start. All ranks must call."""
-    if config is None or config.stage < 3:
+    if config is None or not config.shards_parameters:
         return False
     # One rank alone has nothing to shard, unless the parameters are offloaded.
     return join_processes() > 1 or config.get("zero_optimization.offload_param.device", "none") != "none"

@@ -29,7 +29,6 @@ from hf_zero.checkpoint.replaced_files import drop, put_back, set_aside
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin, ZeroPlugin
-from hf_zero.hf.accelerator.save_state import writes_weights
 from hf_zero.hf.conflicts import check_run
 from hf_zero.hf.local_files import on_all_ranks, reading, writing, writing_alone
 from hf_zero.hf.models.generation import calls_in_a_row
@@ -116,7 +115,7 @@ def move_model_to_device(
     self: Any, orig: Original, plugin: ZeroPlugin, model: nn.Module, device: torch.device
 ) -> None:
     """Leave a model alone that an engine has placed, or will place shard by shard (stage 3)."""
-    if plugin.config.stage < 3 and engine_of(model) is None:
+    if not plugin.config.shards_parameters and engine_of(model) is None:
         orig(model, device)
 
 
@@ -309,7 +308,7 @@ def save(
 
 def _save_full(self: Any, orig: Original, engine: ZeroEngine, folder: str) -> None:
     # Adapters are no gathered 16-bit weights: they are small, and nothing else would hold them.
-    writes = writes_weights(engine) or is_peft_model(self.model)
+    writes = engine.config.writes_full_weights or is_peft_model(self.model)
     saved: AbstractContextManager[dict[str, Any]] = nullcontext({})
     if writes:
         saved = weights_to_save(self.model, engine, folder, writes=self.args.should_save)
@@ -332,7 +331,7 @@ def _save_full(self: Any, orig: Original, engine: ZeroEngine, folder: str) -> No
 def save_optimizer_and_scheduler(self: Any, orig: Original, engine: ZeroEngine, output_dir: str) -> None:
     """Every rank writes its shards of masters and optimizer state; the writer adds the scheduler."""
     # Frozen weights are left out where another file has them: the model's beside, or that of an adapter's base.
-    elsewhere = keeps_base(self.model) if is_peft_model(self.model) else writes_weights(engine)
+    elsewhere = keeps_base(self.model) if is_peft_model(self.model) else engine.config.writes_full_weights
     engine.write_checkpoint(output_dir, exclude_frozen_parameters=elsewhere)
     if self.args.should_save:
         write_scheduler(self, output_dir)
