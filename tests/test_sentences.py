@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Rooms that still have fragments. Whoever cleans the last one of a room takes its name out.
-NOT_YET = set("""distributed runtime sharding""".split())
 # These hang on words that are not there: "Of all parameters.", "What is kept."
 HANGING = set("As How Made Of That Those What Where Which Who Whoever Whom Whose Why".split())
 # A comment may open with these where a verb follows, "Without GPUs, slots are processes.", a docstring may not.
@@ -70,7 +68,4 @@ def rooms() -> dict[str, list[Path]]:
 def test_docstrings_and_comments_stand_alone(room: str) -> None:
     found = [line for path in rooms()[room] for line in fragments(path)]
     listing = f"{len(found)} fragments\n" + "\n".join(found)
-    if room in NOT_YET and found:
-        pytest.xfail(listing)
     assert not found, listing
-    assert room not in NOT_YET, f"{room} has no fragment: take it out of NOT_YET"

@@ -14,7 +14,7 @@ Begin = Callable[[str, list[torch.Tensor], list[torch.Tensor]], Pending]
 
 
 class Coalesced:
-    """What one `Comm.coalesced` block has collected: an operation of each kind.
+    """The operations that one `Comm.coalesced` block has collected, one of each kind.
 
     A collective that is waited for inside the block starts what was collected of its kind; the next one begins another
     operation.
@@ -49,7 +49,7 @@ class Coalesced:
 
 
 def _key(kind: str, tensor: torch.Tensor) -> Hashable:
-    """Of what may be one operation: NCCL groups any all-gathers and reduce-scatters, but all-reduces of one type."""
+    """Return what decides the operation: NCCL groups any gathers and reduce-scatters, but all-reduces of one type."""
     return kind, tensor.dtype if kind == "all_reduce" else None
 
 

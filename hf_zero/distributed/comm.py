@@ -108,7 +108,7 @@ class Comm:
 
     @property
     def name(self) -> str:
-        """Of the group, on all ranks; the later made, the later in the order of (length, name)."""
+        """The name of the process group, equal on all ranks. Sorting by (length, name) gives the order of creation."""
         return self._processes.name if self._processes is not None else ""
 
     @classmethod
@@ -119,7 +119,11 @@ class Comm:
         groups: Sequence[Sequence[int]] | None = None,
         timeout_s: float = 600.0,
     ) -> Comm:
-        """For the accelerator of this process, or the CPU, where `device` is None. All ranks must call."""
+        """Join the other processes. All ranks must call.
+
+        Args:
+            device: None takes the accelerator of this process, or the CPU.
+        """
         device = device or default_device()
         device = torch.device("cpu") if device.type == "cpu" else device  # without the index that "cpu:0" has
         ensure_process_group(device)
@@ -129,7 +133,7 @@ class Comm:
     # ---------------------------------------------------------------- what the runtime needs
     @property
     def max_bucket_numel(self) -> int | None:
-        """Elements per collective beyond which this backend gets slower; None if it does not."""
+        """The number of elements of a collective beyond which this backend gets slower; None if it does not."""
         return _GLOO_BUCKET_NUMEL if self.backend == "gloo" else None
 
     def all_gather(self, full: torch.Tensor, part: torch.Tensor, what: str) -> Pending:
@@ -263,7 +267,7 @@ class Comm:
         return MessageBox(f"{group.name}/messages/{self._num_message_boxes}", group.ended_ranks, lambda: group.stopped)
 
     def messages(self) -> Messages | None:
-        """From rank to rank, beside the collectives; None where this rank is alone. All ranks must call."""
+        """Return messages between ranks, beside the collectives; None if this rank is alone. All ranks must call."""
         if self._processes is None:
             return None
         link = self._processes.add_gloo_link()
@@ -404,7 +408,7 @@ class Comm:
 
     @property
     def receive_allocations(self) -> int:
-        """How often memory for what gloo receives in a reduce was allocated, so far."""
+        """The number of allocations for what gloo receives in a reduce, so far."""
         return self._received.allocations
 
     def reset_counts(self) -> None:
@@ -562,7 +566,7 @@ class Comm:
 
     @functools.cached_property
     def _peers(self) -> PeerMemory | None:
-        """Where every rank can read the memory of every other: that. All ranks must ask; they talk the first time."""
+        """The memory of the other ranks, where every rank can read every other's. All must ask; they talk once."""
         if self.world_size < 2 or not self.computes_on_host:
             return None
         return find_peers(lambda mine: self.all_gather_object(mine, "memory of the ranks"))
@@ -574,7 +578,7 @@ def _profiled(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _all_gather(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
-    """Tensors of any types in one operation: NCCL has a group of its calls for that, each with its own type."""
+    """Gather tensors of any types in one operation: NCCL has a group of its calls for that, each with its own type."""
     if len(outputs) == 1:
         return dist.all_gather_single(outputs[0], inputs[0], group=group, async_op=async_op)
     options = torch._C._distributed_c10d.AllgatherOptions()
@@ -583,7 +587,7 @@ def _all_gather(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, grou
 
 
 def _reduce_scatter(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
-    """As `_all_gather`."""
+    """Reduce tensors of any types in one operation, as `_all_gather` gathers them."""
     if len(outputs) == 1:
         return dist.reduce_scatter_single(outputs[0], inputs[0], group=group, async_op=async_op)
     options = dist.ReduceScatterOptions()
@@ -592,7 +596,7 @@ def _reduce_scatter(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, 
 
 
 def _all_reduce(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
-    """In place, tensors of one type: NCCL's call demands that."""
+    """Reduce tensors of one type in place: NCCL's call demands both."""
     if len(outputs) == 1:
         return dist.all_reduce(outputs[0], group=group, async_op=async_op)
     options = dist.AllreduceCoalescedOptions()

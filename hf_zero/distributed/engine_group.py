@@ -89,7 +89,7 @@ class EngineGroup:
 
     # ---------------------------------------------------------------- the end
     def ended_ranks(self) -> list[int]:
-        """Ranks that have died, or closed their connections to this one."""
+        """Return the ranks that have died, or closed their connections to this one."""
         return [] if self.control is None else self.control.ended_ranks()
 
     def abandon(self, reason: ZeroError) -> None:
@@ -126,14 +126,14 @@ class EngineGroup:
         self._connect()
 
     def ended(self, what: str) -> ZeroError:
-        """What to raise where `what` is to start after the connections were closed."""
+        """Return the error to raise where `what` is to start after the connections were closed."""
         text = f"rank {self.run_rank}: {what}: this engine was torn down, or stopped after an error; make another one"
         if reason := published_reason(self.name):
             return reason
         return StateError(text) if self._lost is None else self.failure(what, RuntimeError(self._lost))
 
     def failure(self, what: str, error: BaseException) -> ZeroError:
-        """What to raise when a collective broke off: the other rank's reason where it gave one."""
+        """Return the error to raise when a collective broke off: the other rank's reason where it gave one."""
         reason = published_reason(self.name)
         self.disconnect()  # a third rank may wait for this one, in another operation than that which broke off
         if reason is not None:
@@ -150,7 +150,7 @@ class EngineGroup:
 
 
 def _gist(error: BaseException) -> str:
-    """What happened is in the first line, and in NCCL's errors why it did in the last ones, before torch's stack."""
+    """Return the first line, which says what happened, and the last two before torch's stack: NCCL says why there."""
     text = str(error).partition("\nException raised from ")[0]
     lines = [line.strip()[:200] for line in text.splitlines() if line.strip()] or [type(error).__name__]
     return " ".join([*lines[:1], *lines[1:][-2:]])

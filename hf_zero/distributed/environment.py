@@ -57,7 +57,7 @@ def described_processes(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def number_in(environment: Mapping[str, str], *names: str) -> int:
-    """What the first of these variables that is set says; 0 where none is.
+    """Return the number in the first of these variables that is set; 0 where none is.
 
     Raises:
         ConfigError: That is no number.

@@ -23,7 +23,7 @@ Ends = tuple[tuple[object, ...], tuple[object, ...]]
 
 
 class Connections:
-    """Made before the group; `find` looks for what the group has opened since."""
+    """The connections of a gloo group. It is made before the group; `find` looks for what was opened since."""
 
     def __init__(self) -> None:
         self._before = _open_sockets()
@@ -51,7 +51,7 @@ class Connections:
         return any(_is_over(file, inode) for file, inode in list(self._sockets))
 
     def ended_ranks(self) -> list[int]:
-        """At the other end of those that have ended."""
+        """Return the ranks at the other end of connections that have ended."""
         over = [ends for (file, inode), ends in list(self._sockets.items()) if _is_over(file, inode)]
         return sorted({self._ranks[ends] for ends in over})
 

@@ -30,7 +30,7 @@ class InputGroup:
         self._compared: list[str] = []
 
     def part_numel(self, numel: int) -> int:
-        """Elements of a part; the last one may have fewer that count."""
+        """Return the number of elements of a part; the last one may have fewer that count."""
         return -(-numel // self.size)
 
     def part_of(self, flat: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ _LENGTH_BYTES = 4
 _REST, _FIRST_TENSOR, MAX_TENSORS = 1, 2, 62
 _STEP = 64
 MAX_TAG = (1 << 31) // _STEP  # torch has tags of 31 bits
-# What a header can hold beside tensors
+# The types that a header can hold beside tensors
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 TensorType = tuple[tuple[int, ...], torch.dtype]
 
@@ -57,11 +57,11 @@ class Received:
 
 
 class Messages:
-    """Between the ranks of a group. A tag is used for one message on its way between two ranks at a time.
+    """Messages between the ranks of a group. A tag is used for one message on its way between two ranks at a time.
 
     Args:
-        link: Of gloo, for nothing else.
-        device: Where received tensors are put.
+        link: Connections of gloo that serve nothing else.
+        device: The device to which received tensors go.
     """
 
     def __init__(self, group: EngineGroup, link: Link, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class Messages:
         self._start(to, tag, [*_header_parts(header), *_tensor_parts(tensors)], what)
 
     def send_tensors(self, to: int, tag: int, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """As `send`, for a receiver who knows what comes: see `receive_tensors`."""
+        """Start sending tensors to a receiver who knows what comes: see `receive_tensors`."""
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         self._start(to, tag, _tensor_parts(tensors), what)
 
@@ -105,7 +105,7 @@ class Messages:
         return self._receive(functools.partial(_receive, origin=origin, tag=tag), what)
 
     def receive_tensors(self, origin: int, tag: int, types: Sequence[TensorType], what: str) -> Received:
-        """As `receive`, of what `send_tensors` sends: a list of tensors of these shapes and types."""
+        """Start receiving what `send_tensors` sends: a list of tensors of these shapes and types."""
         return self._receive(functools.partial(_receive_tensors, origin=origin, tag=tag, types=types), what)
 
     def _receive(self, call: Callable[[Any], Any], what: str) -> Received:
@@ -158,7 +158,7 @@ def _bytes(data: bytes) -> torch.Tensor:
 
 
 def _tensor_parts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """As bytes on the host: gloo does not know every type."""
+    """Return the tensors as bytes on the host: gloo does not know every type."""
     return [
         (number, tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8))
         for number, tensor in enumerate(tensors, _FIRST_TENSOR)

@@ -33,7 +33,7 @@ _DIGEST_BITS = 52  # exact in a float64
 # Seconds after which a rank that waits compares its operations with those of the others; at most between two looks.
 STALLED_AFTER_S = 1.0
 _LONGEST_PAUSE_S = 8.0
-# What only a unit's parameters and gradients take part in; the rest are calls of the engine.
+# The operations of a unit's parameters and gradients; the rest are calls of the engine.
 _UNIT_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 CALL = "call"  # an operation without an exchange
 _CALLS = f"{CALL} "
@@ -61,7 +61,7 @@ class OperationLog:
         self.clear()
 
     def clear(self) -> None:
-        """For a group that was made anew."""
+        """Forget all operations: the group was made anew."""
         self._recent.clear()
         self.position = 0
         self._state = bytes(8)
@@ -75,7 +75,7 @@ class OperationLog:
 
     @property
     def tag(self) -> int:
-        """Of messages that belong to the operation added last."""
+        """The tag of messages that belong to the operation added last."""
         return int.from_bytes(self._state, "big") >> (64 - _TAG_BITS)
 
     @property
@@ -114,7 +114,7 @@ class OperationCheck:
         self._waits_since = None
 
     def difference_after_a_stall(self) -> ZeroError | None:
-        """What to raise where this rank waits for nothing, because another one has started other operations.
+        """Return an error if this rank waits for nothing, because another one has started other operations.
 
         Call it again and again during a wait.
         """
@@ -152,7 +152,7 @@ class OperationCheck:
 
 
 def difference_of(by_rank: Sequence[Mapping[int, str]]) -> ZeroError | None:
-    """Where the lists of operations of the ranks part; None if they agree as far as they reach.
+    """Return an error that says where the ranks' lists of operations part; None if they agree as far as they reach.
 
     StateError if they part at a call that some ranks did not make and exchange the same, else DivergenceError.
 

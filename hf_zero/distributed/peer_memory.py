@@ -24,7 +24,7 @@ Gather = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """What a process tells the others about itself."""
+    """The facts by which other processes find this one and its memory."""
 
     host: str  # the running system and the name space of its process ids
     pid: int

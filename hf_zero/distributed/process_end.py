@@ -32,7 +32,7 @@ import torch.distributed as dist
 from hf_zero.native.late_threads import let_late_threads_sleep
 
 _TASKS = Path("/proc/self/task")  # Linux
-# Of torch, that free what Python has seen: gloo's collectives, and a device's autograd.
+# The threads of torch that free what Python has seen: gloo's collectives, and a device's autograd.
 _HOLDERS = ("pt_gloo_runloop", "pt_autograd")
 _REST_WITHIN_S = 10.0
 # Longer than what a thread waits for Python's lock before it asks again: one that waits for it shows.
@@ -40,7 +40,7 @@ _LOOK_EVERY_S = 0.01
 
 
 class Turn(enum.IntEnum):
-    """When something ends, at Python's end."""
+    """The order in which things end, at Python's end."""
 
     SAVES = 0
     UPDATES = 1
@@ -106,7 +106,7 @@ def _wait_until_at_rest() -> None:
 
 
 def _holders() -> dict[str, list[str]]:
-    """Of each thread of _HOLDERS: its state, and how often it has slept and was made to wait."""
+    """Return, for each thread of _HOLDERS, its state, and how often it has slept and was made to wait."""
     found = {}
     for task in os.listdir(_TASKS) if _TASKS.is_dir() else ():
         with contextlib.suppress(OSError):  # it has ended

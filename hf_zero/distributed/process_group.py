@@ -41,7 +41,7 @@ class Link:
     def __init__(self, owner: object, groups: Sequence[Sequence[int]], backend: str, timeout_s: float) -> None:
         _end_forgotten()
         self.is_gloo = backend == "gloo"
-        # On a device: who waits for an operation -> torch's Work
+        # A device has here: who waits for an operation -> torch's Work
         self._works: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
         self.connections = Connections()
         self.group: Any = _new_group(groups, backend, datetime.timedelta(seconds=timeout_s))
@@ -113,7 +113,7 @@ class Link:
             self.end(_OVER_S if self._is_lost else _OVER_AT_THE_LAST_S)
 
     def ended_ranks(self) -> list[int]:
-        """Ranks that have closed their connection to this one, or died; [] where that cannot be seen."""
+        """Return the ranks that have closed their connection to this one, or died; [] where that cannot be seen."""
         return self.connections.ended_ranks() if self.is_gloo else []
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How this process finds its device and joins the others that a launcher started. No collectives."""
+"""Finds the device of this process and joins the others that a launcher started; how they agree before an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hf_zero.errors import ConfigError, DivergenceError, ZeroError
 
 _T = TypeVar("_T")
 
-# Where the files of other frames than the user's begin; torchrun and `python -m` run frozen ones.
+# The paths of frames that are not the user's begin so; torchrun and `python -m` run frozen ones.
 _NOT_THE_USERS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), sysconfig.get_path("stdlib"), "<frozen")
 
 # Defined while there is a default group, they keep it for ever as a default, and gloo's threads with it. None means
@@ -39,7 +39,7 @@ for _function in vars(torch.distributed.nn.functional).values():
 
 
 def adopt_cluster_variables() -> None:
-    """Where srun or mpirun started this process, set the variables that torchrun sets; accelerate reads them too.
+    """Set the variables that torchrun sets where srun or mpirun started this process; accelerate reads them too.
 
     Raises:
         ConfigError: This is one of several processes, but not enough is known of the others.
@@ -48,12 +48,12 @@ def adopt_cluster_variables() -> None:
 
 
 def launched_processes() -> int:
-    """How many processes train together: those that were joined, or else those that a launcher described."""
+    """Return the number of processes that train together: those joined, or else those that a launcher described."""
     return dist.get_world_size() if dist.is_initialized() else described_world_size()
 
 
 def described_world_size() -> int:
-    """WORLD_SIZE of the environment, 1 where there is none.
+    """Return WORLD_SIZE of the environment, 1 where there is none.
 
     Raises:
         ConfigError: It is no number, or what a process needs to join the others is missing beside it.
@@ -208,7 +208,7 @@ def refuse_shared_device(device: torch.device) -> None:
 
 
 def _identity(device: torch.device) -> str:
-    """What no other device of the job has: the host, and the device's own id, or its place among those visible."""
+    """Return what no other device of the job has: host and the device's own id, or its place among those visible."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     own = None if properties is None else getattr(properties(device), "uuid", None)
     if own is None:

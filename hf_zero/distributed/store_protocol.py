@@ -1,4 +1,4 @@
-"""What ranks tell each other through the key-value store, without a collective: who has come, and why one left."""
+"""The ranks tell each other through the key-value store, without a collective, who has come and why one left."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Presence:
         self._calls: dict[str, int] = collections.Counter()
 
     def clear(self) -> None:
-        """For a group that was made anew, under another name."""
+        """Forget all calls: the group was made anew, under another name."""
         self._calls.clear()
 
     def wait(
@@ -82,7 +82,7 @@ def _exchange_failures(group: str, rank: int, missing: Sequence[int], name: str)
 
 
 def _missing(keys: list[str], rank: int, timeout_s: float, ended_ranks: Callable[[], list[int]]) -> list[int]:
-    """Ranks that have not come within `timeout_s`; this rank has then not come either."""
+    """Return the ranks that have not come within `timeout_s`; this rank has then not come either."""
     store = _store()
     store.set(keys[rank], "1")
     now = time.monotonic()
@@ -129,7 +129,7 @@ class MessageBox:
         return bool(self._ask(lambda: self._store.check([self._key(subject)])))
 
     def receive(self, subjects: Sequence[str], on_wait: Callable[[], None]) -> list[bytes]:
-        """What was sent under each, once all of it is there. Raises LostRankError where some will not come.
+        """Return what was sent under each subject, once all of it is there; LostRankError where some will not come.
 
         `on_wait` is called again and again until then, and may raise it too.
         """
@@ -137,7 +137,7 @@ class MessageBox:
         closed_at: float | None = None
         pause = 0.001
         while not self._ask(lambda: self._store.check(keys)):
-            # Who ends in order has sent what it had to before.
+            # A rank that ends in order has sent everything before.
             if (ended := self._ended_ranks()) and not self._ask(lambda: self._store.check(keys)):
                 raise LostRankError(f"rank(s) {ended} have ended")
             if self._is_over():
@@ -151,7 +151,7 @@ class MessageBox:
         return contents
 
     def delete(self, subjects: Sequence[str]) -> None:
-        """After all who receive them have: a store keeps what it has, and every save sends more."""
+        """Delete messages that all have received: a store keeps what it has, and every save sends more."""
         for subject in subjects:
             self._ask(partial(self._store.delete_key, self._key(subject)))
 
@@ -169,12 +169,12 @@ class MessageBox:
 
 
 def publish_reason(group: str, reason: ZeroError) -> None:
-    """Before this rank closes its connections in `group`."""
+    """Publish why this rank is about to close its connections in `group`."""
     _store().set(_key(group), f"{type(reason).__name__}\n{reason}")
 
 
 def published_reason(group: str) -> ZeroError | None:
-    """What a rank of `group` published: an error of the same kind and text."""
+    """Return what a rank of `group` published, an error of the same kind and text; None if none did."""
     if not dist.is_initialized():
         return None
     try:

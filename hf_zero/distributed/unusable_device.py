@@ -8,7 +8,7 @@ from hf_zero.native.device_files import are_hidden, device_file
 
 
 def unusable_accelerator() -> str | None:
-    """What is wrong where torch is built for an accelerator that is there, and cannot use it; None elsewhere.
+    """Return what is wrong where torch is built for an accelerator that is there and cannot use it; None elsewhere.
 
     A driver older than torch's CUDA is such a case: torch.accelerator.is_available() warns then, and says False.
     """

@@ -1,1 +1,1 @@
-"""When parameters are unsharded and when gradients are reduced."""
+"""Forward and backward: decides when parameters are unsharded and when gradients are reduced."""

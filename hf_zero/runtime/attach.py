@@ -19,14 +19,14 @@ from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.unit import ShardUnit
 
-# Where transformers sees the first, generate runs on all ranks in step and LayerDrop runs every layer. torch.compile
-# refuses a module with it, unless it has the second.
+# The marks of a sharded module. For the first, transformers runs generate on all ranks in step and every layer of
+# LayerDrop. torch.compile refuses a module with it, unless it has the second.
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _FLATTEN = "flatten_parameters"
 
 
 def _stay() -> None:
-    """In the place of nn.RNNBase.flatten_parameters."""
+    """Do nothing, in the place of nn.RNNBase.flatten_parameters."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class SavedViews:
             flat.in_graphs -= views
 
     def _look(self, output: Any, first: int) -> list[set[int]]:
-        """By flat parameter, the views that the graph of `output` has saved and nobody else refers to."""
+        """Return, by flat parameter, the views that the graph of `output` has saved and nobody else refers to."""
         found: dict[int, set[int]] = {flat.storage._cdata: set() for flat in self._flats}
         kept = []  # so that no id is used again
         for node in nodes_since(first, [tensor.grad_fn for tensor in tensors_in(output)]):
@@ -84,7 +84,7 @@ class SavedViews:
 
 
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:
-    """What a node has saved, without the hooks that would compute it again."""
+    """Yield the tensors that a node has saved, without the hooks that would compute them again."""
     for name in _saved_names(node.__class__):
         saved = getattr(node, name)
         for one in saved if isinstance(saved, list | tuple) else (saved,):

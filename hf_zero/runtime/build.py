@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuiltUnits:
-    """What one engine has been built from: the parts that its parameters and gradients share."""
+    """The parts that an engine is built from, which its parameters and gradients share."""
 
     settings: BuildSettings
     comm: Comm
@@ -190,7 +190,7 @@ def share_the_rest(model: nn.Module, units: Iterable[ShardUnit], comm: Comm) -> 
 
 
 def _from_rank_0(value: torch.Tensor, comm: Comm, what: str) -> torch.Tensor:
-    # As bytes: gloo does not know every type.
+    # The broadcast takes bytes: gloo does not know every type.
     raw = value.detach().to(comm.device, copy=True).reshape(-1).view(torch.uint8)
     comm.broadcast(raw, what)
     return raw.view(value.dtype).view(value.shape)

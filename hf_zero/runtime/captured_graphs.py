@@ -39,7 +39,7 @@ class CaptureWatch:
             self._is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
 
     def check(self, rank: int) -> None:
-        """Before a forward. Takes no time of the device."""
+        """Raise StateError if a graph is being recorded. Call before a forward; takes no time of the device."""
         if self._is_capturing is not None and self._is_capturing():
             raise StateError(
                 f"rank {rank}: a CUDA graph is being recorded, and a forward of an engine's model cannot be part of "

@@ -1,4 +1,4 @@
-"""Which types the device of a training has to compute in."""
+"""The types that the device of a training has to compute in."""
 
 from __future__ import annotations
 

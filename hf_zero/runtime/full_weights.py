@@ -61,7 +61,7 @@ class FullWeights:
 
     @contextlib.contextmanager
     def looked_at(self, units: Iterable[ShardUnit]) -> Iterator[None]:
-        """As `gathered`, for code that is not ours: raises StateError on every rank if one wrote to a parameter."""
+        """Gather for code that is not ours; raise StateError on every rank if one wrote to a parameter."""
         units = list(units)
         with self.gathered(units):
             watch = EditWatch([flat for unit in units for flat in unit.flats], by_value=False)
@@ -95,7 +95,7 @@ class FullWeights:
         self.check_idle(units, readers)
         self._before_write()
         flats = [flat for unit in units for flat in unit.flats]
-        # What stays unsharded is edited in place. Masters are no copy of it: they may be the same memory.
+        # Parameters that stay unsharded are edited in place. Masters are no copy of it: they may be the same memory.
         shown = {flat for unit in units if unit.state is UnitState.UNSHARDED for flat in unit.flats}
         staying = [flat for flat in flats if flat in shown or not flat.on_demand]
         with contextlib.ExitStack() as stack:
@@ -164,7 +164,7 @@ class FullWeights:
             )
 
     def _agree_on_edits(self, watch: EditWatch, write_rank: int, error: Exception | None, *, alike: bool) -> set[str]:
-        """Names of what `write_rank` has edited. All ranks must call; raises StateError on all of them."""
+        """Return the names of what `write_rank` has edited. All ranks must call; raises StateError on all of them."""
         mine = dict[str, int]()
         try:
             if error is None:
@@ -220,7 +220,7 @@ class FullWeights:
         return ordered
 
     def without_data(self) -> dict[str, torch.Tensor]:
-        """What `state_dict` gives, as tensors that have shape and type only. No communication."""
+        """Return what `state_dict` gives, as tensors that have shape and type only. No communication."""
         return {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in own_tensors(self._model)
@@ -318,7 +318,7 @@ class FullWeights:
 
 
 def share_resident(flat: FlatParam) -> None:
-    """Where parameters are never sharded: make them so again from what each rank owns. All ranks must call."""
+    """Make parameters that are never sharded whole again, from what each rank owns. All ranks must call."""
     if flat.on_demand:
         return
     gather_resident([flat])

@@ -1,4 +1,4 @@
-"""Where the gradients of one flat parameter accumulate until the step. reduce_schedule.py: when they are reduced."""
+"""Accumulates the gradients of one flat parameter until the step. reduce_schedule.py says when they are reduced."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _DENSE = {torch.strided}
 
 @dataclass(frozen=True)
 class GradSettings:
-    """How gradients are summed."""
+    """The types in which gradients are summed."""
 
     accum_dtype: torch.dtype | None  # None: fp32, fp64 for fp64 parameters
     wire_dtype: torch.dtype | None  # `communication_data_type`; None: the accumulation type
 
     def accumulation_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
-        """Of the gradients of parameters of a type."""
+        """Return the type in which the gradients of parameters of a type accumulate."""
         if self.accum_dtype is not None:
             return self.accum_dtype
         return torch.float64 if param_dtype == torch.float64 else torch.float32
 
 
 class GradState(enum.Enum):
-    """What a GradAccumulator has of the accumulation window.
+    """The part of the accumulation window that a GradAccumulator has.
 
     Late gradients (a second backward before the step, a shared module under reentrant checkpointing) change no state:
     they wait in `unreduced` while the state is REDUCING or REDUCED, and the next reduce adds them.
@@ -117,9 +117,7 @@ class GradAccumulator(ArrivingGrads):
         # The copy to the host, where the update is
         self.on_host = not comm.computes_on_host and not flat.placement.master.is_on_device
         if self.on_host and flat.layout.world_size != comm.world_size:
-            raise AssertionError(
-                f"{flat.layout.name} is offloaded and not sharded: its reduce has no memory of its own"
-            )
+            raise AssertionError(f"{flat.layout.name} is offloaded, not sharded: its reduce has no memory of its own")
         self._host = host
         self._on_its_way: torch.Event | None = None  # the last copy to the host
         self._sources: list[torch.Tensor] = []  # of copies to the host, by the reduce under way
@@ -148,7 +146,7 @@ class GradAccumulator(ArrivingGrads):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of an unsharded gradient that stays for the run, where the shard is no part of it."""
+        """The bytes of an unsharded gradient that stays for the run, where the shard is no part of it."""
         if self._resident is None or self.shard.in_full:
             return 0
         return self._resident.memory.nbytes
@@ -177,8 +175,7 @@ class GradAccumulator(ArrivingGrads):
             self._on_its_way = None
 
     def join_copies(self) -> None:
-        """As `wait_for_copies`, and for copies of the parameters, for a host that is about to read `norms` off the
-        device: the compute stream waits for them."""
+        """Let the compute stream wait for copies of gradients and parameters: the host is about to read `norms`."""
         stream = torch.accelerator.current_stream(self.flat.full.device)
         if self._norms is None:
             self.wait_for_copies()
@@ -247,7 +244,7 @@ class GradAccumulator(ArrivingGrads):
 
     @property
     def is_empty(self) -> bool:
-        """Nothing of a window is here."""
+        """Whether nothing of a window is here."""
         return self._state is GradState.EMPTY
 
     # ---------------------------------------------------------------- reduce
@@ -296,7 +293,7 @@ class GradAccumulator(ArrivingGrads):
         return scale * self._comm.world_size if self._stays_local else scale
 
     def stay_local(self, local: bool) -> None:
-        """From the next window on, let each rank keep the mean of its own micro-steps; stage 0 only."""
+        """Let each rank keep the mean of its own micro-steps from the next window on; stage 0 only."""
         self._stays_local = local
 
     def reduce_finish(self) -> None:
@@ -373,7 +370,7 @@ class GradAccumulator(ArrivingGrads):
     # ---------------------------------------------------------------- what a user does to it by hand
     @property
     def is_reduced(self) -> bool:
-        """Something of this window has been reduced, so that the other ranks have a part of it."""
+        """Whether something of this window has been reduced, so that the other ranks have a part of it."""
         return self._state is GradState.REDUCED or (self._state is GradState.REDUCING and self._adds)
 
     @property

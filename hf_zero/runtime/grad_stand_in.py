@@ -1,4 +1,4 @@
-"""What stands in `parameter.grad` where a gradient is in shards. See [Note: parameter.grad] in param_grads.py."""
+"""A tensor for `parameter.grad` where a gradient is in shards. See [Note: parameter.grad] in param_grads.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ACCUMULATES = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)  # in aut
 
 
 class GradStandIn(torch.Tensor):
-    """In the place of a gradient that is not complete on this rank."""
+    """A tensor in the place of a gradient that is not complete on this rank."""
 
     parameter: str  # its name
     added: torch.Tensor | None  # what autograd has added meanwhile
@@ -28,13 +28,13 @@ class GradStandIn(torch.Tensor):
 
     @staticmethod
     def __new__(cls, placeholder: torch.Tensor, name: str) -> GradStandIn:
-        # Over the parameter's placeholder: a storage of its own would look as large as the gradient.
+        # It lies over the parameter's placeholder: a storage of its own would look as large as the gradient.
         self: GradStandIn = torch.Tensor._make_subclass(cls, placeholder)
         self.parameter, self.added = name, None
         return self
 
     def take_added(self) -> torch.Tensor | None:
-        """What autograd has added, for the reducer."""
+        """Return what autograd has added, for the reducer; None if it has added nothing."""
         added, self.added = self.added, None
         return added
 

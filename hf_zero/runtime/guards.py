@@ -55,7 +55,7 @@ class ModelGuards:
         self._overridden.append((module, name))
 
     def _guard_state_dict(self, module: nn.Module, path: str, mine: dict[str, ShardUnit]) -> None:
-        """Where parameters are sharded, a state dict has their names, shapes and types: loaders read no more."""
+        """Give a state dict names, shapes and types of sharded parameters: loaders read no more."""
 
         def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             for name, unit in mine.items():
@@ -103,7 +103,7 @@ def _refuse_pickling(name: str, protocol: object) -> NoReturn:
 def _refuse_loading(
     index: ParamIndex, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Before `module` or anything below it takes values of `state`."""
+    """Raise StateError before `module` or anything below it takes values of `state`."""
     assigns = metadata.get("assign_to_params_buffers", False)
     own = module.named_parameters(remove_duplicate=False)
     places = [index[param] for name, param in own if prefix + name in state and param in index]
@@ -128,7 +128,7 @@ def _ids(named: Mapping[str, object]) -> list[int]:
 
 
 class ModelTree:
-    """Which parameter is where in a model, as the engine took it over: training would use others, saves hold these.
+    """The parameters of a model by place, as the engine took it over: training would use others, saves hold these.
 
     A check costs a comparison per module and per parameter. Modules may change (wrappers, activation checkpointing,
     parts that are dropped) as long as the parameters stay. Frozen parameters may come as long as they stay frozen:
@@ -185,7 +185,7 @@ class ModelTree:
         strangers = [
             clean_name(name)
             for name, param in named_parameters(self._model)
-            # Who has hooks for its gradient is trained by another engine.
+            # A parameter with hooks for its gradient is trained by another engine.
             if param not in known
             and (name in names or (param.requires_grad and not param._post_accumulate_grad_hooks))
         ]

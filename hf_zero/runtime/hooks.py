@@ -49,7 +49,7 @@ from hf_zero.sharding.unit import ShardUnit
 
 
 class BackwardCalls:
-    """Which calls of one unit's module the backward has entered and not left.
+    """The calls of one unit's module that the backward has entered and not left.
 
     Calls whose inputs need no gradient are never left; the end of the backward forgets them.
     """
@@ -110,7 +110,7 @@ class ModelHooks:
 
     @asks_nobody
     def _take_last(self) -> None:
-        """Hooks that were registered since may edit `param.grad`: ours, which takes it away, goes behind them."""
+        """Move our hooks, which take `param.grad` away, behind others that were registered since and may edit it."""
         for param, mine in self._takers:
             hooks = param._post_accumulate_grad_hooks
             if len(hooks) > 1 and next(reversed(hooks)) != mine:
@@ -242,7 +242,7 @@ class ModelHooks:
             if torch.is_grad_enabled() and in_transform():
                 params.hold(unit)  # hooks here see tensors of the transform, not those of the backward
             elif torch.is_grad_enabled():
-                # Inside backward too: the inputs of a reentrant recomputation end its nested backward.
+                # This is done inside backward too: the inputs of a reentrant recomputation end its nested backward.
                 for tensor in tensors_in((args, kwargs)):
                     # A parameter lives on: its hooks would pile up with every forward.
                     if tensor.requires_grad and not isinstance(tensor, nn.Parameter):

@@ -22,7 +22,7 @@ from hf_zero.errors import StateError
 from hf_zero.layout import Slot
 from hf_zero.runtime.nested import map_tensors, replace_tensors
 
-# Whose scale the loss of the backward under way, or next, was multiplied with.
+# The scale that the loss of the backward under way, or next, was multiplied with.
 _CLAIMED: list[weakref.ref[LossScale]] = []
 
 
@@ -35,7 +35,10 @@ def _claim(scale: LossScale | None) -> None:
 
 
 class LossScale:
-    """Of one engine. Invariant: `value` changes only between windows of accumulation, and is 1 where not in use."""
+    """The loss scale of one engine.
+
+    Invariant: `value` changes only between windows of accumulation, and is 1 where not in use.
+    """
 
     def __init__(self) -> None:
         self.value = 1.0
@@ -82,11 +85,11 @@ class LossScale:
             self.suspects = []
 
     def through_outputs(self, output: Any) -> Any:
-        """What the model's forward returned, with every tensor that needs a gradient in an alias that scales it."""
+        """Return the output of the model's forward, every tensor that needs a gradient as an alias that scales it."""
         return replace_tensors(output, lambda tensor: _alias(tensor, self._enter))
 
     def through_inputs(self, inputs: Any) -> Any:
-        """What the model's forward gets, with every tensor that needs a gradient in an alias that unscales it."""
+        """Return the input of the model's forward, every tensor that needs a gradient as an alias that unscales it."""
         return map_tensors(inputs, lambda tensor: _alias(tensor, self._leave))
 
     def _enter(self, grad: torch.Tensor) -> torch.Tensor | None:

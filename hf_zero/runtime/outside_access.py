@@ -80,7 +80,7 @@ class OutsideReads:
         self.is_open = torch.is_grad_enabled() or not self._params.all_pinned
 
     def close(self) -> None:
-        """Nothing of the forward is left to run, nor of its backward."""
+        """End what `open` began: nothing of the forward is left to run, nor of its backward."""
         self.is_open = False
         borrowed, self._borrowed = self._borrowed, []
         for unit in borrowed:
@@ -101,7 +101,7 @@ class OutsideReads:
             self._params.hold_for_backward(unit)
 
     def on_values(self, param: nn.Parameter, writes: bool) -> bool:
-        """Values of `param` are needed, which is sharded; whether it is unsharded now."""
+        """Unshard `param`, whose values are needed; return whether it is unsharded now."""
         if writes or not (self.is_open or torch.is_grad_enabled()):
             return False
         self.on_read(param)

@@ -1,4 +1,4 @@
-"""What `parameter.grad` shows between a backward and the step, and what the user has done to it.
+"""The gradients that `parameter.grad` shows between a backward and the step, and what the user has done to them.
 
 [Note: parameter.grad]
 Gradients live in flat parameters. Where a rank holds the full mean of a parameter's gradient (stage 0 after the last
@@ -27,7 +27,7 @@ from hf_zero.sharding.sharded_param import asks_nobody
 
 
 class _Place:
-    """Whether any gradient is shown. It refers to nothing, so that a hook of autograd can hold it."""
+    """The flag that some gradient is shown. It refers to nothing, so that a hook of autograd can hold it."""
 
     is_used = False
 
@@ -146,7 +146,7 @@ class ParamGrads:
     @torch.no_grad()
     @asks_nobody
     def collect_all(self) -> bool:
-        """As `collect`, before a step: gradients that were put where none was shown count too."""
+        """Collect before a step: gradients that were put where none was shown count too. See `collect`."""
         changed = self.collect()
         changed |= self._events.collect_weight_edits()
         known = {id(one.param) for one in self._shown}
@@ -188,12 +188,16 @@ class ParamGrads:
         self.clear()
 
     def digest(self, norm_sq: torch.Tensor) -> float:
-        """Of the changes in this window; travels in the vote of a step. `norm_sq` is of all gradients, 0-dim."""
+        """Return a digest of the changes in this window, for the vote of a step.
+
+        Args:
+            norm_sq: The squared norm of all gradients, 0-dim.
+        """
         values = struct.pack("d", float(norm_sq)) if self._edited else b""
         return digest_of(repr(self.changes).encode() + values) if self.changes else 0.0
 
     def unequal(self, everyone: Sequence[list[str]]) -> StateError:
-        """What to raise, on all ranks, where digests differ; `everyone` has the changes by rank."""
+        """Return the error for all ranks where digests differ; `everyone` has the changes by rank."""
         said = [f"rank {rank}: {', '.join(theirs[:5]) or 'nothing'}" for rank, theirs in enumerate(everyone)]
         return StateError(
             "the ranks changed gradients or weights by hand in different ways, or to different values:\n"
@@ -205,7 +209,7 @@ class ParamGrads:
 
     @property
     def changes(self) -> list[str]:
-        """What this rank did in this window."""
+        """The changes that this rank made in this window, as texts."""
         return self._changes + [f"wrote to {name} ({bits & 0xFFFFFF:06x})" for name, bits in self._weights.items()]
 
 

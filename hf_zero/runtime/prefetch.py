@@ -1,4 +1,4 @@
-"""Which unit comes next, and how much may be unsharded ahead of its use.
+"""Predicts which unit comes next, and limits how much is unsharded ahead of its use.
 
 A prefetch is a collective, so every rank must decide it alike: it happens only along an order whose digest all ranks
 have agreed on. Where a pass leaves that order (evaluation of a part, generation), there is no prefetch, no error.
@@ -21,7 +21,7 @@ _Next = dict[tuple[int, int], int]
 
 
 def _follow(following: Mapping[tuple[int, int], int], before: int, here: int, most: int) -> Iterator[int]:
-    """At most `most` units after `here`, nearest first."""
+    """Yield at most `most` units after `here`, nearest first."""
     for _ in range(most):
         after = following.get((before, here))
         if after is None:
@@ -59,7 +59,7 @@ class UseOrder:
         return True
 
     def upcoming(self) -> Iterator[ShardUnit]:
-        """Units that follow the one noted last, nearest first."""
+        """Yield the units that follow the one noted last, nearest first."""
         if not self._recording:
             return
         for index in _follow(self._next, self._last, self._recording[-1], len(self._agreed)):
@@ -114,7 +114,7 @@ class RepeatedUse:
         self._before, self._here = self._here, id(unit)
 
     def upcoming(self) -> Iterator[ShardUnit]:
-        """Units that followed the last times, nearest first."""
+        """Yield the units that followed the last times, nearest first."""
         for key in _follow(self._next, self._before, self._here, len(self._units)):
             yield self._units[key]
 
@@ -158,7 +158,7 @@ class GatheredAhead:
 
 @dataclass(frozen=True)
 class PrefetchLimits:
-    """What may be unsharded beside the units in use, in elements.
+    """The limits of what is unsharded beside the units in use, in elements.
 
     Args:
         ahead: `stage3_prefetch_bucket_size`: how far along the agreed order units are gathered ahead. The next one is,
@@ -187,7 +187,7 @@ class PrefetchLimits:
         return numel <= self.live or self.live >= _DEFAULT_LIVE
 
     def why_none_ahead(self, units: Iterable[ShardUnit]) -> str:
-        """Why no unit will be gathered ahead; empty if units will."""
+        """Return why no unit will be gathered ahead; empty if units will."""
         smallest = min((unit.numel for unit in units if unit.on_demand and unit.kind is UnitKind.LAYER), default=0)
         if not self.ahead:
             return "overlap_comm is false, or stage3_prefetch_bucket_size 0"

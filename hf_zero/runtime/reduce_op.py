@@ -1,4 +1,4 @@
-"""How one bucket of gradients is summed over ranks: by which primitive, and when it is divided.
+"""Sums one bucket of gradients over ranks: by which primitive, and when it is divided.
 
 [Note: Constant-size buffers]
 A reduce may need copies of what it moves: in the type that travels, or, on gloo, of what the other ranks sent. Where
@@ -55,7 +55,7 @@ class Reduction:
     def parts(
         self, comm: Comm, out: torch.Tensor, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None
     ) -> Pending:
-        """As Comm.reduce_scatter: this rank's part of the sum of `full` goes to `out`. `full` is changed."""
+        """Start a reduce-scatter: this rank's part of the sum of `full` goes to `out`. `full` is changed."""
         after = self._divide(comm, full)
         if self.scatters:
             return _finished(comm.reduce_scatter(out, full, what, wire_dtype=wire_dtype), out, out, after)
@@ -63,7 +63,7 @@ class Reduction:
         return _finished(comm.all_reduce(full, what, wire_dtype=wire_dtype), part, out, after)
 
     def everything(self, comm: Comm, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None) -> Pending:
-        """As Comm.all_reduce: `full` becomes the sum.
+        """Start an all-reduce: `full` becomes the sum.
 
         In a type narrower than `full`'s the addends travel only: they are summed in `full`'s type where backends can
         do that, as in `parts`, and the sum travels in it. An all-reduce rounds sums in the narrow type, or overflows.

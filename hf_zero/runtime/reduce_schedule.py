@@ -1,4 +1,4 @@
-"""When gradients are reduced.
+"""Decides when gradients are reduced.
 
 [Note: One reduce per unit and backward]
 Every rank starts exactly one reduce per accumulator in a backward (stages 2-3) or in the boundary's backward (stages

@@ -30,7 +30,7 @@ class StepEvents(PassEvents):
         """Backward has left a unit for good. Comes at the same point on all ranks."""
 
     def unfrozen(self, added: Sequence[GradAccumulator]) -> None:
-        """Parameters that require gradients by now have got accumulators, and are used next."""
+        """The `added` accumulators belong to parameters that require gradients by now and are used next."""
 
     # ---------------------------------------------------------------- gradients (reduce_schedule.py, param_grads.py)
     def gradient_is_final(self, acc: GradAccumulator) -> None:

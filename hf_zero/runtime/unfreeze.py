@@ -54,7 +54,7 @@ class Unfreeze:
             self._events.unfrozen(added)
 
     def use_scale(self, scale: float) -> None:
-        """What new gradient accumulators multiply with; see GradAccumulator.use_scale."""
+        """Set what new gradient accumulators multiply with; see GradAccumulator.use_scale."""
         self._scale = scale
 
     def split(self) -> list[GradAccumulator]:

@@ -35,7 +35,7 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class BucketSizes:
-    """How many elements of a flat parameter one collective may move.
+    """The number of elements of a flat parameter that one collective may move.
 
     [Note: Whole units]
     On gloo large collectives fall out of the cache, and the sizes of the configuration hold. On other backends every
@@ -73,7 +73,7 @@ class BucketSizes:
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """What of the configuration decides the shape of units."""
+    """The part of the configuration that decides the shape of units."""
 
     stage: int
     buckets: BucketSizes
@@ -123,7 +123,7 @@ class BuildSettings:
         trainable: bool,
         world_size: int,
     ) -> UnitLayout:
-        """Where the parameters of `shapes` lie in a flat parameter."""
+        """Lay the parameters of `shapes` out in a flat parameter."""
         accumulates_in = self.grads.accumulation_dtype(dtype)
         copied = self.reduction.buckets_in_flight(comm, accumulates_in, self.grads.wire_dtype) if trainable else None
         return UnitLayout.build(
@@ -137,7 +137,7 @@ class BuildSettings:
 
 
 def flat_param_specs(model: nn.Module, settings: BuildSettings, comm: Comm) -> Drafted:
-    """What the units of `model` will be. No memory, no communication; the model may be on the meta device."""
+    """Return what the units of `model` will be. No memory, no communication; the model may be on the meta device."""
     on_demand = settings.plan(UnitKind.LAYER, comm.world_size).on_demand
     threshold = settings.persistence_threshold if on_demand else 0
     specs = partition(

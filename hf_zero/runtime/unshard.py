@@ -1,4 +1,4 @@
-"""When the parameters of a unit are unsharded."""
+"""Decides when the parameters of a unit are unsharded and resharded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LiveUnits:
     """
 
     def __init__(self) -> None:
-        # As they were at the gather: a unit may be resharded differently
+        # The sizes are those of the gather: a unit may be resharded differently.
         self._units: dict[int, tuple[int, int]] = {}  # elements and bytes
         self._idle: dict[int, ShardUnit] = {}  # in the order in which they became idle
         self.numel = self.peak_numel = 0
@@ -147,7 +147,7 @@ class OnDemandParams:
 
     @property
     def flats(self) -> list[FlatParam]:
-        """What is sharded between uses."""
+        """The flat parameters that are sharded between uses."""
         return [flat for unit in self.units for flat in unit.flats if flat.on_demand]
 
     @property
@@ -277,7 +277,7 @@ class OnDemandParams:
         self._in_graphs[id(unit)] = unit
 
     def enter(self, unit: ShardUnit) -> None:
-        """As `hold_for_backward`, unsharded from now on. All ranks must call."""
+        """Unshard a unit that autograd will read, and hold it for backward. All ranks must call."""
         with torch.no_grad():
             self.unshard(unit)
         self.hold_for_backward(unit)
@@ -366,7 +366,7 @@ class OnDemandParams:
         self.reshard_all()
 
     def reshard_all(self) -> None:
-        """End of a step, or of all: nothing is in use any more."""
+        """Reshard everything at the end of a step, or of all: nothing is in use any more."""
         self._reshard_all_but(frozenset())
 
     def _reshard_all_but(self, kept: AbstractSet[int]) -> None:
@@ -394,7 +394,7 @@ class OnDemandParams:
         self._window.clear()
 
     def reshard_idle(self) -> None:
-        """End of a forward: give back what was gathered ahead and not used."""
+        """Reshard, at the end of a forward, what was gathered ahead and not used."""
         if self._stream is not None and not torch.is_grad_enabled():
             return  # it was gathered for the next forward
         idle = {UnitState.UNSHARDING} if self._forward_trains else {UnitState.UNSHARDING, UnitState.KEPT}

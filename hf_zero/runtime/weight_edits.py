@@ -1,4 +1,4 @@
-"""What code outside of the engine writes to full weights, in place: a forward that clamps its own weight, say.
+"""Takes over what code outside of the engine writes to full weights in place, as a forward that clamps its own.
 
 [Note: Writes to weights]
 torch counts writes in place, so that comparing counts shows them for nothing. Where weights are sharded between uses,
@@ -70,7 +70,10 @@ class WeightEdits:
 
 
 def _refuse_new_values(flat: FlatParam, written: list[int]) -> None:
-    """In backward an update may have begun. A recomputed forward writes what the forward wrote: nothing is new."""
+    """Raise StateError if a write in backward, where an update may have begun, gave new values.
+
+    A recomputed forward writes what the forward wrote: nothing is new.
+    """
     for index in written:
         slot = flat.layout.slots[index]
         for slice_ in flat.layout.slices(flat.rank):

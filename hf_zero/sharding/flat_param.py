@@ -218,7 +218,7 @@ class FlatParam:
             use_huge_pages(self.full)
 
     def on_copy_stream(self) -> contextlib.AbstractContextManager[None]:
-        """Where the shard comes from the host, its copy and the all-gather behind it stay off the compute stream."""
+        """Return a block in which a shard's copy from the host, and its all-gather, stay off the compute stream."""
         return self.placement.copies.beside() if self.is_offloaded else contextlib.nullcontext()
 
     @property
@@ -241,7 +241,7 @@ class FlatParam:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Around a read of the shard or the masters: after an update that is under way; all ranks raise its errors."""
+        """Wait for an update under way, around a read of the shard or the masters; all ranks raise its errors."""
         with self.comm.stop_together():
             if self.update is not None:
                 pending, self.update = self.update, None
@@ -284,7 +284,7 @@ class FlatParam:
         self.storage.resize_(0)
 
     def uses(self) -> int:
-        """How many tensors refer to the memory of `full`, without this object's own and the parameters."""
+        """Return the number of tensors that refer to the memory of `full`, beside our own and the parameters."""
         bound = len(self.params) if self._bound is self._views else 0
         return torch._C._storage_Use_Count(self.storage._cdata) - self._own_uses - bound
 
@@ -321,11 +321,11 @@ class FlatParam:
         return next(slot.name for slot, mine in zip(self.layout.slots, self.params, strict=True) if mine is param)
 
     def mark_written(self) -> None:
-        """What was written so far is known."""
+        """Remember torch's counts of writes: what was written so far is known."""
         self._versions = [param._version for param in self.params]
 
     def written(self) -> list[int]:
-        """Which parameters were written to in place since `mark_written`, by what torch counts."""
+        """Return which parameters were written to in place since `mark_written`, by torch's counts."""
         pairs = zip(self.params, self._versions, strict=True)
         return [index for index, (param, known) in enumerate(pairs) if param._version != known]
 
@@ -387,7 +387,7 @@ class FlatParam:
         return self._rank
 
     def slice_of(self, index: int) -> Slice | None:
-        """What this rank owns of parameter `index`; None if that is nothing."""
+        """Return the slice of parameter `index` that this rank owns; None if it owns nothing of it."""
         return self.slices.get(self.layout.slots[index].name)
 
     @property
@@ -395,7 +395,7 @@ class FlatParam:
         return self.full.numel() * self.full.element_size()
 
     def owned(self) -> dict[str, Shard]:
-        """What is kept between uses, by what it is for."""
+        """Return the shards that are kept between uses, by what they are for."""
         owned = {"parameters": self.shard}
         return owned if self.own_master is None else owned | {"master": self.own_master}
 
@@ -428,7 +428,7 @@ class FlatParam:
             shard.drop()
         self.on_values = None
         holders.discard(self)
-        # Whoever still knows this one (an engine that another one replaces) must not keep the memory.
+        # An engine that another one replaces still knows this object, and must not keep its memory.
         self.full = self.full.new_empty(0)
         self.storage = self.full.untyped_storage()
         self._views, self._bound, self.buckets, self.master = [], [], [], None
@@ -436,5 +436,5 @@ class FlatParam:
 
 
 def slices_by_name(layout: UnitLayout, rank: int) -> dict[str, Slice]:
-    """What `rank` owns of each parameter of which it owns something."""
+    """Return the slice of each parameter that `rank` owns, without those of which it owns nothing."""
     return {slice_.name: slice_ for slice_ in layout.slices(rank)}

@@ -1,4 +1,4 @@
-"""How a parameter that the user made comes to lie in memory of hf_zero's."""
+"""Brings a parameter that the user made into memory of hf_zero's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the parameters of units are, found by the parameter itself."""
+"""Finds the place of a parameter in the units, by the parameter itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ParamPlace:
 
     @property
     def slice(self) -> Slice | None:
-        """What this rank owns of it; None if that is nothing."""
+        """The slice of it that this rank owns; None if it owns nothing."""
         return self.flat.slice_of(self.index)
 
 

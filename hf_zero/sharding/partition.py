@@ -137,7 +137,7 @@ def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
 
 
 def persistent_parameters(model: nn.Module, threshold: int, total: int | None = None) -> dict[str, nn.Parameter]:
-    """Parameters of at most `threshold` elements, as long as their sum stays within `total`. Works on meta too."""
+    """Return the parameters of at most `threshold` elements, while their sum is within `total`. Works on meta too."""
     chosen: dict[str, nn.Parameter] = {}
     used = 0
     for name, param in named_parameters(model):
@@ -148,7 +148,7 @@ def persistent_parameters(model: nn.Module, threshold: int, total: int | None = 
 
 
 def _unit_paths(model: nn.Module) -> list[str]:
-    """Paths of the modules that become layer units, in registration order."""
+    """Return the paths of the modules that become layer units, in registration order."""
     names = no_split_classes(model)
     paths: list[str] = []
     seen: set[int] = set()
@@ -173,7 +173,7 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _by_size(model: nn.Module) -> list[str]:
-    """Paths of the units by the size rule, in registration order."""
+    """Return the paths of the units by the size rule, in registration order."""
     total = sum(param.numel() for param in model.parameters())
     enough = max(int(total * _MIN_UNIT_SHARE), _MIN_UNIT_NUMEL)
     found = _at_least(model, enough)

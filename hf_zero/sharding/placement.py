@@ -46,7 +46,7 @@ class FlatParamSpec:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the data of one flat parameter lives between uses, and how ranks share it after an update."""
+    """The stores of one flat parameter between uses, and how ranks share it after an update."""
 
     param: ShardStore  # its shard, where parameters are unsharded around their use only
     master: ShardStore  # master weights, and the moments of a native update
@@ -59,7 +59,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """What of the configuration decides where shards live."""
+    """The part of the configuration that decides where shards live."""
 
     param: OffloadParam
     optimizer: OffloadOptimizer
@@ -132,7 +132,7 @@ class Placements:
         )
 
     def _master_store(self, param: ShardStore) -> ShardStore:
-        """Where offloaded masters live. Those that torch updates are copied to their parameters after every step."""
+        """Return the store of offloaded masters. Those of torch are copied to parameters after every step."""
         copied = not self._settings.native and param.is_on_device
         return self.host if copied else self._masters
 
@@ -152,7 +152,7 @@ class Placements:
             self._on_disk |= {flat_spec.layout.name for flat_spec in flat_specs}
 
     def _choose_offloaded(self, flat_specs: Sequence[FlatParamSpec]) -> frozenset[str]:
-        """Names of the layouts whose masters leave the device: a share of `ratio` of the elements, none in part."""
+        """Return the names of layouts whose masters leave the device: `ratio` of the elements, none in part."""
         if self._settings.optimizer.medium.is_device:
             return frozenset()
         trainable = [flat_spec.layout for flat_spec in flat_specs if flat_spec.layout.trainable]
@@ -166,7 +166,7 @@ class Placements:
         return frozenset(chosen)
 
     def _choose_on_disk(self, flat_specs: Sequence[FlatParamSpec]) -> frozenset[str]:
-        """Names of the layouts whose parameter shard is on disk: what `max_in_cpu` elements of memory do not hold."""
+        """Return the names of layouts whose parameter shard is on disk: what `max_in_cpu` elements do not hold."""
         if not self._settings.param.medium.needs_folder:
             return frozenset()
         chosen = set()
@@ -234,7 +234,7 @@ class Placements:
         return sum(sum(disk.usage().values()) for disk in self.disks.values())
 
     def stats(self) -> dict[str, StoreStats]:
-        """Counters of the stores on disk: "optimizer", "parameters"."""
+        """Return the counters of the stores on disk: "optimizer", "parameters"."""
         return {name: disk.stats() for name, disk in self.disks.items()}
 
     @property

@@ -25,7 +25,7 @@ from hf_zero.sharding.unit import ShardUnit, UnitState, gather
 
 
 class LayoutChange:
-    """Where the values of a model's parameters are while its units change.
+    """The holder of the values of a model's parameters while its units change.
 
     Invariant: an old flat parameter lives until all its parameters are in new ones, or have been replaced by the user.
     """

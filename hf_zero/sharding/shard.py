@@ -75,7 +75,7 @@ class Shard(abc.ABC):
 
     @abc.abstractmethod
     def slice_tensors(self, slice_: Slice) -> list[torch.Tensor]:
-        """What an optimizer holds for the elements of `slice_`, in order: views of them, or one placeholder.
+        """Return what an optimizer holds for the elements of `slice_`, in order: views of them, or one placeholder.
 
         A slice that is the unsharded parameter and contiguous has the parameter's shape.
         """
@@ -216,7 +216,7 @@ class ShardTensor(Shard):
         return BorrowedTensors([self.memory])
 
     def copy_from(self, other: Shard) -> None:
-        """As Shard.copy_from. Between host and device the copies are only started, on the device's current stream."""
+        """Copy as Shard.copy_from says. Between host and device copies are only started, on the current stream."""
         source = other.in_memory
         if source is None or source.memory.device.type == self.memory.device.type:
             super().copy_from(other)
@@ -261,7 +261,7 @@ class ShardTensor(Shard):
             self._being_read = None
 
     def join_copies(self, stream: torch.Stream) -> None:
-        """As `wait_for_readers`, but what is given to `stream` from now on waits, and whoever waits for that."""
+        """Let `stream` wait for readers: what it is given from now on waits, and whoever waits for that."""
         for event in (self._being_read, self._being_written):
             if event is not None:
                 event.wait(stream)

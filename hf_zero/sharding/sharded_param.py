@@ -1,4 +1,4 @@
-"""What a parameter is while it is sharded: of a class that knows its shape and type, and has no values to give.
+"""A parameter is, while it is sharded, of a class that knows its shape and type, and has no values to give.
 
 [Note: Values of a sharded parameter]
 A placeholder's NaN must reach no result, and a write to it would be lost. So a sharded parameter changes its class,
@@ -50,7 +50,7 @@ _VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})  # attributes that a
 
 
 class _Sharded:
-    """In front of the class that a parameter has otherwise."""
+    """The class that stands in front of the one that a parameter has otherwise."""
 
     __slots__ = ()
     plain_class: type[nn.Parameter]
@@ -97,7 +97,7 @@ asking_nobody = torch._C.DisableTorchFunctionSubclass
 
 
 def asks_nobody(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """As a decorator."""
+    """Decorate a function inside which sharded parameters are read and written without a question."""
 
     @functools.wraps(call)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:

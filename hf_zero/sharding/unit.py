@@ -15,7 +15,7 @@ from hf_zero.sharding.partition import UnitKind
 
 
 class UnitState(enum.Enum):
-    """What memory exists in each state."""
+    """The states of a unit: which memory exists."""
 
     SHARDED = "sharded"  # the shard only; parameters are placeholders
     UNSHARDING = "unsharding"  # all-gathers are under way; parameters are still placeholders
