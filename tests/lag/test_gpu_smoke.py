@@ -50,7 +50,7 @@ def test_waits_that_cuda_warns_of_have_their_place(monkeypatch: pytest.MonkeyPat
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=1)
     assert modes == ["warn", 0]
-    assert found == {"test_program.py test_waits_that_cuda_warns_of_have_their_place": 2}
+    assert found == {"test_gpu_smoke.py test_waits_that_cuda_warns_of_have_their_place": 2}
     found["shard.py copy_from"] = 1
     assert "copy_from" in waits.wrong(found, offloaded=False, pinned=True)
     assert waits.wrong(found, offloaded=True, pinned=True) == ""
