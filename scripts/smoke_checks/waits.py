@@ -33,7 +33,7 @@ EXPECTED = {
     "shard.py wait_for_readers": "the same, where it writes into the shard",
 }
 # Copies from and to host memory that is not pinned.
-PAGEABLE = ("copy_stream.py download", "copy_stream.py upload", "shard.py copy_parts_to")
+PAGEABLE = ("copy_stream.py _copy", "shard.py copy_parts_to")
 
 
 def can_count(device: torch.device) -> bool:
