@@ -354,6 +354,7 @@ def slowly(path, *given, **more):
     time.sleep(60)
 script.write_file = slowly
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup's this one
 sys.exit(main(sys.argv[1:]))
 """
 

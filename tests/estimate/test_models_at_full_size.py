@@ -19,7 +19,7 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.work import Finish, Pending
-from hf_zero.extras.estimate import plan
+from hf_zero.extras.estimate import plan, replay
 from hf_zero.extras.estimate.pretend import PretendedComm
 from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.unshard import OnDemandParams
@@ -114,7 +114,7 @@ def test_layers_are_gathered_ahead_in_one_operation(name: str, keys: str) -> Non
     config = ZeroConfig.load({"bf16": {"enabled": True}, "zero_optimization": zero}).resolve(model=model, world_size=8)
     with (
         mock.patch.object(plan, "PretendedComm", notes.comm()),
-        mock.patch.object(plan, "OnDemandParams", notes.params()),
+        mock.patch.object(replay, "OnDemandParams", notes.params()),
     ):
         plan.plan_model(model, config)
     assert PrefetchLimits.of(config.zero).why_none_ahead(notes.units.values()) == ""
