@@ -164,12 +164,12 @@ def _digest(value: torch.Tensor) -> str:
 
 
 def _files(folder: Path) -> list[Any]:
-    """Names; lines of tables without their numbers; how much is in texts, whose order follows times."""
+    """Names of files; lines of tables without their numbers; how much texts list, which have times in them."""
     found = []
     for path in sorted(folder.rglob("*")):
         name = re.sub(r"events\.out.*|vm-\d+-\w+|[a-z]+-\d+-[0-9a-f]{8}", "#", str(path.relative_to(folder)))
         text = path.read_text() if path.suffix in (".txt", ".csv") else ""
-        found.append((name, _plain(text) if path.suffix == ".csv" else (text.count("\n"), text.count("'"))))
+        found.append((name, _plain(text) if path.suffix == ".csv" else (text.count("\n"), text.count(","))))
     return found
 
 
