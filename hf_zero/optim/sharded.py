@@ -242,7 +242,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def _wait_for_masters(self) -> None:
-        """Wait for copies of the masters, before the optimizer writes to them."""
+        """Wait until gradients are on the host and nobody reads the masters, which the optimizer writes next."""
         for acc in self._reducer.accumulators:
             if not acc.flat.placement.native:
                 acc.wait_for_copies()

@@ -4,7 +4,10 @@
 |---|---|---|---|
 | trainability, names | is the old one (`reuse`) | none | none |
 | type or medium | takes the old shard (`initialize`) | none | its shard and its unsharded form, in turn |
-| which elements a rank owns | takes unsharded values (`initialize`) | an all-gather | one unsharded unit |
+| which elements a rank owns | takes unsharded values (`initialize`) | an all-gather | unsharded units in part moved |
+
+An old flat parameter stays unsharded until the last of its parameters has moved. Small ones move last, into the unit
+of what is never resharded.
 
 Where the old engine trained, values come from its master weights, which have more digits than 16-bit parameters.
 """
