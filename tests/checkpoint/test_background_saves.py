@@ -204,7 +204,8 @@ def test_what_fails_is_said_on_all_ranks_in_the_same_step(tmp_path: Path) -> Non
     path = zero_folder(tmp_path / "full") / "rank-00001.safetensors"
     assert first["full"][1].startswith(f"{tmp_path}/full was not saved in the background: rank 1: cannot write {path}")
     assert f"{tmp_path}/removed was not saved" in first["removed"]
-    assert "No such file or directory" in first["removed"]
+    # A rank that was writing finds no file; one that was about to finds no folder.
+    assert "No such file or directory" in first["removed"] or "does not see it" in first["removed"]
     assert "copied was not saved in the background: rank 1: MemoryError: there is none" in first["copied"]
     assert first["old"] == "old"
     assert first["given back"]  # a failure at the end leaves nothing of the engine behind

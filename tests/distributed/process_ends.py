@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import faulthandler
 import importlib
 import os
 import random
@@ -48,6 +49,7 @@ WAYS = {
 MOMENTS = ("never", "train", "teardown", "end")
 _LATE = ("hf_zero", "torch.distributed.nn")
 _LONGEST_S = 300
+_TRAINED = b"this rank has trained\n"
 kept: list[object] = []
 
 
@@ -122,18 +124,24 @@ class _Rank:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.set_num_threads(1)
+        faulthandler.enable(self.log)
         cores = sorted(os.sched_getaffinity(0))
         starvation = _Starvation(self.moment, cores[self.number % len(cores)])
         dist.init_process_group("gloo")
         engines = [_train(stage, starvation) for stage in (1, 2, 3)]
         dist.all_reduce(torch.ones(1))
         starvation.reached("teardown")
+        os.write(1, _TRAINED)
         _end(self.way, engines)
         starvation.reached("end")
 
-    def said(self) -> str:
+    def said(self) -> bytes:
         self.log.seek(0)
-        return self.log.read().decode()[-2000:]
+        return self.log.read()
+
+    def has_trained(self) -> bool:
+        """A rank that fails before its end may have the status of that end."""
+        return _TRAINED in self.said()
 
 
 def _import_what_ranks_import() -> None:
@@ -151,10 +159,15 @@ def _import_what_ranks_import() -> None:
     os.wait()
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def _free_ports(chance: random.Random) -> Iterator[int]:
+    """Ports below those that the system gives out: a connection of another job never takes one before its rank 0."""
+    port = chance.randrange(10_000, 20_000)
+    while True:
+        port = port + 1 if port < 30_000 else 10_000
+        with socket.socket() as one:
+            is_free = one.connect_ex(("127.0.0.1", port)) != 0
+        if is_free:
+            yield port
 
 
 def main() -> None:
@@ -166,12 +179,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     chance = random.Random(arguments.seed)
+    ports = _free_ports(random.Random())
     _import_what_ranks_import()
     running: dict[int, _Rank] = {}
     counts, wrong, started = collections.Counter[str](), list[str](), 0
     while started < arguments.jobs or running:
         while started < arguments.jobs and len(running) < 2 * arguments.together:
-            way, port = arguments.ways[started % len(arguments.ways)], _free_port()
+            way, port = arguments.ways[started % len(arguments.ways)], next(ports)
             for number in range(2):
                 rank = _Rank(way, number, chance.choice(MOMENTS))
                 pid = os.fork()
@@ -184,8 +198,9 @@ def main() -> None:
         for pid, code in _ended(running):
             rank = running.pop(pid)
             counts[f"{rank.way}: {code}"] += 1
-            if code != WAYS[rank.way]:
-                wrong.append(f"{rank.way}, rank {rank.number}, starved from {rank.moment}: {code}\n{rank.said()}")
+            if code != WAYS[rank.way] or not rank.has_trained():
+                end = f"{code} after {time.monotonic() - rank.began:.0f} s\n{rank.said()[-6000:].decode()}"
+                wrong.append(f"{rank.way}, rank {rank.number}, starved from {rank.moment}: {end}")
     print(f"{sum(counts.values())} ends, {len(wrong)} wrong: {dict(sorted(counts.items()))}")
     print(*wrong[:3], sep="\n")
     sys.exit(bool(wrong))
