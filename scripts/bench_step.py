@@ -4,6 +4,7 @@
     python scripts/bench_step.py --dtype bf16 --variants ddp,fsdp2,zero3
     python scripts/bench_step.py --per-layer              # what a layer costs by itself: 1 rank, 12 and 96 layers
     python scripts/bench_step.py --device accelerator --world 8 --dtype bf16   # a GPU for each rank, over NCCL
+    scripts/hosts.sh 2 500mbit 0.2ms torchrun --nnodes 2 --node_rank {rank} --master_addr {master} scripts/bench_step.py
 
 Every variant trains its own copy of the same model on the same data inside the same processes, a few steps in turn.
 Read the ratios: medians over rounds of the ratio within a round. CPU seconds (all threads of all ranks) hardly move
@@ -381,9 +382,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     args = parse(sys.argv[1:])
     if benchlib.in_rank():
-        benchlib.run_rank(lambda: measure(args), args.device)
-        return
-    result = benchlib.launch(sys.argv, args.world, timeout_s=args.timeout, threads=args.threads)
+        result = benchlib.run_rank(lambda: measure(args), args.device)
+        if result is None:
+            return
+    else:
+        result = benchlib.launch(sys.argv, args.world, timeout_s=args.timeout, threads=args.threads)
     text, agree = report(args, result)
     benchlib.tell(args, result, text)
     if not agree:

@@ -39,8 +39,8 @@ _GRACE_S = 5.0
 
 # ---------------------------------------------------------------- ranks
 def in_rank() -> bool:
-    """Whether this process is one of the ranks that `launch` started."""
-    return _RESULT in os.environ
+    """Whether this process is one of the ranks that `launch` started, or torchrun on several hosts."""
+    return _RESULT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def launch(arguments: Sequence[str], world_size: int, *, timeout_s: float, threads: int) -> Any:
@@ -95,20 +95,22 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> str:
         time.sleep(0.05)
 
 
-def run_rank(work: Callable[[], Any], device: str = "cpu") -> None:
-    """Join the group, work, and leave, as a rank. Rank 0's result goes to the launcher.
+def run_rank(work: Callable[[], Any], device: str = "cpu") -> Any:
+    """Join the group, work, and leave, as a rank. Rank 0's result goes to `launch`, or is returned under torchrun.
 
     `device`: "cpu" (gloo), "accelerator" (each rank its own, with its backend), or "lag", to rehearse that.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives a killed launcher
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     join(device)
     result = work()
-    if dist.get_rank() == 0:
+    is_first = dist.get_rank() == 0
+    if is_first and _RESULT in os.environ:
         Path(os.environ[_RESULT]).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
+    return result if is_first and _RESULT not in os.environ else None
 
 
 def join(device: str) -> None:
