@@ -4,7 +4,7 @@
     python scripts/bench_step.py --dtype bf16 --variants ddp,fsdp2,zero3
     python scripts/bench_step.py --per-layer              # what a layer costs by itself: 1 rank, 12 and 96 layers
     python scripts/bench_step.py --device accelerator --world 8 --dtype bf16   # a GPU for each rank, over NCCL
-    scripts/hosts.sh 2 500mbit 0.2ms torchrun --nnodes 2 --node_rank {rank} --master_addr {master} scripts/bench_step.py
+    scripts/hosts.sh 2 500mbit 0 torchrun --nnodes 2 --node_rank {rank} --master_addr {master} scripts/bench_step.py
 
 Every variant trains its own copy of the same model on the same data inside the same processes, a few steps in turn.
 Read the ratios: medians over rounds of the ratio within a round. CPU seconds (all threads of all ranks) hardly move
