@@ -23,7 +23,6 @@ from accelerate import Accelerator
 from torch import nn
 
 import hf_zero
-from hf_zero.distributed import failure_monitor, operation_log
 from hf_zero.extras.pipeline.pipeline_engine import PipelineEngine
 from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
@@ -41,7 +40,7 @@ PHRASE = re.compile(r"\b[Aa]ll ranks( of the (run|world))? must\b")
 MODULES = ("hf_zero", "hf_zero.zero", "hf_zero.comm", "hf_zero.checkpointing", "hf_zero.pipeline", "hf_zero.optim")
 # Torch's rendezvous, which says by itself how many processes have come: tried by itself.
 OTHERWISE = {"init_distributed"}
-# What users get from these, and the methods that take the place of a model's own.
+# Users get their results from these, and from the methods that take the place of a model's own.
 CLASSES = (
     PipelineEngine,
     ShardedOptimizer,
@@ -147,7 +146,7 @@ class Loop:
 
 
 class Windows(Loop):
-    """With accumulated gradients."""
+    """The program stands within an accumulation window, with accumulated gradients."""
 
     def __init__(self, stage: int, folder: str) -> None:
         super().__init__(stage, folder, gradient_accumulation_steps=2)
@@ -228,7 +227,7 @@ class Start:
 
     def __init__(self, stage: int, folder: str) -> None:
         self.stage, self.folder = stage, folder
-        # Of the process group, which counts where there is no configuration.
+        # The timeout of the process group counts where there is no configuration.
         dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=DESYNC_S))
         self.accelerator = Accelerator(cpu=True)
         hf_zero.ZeroPlugin(config(stage)).attach(self.accelerator)
@@ -378,7 +377,7 @@ PER_CHANGE = """gathered_params set_local_grad ShardedEMA.update ZeroEngine.back
     DeepSpeedNames.set_lr ShardedOptimizer.step ZeroAcceleratedOptimizer.step AcceleratorState.save_state
     _Saving.save_pretrained _Calls.generate Trainer.train initialize sharded_init PipelineModule
     PipelineEngine.train_batch""".split()
-# What each rank does by itself: below stage 3 no gather finds it out.
+# Each rank does these by itself: below stage 3 no gather finds it out.
 BY_ITSELF = """ShardedEMA ShardedEMA.update ShardedEMA.close ZeroEngine.backward ZeroEngine.step ZeroEngine.zero_grad
     ZeroEngine.finish_updates ZeroEngine.finish_saves ZeroEngine.load_full_state_dict ShardedOptimizer.zero_grad
     ShardedOptimizer.add_param_group DeepSpeedNames.set_train_batch_size DeepSpeedNames.set_lr
@@ -415,8 +414,7 @@ def stop_or_give_up(how: str) -> None:
     ],
 )
 def test_who_waits_is_told_why_another_rank_does_not_come(how: str, kind: str, said: str) -> None:
-    env = {"HF_ZERO_PRESENCE_TIMEOUT": "1"}
-    failure = run_ranks(stop_or_give_up, 2, how, expect_error=True, env=env)[1]
+    failure = run_ranks(stop_or_give_up, 2, how, expect_error=True, timeouts={"presence": 1})[1]
     assert failure.kind == kind and said in failure.message, failure.traceback
     assert f"Called from: {__file__}:" in failure.message
 
@@ -440,7 +438,6 @@ def set_train_batch_size(program: Windows) -> None:
 
 
 def on_rank_0(name: str, stage: int, folder: str) -> None:
-    operation_log.STALLED_AFTER_S, failure_monitor._GRACE_S = 0.2, 0.5
     kind, act = CALLS[name]
     program = kind(stage, folder)
     dist.barrier()
@@ -469,8 +466,7 @@ EACH = [*((name, 3) for name in CALLS), *((name, 1) for name in BY_ITSELF)]
     [pytest.param(*one, marks=[] if one[0] in PER_CHANGE else pytest.mark.nightly) for one in EACH],
 )
 def test_a_call_on_one_rank_only_raises_on_all(name: str, stage: int, tmp_path: Path) -> None:
-    env = {"HF_ZERO_PRESENCE_TIMEOUT": "1"}
-    outcomes = run_ranks(on_rank_0, 2, name, stage, str(tmp_path), expect_error=True, env=env)
+    outcomes = run_ranks(on_rank_0, 2, name, stage, str(tmp_path), expect_error=True, timeouts={"presence": 1})
     for rank, failure in enumerate(outcomes):
         assert failure is not None, f"rank {rank} went on as if nothing were wrong: {outcomes}"
         assert isinstance(failure.exception, hf_zero.StateError | hf_zero.DivergenceError), failure.traceback

@@ -13,12 +13,7 @@ from collections.abc import Callable
 
 from hf_zero.distributed.gloo_connections import Connections
 from hf_zero.distributed.store_protocol import published_reason
-
-# Seconds until a wait looks for the first time, and at most between two looks.
-FIRST_LOOK_S = 0.05
-LOOK_EVERY_S = 0.5
-# Seconds for what others have on their way to each other when a rank leaves: it may have been the last they had to do.
-_GRACE_S = 5.0
+from hf_zero.distributed.timeouts import TIMEOUTS
 
 
 class FailureMonitor:
@@ -39,7 +34,7 @@ class FailureMonitor:
         if not self._connections.has_ended():
             return True
         self._ended_at = self._ended_at or time.monotonic()
-        if published_reason(self._name) is not None or time.monotonic() > self._ended_at + _GRACE_S:
+        if published_reason(self._name) is not None or time.monotonic() > self._ended_at + TIMEOUTS.grace:
             raise RuntimeError("another rank closed its connections")
         return False
 
@@ -54,7 +49,7 @@ def watch_for(monitor: FailureMonitor, stop: Callable[[], None], over: threading
 
 
 def _look_until(monitor: FailureMonitor, stop: weakref.WeakMethod[Callable[[], None]], over: threading.Event) -> None:
-    while not over.wait(LOOK_EVERY_S) and stop() is not None:
+    while not over.wait(TIMEOUTS.look_every) and stop() is not None:
         try:
             monitor.look()
         except RuntimeError:

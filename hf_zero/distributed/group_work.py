@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from hf_zero.distributed.engine_group import EngineGroup
-from hf_zero.distributed.failure_monitor import FIRST_LOOK_S, LOOK_EVERY_S, FailureMonitor
+from hf_zero.distributed.failure_monitor import FailureMonitor
 from hf_zero.distributed.process_group import Jobs, Link
+from hf_zero.distributed.timeouts import TIMEOUTS
 from hf_zero.distributed.work import Finish
 
 CLOSED = "its connections were closed"
@@ -108,7 +109,7 @@ class HostWork(GroupWork):
         self._running.release()
 
     def _until_over(self) -> None:
-        if not self._running.acquire(timeout=FIRST_LOOK_S):
+        if not self._running.acquire(timeout=TIMEOUTS.first_look):
             self._wait_and_look()
         self._running.release()
         error, self._error = self._error, None
@@ -122,9 +123,9 @@ class HostWork(GroupWork):
         """Go on waiting; RuntimeError if a connection ended, or other ranks started other operations."""
         self._group.check.begin_wait()
         monitor = FailureMonitor(self._link.connections, self._group.name)
-        pause = FIRST_LOOK_S
+        pause = TIMEOUTS.first_look
         while True:
-            pause = min(2 * pause, LOOK_EVERY_S)
+            pause = min(2 * pause, TIMEOUTS.look_every)
             if monitor.look():
                 self._group.look_for_difference()
             if self._running.acquire(timeout=pause):

@@ -24,15 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_zero.distributed.timeouts import TIMEOUTS
 from hf_zero.errors import DivergenceError, StateError, ZeroError
 
 _KEPT = 256  # operations, for the comparison
 _SHOWN = 5  # operations of each rank in a message
 _TAG_BITS = 31
 _DIGEST_BITS = 52  # exact in a float64
-# Seconds after which a rank that waits compares its operations with those of the others; at most between two looks.
-STALLED_AFTER_S = 1.0
-_LONGEST_PAUSE_S = 8.0
 # The operations of a unit's parameters and gradients; the rest are calls of the engine.
 _UNIT_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 CALL = "call"  # an operation without an exchange
@@ -120,14 +118,14 @@ class OperationCheck:
         """
         now = time.monotonic()
         if self._waits_since is None:
-            self._waits_since, self._next_look = now, now + STALLED_AFTER_S
+            self._waits_since, self._next_look = now, now + TIMEOUTS.stalled
         if now < self._next_look:
             return None
-        self._next_look = now + min(max(now - self._waits_since, STALLED_AFTER_S), _LONGEST_PAUSE_S)
+        self._next_look = now + min(max(now - self._waits_since, TIMEOUTS.stalled), TIMEOUTS.compare_every)
         try:
             self._publish()
             if not self._store().check(self._keys):
-                self._next_look = now + STALLED_AFTER_S / 4  # others may be about to publish theirs
+                self._next_look = now + TIMEOUTS.stalled / 4  # others may be about to publish theirs
                 return None
             return self._compare(self._keys)
         except RuntimeError:  # the store has gone with the process that held it; the end of the wait will say so

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,12 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_zero.distributed.processes import call_site
+from hf_zero.distributed.timeouts import TIMEOUTS
 from hf_zero.errors import DivergenceError, OffloadError, OutOfMemoryError, StateError, ZeroError
 
-# Seconds that a call which needs every rank waits for the others before it says who is missing.
-PRESENCE_TIMEOUT_S = 12.0
-# Seconds between two looks at the connections: who has gone will not come.
-_LOOK_EVERY_S = 0.25
 _KINDS: dict[str, type[ZeroError]] = {
     one.__name__: one for one in (DivergenceError, OffloadError, OutOfMemoryError, StateError)
 }
@@ -54,7 +50,7 @@ class Presence:
             StateError: Some did not come.
             LostRankError: Some have ended, or the store has gone with the process that held it.
         """
-        timeout_s = timeout_s or float(os.environ.get("HF_ZERO_PRESENCE_TIMEOUT", PRESENCE_TIMEOUT_S))
+        timeout_s = timeout_s or TIMEOUTS.presence
         keys = [f"hf_zero/{group}/{name}/{self._calls[name]}/{rank}" for rank in range(world_size)]
         try:
             missing = _missing(keys, rank, timeout_s, ended_ranks)
@@ -86,14 +82,14 @@ def _missing(keys: list[str], rank: int, timeout_s: float, ended_ranks: Callable
     store = _store()
     store.set(keys[rank], "1")
     now = time.monotonic()
-    deadline, look_at = now + timeout_s, now + _LOOK_EVERY_S
+    deadline, look_at = now + timeout_s, now + TIMEOUTS.look_for_ended
     pause = 0.0002  # ranks in step come within less than a millisecond; others are not worth a busy store
     while not store.check(keys):
         now = time.monotonic()
         if now > look_at:
             if ended := ended_ranks():
                 raise LostRankError(f"rank(s) {ended} have ended, or closed their connections after an error")
-            look_at = now + _LOOK_EVERY_S
+            look_at = now + TIMEOUTS.look_for_ended
         if now > deadline:
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
             store.delete_key(keys[rank])
@@ -142,7 +138,7 @@ class MessageBox:
                 raise LostRankError(f"rank(s) {ended} have ended")
             if self._is_over():
                 closed_at = closed_at or time.monotonic()
-                if time.monotonic() > closed_at + PRESENCE_TIMEOUT_S:
+                if time.monotonic() > closed_at + TIMEOUTS.presence:
                     raise LostRankError("the ranks have closed their connections")
             on_wait()
             time.sleep(pause)

@@ -272,7 +272,7 @@ def test_a_block_that_writes_inside_one_for_reading(stage: int) -> None:
 
 
 def strays(stage: int) -> list[str]:
-    """Writes that the outer block must notice, beside those that an inner one keeps."""
+    """Return the writes that the outer block must notice, beside those that an inner one keeps."""
     engine = start(stage)
     model: Any = engine.module
     texts = []
@@ -316,7 +316,7 @@ def alone(call: str) -> float:
 
 @pytest.mark.parametrize("call", ["gathered", "param", "set"])
 def test_on_one_rank_alone_it_raises(call: str) -> None:
-    assert run_ranks(alone, 2, call, env={"HF_ZERO_PRESENCE_TIMEOUT": "1"})[0] < 5
+    assert run_ranks(alone, 2, call, timeouts={"presence": 1})[0] < 5
 
 
 # -------------------------------------------------------------------- model to model

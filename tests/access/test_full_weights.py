@@ -43,7 +43,7 @@ def test_full_state_dict(stage: int) -> None:
 
 
 def replace_all(stage: int, config: tuple[tuple[str, Any], ...], how: str) -> dict[str, Any]:
-    """Weights that are loaded or written are those that training goes on from, masters included."""
+    """Training goes on from the weights that are loaded or written, masters included."""
     case = Case("plain", 2, 1, "sgd", single=True, clip=1e9)
     other = case.build().state_dict()
     other = {name: value * 1.5 + 0.001 for name, value in other.items()}
@@ -133,7 +133,7 @@ def test_teardown_gives_a_plain_model_that_can_start_again(stage: int) -> None:
 
 
 def integers_and_back(stage: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What full_state_dict gives of parameters that are no floats, before and after others were loaded."""
+    """Return what full_state_dict gives of parameters that are no floats, before and after others were loaded."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3))
     model.order = torch.nn.Parameter(torch.tensor([2, 0, 1]), requires_grad=False)
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)

@@ -123,7 +123,7 @@ def alone(stage: int) -> None:
 
 
 def test_on_one_rank_alone_it_raises() -> None:
-    run_ranks(alone, 2, 3, timeout=60, env={"HF_ZERO_PRESENCE_TIMEOUT": "2"})
+    run_ranks(alone, 2, 3, timeout=60, timeouts={"presence": 1})
 
 
 # -------------------------------------------------------------------- setting

@@ -160,7 +160,7 @@ class Shared(nn.Module):
 
 
 def save_shared(folder: Path) -> dict[str, torch.Tensor]:
-    """Masters that bfloat16 cannot hold; what the checkpoint has, without the further names."""
+    """Save masters that bfloat16 cannot hold; what the checkpoint has, without the further names."""
     plain = Shared()
     masters = {name: torch.randn(param.shape) for name, param in plain.named_parameters()}
     params = {name: masters[name].to(param.dtype) for name, param in plain.named_parameters()}
@@ -305,5 +305,5 @@ def load_on_one_rank(folder: str) -> str | None:
 
 
 def test_one_rank_alone_is_told_so(tmp_path: Path) -> None:
-    text = run_ranks(load_on_one_rank, 2, str(tmp_path), env={"HF_ZERO_PRESENCE_TIMEOUT": "1"})[0]
+    text = run_ranks(load_on_one_rank, 2, str(tmp_path), timeouts={"presence": 1})[0]
     assert "rank 0 called load_fp32_into, but rank(s) [1] did not" in text

@@ -21,9 +21,9 @@ from torch import nn
 
 import hf_zero
 from hf_zero.distributed import comm as comm_module
-from hf_zero.distributed import group_work, operation_log
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.operation_log import OperationLog, difference_of
+from hf_zero.distributed.timeouts import TIMEOUTS
 from hf_zero.engine import recovery
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import DivergenceError, StateError
@@ -71,7 +71,7 @@ def batch(case: int, rank: int) -> torch.Tensor:
 
 
 def choices(random_: random.Random, world: int) -> list[Choice]:
-    """What every rank runs: the same, or nearly the same, or anything."""
+    """Choose what every rank runs: the same, or nearly the same, or anything."""
     base = [random_.randrange(BLOCKS) for _ in range(random_.randint(1, 5))]
     how = random_.choice(["same", "same", "near", "near", "anything"])
     by_rank = []
@@ -105,8 +105,8 @@ def start(stage: int, zero: dict[str, Any]) -> ZeroEngine:
 
 
 def run_cases(stage: int, zero: dict[str, Any], seed: int, count: int) -> dict[str, int]:
-    """How the cases ended. All ranks must see the same end of each."""
-    operation_log.STALLED_AFTER_S = group_work.FIRST_LOOK_S = group_work.LOOK_EVERY_S = 0.02
+    """Run cases, and return how they ended. All ranks must see the same end of each."""
+    TIMEOUTS.stalled = TIMEOUTS.first_look = TIMEOUTS.look_every = 0.02
     engine, plain = start(stage, zero), build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     ends: dict[str, int] = collections.Counter()
@@ -241,7 +241,7 @@ def test_other_calls_of_the_engine() -> None:
 
 # ---------------------------------------------------------------- other backends match by order alone
 def on_another_backend(other_blocks: bool) -> tuple[float, dict[str, Any]]:
-    """gloo under another name: the engine calls what it would call on NCCL, where a tag does not exist."""
+    """Run on gloo under another name: the engine calls what it would call on NCCL, where a tag does not exist."""
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)

@@ -15,7 +15,7 @@ from tests.runtime.test_second_model import Net
 
 
 class Tied(Net):
-    """With a parameter that two modules share, one that is frozen, and a buffer."""
+    """The model has a parameter that two modules share, one that is frozen, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,4 +102,4 @@ def copied_alone() -> str:
 
 @pytest.mark.slow
 def test_a_copy_on_one_rank_only_raises() -> None:
-    assert run_ranks(copied_alone, 2, env={"HF_ZERO_PRESENCE_TIMEOUT": "2"}) == ["raised"] * 2
+    assert run_ranks(copied_alone, 2, timeouts={"presence": 1}) == ["raised"] * 2

@@ -43,7 +43,7 @@ GRACE_SECONDS = 6.0
 _PR_SET_PDEATHSIG = 1
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 << 20
-# What is imported sooner or later where the module of a job has imported the key.
+# Modules that are imported sooner or later where the module of a job has imported the key.
 _WITH = {
     "hf_zero": ["torch.utils.serialization.config", "torch.profiler._cupti_monitor"],
     "transformers": [
@@ -68,7 +68,7 @@ _ON_TRANSFORMERS = ("hf_zero.hf.", "hf_zero.run", "hf_zero.extras.deepspeed.zero
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What the test process asks for. The call itself is pickled in `folder`/call.pkl."""
+    """A job is what the test process asks for. The call itself is pickled in `folder`/call.pkl."""
 
     folder: str
     world_size: int
@@ -77,6 +77,7 @@ class Job:
     init_group: bool
     wait_for_all: bool  # False: kill the other ranks soon after one has failed
     env: dict[str, str]
+    timeouts: dict[str, float]  # fields of hf_zero's Timeouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +282,7 @@ def _serve_stores(requests: Connection) -> int:
 
 
 def _fresh_store(stores: Connection) -> int:
-    """Port of a store that no job has used."""
+    """Return the port of a store that no job has used."""
     stores.send(None)
     return stores.recv()
 
@@ -317,8 +318,8 @@ def _call(job: Job, port: int, rank: int, folder: Path) -> Any:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     os.environ.update(job.env)
-    if monitor := sys.modules.get("hf_zero.distributed.failure_monitor"):
-        monitor._GRACE_S = 2.0  # type: ignore[attr-defined]
+    if module := sys.modules.get("hf_zero.distributed.timeouts"):
+        vars(module.TIMEOUTS).update(job.timeouts)
     with open(folder / "call.pkl", "rb") as file:
         function, args, kwargs = pickle.load(file)
     if not job.init_group:

@@ -32,7 +32,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class RankFailure:
-    """What `run_ranks(..., expect_error=True)` returns in the place of a rank that raised."""
+    """The outcome of a rank that raised, where `run_ranks(..., expect_error=True)` is called."""
 
     rank: int
     kind: str  # class name of the exception; "Killed" or "Died" where there was none
@@ -101,8 +101,9 @@ def close() -> None:
     _server.close()
 
 
-# Where ranks are to fail, one that waits for another need not wait as long as in training.
-_SHORT_WAITS = {"HF_ZERO_PRESENCE_TIMEOUT": "2"}
+# A rank need not wait as long for another as in training, and least of all where ranks are to fail.
+_TIMEOUTS = {"grace": 2.0}
+_SHORT_TIMEOUTS = {"grace": 0.5, "stalled": 0.2, "presence": 2.0}
 
 
 def run_ranks(
@@ -113,6 +114,7 @@ def run_ranks(
     expect_error: bool = False,
     init_group: bool = True,
     env: dict[str, str] | None = None,
+    timeouts: dict[str, float] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on `world_size` ranks of a fresh gloo group and return their results.
@@ -125,10 +127,18 @@ def run_ranks(
             an exception on any rank fails the test with every rank's traceback.
         init_group: False leaves it to the function to join a process group: the environment is set as torchrun does.
         env: Environment variables of the ranks.
+        timeouts: Fields of hf_zero's `Timeouts` on the ranks, beside those that are short in all tests.
     """
     job = (function, args, kwargs)
-    env = {**(_SHORT_WAITS if expect_error else {}), **(env or {})}
-    ended = try_ranks(job, world_size, timeout=timeout, wait_for_all=expect_error, init_group=init_group, env=env)
+    ended = try_ranks(
+        job,
+        world_size,
+        timeout=timeout,
+        wait_for_all=expect_error,
+        init_group=init_group,
+        env=env,
+        timeouts={**(_SHORT_TIMEOUTS if expect_error else {}), **(timeouts or {})},
+    )
     failures = [outcome for outcome in ended.outcomes if isinstance(outcome, RankFailure)]
     if ended.hang:
         pytest.fail(ended.hang + ended.logs, pytrace=False)
@@ -141,7 +151,7 @@ def run_ranks(
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a job ended, whatever it did."""
+    """The end of a job, whatever it did."""
 
     outcomes: list[Any]  # per rank: its result, or a RankFailure
     hang: str  # the stacks of the ranks that did not end in time; empty if all did
@@ -156,6 +166,7 @@ def try_ranks(
     wait_for_all: bool = True,
     init_group: bool = True,
     env: dict[str, str] | None = None,
+    timeouts: dict[str, float] | None = None,
 ) -> Ended:
     """Call `function(*args, **kwargs)` of `job` on the ranks, as `run_ranks` does, and judge nothing.
 
@@ -169,7 +180,8 @@ def try_ranks(
         env = dict(env or {})
         if not init_group:
             env.setdefault("MASTER_PORT", str(free_port()))
-        report = _server.run(Job(folder, world_size, timeout, job[0].__module__, init_group, wait_for_all, env))
+        short = {**_TIMEOUTS, **(timeouts or {})}
+        report = _server.run(Job(folder, world_size, timeout, job[0].__module__, init_group, wait_for_all, env, short))
         outcomes = [_outcome(Path(folder), rank, code, report.hung) for rank, code in enumerate(report.exit_codes)]
         hang = _hang_text(Path(folder), report.hung, timeout, outcomes) if report.hung else ""
         return Ended(outcomes, hang, _logs(Path(folder), world_size))

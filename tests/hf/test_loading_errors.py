@@ -145,8 +145,7 @@ def alone(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_calls_on_one_rank_only_raise(tmp_path: Path) -> None:
-    env = {"HF_ZERO_PRESENCE_TIMEOUT": "2"}
-    assert run_ranks(alone, 2, save(tmp_path), timeout=40, env=env)[0] == "both raised"
+    assert run_ranks(alone, 2, save(tmp_path), timeout=40, timeouts={"presence": 1})[0] == "both raised"
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 

@@ -107,12 +107,12 @@ def push_on_one_rank(url: str) -> None:
 
 def test_a_push_on_one_rank_only_is_an_error() -> None:
     with local_hub() as hub:
-        run_ranks(push_on_one_rank, 2, hub.url, env={"HF_ZERO_PRESENCE_TIMEOUT": "2"})
+        run_ranks(push_on_one_rank, 2, hub.url, timeouts={"presence": 1})
     assert not hub.commits
 
 
 def push_in_vain(url: str) -> str | None:
-    """What the rank that pushes is told. The model is as it was: all ranks can save it."""
+    """Return what the rank that pushes is told. The model is as it was: all ranks can save it."""
     reach(url)
     model = sharded()
     told = None

@@ -1,4 +1,4 @@
-"""What would silently damage a sharded model raises, names the parameter and says what to do instead."""
+"""Misuse that would silently damage a sharded model raises, names the parameter and says what to do instead."""
 
 from __future__ import annotations
 
@@ -396,7 +396,7 @@ def save_on_one_rank() -> str:
 
 
 def test_a_collective_call_on_one_rank_raises() -> None:
-    text = run_ranks(save_on_one_rank, 2, env={"HF_ZERO_PRESENCE_TIMEOUT": "1"})[0]
+    text = run_ranks(save_on_one_rank, 2, timeouts={"presence": 1})[0]
     assert "full_state_dict" in text and "[1]" in text and "every rank" in text
 
 
