@@ -52,7 +52,7 @@ def _table(verdict: str, found: list[tuple[str, str]]) -> str:
 
 
 def corpus_table(folder: Path) -> str:
-    """What becomes of each public configuration, on its own: no arguments, no model."""
+    """Return the verdict on each public configuration, on its own: no arguments, no model."""
     lines = [PUBLIC, "", "| file | verdict |", "|---|---|"]
     for path in sorted(folder.glob("*.json")):
         lines.append(f"| {path.stem.replace('__', '/')} | {verdict_on(path)} |")

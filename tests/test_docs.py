@@ -193,7 +193,7 @@ def resolve(names: Iterable[str]) -> Any:
 
 
 def check_names(source: str) -> None:
-    """All that the source takes from hf_zero is there."""
+    """Raise Wrong where the source takes from hf_zero what is not there."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hf_zero":
             for alias in node.names:
@@ -396,7 +396,7 @@ def check_module(words: list[str], page: Path) -> None:
 
 
 def check_launcher(parser: argparse.ArgumentParser, words: list[str], page: Path, what: str) -> None:
-    """torchrun or accelerate launch: their own options up to the script, then the script's."""
+    """Check a line of torchrun or accelerate launch: their own options up to the script, then the script's."""
     known = {option: action for action in parser._actions for option in action.option_strings}
     while words and words[0].startswith("-") and words[0] != "-m":
         option, equals, _ = words.pop(0).partition("=")
@@ -520,7 +520,7 @@ RUNNABLE = [
     ],
 )
 def test_examples_run(page: Path, tmp_path: Path) -> None:
-    """As printed, on CPU processes. A text block right behind a command is what it prints."""
+    """The examples run as printed, on CPU processes. A text block right behind a command is what it prints."""
     for block in blocks(page):
         if block.word and block.word != "run":
             (tmp_path / block.word).write_text(block.text)

@@ -68,7 +68,7 @@ def stderr_as(descriptors: tuple[int, int]) -> Iterator[list[str]]:
 
 
 def titles(text: str) -> list[str]:
-    """Of the bars in it, in order."""
+    """Return the titles of the bars in it, in order."""
     return list(dict.fromkeys(re.findall(r"([A-Z][\w .-]+):\s+\d+(?:%\|| plans)", text.replace("\r", "\n"))))
 
 
@@ -106,7 +106,7 @@ def work_on_both(folder: Path) -> list[list[str]]:
 
 
 def work(folder: Path, on_terminal: bool) -> str:
-    """What stderr gets from a load, a start, a save and a resume of a sharded model with states on a disk."""
+    """Return what stderr gets from a load, a start, a save and a resume of a sharded model with states on a disk."""
     config: dict[str, Any] = {
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}},
         "train_micro_batch_size_per_gpu": 1,

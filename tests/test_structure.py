@@ -18,7 +18,7 @@ PACKAGE = ROOT / "hf_zero"
 CONVERSION = ROOT / "conversion"
 MAX_FUNCTION_LINES = 60
 
-# From the lowest up: a room imports from rooms before it, in functions too. CONTRIBUTING.md tells of them.
+# Rooms from the lowest up: a room imports from rooms before it, in functions too. CONTRIBUTING.md tells of them.
 CORE = """errors layout progress config native distributed storage sharding runtime optim checkpoint engine access
     hf""".split()
 ANNEXES = "pages monitors activations estimate conversion pipeline deepspeed launcher cli run".split()
@@ -161,7 +161,9 @@ def test_names_of_files_are_unique() -> None:
 
 
 def test_no_import_cycles() -> None:
-    """Within a room too, and with imports inside functions: files that need each other are one idea, or lack one."""
+    """The cycles within a room count too, and those by imports inside functions: files that need each other are one
+    idea, or lack one.
+    """
     graph = {
         module_name(path): {
             imported.module
@@ -277,7 +279,9 @@ def test_cuda_is_named_in_one_file() -> None:
 
 
 def _names_cuda(tree: ast.Module) -> Iterator[int]:
-    """Lines of code with torch.cuda, "cuda" or "cuda:0". Keys and variables that others have named are not that."""
+    """Yield the lines of code with torch.cuda, "cuda" or "cuda:0". Keys and variables that others have named are not
+    that.
+    """
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         names = [getattr(node, "attr", None), getattr(node, "id", None)]

@@ -37,7 +37,7 @@ class Mpu:
 
 
 class Copy(torch.autograd.Function):
-    """To the column-parallel layer: gradients are summed over the ranks."""
+    """The input of a column-parallel layer: gradients are summed over the ranks."""
 
     @staticmethod
     def forward(ctx, x):
@@ -51,7 +51,7 @@ class Copy(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """From the row-parallel layer: outputs are summed over the ranks."""
+    """The output of a row-parallel layer: outputs are summed over the ranks."""
 
     @staticmethod
     def forward(ctx, x):
@@ -79,7 +79,7 @@ class ParallelMLP(nn.Module):
 
 
 def train(checkpoint):
-    """Losses of two steps, and the gradients of the last one."""
+    """Return the losses of two steps, and the gradients of the last one."""
     deepspeed.checkpointing.model_parallel_cuda_manual_seed(11)
     layers = nn.ModuleList(ParallelMLP() for _ in range(LAYERS))
     deepspeed.checkpointing.model_parallel_reconfigure_tp_seed(12)

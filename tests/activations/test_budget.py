@@ -115,7 +115,7 @@ def run(stage: int, memory: Any, reentrant: bool, tokens: tuple[int, ...] = (TOK
 
 
 def budgets() -> Any:
-    """At five budgets, at both stages and ways of checkpointing; rank 1 has another budget than rank 0."""
+    """Train at five budgets, at both stages and ways of checkpointing; rank 1 has another budget than rank 0."""
     plain = {reentrant: run(3, None, reentrant)[0] for reentrant in (False, True)}
     found = []
     _, _, budget, _ = run(3, "1GB", False)
@@ -147,7 +147,7 @@ def test_budgets_of_a_llama() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_was_measured_is_freed(reentrant: bool) -> None:
-    """Nothing of the first step's graphs lives after its backward."""
+    """The first step's graphs leave nothing alive after its backward."""
     layer, made = torch.nn.Linear(4, 4), list[weakref.ref[torch.Tensor]]()
 
     def region(x: torch.Tensor) -> torch.Tensor:

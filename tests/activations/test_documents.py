@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def losses(config: dict[str, Any], is_reentrant: bool) -> list[float]:
-    """With dropout."""
+    """Return the losses of a run with dropout."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=40, n_positions=16))
     model.train()

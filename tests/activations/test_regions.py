@@ -119,7 +119,7 @@ PROGRAMS = [several_inputs, no_tensors, used_twice, nested, several_outputs, con
 
 
 def gradients(program: Callable[..., torch.Tensor], way: Checkpoint) -> list[torch.Tensor]:
-    """Of inputs and parameters, with dropout; and twice from one graph."""
+    """Return the gradients of inputs and parameters, with dropout; and twice from one graph."""
     torch.manual_seed(0)
     a, b = Block(), Block()
     x = torch.randn(4, SIZE, dtype=torch.float64, requires_grad=True)

@@ -24,7 +24,7 @@ CASES = (
 
 
 class Watch(TrainerCallback):
-    """What was saved, and allocated for it, after each step; generates with adapters."""
+    """The callback notes what was saved, and allocated for it, after each step; generates with adapters."""
 
     def __init__(self, *, generates: bool) -> None:
         self.generates = generates

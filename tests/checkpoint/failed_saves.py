@@ -32,7 +32,7 @@ Save = Callable[[str], None]
 
 
 class Saver:
-    """What saves; `tag` is "over" for the checkpoint that is there, else a new place."""
+    """A Saver is what saves; `tag` is "over" for the checkpoint that is there, else a new place."""
 
     def __init__(self, kind: str, folder: str) -> None:
         self.folder = folder
@@ -100,7 +100,7 @@ class Saver:
                 param += 1.0
 
     def try_to_save(self, tag: str) -> str:
-        """What went wrong; nothing if the save is complete."""
+        """Return what went wrong; nothing if the save is complete."""
         problems = []
         for attempt in (lambda: self.save(tag), self.engine.finish_saves):
             try:

@@ -270,7 +270,7 @@ def leave_without_a_word(folder: str) -> None:
 
 
 def end_saves() -> None:
-    """As Python's end does; ranks here are forked."""
+    """End the saves as Python's end does; ranks here are forked."""
     for save in list(process_end._TURNS[process_end.Turn.SAVES]):
         save.end_with_python()
 

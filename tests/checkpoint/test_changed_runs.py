@@ -80,7 +80,7 @@ def saved_alone(frozen: tuple[str, ...]) -> tuple[nn.Module, torch.optim.Optimiz
 
 
 def resumed_alone(then: tuple[str, ...], now: tuple[str, ...], head: bool = False) -> nn.Module:
-    """What torch.optim does where other parameters are trained: state is taken over for those that have one."""
+    """Return what torch.optim does where other parameters are trained: state is taken over for those that have one."""
     old, old_optimizer = saved_alone(then)
     model = freeze(net(1, head), now)
     model.load_state_dict(old.state_dict(), strict=not head)
@@ -101,7 +101,7 @@ def assert_weights(engine: Any, want: nn.Module, label: Any) -> None:
 
 
 class Said(logging.Handler):
-    """What the load of a checkpoint warns of."""
+    """A handler that keeps what the load of a checkpoint warns of."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -235,7 +235,7 @@ def other_hyperparameters(folder: str) -> None:
     expect(other, lambda: other.load_checkpoint(folder))
 
     def scheduled(rate: float, tag: str | None, *texts: str) -> None:
-        """Rates that a schedule has changed are not compared with those that another run begins with."""
+        """A load compares no rates that a schedule has changed with those that another run begins with."""
         model = net(0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=20)

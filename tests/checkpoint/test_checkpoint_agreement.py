@@ -1,4 +1,4 @@
-"""Where checkpoints go and come from: tags, `latest`, and ranks that do not agree or fail alone."""
+"""The places where checkpoints go and come from: tags, `latest`, and ranks that do not agree or fail alone."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def disagreeing(stage: int, folder: str) -> None:
 
 
 def other_tags(folder: str) -> None:
-    """As DeepSpeed has it, but for what is written: one checkpoint, of rank 0's tag."""
+    """The key does what DeepSpeed's does, but for what is written: one checkpoint, of rank 0's tag."""
     said: list[str] = []
     logging.getLogger("hf_zero.checkpoint.agreement").addHandler(handler := logging.Handler())
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -258,7 +258,9 @@ def other_groups(folder: str) -> None:
 
 
 def moved(stage: int, folder: str, offload: str) -> None:
-    """As many groups, and other parameters in them: torch takes it, and gives every one the other's rate."""
+    """The groups are as many as before, with other parameters in them: torch takes it, and gives every one the other's
+    rate.
+    """
     engine = split(stage, offload)
     steps(engine, 0, 1)
     engine.save_checkpoint(folder, "a")

@@ -73,7 +73,9 @@ def die_at_call(number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("overwrites", [False, True])
 def test_death_of_one_process_that_writes_all_files(tmp_path: Path, overwrites: bool) -> None:
-    """At any system call: the folder holds the old checkpoint or the new one. Ranks of their own are killed below."""
+    """The process dies at any system call: the folder holds the old checkpoint or the new one. Ranks of their own are
+    killed below.
+    """
     old, new = only_frozen(make_model(1)), only_frozen(make_model(2))
     outcomes = []
     for number in range(1, 200):

@@ -147,7 +147,7 @@ def test_what_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_files_that_rank_0_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders of one name on the disks of two nodes."""
+    """Two nodes have folders of one name on their own disks."""
     model = make_model()
     save(tmp_path, model, 2)
     write = save_module.write_rank_file

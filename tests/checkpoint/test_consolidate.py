@@ -51,7 +51,7 @@ def expected(model: WholeModel, dtype: torch.dtype | None = None) -> dict[str, t
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """As from_pretrained finds the files."""
+    """Read the files that from_pretrained would find."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return dict(load_file(folder / "model.safetensors"))
@@ -137,7 +137,7 @@ def test_weights_are_the_masters_bit_for_bit(
 
 
 def test_threads_write_parts_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that begin and end inside blocks of rank files."""
+    """Threads write parts that begin and end inside blocks of rank files."""
     monkeypatch.setattr(script, "CHUNK_BYTES", mmap.PAGESIZE)
     masters = {"odd": torch.rand(3, 7), "big": torch.rand(700_001)}
     state = {name: {"master": master} for name, master in masters.items()}

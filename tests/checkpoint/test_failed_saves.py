@@ -68,7 +68,9 @@ def test_every_write_of_a_save_may_fail(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["moving", "saving", "over", "deleting"])
 def test_the_next_save_finishes_what_a_killed_one_left(moment: str, tmp_path: Path) -> None:
-    """Of Trainer's folder: what was set aside comes back, or goes, whenever the process was killed."""
+    """A save into Trainer's folder repairs it: what was set aside comes back, or goes, whenever the process was
+    killed.
+    """
     folder = tmp_path / "checkpoint-1"
     (folder / "zero").mkdir(parents=True)
     for name in ("a", "zero/b", "mine"):

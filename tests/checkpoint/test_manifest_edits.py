@@ -59,7 +59,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """With the checksum that the content has."""
+    """Write the manifest with the checksum that its content has."""
     content = {key: value for key, value in content.items() if key != "crc32"}
     crc32 = zlib.crc32(json.dumps(content, sort_keys=True).encode("ascii"))
     manifest_path(folder).write_text(json.dumps({**content, "crc32": crc32}))
@@ -108,7 +108,7 @@ def edit(content: dict[str, Any], rng: random.Random, keys: Collection[str] = ()
 
 
 def read_all(folder: Path, model: WholeModel) -> None:
-    """By the package: all of it, and it is that of the model."""
+    """Read the checkpoint by the package: all of it, and it is that of the model."""
     with open_checkpoint(folder) as reader:
         reader.verify()
         assert {info.name for info in reader.manifest.params} == model.params.keys()
@@ -212,13 +212,13 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 def transpose(content: dict[str, Any], shape: list[int]) -> None:
-    """In both places, so that it does not contradict itself."""
+    """Transpose the shape in both places, so that the manifest does not contradict itself."""
     slot = next(slot for slot in content["layouts"][0]["slots"] if slot[1] == shape)
     info = next(info for info in content["params"] if info["name"] == slot[0])
     info["shape"] = slot[1] = shape[::-1]
 
 
-# What the script does not read: optimizer state.
+# The script does not read optimizer state.
 NOT_OF_THE_SCRIPT = {"a kind less", "a type"}
 
 
@@ -258,7 +258,7 @@ def test_nested_beyond_all_measure(text: str, tmp_path: Path) -> None:
 
 
 def test_files_from_before_the_marks_are_read(tmp_path: Path) -> None:
-    """As the first ones of version 1 were written: what contradicts itself is still found."""
+    """The first files of version 1 were written so: what contradicts itself is still found."""
     folder, model = tmp_path / "checkpoint", make_model(3)
     shutil.copytree(VERSION_1, folder)
     content = json.loads(manifest_path(folder).read_bytes())
@@ -283,7 +283,7 @@ def test_files_from_before_the_marks_are_read(tmp_path: Path) -> None:
 
 
 def resume_edited(folder: str, seed: int) -> int:
-    """What an engine takes from a manifest, and no other reader does."""
+    """Return what an engine takes from a manifest, and no other reader does."""
     engine = start(1, seed=0)
     steps(engine, 0, 2)
     engine.save_checkpoint(folder, "a")

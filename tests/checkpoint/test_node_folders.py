@@ -113,7 +113,7 @@ def without_a_node(engine: Any, root: str) -> None:
 
 
 def from_damage(engine: Any, damaged: Path, folder: Path) -> None:
-    """What came over the network is compared with its checksums too."""
+    """A part that came over the network is compared with its checksums too."""
     os.chdir(folder.parent)
     path = next((damaged / "a" / "zero").glob("rank-00003*"))
     content = path.read_bytes()
@@ -289,7 +289,7 @@ def save_and_be_killed(root: str, point: str, victims: list[int]) -> None:
 
 
 def newest_that_loads(root: str) -> tuple[str | None, int, list[str]]:
-    """What is loaded, its step, and what is in the folder of "two" when that was saved again."""
+    """Return what is loaded, its step, and what is in the folder of "two" when that was saved again."""
     home = on_node(root, int(os.environ["RANK"]))
     engine = start(3, seed=7)
     path, _ = engine.load_checkpoint(LOCAL)

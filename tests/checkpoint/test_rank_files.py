@@ -72,7 +72,7 @@ def forget_cached(folder: Path) -> None:
 
 
 def test_a_load_reads_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that begin and end inside blocks, large enough for threads, and the same through the page cache."""
+    """The parts begin and end inside blocks, are large enough for threads, and are the same through the page cache."""
     assert not tmp_path.is_relative_to(SHARED_MEMORY), "conftest.py: files in memory are not read past the page cache"
     values = large(tmp_path, 3, 120_000)
     file_system = subprocess.check_output(["stat", "-f", "-c", "%T", tmp_path]).strip()
@@ -117,7 +117,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(version: int, tmp_path: Path) -> 
 
 
 def read_all_parts(folder: Path) -> None:
-    """As a load does."""
+    """Read all parts, as a load does."""
     with open_checkpoint(folder) as reader:
         reader.verify_before_reading()
         for info in reader.manifest.params:
@@ -184,7 +184,7 @@ def test_a_checkpoint_of_version_1_is_read(tmp_path: Path, capsys: pytest.Captur
 
 # -------------------------------------------------------------------- writing
 def write(folder: Path, rank: int = 0) -> FileInfo:
-    """Tensors of many types, in memory and in chunks, in one piece and strided."""
+    """Write tensors of many types, in memory and in chunks, in one piece and strided."""
     generator = torch.Generator().manual_seed(rank)
     kinds: dict[str, Any] = {}
     for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool)):

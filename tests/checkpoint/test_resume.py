@@ -56,12 +56,12 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(-1, 1).flatten())
 
 
-# What a checkpoint may be saved on and resumed from, for tests that say "medium".
+# Media that a checkpoint may be saved on and resumed from, for tests that say "medium".
 MEDIA = ("none", "cpu", "nvme", "nvme and parameters")
 
 
 def offload(medium: str) -> dict[str, Any]:
-    """Keys of zero_optimization. Tiles of 61 elements cut runs at odd places."""
+    """Return keys of zero_optimization. Tiles of 61 elements cut runs at odd places."""
     if medium == "none":
         return {}
     device, _, params = medium.partition(" and ")
@@ -166,7 +166,7 @@ def test_resume_at_another_world_size_and_stage(saved_stage: int, tmp_path: Path
 
 
 def test_resume_with_another_cut(tmp_path: Path) -> None:
-    """Buckets of another size, and of the layouts that earlier checkpoints have: sizes come from the manifest."""
+    """The buckets have another size, or the layouts that earlier checkpoints have: sizes come from the manifest."""
     folder = str(tmp_path / "checkpoint")
     want = run_ranks(save_with_unaligned_parts, 3, 3, folder)[0]
     sizes = [unit["padded_numel"] for unit in json.loads(manifest_path(Path(folder)).read_bytes())["layouts"]]

@@ -1,4 +1,4 @@
-"""What a save writes: every element once, from where it is."""
+"""A save writes this: every element once, from where it is."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ def test_files_that_are_none_are_said_in_a_line(name: str, capsys: Capture, tmp_
 
 @pytest.mark.parametrize("name", CONTENTS)
 def test_damage_of_the_files_of_a_checkpoint_is_said_in_a_line(name: str, capsys: Capture, tmp_path: Path) -> None:
-    """Of any of its files: of the manifest, a rank file, the configuration, and of `latest`."""
+    """The damaged file may be any: of the manifest, a rank file, the configuration, and of `latest`."""
     content = CONTENTS[name]
     header = b"" if content is None else len(content).to_bytes(8, "little") + content + b"\0" * 8
     for number, where in enumerate(("zero/manifest.json", "zero/rank-00000.safetensors", "config.json", "latest")):

@@ -72,7 +72,7 @@ engine.teardown()
 
 
 def work(folder: Path) -> dict[str, Any]:
-    """What a rank has printed and done, profiled and not."""
+    """Return what a rank has printed and done, profiled and not."""
     script = str(folder / "train.py")
     with contextlib.redirect_stdout(io.StringIO()) as out:
         status = main(["profile", "--output", str(folder / "out"), script, str(folder / "swap"), str(folder / "with")])

@@ -134,7 +134,9 @@ def test_a_misspelt_key_is_named_with_the_nearest_known_one(path: str, value: An
 
 
 def test_every_key_that_lost_a_letter_is_named() -> None:
-    """Of keys that are obeyed or have nothing to do: in their own block the nearest key is the one that was meant."""
+    """The keys are those that are obeyed or have nothing to do: in their own block the nearest key is the one that was
+    meant.
+    """
     checked = 0
     for path, decided in statuses():
         block, _, name = path.rpartition(".")
@@ -356,7 +358,7 @@ def test_sections_have_a_field_for_each_key_that_is_obeyed() -> None:
         block = find(root(), path)
         assert isinstance(block, Block)
         names = {name for name, row in block.keys.items() if not isinstance(row, Alias)}
-        # Of the block leaf_module no key has anything to do.
+        # No key of the block leaf_module has anything to do.
         obeyed = {name for name in names - {"leaf_module"} if status(block.keys[name]).verdict == OBEYED}
         assert obeyed == {one.name for one in fields(section)}
         for one in fields(section):

@@ -74,7 +74,9 @@ BATCHES = [
 
 
 def test_accumulation_alone_says_nothing_of_the_samples() -> None:
-    """As DeepSpeed; the arguments of a Trainer, or the loaders of an accelerate loop, say what is missing."""
+    """Accumulation is not enough, and DeepSpeed says the same; the arguments of a Trainer, or the loaders of an
+    accelerate loop, say what is missing.
+    """
     for micro in ({}, {"train_micro_batch_size_per_gpu": "auto"}):
         text = problems({"gradient_accumulation_steps": 5, **micro}, world_size=3)
         assert "gradient_accumulation_steps = 5: Either train_batch_size or train_micro_batch_size_per_gpu" in text
@@ -137,7 +139,7 @@ def test_origins_of_batch_numbers() -> None:
     assert origins["gradient_accumulation_steps"] == origins["gradient_clipping"] == "TrainingArguments"
 
 
-# What transformers says; value for value in test_config_transformers.py
+# Answers of transformers; test_config_transformers.py compares them value for value.
 
 SCHEDULER: dict[str, Any] = {
     "type": "WarmupDecayLR",

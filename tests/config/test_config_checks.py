@@ -1,4 +1,6 @@
-"""What a resolved configuration holds, what is refused when on, and which combinations contradict each other."""
+"""Tests of what a resolved configuration holds, what is refused when on, and which combinations contradict
+each other.
+"""
 
 from __future__ import annotations
 

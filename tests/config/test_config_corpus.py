@@ -62,7 +62,7 @@ INLINE: dict[str, tuple[str, set[str]]] = {
 
 
 def arguments_for(raw: dict[str, Any]) -> Any:
-    """TrainingArguments that agree with what the file says, where it says "auto" at all."""
+    """Make TrainingArguments that agree with what the file says, where it says "auto" at all."""
     if '"auto"' not in json.dumps(raw):
         return None
 
@@ -130,7 +130,7 @@ def test_many_public_configurations_resolve() -> None:
             resolved.append(config.resolve(arguments_for(config.raw)))
         except ConfigError:
             continue
-    # What is taken today; a key that is refused again shows here.
+    # These are taken today; a key that is refused again shows here.
     assert len(FILES) == 83 and len(resolved) >= 45
     assert {one.stage for one in resolved} == {0, 1, 2, 3}
     assert {one.dtype for one in resolved} == {None, "bfloat16", "float16"}

@@ -25,7 +25,7 @@ STEPS = 3
 
 
 def raw_configurations() -> dict[str, dict[str, Any]]:
-    """By name: the public ones, and a few of the same kinds."""
+    """Return configurations by name: the public ones, and a few of the same kinds."""
     found = {name: ZeroConfig.load(text).raw for name, (text, _) in INLINE.items()}
     for path in FILES:
         try:

@@ -1,4 +1,6 @@
-"""In which forms a configuration may come, and what is said of one that is none: path, dict, JSON text, base64."""
+"""The forms in which a configuration may come, and the error where it is in none of them: path, dict, JSON text,
+base64.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import pytest
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 
-# From a document about ZeRO-R: it has a comma behind the last key of a block.
+# A block of a document about ZeRO-R: it has a comma behind the last key of a block.
 TRAILING_COMMA = """{
   "train_batch_size": 16,
   "gradient_accumulation_steps": 1,
@@ -243,7 +245,7 @@ def test_infinite_steps_between_lines_are_never(value: Any) -> None:
 
 
 def test_a_resolved_configuration_is_the_mapping_that_was_given() -> None:
-    """What programs written for DeepSpeed read under engine.config."""
+    """Programs written for DeepSpeed read it under engine.config."""
     given = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": "auto",

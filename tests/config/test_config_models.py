@@ -18,7 +18,7 @@ AUTO = {"zero_optimization": {"stage": 3, **dict.fromkeys(SIZES, "auto")}}
 BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 40, "vocab_size": 50}
 TEXT = {"model_type": "llama", "hidden_size": 88, "num_attention_heads": 2, "intermediate_size": 40}
 
-# What transformers' own rule finds a width in: the configuration, and that width.
+# Configurations that transformers' own rule finds a width in, and that width.
 BY_CONFIG: dict[str, tuple[Callable[[], Any], int]] = {
     "llama": (lambda: transformers.LlamaConfig(hidden_size=96), 96),
     "gpt2 (n_embd)": (lambda: transformers.GPT2Config(n_embd=48), 48),

@@ -115,7 +115,7 @@ def configurations(folder: str) -> list[dict[str, Any]]:
 
 
 class Reads:
-    """Which fields of the resolved configuration are read, and which of its `settings`, outside hf_zero/config."""
+    """The fields of the resolved configuration, and of its `settings`, that are read outside hf_zero/config."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()
@@ -156,7 +156,7 @@ def _reads_for_training(frame: Any) -> bool:
 
 
 def train_and_look(folder: str) -> set[str]:
-    """What a script does with its configuration: training with a loader, a model file, a checkpoint, a text."""
+    """Do what a script does with its configuration: training with a loader, a model file, a checkpoint, a text."""
     reads = Reads()
     samples = [{"input_ids": torch.arange(4) + 3, "labels": torch.arange(4) + 3} for _ in range(4)]
     for config in configurations(folder):

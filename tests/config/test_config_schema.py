@@ -93,7 +93,7 @@ def test_every_key_of_deepspeed_is_known() -> None:
 
 
 def test_no_key_of_deepspeed_is_taken_for_a_misspelt_one() -> None:
-    """In a refused block names pass unchecked, unless they are nearly the name of its switch."""
+    """A refused block lets names pass unchecked, unless they are nearly the name of its switch."""
     unchecked = [path for path in DEEPSPEED if find(root(), path) is None]
     assert len(unchecked) > 80
     for path in unchecked:
@@ -128,7 +128,7 @@ def test_types_are_those_of_deepspeed() -> None:
 
 
 def test_values_of_deepspeed_fit() -> None:
-    """What DeepSpeed takes as its default is no mistake here."""
+    """A value that DeepSpeed takes as its default is no mistake here."""
     for path, theirs in DEEPSPEED.items():
         ours = find(root(), path)
         if isinstance(ours, Key) and theirs["default"] is not None and not theirs.get("removed"):

@@ -1,4 +1,6 @@
-"""What is given and has no effect is said in a line, by `config check` too; what a run alone knows, by the engine."""
+"""A key that is given and has no effect is said in a line, by `config check` too; what a run alone knows, by the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -289,7 +291,7 @@ class Layers(nn.Sequential):
 
 
 def train_without_regions() -> dict[str, list[str]]:
-    """Warnings of two steps, by what the model does."""
+    """Return the warnings of two steps, by what the model does."""
     found: dict[str, list[str]] = {}
     for kind in (True, False):
         lines = found[f"checkpointed {kind}"] = []
@@ -330,7 +332,9 @@ def test_pinning_by_init_needs_the_host(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def start_with_a_run(section: dict[str, Any]) -> list[str]:
-    """wandb is not installed: a module with the script's run in it stands for it."""
+    """The stand-in for wandb, which is not installed, is a module with the script's run in it. a module with the
+    script's run in it stands for it.
+    """
     stand_in: Any = types.ModuleType("wandb")
     stand_in.run = SimpleNamespace(log=lambda *args, **kwargs: None)
     stand_in.init = lambda **named: stand_in.run

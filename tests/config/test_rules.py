@@ -105,7 +105,7 @@ def test_a_mistake_of_a_pipeline_is_found_by_check(name: str, tmp_path: Path, ca
 
 
 def at_initialize(config: dict[str, Any], chunks: int) -> str:
-    """What a module that was split when it was made has to say of the same file."""
+    """Return what a module that was split when it was made has to say of the same file."""
     module = hf_zero.PipelineModule([nn.Linear(2, 2) for _ in range(4)], num_stages=2, virtual_stages=chunks)
     try:
         engine = hf_zero.initialize(model=module, config={"train_micro_batch_size_per_gpu": 1, **config})[0]
@@ -142,7 +142,7 @@ ABSURD: tuple[Any, ...] = (
     *(1e30, 1e300, -1, -1e-9, float("nan"), float("inf"), float("-inf"), True, "", "x", "a\0b", 10**399, 2**63),
     *([], {}, [float("nan")], [float("inf")], ["["], [True], "1e400"),
 )
-# Where infinity means never, a negative number means all or is the range, or any number may stand.
+# Values of keys for which infinity means never, a negative number means all or is the range, or any number may stand.
 TAKEN: dict[str, tuple[Any, ...]] = {
     "steps_per_print": (float("inf"),),
     "flops_profiler.module_depth": (-1,),
@@ -154,7 +154,9 @@ ROWS = [(path, row) for path, row in walk(root()) if isinstance(row, Key) and no
 
 @pytest.mark.parametrize(("path", "row"), ROWS, ids=[path for path, _ in ROWS])
 def test_no_value_is_too_odd_to_be_told_or_used(path: str, row: Key) -> None:
-    """What is no number, and what no machine can count, is a problem of its key; nothing else is ever raised."""
+    """A value that is no number, or that no machine can count, is a problem of its key; nothing else is
+    ever raised.
+    """
     for value in ABSURD:
         config: dict[str, Any] = {}
         put(config, path, value)

@@ -151,7 +151,7 @@ def test_hf_zero_goes_on_in_fsdp2(ranks: int, stage: int, offload: bool, kind: s
 
 
 def saves_under_names(folder: str, where: str) -> list[float]:
-    """As scripts and tools do that do not say "optim"."""
+    """Save as scripts and tools do that do not say "optim"."""
     model, optimizer = sharded()
     fsdp_steps(model, optimizer, 0, BEFORE)
     if where == "accelerate":
@@ -250,7 +250,7 @@ def test_a_target_that_exists_stays(saved: Path) -> None:
 
 
 def optimizer_of(folder: Path, optimizer: type[torch.optim.Optimizer]) -> Any:
-    """What the converted manifest says of a run with this optimizer."""
+    """Return what the converted manifest says of a run with this optimizer."""
     model = Net()
     run = optimizer([one for one in model.parameters() if one.requires_grad], lr=0.1)  # type: ignore[call-arg]
     model(batch(0)[0]).sum().backward()

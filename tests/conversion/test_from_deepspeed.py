@@ -124,7 +124,9 @@ def resume_trainer(folder: str) -> list[list[float]]:
 
 
 def test_a_run_of_trainer_goes_on(tmp_path: Path) -> None:
-    """With the random states, the data and the rates of the run: the losses are those that DeepSpeed had."""
+    """The run has the random states, the data and the rates of the one before: the losses are those that DeepSpeed
+    had.
+    """
     source = DATA.with_name("trainer_data")
     convert(source / "checkpoint-3" / FILES, tmp_path / "checkpoint-3")
     wanted = json.loads((source / "losses.json").read_text())

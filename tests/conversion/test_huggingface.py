@@ -21,7 +21,7 @@ from tests.harness.ranks import run_ranks
 
 
 def hf_folder(folder: Path, dtype: torch.dtype = torch.float32, shards: int = 2) -> dict[str, torch.Tensor]:
-    """What save_pretrained leaves of a model with tied weights and a buffer of integers, in several files."""
+    """Return what save_pretrained leaves of a model with tied weights and a buffer of integers, in several files."""
     state = {name: value.detach().clone() for name, value in tiny_model(3).state_dict().items()}
     del state["head.weight"]  # tied
     state = {name: value.to(dtype) for name, value in state.items()} | {"count": torch.tensor(7)}

@@ -23,12 +23,12 @@ from tests.harness.checkpoints import make_model, save
 DATA = Path(__file__).with_name("data")
 ADAMS = ("stage1", "stage2", "stage3", "stage2-bf16", "stage3-bf16", "stage2-fp16", "stage2-four-ranks")
 ADAMS += ("stage3-four-ranks", "stage2-scheduler", "stage3-own-adam")
-# What a checkpoint of hf_zero does not know: the configuration, and numbers that follow from it.
+# A checkpoint of hf_zero does not know the configuration, and numbers that follow from it.
 UNKNOWN = {"ds_config", "global_samples", "clip_grad", "raise_error_at_min_scale", "dtype", "step", *HOW}
 
 
 def differences(got: Any, want: Any, where: str) -> list[str]:
-    """Where a value is not what DeepSpeed wrote."""
+    """Return where a value is not what DeepSpeed wrote."""
     if isinstance(want, torch.Tensor):
         same = got.dtype == want.dtype and got.shape == want.shape and torch.equal(got, want)
         return [] if same else [f"{where}: {got} instead of {want}"]
@@ -107,7 +107,9 @@ def everything(reader: CheckpointReader) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 3, 5])
 def test_any_stage_and_world_size(stage: int, world_size: int, tmp_path: Path) -> None:
-    """Through DeepSpeed's layout at another stage and world size, which the reader of its files understands."""
+    """The checkpoint goes through DeepSpeed's layout at another stage and world size, which the reader of its files
+    understands.
+    """
     convert(DATA / "stage2", tmp_path / "ours")
     line = ["convert", "to-deepspeed", str(tmp_path / "ours"), str(tmp_path / "theirs")]
     assert main([*line, "--stage", str(stage), "--world-size", str(world_size)]) == 0

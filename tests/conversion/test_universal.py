@@ -44,7 +44,9 @@ def content(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["stage2", "stage3"])
 def test_a_universal_checkpoint_is_the_save_it_was_made_from(name: str, tmp_path: Path) -> None:
-    """What from-deepspeed makes of the ranks' files goes on with DeepSpeed's losses: other tests show that."""
+    """Other tests show that what from-deepspeed makes of the ranks' files goes on with DeepSpeed's losses. other tests
+    show that.
+    """
     convert(DATA / name, tmp_path / "of ranks")
     for number, source in enumerate([DATA / name, DATA / name / TAG]):
         done = from_universal(source, tmp_path / str(number))

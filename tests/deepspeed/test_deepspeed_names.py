@@ -19,7 +19,7 @@ from hf_zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from tests.harness.ranks import run_ranks
 
 WIDTH = 6
-# As a script for DeepSpeed has it, on purpose; run with the name changed, as sed does it.
+# A script for DeepSpeed, on purpose; run with the name changed, as sed does it.
 SCRIPT = """
 import deepspeed
 import deepspeed.comm as dist

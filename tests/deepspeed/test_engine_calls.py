@@ -54,7 +54,7 @@ def whole(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def script(stage: int, folder: str) -> dict[str, Any]:
-    """What a DeepSpeed training script does and prints."""
+    """Do what a DeepSpeed training script does and prints."""
     model_engine = start(stage, bf16={"enabled": stage == 3}, gradient_clipping=0.7)
     applied, lrs = [], []
     for number in range(4):
@@ -204,7 +204,7 @@ def test_a_loop_that_says_where_its_windows_end(stage: int) -> None:
 
 
 def resized(stage: int, folder: str) -> dict[str, torch.Tensor]:
-    """Steps of two micro-batches, then of four: from the checkpoint between them it is a plain run of four."""
+    """Train steps of two micro-batches, then of four: from the checkpoint between them it is a plain run of four."""
     engine = start(stage)
     train(engine, 0, 2)
     engine.save_checkpoint(folder, "between", save_latest=False)
@@ -230,7 +230,7 @@ def resumed(stage: int, folder: str) -> dict[str, torch.Tensor]:
 
 
 def late_gradient(engine: Any) -> dict[str, torch.Tensor]:
-    """Of a parameter that gets its gradient memory after the size has changed."""
+    """Train a parameter that gets its gradient memory after the size has changed."""
     engine.module.frozen.bias.requires_grad_(True)
     engine.backward(engine(batch(10, engine.rank)))
     grad = hf_zero.full_grad(engine.module.frozen.bias)

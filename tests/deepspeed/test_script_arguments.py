@@ -1,4 +1,4 @@
-"""How a script hands its command line, its data and its surroundings to `initialize`."""
+"""A script hands its command line, its data and its surroundings to `initialize`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_configuration_comes_from_the_command_line(option: str, tmp_path: Pa
 
 
 def test_options_that_the_script_adds_itself() -> None:
-    """Scripts of DeepSpeed's documents add --deepspeed_config by themselves."""
+    """Each script of DeepSpeed's documents adds --deepspeed_config by itself."""
     args = argparse.Namespace(deepspeed_config=json.dumps(CONFIG), local_rank=0)
     assert start(args)[0].config.stage == 2
     assert start(config_params=CONFIG)[0].config.stage == 2
@@ -186,7 +186,9 @@ OLD_LAUNCH = """
 @pytest.mark.slow
 @pytest.mark.parametrize("option", [[], ["--use-env"]])
 def test_the_launcher_that_torch_had_first(option: list[str], tmp_path: Path) -> None:
-    """python -m torch.distributed.launch gives --local-rank on the command line, or with --use-env does not."""
+    """The launcher `python -m torch.distributed.launch` gives --local-rank on the command line, or with --use-env does
+    not.
+    """
     script = write_script(tmp_path, OLD_LAUNCH, "old.py")
     line = [
         sys.executable,

@@ -48,7 +48,7 @@ def test_lists_of_hosts(text: str, hosts: list[str]) -> None:
 
 
 def test_numbers_of_slurm_are_checked() -> None:
-    """What is no number, or more hosts than there can be, is an error that names it, and takes no memory."""
+    """A value that is no number, or more hosts than there can be, is an error that names it, and takes no memory."""
     for text in ("n[1-999999999999]", "n[0-99999]x[0-99999]"):
         with pytest.raises(hf_zero.ConfigError, match="are more than 65536 hosts"):
             expand_hosts(text)
@@ -75,7 +75,7 @@ def test_slurm() -> None:
         "MASTER_ADDR": "gpu07",
         "MASTER_PORT": str(slurm_port(4711, 0)),
     }
-    # What the job's script says itself stays.
+    # Values that the job's script sets itself stay.
     given = {**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "9901"}
     assert set(described_processes(given)) == {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
     ports = {slurm_port(job, step) for job in range(4700, 4800) for step in (0, 1)}

@@ -37,7 +37,7 @@ def part_of(rank: int, number: int, turn: int) -> torch.Tensor:
 
 
 def gather_and_check(comm: Comm) -> int:
-    """How many messages two turns of all gathers took."""
+    """Return how many messages two turns of all gathers took."""
     world_size = comm.world_size
     gathers = []
     for number, (numel, dtype) in enumerate(PARTS):
@@ -75,7 +75,7 @@ def test_parts_are_read_from_memory(world_size: int) -> None:
 
 
 def gather_with(change: str) -> int:
-    """As `gather_in_memory`, where rank 1 cannot be read, or says so of the others."""
+    """Gather like `gather_in_memory`, where rank 1 cannot be read, or says so of the others."""
     card_of = PeerMemory.identity
 
     def identity(peers: PeerMemory) -> ProcessIdentity | None:
@@ -131,7 +131,7 @@ def test_a_rank_that_dies_before_it_was_read_is_said() -> None:
 
 
 def call_torch() -> list[list[torch.Tensor]]:
-    """What a device's block calls, on torch's own group: gloo has the calls too."""
+    """Make the calls of a device's block, on torch's own group: gloo has the calls too."""
     rank, results = dist.get_rank(), []
     for number in (1, 2):
         parts = [torch.full((3,), rank + 1.0), torch.full((2,), rank + 5, dtype=torch.int64)][:number]

@@ -1,4 +1,4 @@
-"""What travels in a step: calls and elements of every collective equal a formula per unit.
+"""Tests of what travels in a step: calls and elements of every collective equal a formula per unit.
 
 With `a` micro-steps per step, for a trainable unit of n elements (padding counted) in b buckets:
 
@@ -43,7 +43,7 @@ class Setting:
 
 
 def count(settings: list[Setting]) -> list[tuple[list[Counts], Counts]]:
-    """Per setting what was counted in each step, and the formula's value."""
+    """Return what, per setting, was counted in each step, and the formula's value."""
     return [_count_one(setting) for setting in settings]
 
 
@@ -81,7 +81,7 @@ def expected(engine: ZeroEngine, setting: Setting) -> Counts:
 
 
 def _times(setting: Setting, kind: str, trainable: bool, a: int) -> list[tuple[str, int]]:
-    """How often each collective runs over one flat parameter."""
+    """Return how often each collective runs over one flat parameter."""
     on_demand = setting.stage == 3 and kind != "persistent"
     if setting.evaluate:
         return [("all_gather", 1 if on_demand else 0)]
@@ -124,7 +124,7 @@ def test_collectives_equal_the_formula(world: int) -> None:
 
 
 def moved_per_step(settings: list[Setting]) -> list[tuple[int, int]]:
-    """Per setting the elements that the second step moved, and how many elements of all buffers are padding."""
+    """Return, per setting, the elements that the second step moved, and how many of all buffers are padding."""
     return [_moved_in_one(setting) for setting in settings]
 
 
@@ -141,7 +141,7 @@ def _moved_in_one(setting: Setting) -> tuple[int, int]:
 
 
 def test_a_step_moves_three_or_two_times_the_elements() -> None:
-    """At accumulation 1: layers at stage 3 move 3 times their elements, everything else 2 times."""
+    """The accumulation is 1: layers at stage 3 move 3 times their elements, everything else 2 times."""
     settings = [*map(Setting, range(4)), Setting(3, zero=ALL_PERSISTENT)]
     by_rank = run_ranks(moved_per_step, 2, settings)
     # The sizes are those of the plain model.

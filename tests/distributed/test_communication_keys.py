@@ -84,7 +84,9 @@ def equal(a: Slice, b: Slice) -> bool:
 
 
 def assert_near(a: Slice, b: Slice, case: Case) -> None:
-    """To 1e-6 of what is summed. Where a true gradient is zero, Adam takes the sign of its rounding: so SGD."""
+    """Compare to 1e-6 of what is summed. Where a true gradient is zero, Adam takes the sign of its
+    rounding: so SGD.
+    """
     assert case.optimizer == "sgd"
     for name, value in a.weights.items():
         torch.testing.assert_close(value, b.weights[name], rtol=1e-6, atol=1e-6)
@@ -168,7 +170,9 @@ class Wide(nn.Module):
 
 
 def peak_in_flight(shapes: list[tuple[int, int]], stage: int, dtype: str | None) -> list[tuple[int, int, int]]:
-    """Per model: its elements, the most elements of gradients on their way at once, receive buffers kept for reuse."""
+    """Return for each model: its elements, the most elements of gradients on their way at once, receive buffers kept
+    for reuse.
+    """
     return [_peak_of(layers, width, stage, dtype) for layers, width in shapes]
 
 
@@ -218,7 +222,7 @@ BUCKET = 64
     [(2, None), *(pytest.param(*one, marks=SLOW) for one in ((0, None), (1, "bf16"), (3, "fp16")))],
 )
 def test_buffers_of_constant_size(stage: int, dtype: str | None) -> None:
-    """What communication holds at once depends on the bucket, not on the model."""
+    """The memory that communication holds at once depends on the bucket, not on the model."""
     shapes = [(2, 32), (6, 32), (2, 96)]
     for measured in run_ranks(peak_in_flight, 2, shapes, stage, dtype):
         assert measured[2][0] > 8 * measured[0][0] > 0
@@ -239,7 +243,7 @@ def test_overlap_does_not_change_a_bit() -> None:
 
 # ---------------------------------------------------------------- volume
 def count_bytes(stages: list[int], dtype: str | None) -> list[int]:
-    """Bytes that a rank takes part in, in a step; an all-reduce counts twice, as on a ring."""
+    """Return the bytes that a rank takes part in, in a step; an all-reduce counts twice, as on a ring."""
     totals = []
     for stage in stages:
         case = Case("plain", 2, 1, single=True)
@@ -266,7 +270,9 @@ def test_stage_3_moves_one_and_a_half_times_as_much() -> None:
 
 # ---------------------------------------------------------------- what the layout gives without its key
 def look_at_gradients(stage: int) -> tuple[bool, dict[str, tuple[int, int]]]:
-    """Whether gradients are views of one buffer per unit; per unit, the elements it has and those that are mine."""
+    """Return whether gradients are views of one buffer per unit; per unit, the elements it has and those that are
+    mine.
+    """
     case, options = Case("plain", dist.get_world_size(), 1, single=True), Options(stage)
     engine = start(case, options)
     assert engine.optimizer is not None

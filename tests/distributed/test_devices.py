@@ -1,5 +1,6 @@
-"""Which device a rank takes, and that everything which asks for the current one gets it. Without a GPU: what torch is
-asked is recorded, where a GPU would be needed to ask it."""
+"""A rank takes its device, and everything that asks for the current one gets it. Without a GPU: what torch is asked is
+recorded, where a GPU would be needed to ask it.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ def test_events_are_recorded_on_a_stream_of_their_device(calls: Calls, monkeypat
 
 # -------------------------------------------------------------------- two ranks on one device
 def join_on(index: int, of_its_own: bool, uuids: list[str] | None) -> None:
-    """What Comm.join asks; the devices are made up, the key-value store is not."""
+    """Ask what Comm.join asks; the devices are made up, the key-value store is not."""
     properties = SimpleNamespace() if uuids is None else SimpleNamespace(uuid=uuids[dist.get_rank()])
     patch = pytest.MonkeyPatch()
     pretend_gpus(1 if of_its_own else 2, [], patch.setattr)
@@ -138,7 +139,7 @@ def test_two_ranks_on_one_device_are_refused(uuids: list[str] | None) -> None:
     ("index", "of_its_own", "uuids"), [(-1, False, None), (0, True, None), (0, False, ["GPU-a", "GPU-b"])]
 )
 def test_ranks_with_a_device_each_pass(index: int, of_its_own: bool, uuids: list[str] | None) -> None:
-    """By place, by what each process sees (as SLURM sets it), by the devices' own ids."""
+    """The devices differ by place, by what each process sees (as SLURM sets it), or by their own ids."""
     assert run_ranks(join_on, 2, index, of_its_own, uuids, timeout=30) == [None, None]
 
 
@@ -159,7 +160,9 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 # -------------------------------------------------------------------- what accelerate has chosen
 def chosen(way: str, folder: str) -> tuple[str, str]:
-    """On a machine that seems to have two GPUs: the device that hf_zero takes before and after accelerate chose."""
+    """Return, on a machine that seems to have two GPUs: the device that hf_zero takes before and after accelerate
+    chose.
+    """
     pretend_gpus(2, [], pytest.MonkeyPatch().setattr)
     before = str(processes.default_device())
     if way == "arguments":

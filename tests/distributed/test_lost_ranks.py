@@ -68,7 +68,7 @@ def test_a_rank_dies_in_the_middle_of(name: str, world_size: int) -> None:
 
 
 def leave(name: str) -> float:
-    """As in a notebook: the failed rank lives on, and so does all that it holds: operations, a forked worker."""
+    """Fail as in a notebook: the failed rank lives on, and so does all that it holds: operations, a forked worker."""
     comm = Comm.join(timeout_s=60)
     dist.barrier()
     worker = 0 if comm.rank != 1 else os.fork()
@@ -229,7 +229,7 @@ def test_the_process_ends_although_the_operation_does_not(tmp_path: Path) -> Non
 
 
 class Stopped:
-    """What a device's group would do: end what its kernels wait for."""
+    """The stand-in for a device's group: end what its kernels wait for."""
 
     def __init__(self) -> None:
         self.called = threading.Event()
@@ -269,5 +269,5 @@ def watch_without_waiting() -> tuple[bool, bool, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found through /proc")
 def test_a_rank_that_does_not_wait_is_stopped_too() -> None:
-    """As a device's kernels are, which no call of the host waits for: a thread looks beside them."""
+    """The wait is like that of a device's kernels, which no call of the host waits for: a thread looks beside them."""
     assert run_ranks(watch_without_waiting, 2, timeout=40)[0] == (True, False, 0)

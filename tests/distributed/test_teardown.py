@@ -1,4 +1,4 @@
-"""What an engine has of the process (group, sockets, threads) goes with it, whichever way it ends."""
+"""An engine's part of the process (group, sockets, threads) goes with it, whichever way it ends."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_nothing_is_left_of_an_engine(stage: int, world_size: int) -> None:
         for name, counts in rank:
             if name == "torn_down":
                 assert len(set(counts[1:])) == 1, counts
-            # What was forgotten goes when others are made, if all that it had begun is over by then: one may linger.
+            # A forgotten group goes when others are made, if all that it had begun is over by then: one may linger.
             files, threads = zip(*counts, strict=True)
             assert max(files) - files[0] <= FILES and max(threads) - threads[0] <= THREADS, f"{name}: {counts}"
 
@@ -207,7 +207,7 @@ engine.comm.barrier("the last operation")
 
 @pytest.mark.slow
 def test_no_thread_of_gloo_outlives_python(tmp_path: Path) -> None:
-    """One that still held tensors of the last operation would abort the process: a good job reported SIGABRT."""
+    """A thread that still held tensors of the last operation would abort the process: a good job reported SIGABRT."""
     done = launch(tmp_path, "--num_gpus", 2, "--no_local_rank", write_script(tmp_path, KEEPS_ITS_ENGINE))
     assert done.status == 0, done.err
     assert done.out.count("threads before: True") == 2, done.out

@@ -17,7 +17,7 @@ from hf_zero.extras.launcher import node
 from hf_zero.extras.launcher.launch_errors import LaunchUsageError
 from hf_zero.native import device_files
 
-# As torch raises it at the first use, from c10/cuda/CUDAFunctions.cpp.
+# Torch raises this at the first use, from c10/cuda/CUDAFunctions.cpp.
 TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 12060). Please update your GPU driver by downloading "
     "and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx"

@@ -17,7 +17,7 @@ CASES = [(stage, medium) for stage in (1, 2, 3) for medium in MEDIA]
 
 
 class Layers(nn.Module):
-    """Of different sizes, so that no layer's memory serves another by accident."""
+    """The layers have different sizes, so that no layer's memory serves another by accident."""
 
     _no_split_modules = ("Linear",)
 
@@ -30,7 +30,7 @@ class Layers(nn.Module):
 
 
 def counts(stage: int, medium: str, folder: str) -> list[dict[str, int]]:
-    """After each step."""
+    """Return the counts after each step."""
     offload = {"device": medium, "nvme_path": folder}
     zero: dict[str, Any] = {"stage": stage, "offload_optimizer": offload, "stage3_param_persistence_threshold": 0}
     zero["reduce_bucket_size"] = 1000

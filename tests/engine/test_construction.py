@@ -1,4 +1,6 @@
-"""What DeepSpeed's scripts do around `initialize` and zero.Init: a second engine, an engine inside, writes inside."""
+"""DeepSpeed's scripts do these things around `initialize` and zero.Init: a second engine, an engine inside, writes
+inside.
+"""
 
 from __future__ import annotations
 

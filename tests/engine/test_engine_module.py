@@ -160,7 +160,7 @@ def test_a_sharded_state_dict_has_shapes_and_its_values_raise() -> None:
 
 
 def reference(weights: dict[str, torch.Tensor], first: int, last: int) -> dict[str, torch.Tensor]:
-    """What torch.optim makes of `weights` on both ranks' batches."""
+    """Return what torch.optim makes of `weights` on both ranks' batches."""
     model = Net()
     model.load_state_dict(weights)
     optimizer = torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=0.05)
@@ -193,7 +193,7 @@ def loads(stage: int, prefix: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("prefix", ["module.", ""])
 def test_loaded_weights_are_trained_on(stage: int, prefix: str) -> None:
-    """Into the master weights too: an update from old ones would undo the load."""
+    """The load reaches the master weights too: an update from old ones would undo the load."""
     for found in run_ranks(loads, 2, stage, prefix):
         want = reference(found["start"], 0, 2)
         want.pop("calls")  # the reference runs the batches of both ranks

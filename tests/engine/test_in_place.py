@@ -74,7 +74,7 @@ class Spies:
 
 
 def shards_of(engine: Any) -> dict[str, int]:
-    """Addresses of what the engine keeps, by the first parameter of each flat parameter."""
+    """Return the addresses of what the engine keeps, by the first parameter of each flat parameter."""
     flats = [flat for unit in engine.units for flat in unit.flats]
     return {flat.layout.slots[0].name: flat.shard.memory.data_ptr() for flat in flats if hasattr(flat.shard, "memory")}
 

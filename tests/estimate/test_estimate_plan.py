@@ -144,7 +144,7 @@ def test_plan_is_the_report_of_the_run(world_size: int, tmp_path: Path) -> None:
 
 
 def test_activations_are_those_of_a_real_forward() -> None:
-    """What the forward keeps, counted on meta, is what autograd saves of real tensors in a real forward."""
+    """The activations of the forward, counted on meta, are what autograd saves of real tensors in a real forward."""
     (plain, _), profile = planned({"zero_optimization": {"stage": 3}}, 2)
     model = llama()
     owned = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}

@@ -1,4 +1,4 @@
-"""What stage 3 does with models of the sizes that people train, by arithmetic alone: 8 GPUs that are not there.
+"""Arithmetic alone says what stage 3 does with models of the sizes that people train: 8 GPUs that are not there.
 
 Their embeddings and heads are most of `stage3_max_live_parameters`, or more, and their layers are more than "auto"
 makes of `reduce_bucket_size`: neither may keep a layer from being gathered ahead, in one operation.
@@ -29,7 +29,9 @@ from hf_zero.sharding.unit import ShardUnit
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of transformers' configuration, and millions of elements of embeddings and head together and of a layer."""
+    """The sizes of transformers' configuration, and millions of elements of embeddings and head together and of a
+    layer.
+    """
 
     kind: str
     hidden_size: int
@@ -74,7 +76,9 @@ def model_on_meta(name: str) -> nn.Module:
 
 
 class Notes:
-    """What a replayed training does, in order: "all-gather of UNIT", "reduce-scatter of UNIT", "left UNIT"."""
+    """The notes say what a replayed training does, in order: "all-gather of UNIT", "reduce-scatter of UNIT", "left
+    UNIT".
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []

@@ -14,7 +14,7 @@ from tests.fuzz.judge import EQUAL, FAILED, REFUSED, Verdict, judge
 
 @dataclasses.dataclass
 class Report:
-    """What a campaign found."""
+    """A report says what a campaign found."""
 
     kinds: Counter[str] = dataclasses.field(default_factory=Counter)
     models: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)  # (model, kind)
@@ -31,7 +31,7 @@ class Report:
             self.failures.append((case, verdict))
 
     def never_compared(self, models: Iterable[str]) -> list[str]:
-        """Models that were equal in no case: nothing is known of them."""
+        """Return the models that were equal in no case: nothing is known of them."""
         return [name for name in models if not self.models[name, EQUAL]]
 
     def __str__(self) -> str:

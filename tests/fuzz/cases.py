@@ -17,14 +17,14 @@ from tests.fuzz.registry import MODELS, Model
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 SLOW_SHARE = 0.5  # of the turns of a slow model are another one's
 SCHEDULES = ("", "", "", "lambda", "step", "onecycle")
-# How a micro-batch is trained; see `train.WAYS`.
+# Ways to train a micro-batch; see `train.WAYS`.
 PLAIN_WAYS = ("engine", "engine", "direct")
 MORE_WAYS = (
     *("retain", "two losses", "two forwards", "reversed", "evaluate", "abandon"),
     *("drop by engine", "drop by optimizer", "drop by module"),
 )
 ONCE_WAYS = ("evaluate",)
-# What happens before a step; see `train.EVENTS`.
+# Events before a step; see `train.EVENTS`.
 EVENTS = (
     *("write", "set", "read", "look", "evaluate", "rate", "scale gradients", "freeze", "thaw"),
     *("reload", "load weights", "copy", "states"),
@@ -256,7 +256,7 @@ def _events(case: Case, rng: random.Random) -> tuple[tuple[int, str], ...]:
 
 # ---------------------------------------------------------------- what may be refused
 def expected_errors(case: Case) -> Mapping[str, str]:
-    """Class of an error that is right for this case -> what its message must contain."""
+    """Return the class of an error that is right for this case -> what its message must contain."""
     expected: dict[str, str] = {}
     on_demand = any(phase.stage == 3 for phase in case.phases)
     offloaded = any(phase.offload_optimizer != "none" for phase in case.phases)

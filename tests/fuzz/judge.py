@@ -27,7 +27,7 @@ class Verdict:
 
 
 class Mismatch(Exception):
-    """What the ranks computed is not what one process computes."""
+    """The ranks did not compute what one process computes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,9 @@ class Tolerance:
 
 
 def _of_rounding(case: Case, want: Trace) -> tuple[float, float]:
-    """How far rounding to bf16 takes the reference itself: weights, and losses relative. A rate that is too high for
-    the model lets every difference grow."""
+    """Return by how much rounding to bf16 takes the reference itself: weights, and losses relative. A rate that is too
+    high for the model lets every difference grow.
+    """
     exact = train_reference(dataclasses.replace(case, dtype="fp32"))
     weights = [
         float((value.double() - exact.weights[step][name].double()).abs().max())

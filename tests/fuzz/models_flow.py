@@ -314,7 +314,7 @@ def penalty(run: Any, net: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def submodules(run: Any, net: nn.Module, batch: Batch) -> torch.Tensor:
-    """Parts of the model called one by one, without its root."""
+    """Call parts of the model one by one, without its root."""
     return mean_square(net.head(net.blocks[2](net.inp(batch.x))))  # type: ignore[operator,index]
 
 

@@ -65,7 +65,7 @@ class Reference:
         for module in self.net.modules():
             if isinstance(module, nn.Embedding):
                 module.sparse = False  # the numbers are the same, and every optimizer takes them
-        # By parameter of the model; what is tied is one master.
+        # The pairs go by parameter of the model; tied ones are one master.
         pairs = zip(self.net.parameters(), masters.parameters(), strict=True)
         self.masters: dict[nn.Parameter, nn.Parameter] = dict(pairs)
         named = [(name, self.masters[param]) for name, param in self.net.named_parameters()]

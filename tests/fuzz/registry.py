@@ -1,4 +1,4 @@
-"""What the fuzz test knows of a model: how it is built, what one loss of it is, and what must be left out with it."""
+"""The fuzz test knows this of a model: how it is built, what one loss of it is, and what must be left out with it."""
 
 from __future__ import annotations
 

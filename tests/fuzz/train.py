@@ -29,7 +29,7 @@ class Driver(abc.ABC):
 
     @abc.abstractmethod
     def drop(self, how: str) -> None:
-        """zero_grad of the "engine", the "optimizer" or the "module"."""
+        """Call zero_grad of the "engine", the "optimizer" or the "module"."""
 
     def loss(self, batch: Batch) -> torch.Tensor:
         return self.case.row.loss(self.run, self.net, batch)
@@ -37,7 +37,7 @@ class Driver(abc.ABC):
 
 @dataclasses.dataclass
 class Trace:
-    """What one process saw, or one rank."""
+    """A trace holds what one process saw, or one rank."""
 
     losses: dict[tuple[int, int, int], float] = dataclasses.field(default_factory=dict)  # (step, micro, rank)
     norms: dict[int, float | None] = dataclasses.field(default_factory=dict)  # by step

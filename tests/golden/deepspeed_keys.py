@@ -166,7 +166,7 @@ def constants() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def schedulers() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Parameters of the schedulers, together: their own defaults stand in their constructors."""
+    """Yield the parameters of the schedulers, together: their own defaults stand in their constructors."""
     module = importlib.import_module("deepspeed.runtime.lr_schedules")
     for name in SCHEDULERS:
         for parameter in list(inspect.signature(getattr(module, name)).parameters.values())[1:]:
@@ -189,7 +189,7 @@ def collect() -> dict[str, dict[str, Any]]:
 
 
 def differences(keys: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """Keys that hf_zero does not know, and those whose default differs."""
+    """Return the keys that hf_zero does not know, and those whose default differs."""
     from hf_zero.config.keys import root
     from hf_zero.config.schema import Block, Key, find
 

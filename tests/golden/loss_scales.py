@@ -44,7 +44,7 @@ def patterns(block: int) -> Iterator[Pattern]:
 
 
 def digest(block: int, trace: Callable[[Pattern], list[float | str]]) -> str:
-    """Of the traces of all patterns in a block."""
+    """Return the digest of the traces of all patterns in a block."""
     return hashlib.sha256(repr([trace(pattern) for pattern in patterns(block)]).encode()).hexdigest()[:16]
 
 

@@ -1,1 +1,1 @@
-"""What the tests share: worker processes (`ranks`), `scripts` on them, small `models`, the one-process `reference`."""
+"""The tests share this: worker processes (`ranks`), `scripts` on them, small `models`, the one-process `reference`."""

@@ -30,7 +30,7 @@ class Element:
     children: list[Element] = field(default_factory=list)
 
     def all(self, tag: str, **attributes: str) -> list[Element]:
-        """Those below it, in order; `data_kind="table"` asks for an attribute `data-kind`."""
+        """Return the elements below this one, in order; `data_kind="table"` asks for an attribute `data-kind`."""
         wanted = {name.replace("_", "-"): value for name, value in attributes.items()}
         found = []
         for child in self.children:
@@ -41,7 +41,7 @@ class Element:
 
 
 class _Tree(html.parser.HTMLParser):
-    """Of a document that a browser has written: every element is closed, but for those that hold nothing."""
+    """The tree of a document that a browser has written: every element is closed, but for those that hold nothing."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Seen:
     image: Image.Image
 
     def sections(self, kind: str) -> list[tuple[dict[str, Any], Element]]:
-        """Data of each section of a kind, and what was drawn of it."""
+        """Return the data of each section of a kind, and what was drawn of it."""
         drawn = self.document.all("section", data_kind=kind)
         given = [section for section in self.data["sections"] if section["kind"] == kind]
         assert len(drawn) == len(given)

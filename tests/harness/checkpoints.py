@@ -122,7 +122,7 @@ def save_info(model: WholeModel, layouts: tuple[UnitLayout, ...], **changes: Any
 
 
 def with_unaligned_parts(layout: UnitLayout) -> UnitLayout:
-    """As flat parameters were padded at first: to the world size only."""
+    """Return the layout of flat parameters as they were padded at first: to the world size only."""
     used = layout.slots[-1].end if layout.slots else 0
     padded = used + -used % layout.world_size
     bucket = layout.bucket_numel if layout.bucket_numel < padded else max(padded, layout.world_size)

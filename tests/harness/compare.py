@@ -1,4 +1,4 @@
-"""How near a training run must come to the one-process reference, and that the comparison says something."""
+"""A training run must come near to the one-process reference, and the comparison must say something."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def assert_not_vacuous(case: Case, want: Trace) -> None:
 
 
 def must_stay(case: Case, name: str, param: nn.Parameter) -> bool:
-    """Parameters that training must leave alone, to the bit: frozen, or without gradient on every rank."""
+    """Whether training must leave a parameter alone, to the bit: frozen, or without gradient on every rank."""
     variant = case.model.split("+")
     without = "unused" in variant or ("unused_somewhere" in variant and case.world == 1)
     return not param.requires_grad or (without and (name.startswith("extra.") or name.endswith(".gain")))
 
 
 def assert_stays(case: Case, got: Trace, label: str) -> None:
-    """What must stay stays to the bit."""
+    """Raise where a parameter that must stay does not, to the bit."""
     for name, param in case.build().named_parameters():
         if must_stay(case, name, param):
             for params in got.params:
@@ -74,7 +74,7 @@ UNIT_ROUNDOFF = 2.0**-24
 
 
 def single_bounds(case: Case, want: Trace) -> list[dict[str, torch.Tensor]]:
-    """Per step and parameter, the most by which an fp32 run may differ from the fp64 reference, elementwise.
+    """Return the most by which an fp32 run may differ from the fp64 reference, by step, parameter and element.
 
     [Note: Bound of the fp32 comparison]
     Let every gradient of a step be off by at most d = GRADIENT_ROUNDINGS * u * max|g|, u = 2**-24, the maximum over

@@ -27,7 +27,7 @@ def _changed(path: Path, change: Callable[[bytearray], bytearray]) -> Iterator[N
 
 
 def verified(folder: Path) -> str:
-    """What `hf-zero inspect --verify` says on stderr; "" where it finds nothing."""
+    """Return what `hf-zero inspect --verify` says on stderr; "" where it finds nothing."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(["inspect", str(folder), "--verify"])

@@ -52,7 +52,7 @@ class MixedDevicesError(RuntimeError):
 
 
 class DryDevice(TorchDispatchMode):
-    """While it is entered, `dry:0` is there. Invariant: no FakeTensor is on the CPU.
+    """The device `dry:0` is there while this is entered. Invariant: no FakeTensor is on the CPU.
 
     `waits`: by (place, kind), how often the host has waited. A place is the innermost function of hf_zero, or "" where
     none is on the stack; kinds are "value", "to host", "to device", "event", "stream" and "device".
@@ -152,7 +152,7 @@ def _ones(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _numbers(shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """Ones of Python, in lists of lists."""
+    """Return ones of Python, in lists of lists."""
     with _disable_current_modes():
         return torch.ones(shape, dtype=dtype, device="cpu").tolist()
 

@@ -1,4 +1,5 @@
-"""For every obeyed key a configuration in which it matters and another value of it, and what a run shows of both.
+"""Every obeyed key has a configuration in which it matters, another value of it, and what a run shows of
+both.
 
 What is looked at is behind the configuration: what ranks send, what native code and torch's groups are made with,
 which steps are made with which rates and scales, what is logged and written. Nothing of it may come from a field that
@@ -58,7 +59,7 @@ class Flip:
 
 # ---------------------------------------------------------------- what is looked at
 class Recorder:
-    """What goes out of this process, and what is logged, while a scenario runs."""
+    """The recorder keeps what goes out of this process, and what is logged, while a scenario runs."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, ...]] = []
@@ -121,18 +122,18 @@ class Recorder:
 
 
 def _plain(text: str) -> str:
-    """Without numbers and their units, which times have in it."""
+    """Return the text without numbers and their units, which times have in it."""
     return re.sub(r"\s+", " ", _NUMBER.sub("#", text))
 
 
 def _store(store: ShardStore) -> tuple[Any, ...]:
-    """What a store is, and how it was made."""
+    """Return what a store is, and how it was made."""
     made = [getattr(store, name, None) for name in ("_read_ahead", "_write_behind")]
     return type(store).__name__, *made, getattr(getattr(store, "_pool", None), "budget_bytes", None)
 
 
 def plan(engine: ZeroEngine) -> Seen:
-    """Where everything lies, of which size and type."""
+    """Return where everything lies, of which size and type."""
     placements = engine.placements
     units = [
         (flat.layout.name, flat.full.dtype, _store(flat.placement.param)[0], _store(flat.placement.master)[0])
@@ -164,7 +165,7 @@ def _digest(value: torch.Tensor) -> str:
 
 
 def _files(folder: Path) -> list[Any]:
-    """Names of files; lines of tables without their numbers; how much texts list, which have times in them."""
+    """Return names of files; lines of tables without their numbers; how much texts list, which have times in them."""
     found = []
     for path in sorted(folder.rglob("*")):
         name = re.sub(r"events\.out.*|vm-\d+-\w+|[a-z]+-\d+-[0-9a-f]{8}", "#", str(path.relative_to(folder)))
@@ -240,7 +241,7 @@ def overflow(job: Job) -> None:
 
 
 def tiny(job: Job) -> None:
-    """Gradients that hardly hold in fp16."""
+    """Train with gradients that hardly hold in fp16."""
     _train(job, factors=(1e-5,))
 
 
@@ -335,7 +336,7 @@ def untested(job: Job) -> None:
 
 
 def rates(job: Job) -> None:
-    """What a scheduler does with two groups over thirty steps."""
+    """Show what a scheduler does with two groups over thirty steps."""
     model = nn.Linear(WIDTH, 1)
     groups = [{"params": [model.weight], "lr": 0.2}, {"params": [model.bias], "lr": 0.4}]
     engine, optimizer, _, scheduler = hf_zero.initialize(model=model, model_parameters=groups, config=job.config)
@@ -348,7 +349,9 @@ def rates(job: Job) -> None:
 
 
 def libraries(job: Job) -> None:
-    """wandb and comet_ml are not installed: modules that keep what they are called with."""
+    """Stand in for wandb and comet_ml, which are not installed,:
+    modules that keep what they are called with.
+    """
     called: list[Any] = []
 
     class Anything:
@@ -381,7 +384,7 @@ def summary(job: Job) -> None:
 
 
 def lag(job: Job) -> None:
-    """On a device that copies from the host's memory: how much of it is pinned."""
+    """Train on a device that copies from the host's memory: how much of it is pinned."""
     from tests.lag import device
 
     gc.collect()
@@ -416,7 +419,7 @@ class Job:
         return {} if self.optimizer is None else {"optimizer": self.optimizer(model.parameters())}
 
     def count_waits(self) -> Callable[[], int]:
-        """How often this process waits for the whole device from now on."""
+        """Count how often this process waits for the whole device from now on."""
         counted, original = itertools.count(), torch.accelerator.synchronize
 
         def synchronize(*args: Any) -> None:
@@ -433,7 +436,7 @@ class Job:
 
 
 def observe(flat: dict[str, Any], scenario: str, folder: Path, device: str = "cpu") -> Seen:
-    """What a run of `scenario` shows under the configuration of these dotted paths. All ranks must call."""
+    """Return what a run of `scenario` shows under the configuration of these dotted paths. All ranks must call."""
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -461,7 +464,7 @@ def observe(flat: dict[str, Any], scenario: str, folder: Path, device: str = "cp
 
 
 def changes(path: str, flip: Flip, folder: Path) -> list[str]:
-    """Under which names the two runs differ; a run that differs from itself is no witness there."""
+    """Return the names under which the two runs differ; a run that differs from itself is no witness there."""
     base, device = {**BASE, **flip.base}, flip.device
     flipped = {**base, path: flip.value}
     one, again = (observe(base, flip.scenario, folder, device) for _ in range(2))

@@ -36,7 +36,7 @@ def tmp_path_factory(
 
 @functools.cache
 def memory_folder() -> Path | None:
-    """Where files are memory, if there is enough of it and they can be used as those of a disk."""
+    """Return where files are memory, if there is enough of it and they can be used as those of a disk."""
     if not os.access(SHARED_MEMORY, os.W_OK) or shutil.disk_usage(SHARED_MEMORY).free < NEEDED_BYTES:
         return None
     return SHARED_MEMORY if _takes_direct() else None

@@ -24,7 +24,7 @@ host=$1; shift
 [[ $host == slow-* ]] && exec sleep 60
 exec env -i HOME="$HOME" PATH="$PATH" bash -c "$*"
 """
-# As pdsh: no standard input, one line prefixed by the host for each that comes, % signs are its own.
+# The stand-in for pdsh: no standard input, one line prefixed by the host for each that comes, % signs are its own.
 _PDSH = """\
 #!/bin/bash
 while [[ $1 == -* ]]; do case $1 in -w) host=$2; shift 2;; *) shift;; esac; done
@@ -32,7 +32,7 @@ command=${*//%%/%}
 env -i HOME="$HOME" PATH="$PATH" bash -c "$command" </dev/null | while read -r line; do echo "$host: $line"; done
 exit "${PIPESTATUS[0]}"
 """
-# As srun: a process per node, in the environment of the caller.
+# The stand-in for srun: a process per node, in the environment of the caller.
 _SRUN = """\
 #!/bin/bash
 while [[ $1 == -* ]]; do case $1 in
@@ -63,7 +63,7 @@ class Launched:
 
 
 def bare_environment(**more: str) -> dict[str, str]:
-    """Of a shell that knows nothing of any job, on a machine without a GPU."""
+    """Return the environment of a shell that knows nothing of any job, on a machine without a GPU."""
     return {"HOME": os.environ["HOME"], "PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", **more}
 
 
@@ -91,8 +91,9 @@ def finish(job: subprocess.Popen[str], timeout: float = 120) -> Launched:
 
 
 def launch(folder: Path, *arguments: object, timeout: float = 120, **more: str) -> Launched:
-    """As `start` and `finish`, but the launcher is a forked process: the import of torch's agent costs more than most
-    of these jobs. What it starts, on this host and on others, are the processes of a real launch."""
+    """Do what `start` and `finish` do, but the launcher is a forked process: the import of torch's agent costs more
+    than most of these jobs. What it starts, on this host and on others, are the processes of a real launch.
+    """
     environment = bare_environment(**{"PYTHONPATH": str(Path(__file__).parents[2]), **more})
     ran = run_hf_zero("launch", *arguments, folder=folder, instead=environment, timeout=timeout)
     return Launched(ran.status[0], ran.out, ran.err, time.time())
@@ -105,7 +106,7 @@ def write_script(folder: Path, text: str, name: str = "train.py") -> Path:
 
 
 def processes_naming(text: str) -> list[int]:
-    """Ids of the processes whose command line holds `text`, this one excepted."""
+    """Return the ids of the processes whose command line holds `text`, this one excepted."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""What a process takes, as Linux counts it."""
+"""The memory that a process takes, as Linux counts it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 VOCAB, HIDDEN, INNER, LENGTH = 17, 11, 13, 5
 WIDTH = 8  # of Net
 
-# What the parity matrix varies in the transformer below; "a+b" is both.
+# The parity matrix varies this in the transformer below; "a+b" is both.
 VARIANTS = (
     "plain",
     "twice",  # the first layer is called twice in one forward

@@ -1,4 +1,4 @@
-"""What training must give: one process, plain torch.optim, the concatenated batch, in fp64.
+"""Training must give what this gives: one process, plain torch.optim, the concatenated batch, in fp64.
 
 A `Case` says what is trained; `train_reference` trains it in one process, `tests.harness.sharded` under hf_zero, and
 `tests.harness.compare` says how near is near enough.

@@ -20,7 +20,7 @@ def refusing_environment(folder: Path) -> dict[str, str]:
 
 
 class Refused:
-    """How often a step was refused."""
+    """The count says how often a step was refused."""
 
     count = 0
 

@@ -32,12 +32,12 @@ POINTS: dict[str, tuple[Any, str]] = {
     "old files are deleted": (writer, "_delete_rank_files"),
     "latest is set": (writer, "give_name"),
 }
-# Which call of it is meant, where it is not the first: that of the manifest; then come three scripts.
+# The number of the call that is meant, where it is not the first: that of the manifest; then come three scripts.
 _CALLS = {"the folder is synced": 2, "latest is set": 5}
 
 
 def at(point: str, act: Callable[[], None], *, call: int | None = None) -> None:
-    """In this process, `act` before the n-th call of `point` from now on, and do nothing else."""
+    """Run `act` in this process before the n-th call of `point` from now on, and do nothing else."""
     place, name = POINTS[point]
     original = getattr(place, name)
     left = _CALLS.get(point, 1) if call is None else call
@@ -54,7 +54,7 @@ def at(point: str, act: Callable[[], None], *, call: int | None = None) -> None:
 
 
 def kill() -> None:
-    """As `kill -9`: this process is gone at once."""
+    """End like `kill -9`: this process is gone at once."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

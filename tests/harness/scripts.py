@@ -24,7 +24,7 @@ from tests.harness.ranks import run_ranks
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """What a script left: per rank its exit status, and what it wrote."""
+    """A script left this: per rank its exit status, and what it wrote."""
 
     status: list[int]
     outs: list[str]
@@ -69,7 +69,9 @@ def run_hf_zero(*arguments: object, folder: Path, processes: int = 1, **more: An
 
 
 def become(argv: list[str], folder: str, instead: Mapping[str, str] | None) -> tuple[int, str, str]:
-    """In the process of a rank: its status, standard output and standard error."""
+    """Run in the process of a rank, and return its status, standard output and standard error. its status, standard
+    output and standard error.
+    """
     os.chdir(folder)
     rank = os.environ["RANK"]
     if instead is not None:

@@ -18,7 +18,7 @@ from tests.harness.reference import Case, Trace
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a case is trained under hf_zero; none of it may change the result."""
+    """The options say how a case is trained under hf_zero; none of it may change the result."""
 
     stage: int
     direct_backward: bool = False  # loss.backward() instead of engine.backward(loss)

@@ -74,7 +74,7 @@ def random_model(draw: random.Random) -> Any:
 
 
 def said_by(args: Any, steps: int) -> dict[str, Any]:
-    """What the arguments say for each key that is compared, written without looking at our rules."""
+    """Return what the arguments say for each key that is compared, written without looking at our rules."""
     return {
         "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,

@@ -296,7 +296,7 @@ def auxiliary_loss(model: Any, x: torch.Tensor) -> None:
 
 
 def only_auxiliary_loss(model: Any, x: torch.Tensor) -> None:
-    """Nothing of the backward goes through what the root returned."""
+    """The loss takes nothing of what the root returned."""
     module = getattr(model, "module", model)
     kept: list[torch.Tensor] = []
     handle = module.blocks[1].register_forward_hook(lambda _m, _a, out: kept.append(out))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-# What the hub answers to, by how the path ends
+# The hub answers to paths that end so.
 _CREATE, _PREUPLOAD, _COMMIT, _VALIDATE = "/api/repos/create", "/preupload/main", "/commit/main", "/api/validate-yaml"
 
 
@@ -60,7 +60,7 @@ def local_hub() -> Iterator[Hub]:
             self._send(*hub.answer(self.path, body))
 
         def do_GET(self) -> None:
-            # Of files there is none: the client makes its own card. The code is how the hub says so.
+            # No file is there: the client makes its own card. The code is how the hub says so.
             self._send(404, {"error": "Entry not found"}, **{"X-Error-Code": "EntryNotFound"})
 
         do_HEAD = do_GET

@@ -109,7 +109,7 @@ KINDS: dict[str, Make] = {
     "waveft": _kind("WaveFTConfig", n_frequency=20),
     "xlora": _kind("XLoraConfig", targets=None, hidden_size=WIDTH, xlora_size=8, xlora_dropout_p=0.0),
 }
-# What is not compared, and why.
+# These are not compared, and this is why.
 NOT_HERE = {
     "adamss": "needs scikit-learn",
     "lora_monteclora": "draws its noise from a stream of its own, so that two forwards differ from one on each rank",
@@ -149,7 +149,7 @@ def batch(kind: str, step: int, share: slice) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Outcome:
-    """What one kind gave; texts in the place of what raised."""
+    """The outcome of one kind; texts in the place of what raised."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     norms: list[float] = dataclasses.field(default_factory=list)
@@ -176,7 +176,7 @@ class Runs:
         return model
 
     def _place(self, model: nn.Module, optimizer: Any = None) -> Any:
-        """What is called in the place of the model."""
+        """Return what is called in the place of the model."""
         if self._stage is None:
             return model
         engine = hf_zero.initialize(model=model, optimizer=optimizer, config=self.config)[0]
@@ -189,7 +189,7 @@ class Runs:
         return {name: value.detach().clone() for name, value in state.items()}
 
     def _logits(self, model: Any) -> torch.Tensor:
-        """Of all rows, on every rank."""
+        """Return the logits of all rows, on every rank."""
         model.eval()
         with torch.no_grad():
             inputs = {name: value for name, value in batch(self._kind, 9, slice(None)).items() if name != "labels"}
@@ -304,7 +304,7 @@ def barrier(stage: int | None) -> None:
 
 
 def in_shards(kind: str, folder: Path, stages: list[int], run: Callable[[Runs], Any] = Runs.outcome) -> list[Any]:
-    """On every rank of a job: what `run` gives at each stage."""
+    """Return on every rank of a job: what `run` gives at each stage."""
     found = []
     for stage in stages:
         runs = Runs(kind, folder, stage)

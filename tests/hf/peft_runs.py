@@ -14,7 +14,7 @@ from torch import nn
 import hf_zero
 from tests.hf.runs import Outcome, arguments, build, entry, examples, outcome
 
-# What a LoraConfig of each feature has beside rank and targets.
+# The LoraConfig of each feature has this beside rank and targets.
 FEATURES: dict[str, dict[str, Any]] = {
     "lora": {},
     "dora": {"use_dora": True},

@@ -31,7 +31,7 @@ persistence = 40  # parameters of as many elements stay whole at stage 3; a rank
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run logged and left behind."""
+    """The outcome is what a run logged and left behind."""
 
     losses: list[float]
     norms: list[float]

@@ -46,7 +46,9 @@ CONTRADICTIONS = (
 
 
 def curve(step: int) -> float:
-    """What step number `step` uses: WarmupDecayLR with a logarithmic warm-up, whose iterations come one step late."""
+    """Return what step number `step` uses: WarmupDecayLR with a logarithmic warm-up, whose iterations come one step
+    late.
+    """
     i = step - 1
     if i < 0:
         return 0.0
@@ -101,7 +103,7 @@ def enabled_twice(stage: int, folder: str) -> list[float]:
 
 
 def refused(folder: str) -> list[str]:
-    """What Trainer says of blocks that contradict it, or that another Trainer passes over."""
+    """Return what Trainer says of blocks that contradict it, or that another Trainer passes over."""
     said = []
     for scheduler, client in CONTRADICTIONS:
         model = build()
@@ -123,7 +125,7 @@ class OwnScheduler(hf_zero.Trainer):
 
 
 def passed_over(folder: str) -> list[str]:
-    """Warnings of a Trainer that makes its scheduler itself."""
+    """Return the warnings of a Trainer that makes its scheduler itself."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -152,7 +154,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def make(way: str, model: Any, processes: int) -> tuple[Any, Any]:
-    """What a script makes: an optimizer, or a dummy of one, and the same of a scheduler or None."""
+    """Return what a script makes: an optimizer, or a dummy of one, and the same of a scheduler or None."""
     length = {"total_num_steps": TOTAL * processes, "warmup_num_steps": WARMUP}  # as counted before `prepare`
     if way == "reference":
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.01)
@@ -240,7 +242,7 @@ def counts() -> list[Any]:
 
 
 def split_batches() -> int:
-    """Where batches are split, a script's count of steps is the count of every process."""
+    """Return the counts of steps: where batches are split, a script's count of steps is the count of every process."""
     from accelerate.utils import DataLoaderConfiguration
 
     config = DataLoaderConfiguration(split_batches=True)

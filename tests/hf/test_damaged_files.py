@@ -164,7 +164,7 @@ def test_a_damaged_file_is_named_by_all(
 
 
 def load_says(folder: Path) -> str:
-    """What a resume says of the files in `folder` before training: an error, or warnings."""
+    """Return what a resume says of the files in `folder` before training: an error, or warnings."""
     said = io.StringIO()
     handler = logging.StreamHandler(said)
     logger = logging.getLogger("hf_zero.hf.trainer.resume")

@@ -66,7 +66,9 @@ def test_trainer_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_trainers_one_after_the_other(tmp_path: Path) -> None:
-    """In one process: each with a model of its own, and a second one for a model that has been trained."""
+    """The Trainers follow each other in one process: each with a model of its own, and a second one for a model that
+    has been trained.
+    """
     want: Any = launch(runs.three_trainers, "ddp", 0, str(tmp_path / "ddp"))
     assert want[0] != want[2] != want[1], "vacuous: the third does not go on with the first one's model"
     for stage in (1, 3):

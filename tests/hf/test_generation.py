@@ -142,7 +142,9 @@ def is_released(engine: ZeroEngine) -> bool:
 
 
 def compare(name: str, choice: str, decodings: list[str], zero: dict[str, Any]) -> dict[str, tuple[Any, Any, int]]:
-    """Per decoding: text of the sharded model, text of a plain one on this rank alone, forwards of the former."""
+    """Return for each decoding: text of the sharded model, text of a plain one on this rank alone, forwards
+    of the former.
+    """
     plain, model = BUILD[name](), BUILD[name]()
     engine = sharded(model, choice, **zero)
     forwards = Forwards(model if name != "lora" else model.get_base_model())
@@ -256,7 +258,9 @@ def test_streaming_never_holds_all_layers() -> None:
 
 # -------------------------------------------------------------------- beside training
 def train_and_generate(choice: str, on_shards: bool) -> tuple[list[float], list[list[int]]]:
-    """Losses of steps with a generation between them; the last one breaks off by an exception on all ranks."""
+    """Return the losses of steps with a generation between them; the last one breaks off by an exception on
+    all ranks.
+    """
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     rank, world = (dist.get_rank(), dist.get_world_size()) if on_shards else (0, 1)
@@ -313,8 +317,9 @@ def test_training_goes_on_after_generation(choice: str) -> None:
 
 # -------------------------------------------------------------------- compiled by itself
 def compiles(choice: str) -> tuple[list[bool], bool]:
-    """Whether generate would compile the forward of each token, as it does on GPUs where a cache is static; and
-    whether the text is that of one process."""
+    """Return whether generate would compile the forward of each token, as it does on GPUs where a cache is static; and
+    whether the text is that of one process.
+    """
     would = []
     plain, model = llama(), llama()
     decides = type(model)._valid_auto_compile_criteria

@@ -114,7 +114,7 @@ def test_after_a_teardown_generate_is_the_models_own() -> None:
 
 # -------------------------------------------------------------------- Seq2SeqTrainer
 def predict(kinds: list[str], folder: str) -> list[tuple[list[list[int]], float, float]]:
-    """Texts of 5 samples, two per batch, the loss, and all-gathers per bucket.
+    """Return texts of 5 samples, two per batch, the loss, and all-gathers per bucket.
 
     Neither batches nor samples come out even on two ranks.
     """

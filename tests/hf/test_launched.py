@@ -25,7 +25,7 @@ from tests.hf.runs import build, zero_config
 ROOT = Path(__file__).parents[2]
 CONFIG = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
 
-# What a script sees, and how many samples of the eight its rank had: one line of JSON to the log.
+# The script writes what it sees, and how many samples of the eight its rank had: one line of JSON to the log.
 _BODY = """
     import json, os, torch, transformers
     from datasets import Dataset
@@ -69,7 +69,9 @@ def readme_lines() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(4))
 def test_launch_lines_of_the_readme(number: int, tmp_path: Path) -> None:
-    """As printed, in a fresh shell on a machine without a GPU: two ranks that see each other, each with its half."""
+    """The lines run as printed, in a fresh shell on a machine without a GPU: two ranks that see each other, each with
+    its half.
+    """
     lines = readme_lines()
     assert len(lines) == 4, lines
     line = run_line(lines[number], tmp_path)
@@ -135,7 +137,9 @@ def test_processes_that_accelerate_does_not_see(entry: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("entry", ["arguments", "enable"])
 def test_deepspeed_chosen_by_accelerate(entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `accelerate launch` sets for distributed_type: DEEPSPEED; accelerate itself would miss the package."""
+    """The environment is what `accelerate launch` sets for distributed_type: DEEPSPEED; accelerate itself would miss
+    the package.
+    """
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(hf_zero.ConfigError, match="distributed_type: MULTI_GPU"):
@@ -158,7 +162,7 @@ def test_processes_that_are_seen(own_group: bool, tmp_path: Path) -> None:
 
 
 def test_lines_of_the_recipes_name_the_cpu() -> None:
-    """torchrun and accelerate launch lines of recipes and scripts say what a machine without a GPU needs."""
+    """The launch lines of recipes and scripts, of torchrun and accelerate, say what a machine without a GPU needs."""
     told = re.compile(r"use_cpu|ACCELERATE_USE_CPU|\.\.\.$|nnodes")
     for path in [*ROOT.glob("recipes/*/README.md"), *ROOT.glob("recipes/*/*.py")]:
         text = path.read_text().replace("\\\n", " ")

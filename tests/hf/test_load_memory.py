@@ -46,7 +46,7 @@ def peak_of(work: Callable[[], object]) -> int:
 
 
 def warm(folder: str) -> None:
-    """What a first load imports is no memory of a model."""
+    """Load once: the memory of what a first load imports is not the model's."""
     small = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
     if torch.distributed.get_rank() == 0:
         LlamaForCausalLM(small).save_pretrained(f"{folder}/small")

@@ -1,4 +1,4 @@
-"""In which type `from_pretrained` and `from_config` make parameters where the configuration names a 16-bit one."""
+"""Types in which `from_pretrained` and `from_config` make parameters where the configuration names a 16-bit one."""
 
 from __future__ import annotations
 

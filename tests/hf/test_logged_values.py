@@ -1,4 +1,4 @@
-"""What `report_to` gets of ZeRO's own values: a real Trainer with TensorBoard."""
+"""The trackers of `report_to` get ZeRO's own values: a real Trainer with TensorBoard."""
 
 from __future__ import annotations
 

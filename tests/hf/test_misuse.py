@@ -24,7 +24,7 @@ def start(stage: int) -> tuple[LlamaForCausalLM, hf_zero.ZeroEngine]:
 
 
 def cast_in_training(stage: int) -> None:
-    """What follows the cast would update parameters that the model no longer has."""
+    """An update after the cast would change parameters that the model no longer has."""
     model, engine = start(stage)
     model.to(torch.bfloat16)
     ids = torch.arange(12).view(2, 6)

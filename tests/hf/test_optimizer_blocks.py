@@ -14,7 +14,7 @@ from hf_zero import optim
 from tests.harness.ranks import run_ranks
 from tests.hf.runs import Outcome, arguments, build, digest, examples, outcome, zero_config
 
-# Per type: what TrainingArguments say, what the block says beside "auto", and what a script would give the class.
+# Each type has what TrainingArguments say, what the block says beside "auto", and what a script would give the class.
 AUTO = {"lr": "auto", "weight_decay": "auto"}
 BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Lamb": ({"learning_rate": 0.1, "adam_epsilon": 1e-4}, {"eps": "auto"}, {"lr": 0.1, "eps": 1e-4}),

@@ -57,7 +57,7 @@ def test_another_adapter_after_a_merge(kind: str, tmp_path: Path) -> None:
 
 
 def misused(runs: Runs) -> list[str]:
-    """What is said to AdaLoRA's allocation of ranks, and to a parameter that was made from a placeholder."""
+    """Return what is said to AdaLoRA's allocation of ranks, and to a parameter that was made from a placeholder."""
     texts = []
     model = runs.adapted()
     runs.train(model)

@@ -1,4 +1,6 @@
-"""What every rank refuses by itself, right after the processes have joined: none ends while another still connects."""
+"""Every rank refuses these by itself, right after the processes have joined: none ends while another still
+connects.
+"""
 
 from __future__ import annotations
 

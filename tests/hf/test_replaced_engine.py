@@ -185,7 +185,9 @@ def check(folder: Path, change: str, zero: dict[str, Any], world_size: int, *, t
 
 
 def prepared(folder: Path) -> tuple[int, int, bool]:
-    """Under accelerate: flat parameters that were built, resolves of the configuration, whether units stayed."""
+    """Return, under accelerate: flat parameters that were built, resolves of the configuration, whether
+    units stayed.
+    """
     config = {"zero_optimization": ZERO, "train_micro_batch_size_per_gpu": 2}
     model = loaded(folder)
     before = [flat for unit in hf_zero.engine_of(model).units for flat in unit.flats]  # type: ignore[union-attr]

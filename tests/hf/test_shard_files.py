@@ -47,7 +47,7 @@ def bytes_of(state: dict[str, torch.Tensor]) -> int:
 
 
 def counted(engine: ZeroEngine, name: str) -> list[int]:
-    """What each call of the engine's method gives this rank to hold, in bytes."""
+    """Return what each call of the engine's method gives this rank to hold, in bytes."""
     sizes: list[int] = []
     method: Callable[..., dict[str, torch.Tensor]] = getattr(engine, name)
 
@@ -111,7 +111,7 @@ def test_files_are_those_of_one_process(world: int, tmp_path: Path) -> None:
 
 
 def save_by_trainer(folder: str) -> tuple[dict[str, torch.Tensor], list[int], list[int]]:
-    """What was trained, and what was held to save it."""
+    """Return what was trained, and what was held to save it."""
     with pytest.MonkeyPatch.context() as patched:
         plain = PreTrainedModel.save_pretrained.__defaults__ or ()
         smaller = tuple(LIMIT if value == "50GB" else value for value in plain)

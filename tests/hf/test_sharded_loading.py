@@ -41,7 +41,7 @@ def load_both(root: Path, names: list[str], threshold: int) -> dict[str, Any]:
 
 
 def _load_both(root: Path, names: list[str], threshold: int, reports: list[LoadReport]) -> dict[str, Any]:
-    """For each architecture, what differs between the two loads on this rank: nothing, one hopes."""
+    """Return for each architecture what differs between the two loads on this rank: nothing, one hopes."""
     rank = torch.distributed.get_rank()
     world = torch.distributed.get_world_size()
     outcome: dict[str, Any] = {}

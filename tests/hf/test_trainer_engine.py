@@ -54,7 +54,7 @@ def test_a_trainer_is_quiet_unless_the_file_asks(tmp_path: Path) -> None:
 
 
 def online(kind: str, folder: str) -> dict[str, Any]:
-    """What DeepSpeed's page in the documentation of transformers does after training."""
+    """Do what DeepSpeed's page in the documentation of transformers does after training."""
     with runs.entry(kind, 3) as (arguments_class, trainer_class, extra):
         args = arguments_class(**runs.arguments(folder), **extra)
         trainer = trainer_class(model=runs.build(), args=args, train_dataset=runs.examples(40, 1))

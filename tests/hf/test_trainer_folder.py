@@ -1,4 +1,4 @@
-"""What Trainer leaves in its folder, whole; and what of TrainingArguments holds beside ZeRO: tf32."""
+"""Trainer's folder is whole after a run; and what of TrainingArguments holds beside ZeRO: tf32."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import hf_zero
 from tests.harness.ranks import run_ranks
 from tests.hf import runs
 
-# Of a checkpoint at two ranks, as DeepSpeed's documents list theirs: global_step1/ is zero/ here, whose manifest says
-# what is whole, and `latest` is not needed: Trainer names the folder.
+# Files of a checkpoint at two ranks, as DeepSpeed's documents list theirs: global_step1/ is zero/ here, whose manifest
+# says what is whole, and `latest` is not needed: Trainer names the folder.
 OF_TRAINER = {
     *("checksums.json", "config.json", "generation_config.json", "model.safetensors", "scheduler.pt"),
     *("rng_state_0.pth", "rng_state_1.pth", "trainer_state.json", "training_args.bin"),
@@ -67,7 +67,7 @@ class SavesLate(transformers.TrainerCallback):
 
 
 class FindsNothing(transformers.TrainerCallback):
-    """As on a node with a file system of its own."""
+    """The stand-in for a node with a file system of its own."""
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.best_model_checkpoint = None

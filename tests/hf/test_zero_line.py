@@ -20,7 +20,9 @@ LINE = "hf_zero: ZeRO stage {} over 2 ranks on cpu, {}"
 
 
 def trained(entry: str, stage: int, folder: str, silent: bool = False, **blocks: Any) -> list[str]:
-    """Lines of this rank's standard error that name ZeRO, of a run with an evaluation before and after it."""
+    """Return the lines of this rank's standard error that name ZeRO, of a run with an evaluation before and
+    after it.
+    """
     if silent:
         logging.getLogger("hf_zero.start").setLevel("WARNING")
     out = io.StringIO()

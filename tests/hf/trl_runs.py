@@ -75,7 +75,7 @@ def tokenizer() -> Any:
 
 
 def text(count: int, length: int, seed: int) -> list[str]:
-    """Sentences of `length` or fewer words."""
+    """Make sentences of `length` or fewer words."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(3, VOCAB, (count, length), generator=generator).tolist()
     return [" ".join(f"w{token}" for token in row[: length - index % 3]) for index, row in enumerate(rows)]
@@ -93,7 +93,9 @@ def preferences(count: int = 24) -> Dataset:
 
 
 def base(folder: str) -> str:
-    """Where a model is saved for TRL to load its reference from, and a dataset with files that ranks can share."""
+    """Return where a model is saved for TRL to load its reference from, and a dataset with files that ranks
+    can share.
+    """
     path = folder + "/base"
     build().save_pretrained(path)
     preferences().save_to_disk(path + "_data")
@@ -227,7 +229,7 @@ def small_words(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def grpo(stage: int | None, folder: str, path: str, beta: float, **more: Any) -> Outcome:
-    """With `beta`, TRL loads a reference model for the divergence from it."""
+    """Train by GRPO: with `beta`, TRL loads a reference model for the divergence from it."""
     with zero(stage):
         own = {"num_generations": 2, "max_completion_length": 6, "beta": beta, **more}
         args = GRPOConfig(**settings(folder, **own))

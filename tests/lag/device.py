@@ -38,7 +38,7 @@ _schedule = "late"
 
 
 def reason_to_skip() -> str | None:
-    """Why this environment cannot build the device, in a sentence; None if it can."""
+    """Return, in a sentence, why this environment cannot build the device; None if it can."""
     if platform.system() != "Linux":
         return "the lag device is built on Linux only"
     if ".".join(torch.__version__.split(".")[:2]) != _TORCH:
@@ -93,12 +93,12 @@ def schedule() -> str:
 
 
 def set_memory_limit(nbytes: int) -> None:
-    """Bytes that each device has; 0 for no limit. Who asks for more gets torch.OutOfMemoryError."""
+    """Set the bytes that each device has; 0 for no limit. Who asks for more gets torch.OutOfMemoryError."""
     library().set_memory_limit(nbytes)
 
 
 def queued_tasks() -> int:
-    """How many tasks of all streams have not run."""
+    """Return the number of tasks of all streams that have not run."""
     count: int = library().queued_tasks()
     return count
 
@@ -114,18 +114,20 @@ def take_syncs() -> list[tuple[str, str]]:
 
 
 def set_pinned_limit(nbytes: int) -> None:
-    """Bytes of host memory that may be pinned; 0 for no limit. Beyond it pinning raises RuntimeError."""
+    """Set the bytes of host memory that may be pinned; 0 for no limit. Beyond it pinning raises RuntimeError."""
     library().set_pinned_limit(nbytes)
 
 
 def pinned_bytes() -> int:
-    """Of host memory that is pinned now, by torch's allocator or in place. What is copied from or to stays."""
+    """Return the bytes of host memory that are pinned now, by torch's allocator or in place. What is copied from or to
+    stays.
+    """
     nbytes: int = library().pinned_bytes()
     return nbytes
 
 
 def pinned_ranges() -> int:
-    """In how many pieces it was pinned."""
+    """Return the number of pieces in which host memory was pinned."""
     count: int = library().pinned_ranges()
     return count
 
@@ -145,7 +147,7 @@ def _compiler() -> list[str]:
 
 
 def _flags() -> list[str]:
-    """As torch.utils.cpp_extension.load has them, which would need ninja."""
+    """Return the flags that torch.utils.cpp_extension.load has, which would need ninja."""
     includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     flags = ["-O1", "-std=c++20", "-fPIC", "-shared", "-Wall", "-Wno-unknown-pragmas"]
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
@@ -177,7 +179,7 @@ def library() -> ModuleType:
 
 
 def _place() -> str:
-    """Where the program is: the innermost lines that are not torch's."""
+    """Return where the program is: the innermost lines that are not torch's."""
     frames = [frame for frame in traceback.extract_stack()[:-1] if not frame.filename.startswith(_OF_TORCH)]
     lines = [f"{os.path.basename(f.filename)}:{f.lineno} {f.name}" for f in frames[-_STACK_FRAMES:]]
     return " < ".join(reversed(lines))

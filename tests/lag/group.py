@@ -72,12 +72,14 @@ class LagGroup(dist.ProcessGroup):
 
     @functools.cached_property
     def _stream(self) -> torch.Stream:
-        """On the device that is the current one at the first collective: a group may be made before."""
+        """Return a stream of the device that is the current one at the first collective: a group may be
+        made before.
+        """
         return torch.Stream(device=torch.device(device.NAME, torch.accelerator.current_device_index()))
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Where torch puts the bytes of objects."""
+        """Return where torch puts the bytes of objects."""
         return [torch.device(device.NAME)]
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> LagWork:

@@ -186,7 +186,9 @@ def test_two_ranks_keep_a_half_each_on_the_host(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- waits at every border
 def borders() -> list[list[str]]:
-    """Of a step of two regions, without and with synchronize_checkpoint_boundary: what the host waits for there."""
+    """Return for a step of two regions, without and with synchronize_checkpoint_boundary: what the host waits for
+    there.
+    """
     device.enable()
     device.set_schedule("late")
     found = []

@@ -1,4 +1,4 @@
-"""What a user of an accelerator can get wrong: one sentence on every rank, with what to do. On the lag device."""
+"""A user of an accelerator can get these wrong: one sentence on every rank, with what to do. On the lag device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_more_ranks_than_devices() -> None:
 
 
 def test_two_ranks_on_one_device() -> None:
-    """Which they have where a starter sets no local rank for each."""
+    """Two ranks share a device where a starter sets no local rank for each."""
     failures = run_ranks(start_on_lag, 2, expect_error=True, env={"LOCAL_RANK": "0"})
     for rank, said in enumerate(said_by(failures, "ConfigError")):
         assert said.startswith(f"rank {rank}: ranks [0, 1] are all on one device"), said

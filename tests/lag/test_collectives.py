@@ -1,4 +1,5 @@
-"""How many collectives the backend is asked for in a step, and when: on the lag device, which has NCCL's calls.
+"""Tests of how many collectives the backend is asked for in a step, and when: on the lag device, which has NCCL's
+calls.
 
 With n layers, and counting what the process group was called with:
 
@@ -164,7 +165,9 @@ def _noting(notes: list[str]) -> Iterator[None]:
 
 
 def count(model: str, stage: int, keys: dict[str, Any]) -> tuple[list[Counter[str]], list[Counter[str]], bool]:
-    """Of the last step's forward, backward and step: what was called, and what was to be; whether Comm counts that."""
+    """Return for the last step's forward, backward and step: what was called, and what was to be; whether Comm counts
+    that.
+    """
     engine, _ = _start(model, stage, keys)
     counted: list[Counter[str]] = []
     notes: list[str] = []
@@ -236,7 +239,7 @@ ON_THE_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device
 @pytest.mark.parametrize("schedule", ["late", "random:5"])
 @pytest.mark.parametrize("model", MODELS[1:])
 def test_units_of_several_flat_parameters_train_as_on_the_cpu(model: str, schedule: str) -> None:
-    """What travels together is waited for together, and comes from the host by one stream."""
+    """Flat parameters that travel together are waited for together, and come from the host by one stream."""
     whole: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
     for stage, keys in ((0, {}), (2, {}), (3, whole), (3, {**whole, **ON_THE_HOST})):
         expected = run_ranks(losses_of, WORLD, model, stage, keys, "cpu", {})
@@ -252,7 +255,7 @@ IN_BF16 = {"communication_data_type": "bf16"}
 
 
 def count_of_small_buckets(stage: int) -> tuple[Counter[str], list[int]]:
-    """Of a forward and backward: what was called; buckets of each unit."""
+    """Return for a forward and backward: what was called; buckets of each unit."""
     engine, _ = _start("full", stage, SMALL, **IN_BF16)
     notes: list[str] = []
     ids = torch.arange(10, device=engine.device).view(2, 5)
@@ -275,7 +278,7 @@ def test_buckets_of_a_unit_travel_together() -> None:
 
 # ---------------------------------------------------------------- when
 def order_of_gathers() -> tuple[list[str], list[str], int, int]:
-    """Of the last step's forward and backward: gathers as they were started, and layers as they computed."""
+    """Return for the last step's forward and backward: gathers as they were started, and layers as they computed."""
     keys = {"stage3_max_live_parameters": LIVE, "stage3_prefetch_bucket_size": AHEAD}
     engine, seen = _start("full", 3, {"stage3_param_persistence_threshold": 0, **keys})
     begin = Comm._begin

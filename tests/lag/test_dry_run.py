@@ -1,5 +1,5 @@
-"""Where a step on a GPU makes the host wait for the device, as a table; and that no operation mixes the two. Without a
-GPU: see dry_device.py.
+"""A step on a GPU makes the host wait for the device at places that a table lists; and that no operation mixes the
+two. Without a GPU: see dry_device.py.
 
 Each wait drains the device's queue: it computes nothing until the host has built the next kernels. A wait that is new,
 or gone, fails here; the table and its reasons are then to be brought up to date.
@@ -54,7 +54,7 @@ class Run:
 
 
 def offload(medium: str, folder: str) -> dict[str, Any]:
-    """Keys of zero_optimization. "A+B": optimizer states on A, parameters on B."""
+    """Return keys of zero_optimization. "A+B": optimizer states on A, parameters on B."""
     states, _, params = medium.partition("+")
     keys: dict[str, Any] = {}
     if states in ("cpu", "nvme", "delayed", "by_torch"):
@@ -143,10 +143,10 @@ def expected(run: Run) -> Waits:
     # The ballot: the norm must be known before clipping, and whether a sharded parameter was written to.
     waits["optim/step_ballot.py:_on_host", "to host"] += 1
     if params == "nvme" and not offloaded:
-        # What is written to a disk is in memory first.
+        # A shard that is written to a disk is in memory first.
         waits["sharding/shard.py:copy_from", "to host"] += FLATS
     if params == "nvme":
-        # What a disk's store has lent goes back when the device has read it.
+        # A tensor that a disk's store has lent goes back when the device has read it.
         waits["sharding/flat_param.py:use_gathered", "event"] += GATHERS * run.accumulation
     if run.logs:
         # A time is read once its end is over.
@@ -234,7 +234,7 @@ def read_in_forward() -> None:
 
 
 def copy_in_backward() -> None:
-    """What has another device than it should, and is copied."""
+    """A gradient on another device than it should be on is copied."""
     plain = GradAccumulator.take
 
     def take(acc: GradAccumulator, grads: Mapping[int, torch.Tensor]) -> None:
@@ -263,7 +263,9 @@ def gather_host_memory() -> None:
 
 
 def count_steps_on_the_host() -> None:
-    """As a checkpoint would bring them: a fused update takes them on the device only."""
+    """Put the counts of steps on the host, as a checkpoint would bring them: a fused update takes them on the device
+    only.
+    """
     plain = torch.optim.AdamW.step
 
     def step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:

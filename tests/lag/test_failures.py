@@ -41,7 +41,7 @@ def _start(stage: int, schedule: str) -> matrix_runs.Training:
 
 
 def _masters(engine: Any) -> list[torch.Tensor]:
-    """What this rank holds of them, on the host."""
+    """Return what this rank holds of them, on the host."""
     return [flat.best.in_memory.memory.cpu().clone() for unit in engine.units for flat in unit.flats]
 
 
@@ -102,7 +102,7 @@ def test_one_rank_fails(failure: str, place: str, stage: int, schedule: str) -> 
 
 
 def memory_ends_in_a_collective(call: str) -> None:
-    """As NCCL, which allocates when it connects."""
+    """Memory ends where NCCL allocates, which it does when it connects."""
     training = _start(2, "late")
     link = training.engine.comm._processes.link
 

@@ -56,7 +56,7 @@ def test_waits_that_cuda_warns_of_have_their_place(monkeypatch: pytest.MonkeyPat
     assert waits.wrong(found, offloaded=True, pinned=True) == ""
 
 
-# What goes before the check of stage 0, and what its row has to say then
+# Mistakes that go before the check of stage 0, and what its row has to say then.
 MISTAKES = {
     "none": ("", "losses within"),
     "losses": (

@@ -44,7 +44,7 @@ def new_group() -> dist.ProcessGroup:
 
 
 def _results(rank: int, place: str, chosen: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Of every collective, from the same values."""
+    """Return the results of every collective, from the same values."""
     mine = values_of(rank, place)
     everyone, part, out = mine.new_empty(WORLD * COUNT), mine.new_empty(COUNT // WORLD), mine.new_empty(COUNT)
     total, largest, same = mine.clone(), mine.clone(), mine.clone()
@@ -74,7 +74,7 @@ def results_are_those_of_gloo(rank: int) -> None:
 
 
 def coalesced_collectives_are_one_task(rank: int) -> None:
-    """Of any types, but for all-reduces; an input may lie in its output."""
+    """The inputs may be of any types, but for all-reduces; an input may lie in its output."""
     chosen = new_group()
     for schedule in ("late", "early", "random:3"):
         device.set_schedule(schedule)
@@ -147,7 +147,7 @@ def input_may_lie_in_the_output(rank: int) -> None:
 
 
 def input_is_read_when_the_collective_runs(rank: int) -> None:
-    """So a program that writes to it before it waits gets wrong numbers under the late schedule."""
+    """A program that writes to the input before it waits gets wrong numbers under the late schedule."""
     chosen, mine = new_group(), values_of(rank)
     everyone = torch.zeros(WORLD * COUNT, device="lag")
     work = dist.all_gather_single(everyone, mine, group=chosen, async_op=True)

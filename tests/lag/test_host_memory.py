@@ -24,7 +24,7 @@ from tests.lag.test_training import VOCABULARY, Layers
 pytestmark = pytest.mark.skipif(device.reason_to_skip() is not None, reason=str(device.reason_to_skip()))
 
 _ON_HOST = {"device": "cpu", "pin_memory": True}
-# What writes to the shard of parameters: torch, which has it as masters; native code; or the device.
+# Writers to the shard of parameters: torch, which has it as masters; native code; or the device.
 UPDATES = {
     "by torch": {"offload_optimizer": _ON_HOST},
     "native": {"offload_optimizer": _ON_HOST},
@@ -96,7 +96,7 @@ def _config(update: str) -> dict[str, Any]:
 
 
 def _run(place: str, update: str, write: Write, folder: str) -> list[float]:
-    """Losses of forwards around the write, and of steps before and after it."""
+    """Return the losses of forwards around the write, and of steps before and after it."""
     engine = _engine(place, update)
     ema = hf_zero.ShardedEMA(engine.module, decay=0.5)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())

@@ -20,7 +20,7 @@ _NAMES = ("layers.1.scale", "layers.1.shift")  # of one flat parameter
 
 
 class Block(nn.Module):
-    """With parameters of one element, which all operations can write to while they are sharded."""
+    """The parameters have one element, so all operations can write to them while they are sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def multiply(param: nn.Parameter) -> None:
 
 
 def update(param: nn.Parameter) -> None:
-    """By an optimizer that hf_zero does not know."""
+    """Update by an optimizer that hf_zero does not know."""
     param.grad = torch.ones(1, device=param.device)
     torch.optim.SGD([param], lr=0.1).step()
     param.grad = None
@@ -101,7 +101,7 @@ def _start() -> tuple[ZeroEngine, torch.Tensor]:
 
 
 def _write_all(writes: list[Write]) -> list[str]:
-    """What each of the writes says, and that the engine goes on with the weights that it had."""
+    """Return what each of the writes says; check that the engine goes on with the weights that it had."""
     engine, x = _start()
     params = dict(engine.module.named_parameters())
     before = engine.full_state_dict(keep=True)

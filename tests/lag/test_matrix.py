@@ -25,7 +25,7 @@ MEDIA = ("none", "cpu", "nvme", "delayed")
 PLACES = [(0, "none"), *((stage, medium) for stage in (1, 2, 3) for medium in MEDIA)]
 PER_CHANGE = ((0, "none"), (1, "cpu"), (2, "nvme"), (3, "none"), (3, "delayed"))  # the others at night
 SCHEDULES = ("late", "early", "random:1", "random:2", "random:3")
-# How many schedules a program takes from the round: five in all
+# Numbers of schedules that a program takes from the round: five in all.
 SHARES = {"averages_and_edits": 2, "adapters_and_texts": 1, "saved_and_resumed": 1, "out_of_memory": 1}
 
 

@@ -1,4 +1,6 @@
-"""What is kept of unsharded parameters, on a device whose freed memory is poisoned and whose streams are late."""
+"""Tests of what is kept of unsharded parameters, on a device whose freed memory is poisoned and whose streams are
+late.
+"""
 
 from __future__ import annotations
 

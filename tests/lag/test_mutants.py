@@ -36,7 +36,7 @@ def a_wait_is_dropped() -> None:
 
 
 def an_event_is_not_recorded() -> None:
-    """That of the copies of a shard from the host."""
+    """The event is that of the copies of a shard from the host."""
     plain = ShardTensor.copy_parts_to
 
     def copy_parts_to(shard: ShardTensor, places: Any) -> torch.Event | None:
@@ -48,7 +48,7 @@ def an_event_is_not_recorded() -> None:
 
 
 def memory_goes_early() -> None:
-    """That of a unit which was gathered ahead and is not used, while its all-gather is under way."""
+    """The memory is that of a unit which was gathered ahead and is not used, while its all-gather is under way."""
 
     def reshard(params: OnDemandParams, unit: ShardUnit) -> None:
         for flat in unit.flats:
@@ -60,7 +60,7 @@ def memory_goes_early() -> None:
 
 
 def gradients_are_read_before_they_are_there() -> None:
-    """On the host: neither the norm nor the update waits for their copies."""
+    """The gradients are on the host: neither the norm nor the update waits for their copies."""
     plain = GradAccumulator.lend
 
     def lend(acc: GradAccumulator, reader: Any, *, swap: bool) -> Any:

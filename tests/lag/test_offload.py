@@ -185,7 +185,7 @@ def _waits() -> list[str]:
 
 
 def train(place: str, run: Run, folder: str) -> tuple[Numbers, list[str]]:
-    """What a script could see of some steps, and the host's waits for the device in the last one."""
+    """Return what a script could see of some steps, and the host's waits for the device in the last one."""
     torch.manual_seed(0)
     model = (OneUnit() if run.one_unit else Layers()).to(place)
     # No size of the configuration cuts these units on devices.
@@ -304,7 +304,7 @@ def _shards_meet() -> None:
     def seen(one: ShardTensor) -> list[float]:
         return one.read_slice(layout.slices(0)[0]).unique().tolist()
 
-    # From the device; then to the device on another stream, and from it over what that one reads.
+    # The first copy is from the device; then one goes to it on another stream, and one from it over what it reads.
     on_host, there, other = shard(0.0, "cpu"), shard(2.0, "lag"), torch.Stream("lag")
     ones, threes = shard(1.0, "lag"), shard(3.0, "lag")
     other.wait_stream(torch.accelerator.current_stream())  # for what is filled

@@ -85,7 +85,7 @@ def trained(config: dict[str, Any], model: torch.nn.Module | None = None, *, ste
 
 
 def travelling(placements: Any) -> list[str]:
-    """What the device copies from and to."""
+    """Return what the device copies from and to."""
     return [*placements.host.usage(), *placements.host_params.usage()]
 
 

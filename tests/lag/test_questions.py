@@ -1,4 +1,4 @@
-"""What commands, plans and scripts ask of the device has answers on one that is not CUDA."""
+"""Commands, plans and scripts get answers from a device that is not CUDA."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _train(place: str, zero: dict[str, Any], accumulation: int) -> tuple[list[fl
 
 
 def _take_waits(place: str) -> Counter[str]:
-    """Of the host for the device since the last call: what waited, and the innermost file and function."""
+    """Return the host's waits for the device since the last call: what waited, and the innermost file and function."""
     if place == "cpu":
         return Counter()
     places = [(kind, where.split(" < ")[0]) for kind, where in device.take_syncs()]

@@ -54,13 +54,13 @@ TELL = """
 
 
 def facts_of(text: str) -> list[dict[str, object]]:
-    """What each rank printed, by rank."""
+    """Return what each rank printed, by rank."""
     facts = [json.loads(line[line.index("{") :]) for line in text.splitlines() if "{" in line]
     return sorted(facts, key=lambda entry: int(entry["RANK"]))
 
 
 def wait_for_ranks(marker: str, count: int) -> None:
-    """Until so many processes of the job run."""
+    """Return when so many processes of the job run."""
     deadline = time.monotonic() + 60
     while len(processes_naming(marker)) < count:
         assert time.monotonic() < deadline, "the ranks did not start"
@@ -314,7 +314,7 @@ def test_bad_lines_are_status_2(
 
 
 def test_hosts_are_no_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the ssh of this machine, where there is one: nothing of the file reaches it as an option."""
+    """The ssh of this machine is used, where there is one: nothing of the file reaches it as an option."""
     marker = tmp_path / "ran"
     (tmp_path / "hosts").write_text(f"-oProxyCommand=touch${{IFS}}{marker} slots=2\n-oFoo slots=2\n")
     script = write_script(tmp_path, TELL)
@@ -436,7 +436,7 @@ def test_any_accelerator_counts(kind: str, variable: str, tmp_path: Path, monkey
 
 @contextlib.contextmanager
 def patched_environment() -> Iterator[None]:
-    """What the launcher sets for its processes is gone afterwards."""
+    """Remove afterwards what the launcher has set for its processes."""
     before = dict(os.environ)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the launch line and its files mean, without starting anything."""
+"""The launch line and its files mean what is tested here, without starting anything."""
 
 from __future__ import annotations
 

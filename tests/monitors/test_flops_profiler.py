@@ -116,7 +116,7 @@ def test_counts_are_right_and_the_run_is_unchanged(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- other loops
 def shown_by(run: Any, engine: Any) -> str:
-    """What a loop prints. It leaves no counter behind."""
+    """Return what a loop prints. It leaves no counter behind."""
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         run(engine, torch.ones(BATCH, 8))
     engine.teardown()

@@ -158,7 +158,7 @@ def test_nothing_is_hooked_on_unless_asked_for() -> None:
 
 
 def to_stdout() -> str:
-    """What a program that has set up no logging prints."""
+    """Return what a program that has set up no logging prints."""
     logging.getLogger().handlers.clear()
     with contextlib.redirect_stdout(io.StringIO()) as out:
         train(start(steps_per_print=1), 2)
@@ -183,7 +183,7 @@ def test_see_memory_usage(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class LateClock(HostClock):
-    """As a device's: what was marked is over once somebody waits."""
+    """A clock that is late, like a device's: what was marked is over once somebody waits."""
 
     def __init__(self) -> None:
         self.now, self.waits = 0.0, 0

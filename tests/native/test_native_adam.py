@@ -41,7 +41,9 @@ def span(
 
 
 def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Within 1e-6 of the largest element: what crosses zero on its way has no relative precision of its own."""
+    """Compare within 1e-6 of the largest element: what crosses zero on its way has no relative precision of
+    its own.
+    """
     if ours.numel():
         worst = (ours.double() - theirs.detach().double()).abs().max() / theirs.detach().double().abs().max()
         assert worst <= 1e-6, worst

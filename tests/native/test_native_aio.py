@@ -62,7 +62,7 @@ def noise(nbytes: int, seed: int) -> torch.Tensor:
 
 
 def at_address(nbytes: int, remainder: int) -> torch.Tensor:
-    """Memory that starts `remainder` bytes after a page's start."""
+    """Return memory that starts `remainder` bytes after a page's start."""
     memory = torch.empty(nbytes + 2 * 4096, dtype=torch.uint8)
     start = -memory.data_ptr() % 4096 + remainder
     return memory[start : start + nbytes]

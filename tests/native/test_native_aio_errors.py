@@ -1,4 +1,4 @@
-"""What AioQueue says when a file operation fails: real failures of the system, with both engines."""
+"""Each AioQueue says what happened when a file operation fails: real failures of the system, with both engines."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_exit_without_close_finishes_writes(queue: AioQueue, tmp_path: Path) -> 
 
 
 def test_forbidden_io_uring_leaves_threads(tmp_path: Path) -> None:
-    """As in containers: a seccomp filter answers io_uring_setup with EPERM."""
+    """The kernel answers as in containers: a seccomp filter answers io_uring_setup with EPERM."""
     done = run_script(f"""
         import ctypes, logging, struct
         logging.basicConfig(level=logging.INFO)

@@ -130,7 +130,7 @@ def test_pinned_pages_are_not_shared_with_children(cudart: _Cudart) -> None:
 
 
 def _flags(block: torch.Tensor) -> list[str]:
-    """What the kernel says of the mapping of `block`: "dc" is that children do not get it."""
+    """Return what the kernel says of the mapping of `block`: "dc" is that children do not get it."""
     block.fill_(1)
     found = False
     for line in Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines():

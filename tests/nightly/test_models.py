@@ -208,8 +208,9 @@ MODELS: dict[str, Row] = {
 
 
 def build(name: str) -> nn.Module:
-    """Without random numbers in the forward: ranks would draw others than one process does. The weights are larger
-    than transformers makes them, so that attention, too, has gradients that are no rounding noise."""
+    """Build a model without random numbers in the forward: ranks would draw others than one process does. The weights
+    are larger than transformers makes them, so that attention, too, has gradients that are no rounding noise.
+    """
     torch.manual_seed(0)
     model = MODELS[name].make()
     for module in model.modules():
@@ -260,7 +261,7 @@ def in_one_process(name: str) -> Outcome:
 
 
 def in_shards(name: str) -> list[Outcome]:
-    """On every rank of a job: one outcome for each stage."""
+    """Return on every rank of a job: one outcome for each stage."""
     found = []
     for stage in STAGES:
         model = build(name)

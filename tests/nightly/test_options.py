@@ -111,7 +111,7 @@ TRL: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
 
 
 def train_all(folder: str, options: dict[str, Any]) -> list[runs.Outcome]:
-    """On every rank of a job: DDP first, since the others change transformers while they run."""
+    """Train on every rank of a job: DDP first, since the others change transformers while they run."""
     runs.persistence = 0
     found = []
     for kind, stage in (("ddp", 0), *(("enable", stage) for stage in STAGES)):

@@ -22,7 +22,7 @@ WORLDS = (1, 2, 3, 4)
 
 
 class Place(NamedTuple):
-    """Where a run is."""
+    """A place is where a run is."""
 
     world: int
     stage: int
@@ -56,7 +56,7 @@ def limit(places: list[Place]) -> float:
 
 
 def resume_at(target: Place, sources: list[Place], scratch: str) -> tuple[list[dict[str, Any]], str]:
-    """What the runs of `sources` go on as at `target`; or nothing, and why."""
+    """Return what the runs of `sources` go on as at `target`; or nothing, and why."""
     call: Any = (resume_each, (target.stage, [folder_of(source, scratch) for source in sources], target.medium), {})
     ended = ranks.try_ranks(call, target.world, timeout=limit(sources), wait_for_all=False)
     failed = [one for one in ended.outcomes if isinstance(one, ranks.RankFailure)]
@@ -66,7 +66,7 @@ def resume_at(target: Place, sources: list[Place], scratch: str) -> tuple[list[d
 
 
 def problems_at(target: Place, sources: list[Place], scratch: str, want: dict[Place, dict[str, Any]]) -> list[str]:
-    """What is wrong with the resumes at one place."""
+    """Return what is wrong with the resumes at one place."""
     results, reason = resume_at(target, sources, scratch)
     if reason and len(sources) > 1:
         alone = [text for source in sources for text in problems_at(target, [source], scratch, want)]
@@ -79,7 +79,7 @@ def problems_at(target: Place, sources: list[Place], scratch: str, want: dict[Pl
 
 
 def problem_of(want: dict[str, Any], got: dict[str, Any], *, exact: bool) -> str:
-    """What is wrong with a run that was resumed; "" if nothing is."""
+    """Return what is wrong with a run that was resumed; "" if nothing is."""
     other = [name for name, tensor in want["weights"].items() if not torch.equal(got["weights"][name], tensor)]
     if other:
         return f"other weights: {', '.join(other)}"

@@ -221,7 +221,9 @@ def test_closure_hooks_and_parameters_without_gradient() -> None:
 
 
 def test_autograd_notices_the_update() -> None:
-    """As with torch's optimizers: backward through a graph that saved the old values is an error."""
+    """The optimizer does what torch's optimizers do: backward through a graph that saved the old values is
+    an error.
+    """
     weight = nn.Parameter(torch.ones(3))
     optimizer = CPUAdam([weight])
     weight.grad = torch.ones(3)

@@ -1,4 +1,4 @@
-"""What can go wrong with offloading is said on every rank, at once, and loses nothing that was saved."""
+"""An error of offloading is said on every rank, at once, and loses nothing that was saved."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def resume(folder: str) -> int:
 
 
 def damage_and_stay(folder: str) -> None:
-    """As a notebook does: the error is caught, and the process lives on with what it has."""
+    """Fail like a notebook's cell: the error is caught, and the process lives on with what it has."""
     with pytest.raises(OffloadError) as caught:
         damage(folder, "removed", "nvme")
     store = torch.distributed.distributed_c10d._get_default_store()

@@ -79,14 +79,16 @@ def test_matrix_in_double(model: str, world: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "world"), [("plain", 2), ("tied", 3), ("llama", 1)])
 def test_matrix_in_single(model: str, world: int, tmp_path: Path) -> None:
-    """Without accumulation: `test_equal_to_torch_after_twenty_steps`."""
+    """The twin of the fp64 matrix, without accumulation: `test_equal_to_torch_after_twenty_steps`."""
     check(matrix(model, world, tmp_path, single=True, accumulations=(3,)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [pytest.param(0.1, marks=pytest.mark.slow), 0.0])
 def test_media_give_the_same_bits(clip: float, tmp_path: Path) -> None:
-    """Without clipping, updates on disk run inside backward; sequential I/O and whole-shard tiles are other orders."""
+    """The updates on disk run inside backward, for nothing is clipped; sequential I/O and whole-shard tiles are other
+    orders.
+    """
     case = Case("tied", 2, 3, steps=4, single=True, clip=clip)
     sequential = {"pipeline_read": False, "pipeline_write": False, "fast_init": True}
     variants = [
@@ -159,7 +161,7 @@ def test_torch_optimizer_on_the_host(optimizer: str, tmp_path: Path) -> None:
 
 
 def train_bf16(zero: tuple[tuple[str, Any], ...]) -> tuple[list[float], int]:
-    """Losses of a bf16 run, and how many 16-bit shards were checked against their masters, to the bit."""
+    """Return the losses of a bf16 run, and how many 16-bit shards were checked against their masters, to the bit."""
     case = Case("plain", 2, 1, steps=5, single=True, clip=0.0)
     engine = start(case, Options(3, zero=zero, config=(("bf16", {"enabled": True}),)))
     losses = []

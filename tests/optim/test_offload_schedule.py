@@ -150,7 +150,7 @@ def plain(script: str) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-# What a callback may read before the step, while updates have their states.
+# A callback may read these before the step, while updates have their states.
 READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "full parameter": hf_zero.full_param,
     "full gradient": hf_zero.full_grad,

@@ -95,7 +95,9 @@ def test_awkward_sizes(world: int, tmp_path: Path) -> None:
 
 
 def train_weights_alone(zero: dict[str, Any]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Before and after two steps of an optimizer that does not hold the biases, which require gradients."""
+    """Return weights before and after two steps of an optimizer that does not hold the biases, which require
+    gradients.
+    """
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
     before = {name: param.detach().clone() for name, param in model.named_parameters()}

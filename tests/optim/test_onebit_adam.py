@@ -25,7 +25,9 @@ BLOCK = {"type": "OneBitAdam", "params": {**PARAMS, "cuda_aware": False, "comm_b
 
 
 def build(case: Case) -> nn.Module:
-    """Without the parameters whose true gradient is zero: the sign of a rounding error would be sent."""
+    """Build the model without the parameters whose true gradient is zero: the sign of a rounding error
+    would be sent.
+    """
     model = case.build()
     for name, param in model.named_parameters():
         if name.endswith("attention.key.bias"):
@@ -57,7 +59,9 @@ def train_anew(case: Case) -> tuple[list[dict[str, torch.Tensor]], list[bool]]:
 
 # ---------------------------------------------------------------- the simulation
 class Worker:
-    """What one process of the algorithm keeps: its errors as a worker, and as the server of its part."""
+    """A worker holds what one process of the algorithm keeps: its errors as a worker, and as the server of
+    its part.
+    """
 
     def __init__(self) -> None:
         self.momentum: dict[str, torch.Tensor] = {}

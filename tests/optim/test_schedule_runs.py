@@ -31,7 +31,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def rate(step: int) -> float:
-    """What step number `step` uses: WarmupDecayLR, whose iterations come one step late."""
+    """Return what step number `step` uses: WarmupDecayLR, whose iterations come one step late."""
     i = step - 1
     if i < 0:
         return 0.0

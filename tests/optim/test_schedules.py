@@ -182,7 +182,7 @@ def test_every_curve_is_its_formula(
 def test_rates_that_are_tensors_are_set_in_place(
     kind: type[Schedule], params: dict[str, Any], formula: Callable[[int], float]
 ) -> None:
-    """As torch's schedulers do for capturable optimizers."""
+    """Rates are set like those of torch's schedulers for capturable optimizers."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.1, dtype=torch.float64))
     rate = optimizer.param_groups[0]["lr"]
@@ -222,7 +222,7 @@ def test_linear_warm_ups_are_those_of_transformers_one_step_later_and_log_is_not
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_warm_up_of_less_than_two_steps_takes_two(steps: int) -> None:
-    """As in DeepSpeed, which refuses 0 since 0.19 and took it before; accelerate's DummyScheduler gives 0."""
+    """DeepSpeed refuses 0 since 0.19 and took it before; accelerate's DummyScheduler gives 0."""
     linear = {"warmup_num_steps": steps, "warmup_type": "linear"}
     assert follow(WarmupLR(make_optimizer(), **linear), 5) == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.1])
     decay = WarmupDecayLR(make_optimizer(), 4, warmup_max_lr=0.1, **linear)
@@ -233,7 +233,7 @@ def test_a_warm_up_of_less_than_two_steps_takes_two(steps: int) -> None:
 
 
 def test_a_second_scheduler_starts_from_the_optimizers_own_rates() -> None:
-    """As with torch's schedulers: the rate that the first one left behind is not the rate that was asked for."""
+    """Torch's schedulers do the same: the rate that the first one left behind is not the rate that was asked for."""
     optimizer = make_optimizer((0.1, 0.2))
     follow(WarmupCosineLR(optimizer, 10, warmup_num_steps=2), 9)
     assert rates_of(optimizer)[0] < 0.02

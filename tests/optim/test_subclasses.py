@@ -49,7 +49,7 @@ class Normalised(torch.optim.SGD):
 
 
 class Scaling:
-    """To be mixed in."""
+    """The class is to be mixed in."""
 
     def step(self, closure: Any = None) -> Any:
         centralize(self)  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ class OtherAdafactor(torch.optim.Adafactor):
 
 
 def wrapped(params: Iterable[Any]) -> torch.optim.Optimizer:
-    """As libraries patch: the instance's step is another function, which says it is the old one."""
+    """Patch the optimizer as libraries do: the instance's step is another function, which says it is the old one."""
     optimizer = torch.optim.AdamW(params, lr=1e-2)
     original = optimizer.step
 

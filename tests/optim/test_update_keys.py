@@ -137,7 +137,7 @@ def test_other_optimizers_are_called_once() -> None:
 
 
 def update_natively(folder: str, device: str, sizes: list[int]) -> list[tuple[list[tuple[int, int]], Any]]:
-    """Per size: (elements, tiles) of every master shard, and the weights."""
+    """Return for each size: (elements, tiles) of every master shard, and the weights."""
     results = []
     for size in sizes:
         block = {"device": device, "nvme_path": folder}

@@ -53,7 +53,7 @@ def muon_and_nothing_else(params: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 def build(case: Case, make: Make) -> nn.Module:
-    """Without the parameters whose true gradient is zero; matrices only for Muon."""
+    """Build the model without the parameters whose true gradient is zero; matrices only for Muon."""
     model = case.build()
     for name, param in model.named_parameters():
         if name.endswith("attention.key.bias") or (make is muon_and_nothing_else and param.dim() != 2):
@@ -155,7 +155,7 @@ def for_each_maker(half: Callable[..., Any], stage: int, folder: str) -> dict[Ma
 
 @pytest.fixture(scope="module", params=[(3, 1), (0, 2), (2, 0)], ids=str)
 def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Make, Any]]:
-    """By world size, the weights of every optimizer: saved by four ranks at one stage, resumed at another."""
+    """Return by world size the weights of every optimizer: saved by four ranks at one stage, resumed at another."""
     stage, then = request.param
     folder = str(tmp_path_factory.mktemp("saved"))
     run_ranks(for_each_maker, RESUMED.world, save_half, stage, folder)
@@ -183,7 +183,7 @@ def test_another_class_of_the_same_name_is_said(tmp_path: Path) -> None:
 
 
 def train_in_batches(case: Case, numel: int) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Exchanges of at most `numel` elements, and how many there were in each step, of how many elements."""
+    """Exchange at most `numel` elements at once, and return how many exchanges each step had, of how many elements."""
     whole_update._BATCH_NUMEL = numel
     engine = begin(case, 3, adafactor)
     engine.comm.reset_counts()

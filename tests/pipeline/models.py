@@ -59,7 +59,7 @@ def layers_of(variant: str) -> list[LayerSpec]:
 
 
 def options_of(variant: str) -> dict[str, Any]:
-    """Arguments of a PipelineModule."""
+    """Return arguments of a PipelineModule."""
     options: dict[str, Any] = {"loss_fn": loss_of}
     if variant == "recomputed":
         options["activation_checkpoint_interval"] = 1
@@ -72,7 +72,7 @@ Micro = tuple[torch.Tensor, torch.Tensor]
 
 
 def batches(steps: int, pipelines: int, micros: int) -> Iterator[list[list[Micro]]]:
-    """Of each step and pipeline the micro-batches: another length each step, the last one smaller."""
+    """Yield the micro-batches of each step and pipeline: another length each step, the last one smaller."""
     generator = torch.Generator().manual_seed(3)
 
     def words(samples: int, length: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ def batches(steps: int, pipelines: int, micros: int) -> Iterator[list[list[Micro
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run has come to."""
+    """The results of a run."""
 
     losses: list[float]
     norms: list[float]

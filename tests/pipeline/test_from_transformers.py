@@ -103,7 +103,7 @@ def test_stages_in_a_row_are_the_model(name: str, tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     for stage in stages:
         for name, param in stage.named_parameters():
-            # Of a model that was given, the copies of a tie are one parameter here; of files, they add up.
+            # The copies of a tie are one parameter here where a model was given; where files were, they add up.
             own = stage.hf_names[name]
             found[own] = param.grad if source is model else found.get(own, 0) + param.grad
     assert set(found) == set(wanted)

@@ -1,4 +1,4 @@
-"""Where layers are split: against all splits that there are."""
+"""Layers are split at the best places: against all splits that there are."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def run(stages: list[PipelineModule], inputs: Any, micro_offset: int = 0) -> Any
 
 
 def sequential() -> nn.Sequential:
-    """With all kinds of sharing: a module given twice, a parameter shared by modules of two kinds."""
+    """Build layers with all kinds of sharing: a module given twice, a parameter shared by modules of two kinds."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Embedding(WORDS, WIDTH), *[Block() for _ in range(4)], nn.Linear(WIDTH, WORDS))
     layers[3] = layers[1]

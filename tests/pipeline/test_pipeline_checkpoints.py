@@ -58,7 +58,7 @@ def engine_of(stages: int, zero: int, schedule: str, chunks: int, variant: str, 
 
 
 def steps(engine: Any, first: int, last: int) -> list[float]:
-    """Losses of these steps; the micro-batches are the same however many pipelines share them."""
+    """Return the losses of these steps; the micro-batches are the same however many pipelines share them."""
     losses = []
     pipelines = engine.world_size
     total = MICROS * 2 // pipelines

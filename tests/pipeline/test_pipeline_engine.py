@@ -1,4 +1,4 @@
-"""What the engine of a pipeline shares with the other one: precisions, offload, schedulers, data, log lines.
+"""The engine of a pipeline shares this with the other one: precisions, offload, schedulers, data, log lines.
 
 One job of two ranks runs all of it; the plain engine, alone on a rank of its own, says what is right.
 """
@@ -184,7 +184,7 @@ class Pick(nn.Module):
 
 
 def data_and_lines(folder: str) -> dict[str, Any]:
-    """Data of all sorts, evaluation between, and what is logged where."""
+    """Train with data of all sorts, evaluate in between, and return what is logged where."""
     found: dict[str, Any] = {"threads before": threading.active_count()}
     torch.manual_seed(3)
     layers = [LayerSpec(Mixed, True), LayerSpec(Mixed), LayerSpec(Mixed), Pick()]

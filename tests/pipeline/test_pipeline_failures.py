@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of a pipeline stops all of them, within seconds, with the same sentence."""
+"""An error on one rank of a pipeline stops all of them, within seconds, with the same sentence."""
 
 from __future__ import annotations
 
@@ -126,11 +126,11 @@ def test_all_ranks_raise_what_one_raises(bad: str, place: int, stages: int, worl
     outcomes = run_ranks(train_with, world_size, bad, place, stages, timeout=60)
     for kind, text, seconds in outcomes:
         assert kind == "StateError" and seconds < 10
-        # Where two pipelines meet the same error at once, each tells its own.
+        # Two pipelines that meet the same error at once tell each its own.
         assert told in text or told.replace("rank 2", "rank 3") in text
 
 
-# Of two stages: where it is -> what is told. "" is the layer's name where nothing is wrong with it.
+# Errors of two stages: where it is -> what is told. "" is the layer's name where nothing is wrong with it.
 OF_LAST = "rank 1, stage 1 of 2, forward of micro-batch 0, loss_fn: "
 BADS = {
     "loss_fn": (1, OF_LAST + "KeyError: 'labels'"),
@@ -158,7 +158,7 @@ def test_a_rank_that_dies_ends_the_others() -> None:
 
 
 def wrong_uses() -> dict[str, str]:
-    """What this rank was told, by what was wrong. The engine lives on."""
+    """Return what this rank was told, by what was wrong. The engine lives on."""
     module = PipelineModule(layers_with("", 1), num_stages=2, loss_fn=models.loss_of)
     engine, *_ = hf_zero.initialize(model=module, config=CONFIG)
     last = engine.is_last_stage()

@@ -23,7 +23,7 @@ from tests.pipeline import models
 SEED = 7
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
-# Of the combinations, as many as there is time for; tests/nightly/test_pipeline_matrix.py runs all of them.
+# Numbers of combinations that there is time for; tests/nightly/test_pipeline_matrix.py runs all of them.
 SAMPLE = {1: 8, 2: 28, 3: 10, 4: 16}
 
 
@@ -43,7 +43,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank found."""
+    """The outcome is what one rank found."""
 
     stage: int
     peak_live: int
@@ -155,7 +155,7 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def front(*, frozen: bool) -> list[torch.nn.Module]:
-    """Beside `twice` on the other stage; or that is frozen."""
+    """Build layers that stand beside `twice` on the other stage; or that is frozen."""
     torch.manual_seed(SEED)
     embedding, block, head = models.Embedding(), models.Block(), torch.nn.Linear(models.WIDTH, models.WORDS)
     return [embedding.requires_grad_(not frozen), block.requires_grad_(not frozen), head]

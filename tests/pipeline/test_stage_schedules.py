@@ -45,7 +45,7 @@ def test_the_idle_share_is_that_of_the_papers(schedule: str, chunks: int, parts_
 
 
 def test_the_last_backwards_of_1f1b_in_halves_make_its_end_shorter() -> None:
-    """Of each later stage one forward and one half of a backward are waited for, and not two halves."""
+    """The end waits for one forward and one half of a backward of each later stage, and not for two halves."""
     for stages, micros in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 8, 20)):
         want = 2 * (stages - 1) / (3 * micros + 2 * (stages - 1))
         assert bubble_share("1f1b", stages, micros) == pytest.approx(want)

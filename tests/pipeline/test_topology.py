@@ -1,4 +1,6 @@
-"""Which rank is which stage: against the coordinates that the axes' order gives, and what does not fit."""
+"""Each rank is the stage that it should be: against the coordinates that the axes' order gives, and what
+does not fit.
+"""
 
 from __future__ import annotations
 

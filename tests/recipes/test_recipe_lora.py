@@ -71,7 +71,7 @@ def train(model: Path, output: Path, zero: str, *more: str) -> str:
 
 @pytest.fixture(scope="module")
 def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run at stage 3 leaves."""
+    """Return what a run at stage 3 leaves."""
     output = tmp_path_factory.mktemp("trained") / "out"
     text = train(model, output, "zero3", "--gradient_checkpointing", "True")
     assert "before training: loss" in text and "after training:  loss" in text
@@ -92,7 +92,7 @@ def test_training_resumes_and_plain_peft_evaluates_the_same(
     summary = load_summary(first)
     assert summary["eval_loss_after"] < summary["eval_loss_before"] - 0.05, "nothing was learnt"
 
-    # On another medium and at another stage, from half-way: the same losses.
+    # Runs on another medium and at another stage, from half-way, have the same losses.
     for zero in ("zero3_offload", "zero2"):
         text = train(model, tmp_path / zero, zero, "--resume", str(first / f"checkpoint-{STEPS // 2}"))
         assert "before training" not in text

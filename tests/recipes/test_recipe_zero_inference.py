@@ -110,7 +110,7 @@ DECODING = {"greedy": [], "beams": ["--num_beams", "2"], "sampled": ["--do_sampl
 
 
 def run_all(model: str, swap: str) -> dict[str, list[Outcome]]:
-    """By configuration and decoding, the outcomes of both ranks."""
+    """Return by configuration and decoding the outcomes of both ranks."""
     tokenizer = prepare_tokenizer(AutoTokenizer.from_pretrained(model))
     found = {}
     for name in MEDIA:

@@ -1,4 +1,6 @@
-"""Which sizes of the configuration cut a flat parameter, by arithmetic. See [Note: Whole units] in unit_specs.py."""
+"""Arithmetic alone says which sizes of the configuration cut a flat parameter. See [Note: Whole units] in
+unit_specs.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class Model(nn.Module):
 
 
 def buckets(zero: dict[str, Any], *, on_host: bool = False, **more: Any) -> dict[str, int]:
-    """Of the trainable and of the frozen flat parameter: elements of a bucket."""
+    """Return for the trainable and for the frozen flat parameter: elements of a bucket."""
     with torch.device("meta"):
         model = Model()
     config = ZeroConfig.load({"zero_optimization": {"stage": 2, **zero}, **more}).resolve(model=model, world_size=4)

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "call_paths.py"
 
 
 def ways() -> dict[str, list[str]]:
-    """By what happens: the calls on the way, as file:function."""
+    """Return by what happens: the calls on the way, as file:function."""
     spec = importlib.util.spec_from_file_location("call_paths", SCRIPT)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)

@@ -127,7 +127,7 @@ def test_inf_on_one_rank_leaves_all_ranks_as_they_were(stage: int) -> None:
 @pytest.mark.parametrize("clip", [0.0, 0.01])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_so_it_does_with_offload(stage: int, clip: float, device: str, tmp_path: Path) -> None:
-    """Without clipping, updates on disk start within backward: they are undone."""
+    """The updates on disk start within backward, for nothing is clipped: they are undone."""
     offload = {"device": device, "nvme_path": str(tmp_path)}
     check_skip(stage, {**FP16, "gradient_clipping": clip}, offload, 128.0)
 
@@ -327,7 +327,9 @@ def counts(engine: ZeroEngine) -> tuple[int, int, int]:
 
 
 def load_parts(folder: str, stage: int) -> dict[str, Any]:
-    """Of two steps that were left out and one that was made, what engines of another stage know after a load."""
+    """Return what engines of another stage know after a load, of two steps that were left out and one that
+    was made.
+    """
     block = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
     engine = start({**block, "zero_optimization": {"stage": stage}})
     for number, factor in enumerate([float("inf"), float("inf"), 1.0]):
@@ -392,7 +394,7 @@ def exhaust_without_catching() -> None:
 
 # ---------------------------------------------------------------- autocast by configuration
 def train_under(config: dict[str, Any], wrap: bool, stage: int) -> tuple[list[float], list[str]]:
-    """Losses of a run with autocast by configuration, or by the caller (`wrap`), and the types inside."""
+    """Return the losses of a run with autocast by configuration, or by the caller (`wrap`), and the types inside."""
     engine = start({**config, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
     types: list[str] = []
     engine.module.head.register_forward_hook(lambda module, args, out: types.append(str(out.dtype)))
@@ -509,7 +511,7 @@ def test_every_kind_of_update_leaves_the_step_out(kind: str, stage: int) -> None
 
 
 class ConvNet(nn.Module):
-    """As a tutorial writes it, without a cast of its own."""
+    """The model is written as in a tutorial, without a cast of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""What stays fp32 in a bf16 model: parameters by pattern or by the model's own list, and buffers always."""
+"""Some parameters and all buffers stay fp32 in a bf16 model: parameters by pattern or by the model's own list, and
+buffers always.
+"""
 
 from __future__ import annotations
 

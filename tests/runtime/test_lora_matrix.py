@@ -80,7 +80,7 @@ def build(setup: Setup) -> nn.Module:
         for name, param in model.named_parameters():
             param.requires_grad_("norm" not in name)
     model.to(setup.dtype)
-    # What Trainer does: without inputs that need a gradient a reentrant checkpoint has no backward.
+    # Trainer does this: without inputs that need a gradient a reentrant checkpoint has no backward.
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": setup.reentrant})
     return model.train()

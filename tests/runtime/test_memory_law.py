@@ -121,7 +121,9 @@ def _reserve(engine: ZeroEngine) -> list[torch.Tensor]:
 
 
 def _watch_gathered(engine: ZeroEngine) -> list[int]:
-    """Bytes of whole parameters of on-demand units, noted at every border of a layer in forward and backward."""
+    """Return the bytes of unsharded parameters of on-demand units, noted at every border of a layer in forward and
+    backward.
+    """
     seen: list[int] = []
 
     def note(*_: Any) -> None:
@@ -136,7 +138,7 @@ def _watch_gathered(engine: ZeroEngine) -> list[int]:
 
 
 def law(stage: int, world: int, dtype: str) -> float:
-    """Bytes per parameter."""
+    """Return the bytes per parameter."""
     n = world
     table = {
         "bf16, bf16 gradients": [16, 4 + 12 / n, 2 + 14 / n, 16 / n],
@@ -179,7 +181,7 @@ def test_memory_between_steps(world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_peak_inside_backward(world: int) -> None:
-    """At stage 3 the root, the layer in use and the next one are whole, not the model."""
+    """The root, the layer in use and the next one are unsharded at stage 3, not the model."""
     for results in run_ranks(measure, world, [(3, BF16), (3, {})]):
         for got in results:
             peak = got.report["gathered_peak"]

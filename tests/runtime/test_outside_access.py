@@ -175,7 +175,7 @@ def test_a_loop_over_parameters_reads_their_values(block: bool, first: bool) -> 
 
 
 def reads_elsewhere() -> None:
-    """Outside of a step a read is a placeholder, on one rank too: nothing waits for the others."""
+    """A read outside of a step is a placeholder, on one rank too: nothing waits for the others."""
     engine = start("head_after", 3)
     if engine.rank == 0:
         assert engine.module.layers[0].up.weight.isnan().all()

@@ -1,4 +1,6 @@
-"""What lies beside the flat parameters: integer parameters, and modules that move their weights by themselves."""
+"""Some parameters lie beside the flat parameters: integer parameters, and modules that move their weights by
+themselves.
+"""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def by_func_grad(run: Any, net: Any, x: torch.Tensor, step: int) -> torch.Tensor
 
 
 def by_forces(run: Any, net: Any, x: torch.Tensor, step: int) -> torch.Tensor:
-    """As of_inside, over the gradient of it."""
+    """Return a loss like of_inside, over the gradient of it."""
     x = x.clone().requires_grad_(True)
     (force,) = torch.autograd.grad(_inside(net.layers[1].up, run, x)[1].square().sum(), x, create_graph=True)
     return force.square().mean()

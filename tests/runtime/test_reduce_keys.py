@@ -110,7 +110,7 @@ def test_bf16_gradients_are_summed_exactly_in_fp32(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=SLOW) for stage in (0, 1, 3))])
 def test_gradients_may_be_divided_before_the_sum(stage: int) -> None:
-    """What travels is divided; 80000 is more than fp16 holds, 40000 is not. The mean stays."""
+    """The gradients that travel are divided; 80000 is more than fp16 holds, 40000 is not. The mean stays."""
     wire: dict[str, Any] = {"communication_data_type": "fp16"}
     all_reduce = {"reduce_scatter": False}
     for keys, factor in (({}, 1.0), ({"prescale_gradients": True}, 2.0), ({"gradient_predivide_factor": 4.0}, 4.0)):
@@ -126,7 +126,7 @@ def test_gradients_may_be_divided_before_the_sum(stage: int) -> None:
 
 @SLOW
 def test_factors_do_not_change_a_bit_in_fp32() -> None:
-    """Powers of two are exact."""
+    """The factors are powers of two, which are exact."""
     ways: list[Keys] = [(), (("prescale_gradients", True),), (("gradient_predivide_factor", 2.0),)]
     jobs = [Options(stage, config=way) for stage in range(4) for way in ways]
     for runs in run_ranks(train, 2, CASE, jobs):

@@ -25,7 +25,7 @@ EVERYTHING = 10**9
 
 @dataclasses.dataclass
 class Seen:
-    """What one rank saw in the last step, in which orders are agreed."""
+    """One rank saw this in the last step, in which orders are agreed."""
 
     layer: int  # elements
     root: int
@@ -37,7 +37,7 @@ class Seen:
         return sum(what == "gather" for what, _ in self.events)
 
     def ahead(self, way: str) -> list[int]:
-        """Per use in one direction: how many units that come later had their gather started before it."""
+        """Return for each use in one direction: how many units that come later had their gather started before it."""
         order = [number for what, number in self.events if what == way]
         counts = []
         for position, number in enumerate(order):
@@ -121,7 +121,7 @@ def _layer_numel() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [EVERYTHING, 0])
 def test_live_parameters(prefetch: int) -> None:
-    """What is whole beyond what is in use stays below the cap."""
+    """The parameters that are unsharded beyond those in use stay below the cap."""
     one, root = (seen := run_ranks(watch, 2, [{}])[0][0]).layer, seen.root
     caps = [0, one, 2 * one, 4 * one, EVERYTHING]
     keys = {"stage3_max_reuse_distance": EVERYTHING, "stage3_prefetch_bucket_size": prefetch}
@@ -235,7 +235,9 @@ def gathers_of_mixes(distance: int) -> int:
 
 
 def test_reuse_of_layers_with_several_inputs() -> None:
-    """Beside the root's gather: one for each use or more (one output's backward may end before another's), or two."""
+    """The layer has, beside the root's gather: one for each use or more (one output's backward may end before
+    another's), or two.
+    """
     never, always = (run_ranks(gathers_of_mixes, 2, distance) for distance in (0, EVERYTHING))
     assert never[0] >= 1 + 6 and never == [never[0]] * 2
     assert always == [1 + 2] * 2

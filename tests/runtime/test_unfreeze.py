@@ -28,7 +28,7 @@ def rows(step: int) -> torch.Tensor:
 
 
 def set_frozen(model: nn.Module, step: int) -> None:
-    """Half of a layer, then all of another, then some again."""
+    """Freeze half of a layer, then all of another, then some again."""
     flags = {
         0: {"layers.0": False, "layers.1.bias": False, "head": False},
         2: {"layers.1.bias": True},

@@ -58,7 +58,9 @@ def test_buckets_tile_the_buffer_and_split_evenly(layout: UnitLayout) -> None:
 @pytest.mark.parametrize("bucket", [None, 100, 200, 1 << 20])
 @pytest.mark.parametrize("world", [1, 2, 3, 6, 7, 12])
 def test_every_part_of_every_rank_starts_aligned(world: int, bucket: int | None) -> None:
-    """In the flat parameter and in the shard; 100 elements are as many as one aligned part for each of 12 ranks."""
+    """Each part starts aligned in the flat parameter and in the shard; 100 elements are as many as one aligned part
+    for each of 12 ranks.
+    """
     layout = build(world, bucket)
     for rank in range(world):
         ranges = layout.shard_range(rank)

@@ -1,4 +1,4 @@
-"""Which parameters form a unit."""
+"""Tests of which parameters form a unit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_size_rule_makes_units_of_modules_that_are_called() -> None:
 
 
 class Layer(nn.Module):
-    """As in a decoder that knows nothing of transformers."""
+    """The layer of a decoder that knows nothing of transformers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

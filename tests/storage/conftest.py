@@ -29,7 +29,7 @@ class CountedPages:
 
 @pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch) -> CountedPages:
-    """What is pinned for GPU."""
+    """Return what is pinned for GPU."""
     counted = CountedPages()
     monkeypatch.setattr(pinning, "registrar_of", lambda device: counted)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)

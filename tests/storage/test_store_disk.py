@@ -1,4 +1,4 @@
-"""What only the store on disk does: staged writes, reading ahead, bounded memory."""
+"""The store on disk alone does this: staged writes, reading ahead, bounded memory."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_without_read_ahead_prefetch_does_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write_behind", [True, False])
 def test_write_behind(tmp_path: Path, write_behind: bool) -> None:
-    """Without it the values are in the file when release returns."""
+    """The values are in the file when release returns, if it is off."""
     with disk_store(tmp_path, write_behind=write_behind) as store:
         store.create("k", 1024, torch.float32)
         put(store, "k", torch.ones(1024))
@@ -491,7 +491,7 @@ def test_two_stores_share_a_pool(make_pool: MakePool, tmp_path: Path) -> None:
 
 
 def test_pinned_memory_is_pinned_once_whatever_sizes_are_asked_for(tmp_path: Path, pages: CountedPages) -> None:
-    """Blocks of a large size and of a small one, each of which fills the pool in its turn."""
+    """The blocks have a large size and a small one, each of which fills the pool in its turn."""
     pool = StagingPool(64 * KIB, device=GPU, pin=True)
     with disk_store(tmp_path, pool) as store:
         for key, numel in [("large0", 12_000), ("large1", 12_000), *((f"small{i}", 4000) for i in range(4))]:

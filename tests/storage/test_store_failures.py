@@ -246,7 +246,9 @@ def test_a_forked_child_leaves_the_folder_alone(tmp_path: Path) -> None:
 
 
 def test_only_folders_of_ended_processes_are_swept(tmp_path: Path) -> None:
-    """Of this system; what another host made here may be in use, though its lock can be taken."""
+    """The folders are those of this system; what another host made here may be in use, though its lock can
+    be taken.
+    """
     parent = tmp_path / PARENT
     names = {
         "other-12-0123abcd": "another boot id",

@@ -1,4 +1,6 @@
-"""What every store promises, run against each of them: values under keys, borrowed, space, usage."""
+"""Every store keeps these promises, and the tests run against each of them: values under keys, borrowed,
+space, usage.
+"""
 
 from __future__ import annotations
 
@@ -214,7 +216,7 @@ def test_mistakes_of_the_caller(store: ShardStore) -> None:
 
 
 def test_tensors_stay_where_the_store_is_memory(made: Made) -> None:
-    """What a MemoryStore promises to optimizers, which hold the tensors, and to an engine that takes them over."""
+    """Every MemoryStore promises this to optimizers, which hold the tensors, and to an engine that takes them over."""
     store = made.store
     store.create("k", 511, torch.float32)
     if not isinstance(store, MemoryStore):
