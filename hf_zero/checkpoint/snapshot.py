@@ -33,7 +33,8 @@ def nbytes_of_copy(states: Sequence[SliceState], buffers: Buffers) -> int:
 class SnapshotMemory:
     """Memory of one copy at a time, pinned where a device copies to it.
 
-    It stays between saves: fresh memory costs a page fault for each page, ten times what the copy takes.
+    It is no BlockPool: the whole copy is one block, whose size is known before. It stays between saves: fresh memory
+    costs a page fault for each page, ten times what the copy takes.
     """
 
     def __init__(self, device: torch.device, *, pin: bool) -> None:

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from hf_zero.distributed.buffer_pool import BufferPool
 from hf_zero.distributed.coalesced import Coalesced
 from hf_zero.distributed.engine_group import EngineGroup
 from hf_zero.distributed.group_work import CLOSED, DeviceWork, HostWork
@@ -42,10 +41,10 @@ from hf_zero.distributed.processes import (
 from hf_zero.distributed.store_protocol import LostRankError, MessageBox, Presence
 from hf_zero.distributed.work import CommCount, Done, Finish, Observer, Pending, VoteItem
 from hf_zero.errors import OffloadError, ZeroError
+from hf_zero.native.block_pool import BlockPool
 
 # Elements per collective on gloo: larger single calls fall out of the cache.
 _GLOO_BUCKET_NUMEL = 1 << 20
-_MAX_RECEIVE_BUFFERS = 8
 # The first message of an object: its length, and as many bytes of it as fit.
 _LENGTH_BYTES = 8
 _FIRST_BYTES = 504
@@ -77,7 +76,7 @@ class Comm:
         self.observers: list[Observer] = []
         self._starting: Callable[[Pending], None] | None = None  # tells the observers of the operation that starts
         self._presence = Presence()
-        self._received = BufferPool(device, max_kept=_MAX_RECEIVE_BUFFERS)
+        self._received = BlockPool(torch.device("cpu"))  # what gloo receives in a reduce
         self._block: Coalesced | None = None  # what `coalesced` has collected
         self._vote_items: list[VoteItem] = []
         self._num_message_boxes = 0
@@ -401,7 +400,9 @@ class Comm:
     def reconnect(self) -> None:
         """Start over after an `abandon` on some rank. All ranks must call; what was pending is lost."""
         if self._processes is not None:
-            self._received.clear()
+            # The memory that lost operations were to fill goes with the old pool.
+            allocations, self._received = self._received.allocations, BlockPool(torch.device("cpu"))
+            self._received.allocations = allocations
             self._presence.clear()
             self._processes.reconnect()
             self._find_connections(self._processes)
@@ -505,7 +506,9 @@ class Comm:
 
     def _exchange_and_sum(self, out: torch.Tensor, sent: torch.Tensor, what: str) -> Pending:
         """Reduce-scatter by all-to-all and a local sum in rank order."""
-        received = self._received.acquire(sent.numel(), sent.dtype)
+        pool = self._received
+        memory = pool.acquire(sent.nbytes)
+        received = memory[: sent.nbytes].view(sent.dtype)
 
         def finish() -> None:
             parts = received.view(self.world_size, -1)
@@ -513,7 +516,7 @@ class Comm:
                 torch.add(parts[0], parts[1], out=out)
             else:
                 torch.sum(parts, 0, dtype=out.dtype, out=out)
-            self._received.release(received)
+            pool.release(memory)
 
         return self._exchange(received.chunk(self.world_size), sent.chunk(self.world_size), what, finish)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.distributed.buffer_pool import Demand
 from hf_zero.layout import UnitLayout
+from hf_zero.native.block_pool import Demand
 
 
 class UnreducedGrads:
@@ -26,6 +26,7 @@ class UnreducedPool:
     """Free memory for gradients that are reduced layer by layer, and the bytes of what is in use.
 
     On the CPU fresh memory costs page faults, more than the reduce of a small unit; CUDA's allocator pools by itself.
+    It is no BlockPool, for what it keeps are the views too, which cost more than the memory.
 
     Args:
         max_kept: Free ones that are kept for flat parameters of the same shapes and type; 0 keeps none.

@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from hf_zero.distributed.buffer_pool import Demand
+from hf_zero.native.block_pool import Demand
 from hf_zero.runtime.prefetch import GatheredAhead, PrefetchLimits, RepeatedUse, UseOrder
 from hf_zero.runtime.step_events import StepEvents
 from hf_zero.sharding.flat_param import FlatParam

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 
 from hf_zero.errors import OffloadError
+from hf_zero.native.block_pool import BlockPool
 from hf_zero.native.host_memory import page_rounded
 from hf_zero.native.pinning import HostMemory
-from hf_zero.storage.staging_memory import StagingMemory
 
 # Seconds a request waits for memory that others borrow before it is served beyond the budget: they may be waiting for
 # the very thread that asks.
@@ -52,7 +52,8 @@ class Reclaimer(Protocol):
 class StagingPool:
     """Lends at most `nbytes` of page-aligned host memory to the borrowed tensors of one or more stores.
 
-    Memory that is given back stays for the next request; see staging_memory.py. A request that cannot be met waits
+    It lends pieces of one block that is as large as the budget, and of further ones where that was too small; they
+    stay until the last store has left, unless the budget grows. A request that cannot be met waits
     for memory that the stores can reclaim, then for other threads to release what they borrow. The first request is
     served first. If waiting cannot help, because the request alone is too large or because everybody with memory waits
     for more, the budget grows to what is needed, with one warning.
@@ -60,7 +61,7 @@ class StagingPool:
 
     def __init__(self, nbytes: int, *, device: torch.device, pin: bool) -> None:
         self.budget_bytes = nbytes
-        self._source = StagingMemory(HostMemory(device, pin=pin))
+        self._blocks = BlockPool(HostMemory(device, pin=pin))  # the lock guards it
         self._held: collections.Counter[int | None] = collections.Counter()  # owner -> bytes in use
         self._line: dict[int, None] = {}  # threads with a request that had no room, in their order
         self._waiting: set[int] = set()  # those of them that can do nothing but wait for others
@@ -72,16 +73,16 @@ class StagingPool:
     @property
     def current_bytes(self) -> int:
         """The bytes in use, and kept for reuse."""
-        return self._source.current_bytes
+        return self._blocks.nbytes
 
     @property
     def peak_bytes(self) -> int:
-        return self._source.peak_bytes
+        return self._blocks.peak_bytes
 
     @property
     def allocations(self) -> int:
         """The number of times that memory was asked of the system."""
-        return self._source.allocations
+        return self._blocks.allocations
 
     def register(self, reclaimer: Reclaimer) -> None:
         with self._changed:
@@ -128,7 +129,7 @@ class StagingPool:
         """Back to the pool. Nothing may use the memory any more, the disk included."""
         with self._changed:
             self._held[block.owner] -= block.nbytes
-            self._source.give(block.memory)
+            self._blocks.release(block.memory)
             self._close_unless_used()
             self._notify()
 
@@ -143,7 +144,7 @@ class StagingPool:
     def close(self) -> None:
         """Give back to the system what is kept for reuse."""
         with self._changed:
-            self._source.close()
+            self._blocks.release_idle()
 
     def _wait_for_release(
         self, sizes: Sequence[int], me: int, version: int, deadline: float
@@ -171,14 +172,24 @@ class StagingPool:
         with borrowed does, or they would wait for each other."""
         first = next(iter(self._line), owner)
         rounded = [page_rounded(size) for size in sizes]
-        fits = self._held.total() + sum(rounded) <= self.budget_bytes and self._source.has_room(rounded)
+        fits = self._held.total() + sum(rounded) <= self.budget_bytes and self._has_room(rounded)
         return fits and (owner == first or (owner is not None and self._held[owner] > 0))
+
+    def _has_room(self, rounded: list[int]) -> bool:
+        """Whether there are pieces of these sizes in memory that is mapped, or nothing is mapped yet."""
+        return not self.current_bytes or self._blocks.fits(rounded)
 
     def _allocate(self, sizes: Sequence[int], owner: int | None) -> list[StagingBlock]:
         rounded = [page_rounded(size) for size in sizes]
+        memories: list[torch.Tensor] = []
+        if not self._blocks.fits(rounded):
+            self._blocks.release_idle()
         try:
-            memories = self._source.take(rounded, self.budget_bytes)
+            for size in rounded:
+                memories.append(self._blocks.acquire(size, block_bytes=self.budget_bytes - self.current_bytes))
         except OSError as error:
+            for memory in memories:
+                self._blocks.release(memory)
             raise OffloadError(
                 f"{sum(rounded)} bytes of host memory for staging are not there ({error.strerror or error}); "
                 f"{self.current_bytes} bytes are in use. Lower buffer_size, buffer_count or sub_group_size."
@@ -188,7 +199,7 @@ class StagingPool:
 
     def _close_unless_used(self) -> None:
         if not self._reclaimers:
-            self._source.close()
+            self._blocks.release_idle()
 
     def _notify(self) -> None:
         self._version += 1

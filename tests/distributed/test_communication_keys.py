@@ -190,7 +190,7 @@ def _peak_of(layers: int, width: int, stage: int, dtype: str | None) -> tuple[in
         engine.step()
     assert live == [0]
     numel = sum(unit.numel for unit in engine.units)
-    return numel, max(peaks), sum(buffer.numel() for buffer in engine.comm._received._free)
+    return numel, max(peaks), engine.comm._received.nbytes // (4 if dtype is None else 2)
 
 
 def _count_in_flight(comm: Comm, name: str, live: list[int], peaks: list[int]) -> None:

@@ -117,7 +117,7 @@ def _live_storages() -> dict[int, int]:
 
 
 def _reserve(engine: ZeroEngine) -> list[torch.Tensor]:
-    return [*engine.comm._received._free, *(one.memory for one in engine.pool.free)]
+    return [*engine.comm._received.blocks, *(one.memory for one in engine.pool.free)]
 
 
 def _watch_gathered(engine: ZeroEngine) -> list[int]:

@@ -26,11 +26,32 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_zero.config.resolved import ActivationCheckpointing
 from hf_zero.distributed.input_group import InputGroup
 from hf_zero.errors import ConfigError
-from hf_zero.extras.activations.input_memory import Arena, HostBlocks, InputMemory
+from hf_zero.native.block_pool import BlockPool
+from hf_zero.native.host_memory import PAGE
+from hf_zero.native.pinning import HostMemory
 from hf_zero.storage.copy_stream import MAX_DOWNLOADS, CopyStreams
 
 # The keys of SavedInputs.usage.
 USAGE = ("device", "device_peak", "host", "host_peak", "allocations")
+_ARENA_ALIGNMENT = 512  # bytes, as torch's allocator has it
+_SIZES = 8  # of blocks between two powers of two: at most an eighth is unused
+
+
+class _DeviceMemory(BlockPool):
+    """Memory of torch's allocator, which pools by itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._device = device
+
+    def acquire(self, nbytes: int, *, block_bytes: int = 0) -> torch.Tensor:
+        self.allocations += 1
+        self.live_bytes += nbytes
+        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def release(self, piece: torch.Tensor) -> None:
+        self.live_bytes -= piece.numel()
 
 
 class SavedRegion:
@@ -53,13 +74,24 @@ class SavedRegion:
 
 
 class _MemoryCopy:
-    """The memory behind one `_Saved`, and what is under way to it and from it."""
+    """The memory behind one `_Saved`, and what is under way to it and from it.
 
-    def __init__(self, memory: InputMemory, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        number: The checkpoints that an arena has place for; None without one.
+    """
+
+    def __init__(
+        self, memory: BlockPool, numel: int, dtype: torch.dtype, device: torch.device, number: int | None
+    ) -> None:
         nbytes = numel * dtype.itemsize
         self._device = device
-        self.block, self.memory = memory.take(nbytes), memory
-        self.data = self.block[:nbytes].view(dtype)  # 1-D: the elements, or this rank's part of them
+        self.memory = memory
+        if number is None:
+            self.piece = memory.acquire(nbytes, block_bytes=_size_class(nbytes))
+        else:
+            place_bytes = -(-nbytes // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT
+            self.piece = memory.acquire(place_bytes, block_bytes=number * place_bytes)
+        self.data = self.piece[:nbytes].view(dtype)  # 1-D: the elements, or this rank's part of them
         self.saved: torch.Event | None = None  # the copy to the host is over
         self.staged: torch.Tensor | None = None  # on the device again
         self.is_staged: torch.Event | None = None  # the copy to the device is over
@@ -82,7 +114,7 @@ class _MemoryCopy:
         """Autograd has dropped the input."""
         if self.staged is not None:
             self.brought()  # the copy that nobody waits for must not write into memory of others
-        self.memory.give(self.block)
+        self.memory.release(self.piece)
 
 
 class _Saved:
@@ -144,12 +176,13 @@ class SavedInputs:
         self._under_way: collections.deque[_Download] = collections.deque()
         self._held_bytes = self._held_peak = 0  # of what `_under_way` copies
 
-    def _choose_memory(self, device: torch.device) -> InputMemory | None:
-        if self._number is not None:
-            return Arena(self._number, device, on_host=self._on_host)
+    def _choose_memory(self, device: torch.device) -> BlockPool | None:
+        """Return the memory for copies; after the first step a pool has all blocks that it needs."""
         if self._on_host:
-            return HostBlocks(device)
-        return InputMemory(device) if self._group is not None else None
+            return BlockPool(HostMemory(device, pin=True))
+        if self._number is not None:
+            return BlockPool(device)
+        return _DeviceMemory(device) if self._group is not None else None
 
     @property
     def places_anything(self) -> bool:
@@ -169,7 +202,7 @@ class SavedInputs:
         if (memory := self.memory) is None:
             return found
         place = "host" if self._on_host else "device"
-        found |= {place: memory.live_bytes, f"{place}_peak": memory.peak_bytes, "allocations": memory.allocations}
+        found |= {place: memory.live_bytes, f"{place}_peak": memory.peak_live_bytes, "allocations": memory.allocations}
         if self._on_host:
             found |= {"device": self._held_bytes, "device_peak": self._held_peak}
         return found
@@ -208,7 +241,7 @@ class SavedInputs:
             self._group.compare(flat, f"region {region.number}")
             numel, mine = self._group.part_numel(flat.numel()), self._group.part_of(flat)
         assert self.memory is not None
-        copy = _MemoryCopy(self.memory, numel, tensor.dtype, self._device)
+        copy = _MemoryCopy(self.memory, numel, tensor.dtype, self._device, self._number)
         data = copy.data
         saved = _Saved(tensor, region, copy)
         region.inputs.append(weakref.ref(saved))
@@ -323,6 +356,12 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if _is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous().view(-1)
+
+
+def _size_class(nbytes: int) -> int:
+    """Round up to whole pages, so that few different sizes occur and batches of other lengths find room."""
+    step = max(PAGE, (1 << max(nbytes - 1, 1).bit_length()) // (2 * _SIZES))
+    return -(-nbytes // step) * step
 
 
 def _in_shape(flat: torch.Tensor, saved: _Saved) -> torch.Tensor:
