@@ -1,19 +1,23 @@
-"""The calls of hf_zero while a unit is gathered, and those that a gradient goes through, as they happen.
+"""The calls of hf_zero that a parameter, a gradient and a saved tensor go through, as they happen.
 
     python scripts/call_paths.py
 
 Two gloo ranks train three linear layers at stage 3, one unit each. Shown is the third step of rank 0: the hook that
 gathers a layer, the one that takes a gradient, and the one that reduces a layer's gradients. The way is marked with a
 star: the calls from the hook to the work that a thread does, and to the wait for it (a gradient's: to where it is
-added). The others look after something on that way: checks, counters, hooks of the backward.
+added). The others look after something on that way: checks, counters, hooks of the backward. Of `initialize` and of
+`save_checkpoint`, which make thousands of calls, only the way is shown: what leads to the first call of each function
+that decides something of a parameter, and to those that write a tensor.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -28,6 +32,11 @@ from hf_zero.extras.launcher.node import free_port
 
 _PACKAGE = Path(hf_zero.__file__).parent
 _ENDS = ("group_work.py:HostWork.__init__", "group_work.py:HostWork.wait", ":GradAccumulator.take")
+# The unit of a parameter, its place in the unit, the medium of its shard, the shard, and the hook that gathers it.
+_INITIALIZE_ENDS = (":partition", "layout.py:build", ".placement_of", ":make_shard", ".on_layer")
+# The folder and tag, the states of a parameter, the header, the rank's file, and the commit.
+_SAVE_ENDS = (":agree_on_target", ".slice_states", ":file_marks", "_Direct.copy", "_Direct.write", ":publish")
+_AROUND_WORK = ("comm.py:Comm.agree", "processes.py:attempt")  # on the stack; a reader goes on with the work
 _AROUND_BACKWARD = "_watched_backward"  # all that autograd calls is called below it
 _CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -88,15 +97,24 @@ def paths() -> dict[str, list[str]]:
     """The calls of the third step, by what happens. Two ranks must call."""
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters())
-    engine, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=_CONFIG)
+    with calls_of_hf_zero() as setup:
+        engine, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=_CONFIG)
     for _ in range(3):
         with calls_of_hf_zero() as forward:
             loss = engine.module(torch.ones(1, 8))
         with calls_of_hf_zero() as backward:
             loss.backward()
         engine.step()
+    folder = [tempfile.mkdtemp() if engine.rank == 0 else ""]
+    torch.distributed.broadcast_object_list(folder)
+    with calls_of_hf_zero() as save:
+        engine.save_checkpoint(folder[0])
+    if engine.rank == 0:
+        shutil.rmtree(folder[0])
     engine.teardown()
     return {
+        "setup of a parameter": first_ways(tree_with(setup, ":initialize"), _INITIALIZE_ENDS),
+        "save of a tensor": first_ways(tree_with(save, ":ZeroEngine.save_checkpoint"), _SAVE_ENDS),
         "gather of a layer": tree_with(forward, ":Comm.all_gather"),
         "arrival of a gradient": tree_with(backward, ":GradAccumulator.take"),
         "reduce of a layer's gradients": tree_with(backward, ":GradReducer.unit_left"),
@@ -114,7 +132,10 @@ def show(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     for title, calls in paths().items():
         marked = way(calls)
-        if rank == 0:
+        if rank == 0 and not marked:
+            print(f"\n{title}: {_size(calls)}, {climbs(calls)} climbs")
+            print("\n".join(calls), flush=True)
+        elif rank == 0:
             print(f"\n{title}: {_size([calls[at] for at in marked])} on the way; {_size(calls)} in all")
             print("\n".join(f"{'*' if at in marked else ' '} {call}" for at, call in enumerate(calls)), flush=True)
 
@@ -127,13 +148,43 @@ def files(calls: list[str]) -> set[str]:
     return {call.strip().partition(":")[0] for call in calls}
 
 
+def first_ways(calls: list[str], ends: Sequence[str]) -> list[str]:
+    """Return, in order, those of `calls` (indented by depth) that lead to the first call of each of `ends`."""
+    found: dict[int, str] = {}
+    above: list[int] = []
+    missing = set(ends)
+    for at, call in enumerate(calls):
+        above[_depth(call) :] = [at]
+        if reached := {end for end in missing if call.endswith(end)}:
+            missing -= reached
+            stack = [one for one in above if not calls[one].endswith(_AROUND_WORK)]
+            found |= {one: f"{'  ' * depth}{calls[one].strip()}" for depth, one in enumerate(stack)}
+    return [found[at] for at in sorted(found)]
+
+
+def climbs(calls: list[str]) -> int:
+    """Count how often a reader of `calls` (indented by depth) returns to a file above, which he has left."""
+    count = 0
+    above: list[str] = []
+    here = ""  # the file that he reads
+    for call in calls:
+        depth, file = _depth(call), call.strip().partition(":")[0]
+        count += depth > 0 and above[depth - 1] != here
+        above[depth:] = [file]
+        here = file
+    return count
+
+
+def _depth(call: str) -> int:
+    return (len(call) - len(call.lstrip())) // 2
+
+
 def way(calls: list[str]) -> list[int]:
     """The indices of those `calls` (indented by depth) that lead to the ends of the way, and of the ends."""
     found: list[int] = []
     above: list[int] = []
     for at, call in enumerate(calls):
-        depth = (len(call) - len(call.lstrip())) // 2
-        above[depth:] = [at]
+        above[_depth(call) :] = [at]
         if call.endswith(_ENDS):
             found += [one for one in above if one not in found]
     return sorted(found)

@@ -13,8 +13,8 @@ from hf_zero.errors import ConfigError, StateError
 from hf_zero.layout import Slice
 from hf_zero.runtime.full_weights import share_resident
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.model_params import tied_names
 from hf_zero.sharding.param_index import ParamIndex, ParamPlace
-from hf_zero.sharding.partition import tied_names
 from hf_zero.sharding.shard import slice_of
 from hf_zero.sharding.unit import ShardUnit
 

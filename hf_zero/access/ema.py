@@ -19,8 +19,8 @@ from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.state_access import assemble
 from hf_zero.runtime.full_weights import share_resident
 from hf_zero.sharding.flat_param import FlatParam
+from hf_zero.sharding.model_params import tied_names
 from hf_zero.sharding.param_index import ParamIndex
-from hf_zero.sharding.partition import tied_names
 from hf_zero.sharding.shard import MemoryShard, ShardTensor
 from hf_zero.sharding.unit import ShardUnit
 

@@ -12,8 +12,8 @@ from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.runtime.edit_watch import fingerprint
+from hf_zero.sharding.model_params import clean_name
 from hf_zero.sharding.param_index import ParamIndex, ParamPlace
-from hf_zero.sharding.partition import clean_name
 from hf_zero.sharding.placement import master_dtype_of
 
 Target = nn.Module | nn.Parameter

@@ -21,7 +21,7 @@ from hf_zero.optim.param_groups import OwnedSlice
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.updates.elementwise import FileState
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.partition import clean_name, tied_names
+from hf_zero.sharding.model_params import clean_name, tied_names
 from hf_zero.sharding.shard import Shard, ShardTensor, StagedShard
 from hf_zero.sharding.unit import ShardUnit
 

@@ -24,7 +24,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.layout import Slice
 from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.progress import progress
-from hf_zero.sharding.partition import clean_name
+from hf_zero.sharding.model_params import clean_name
 from hf_zero.sharding.shard import Shard
 from hf_zero.sharding.unit import gather_resident
 

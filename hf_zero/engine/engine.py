@@ -29,13 +29,13 @@ from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.optim.loss_scaler import StepGuard
 from hf_zero.optim.offload.host_adam import HostAdamSettings
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.runtime.attach import ComputeTypes, ModelAttachment, ModelContext
 from hf_zero.runtime.build import BuiltUnits, build_units, share_the_rest
 from hf_zero.runtime.captured_graphs import REMEDY, recording_problem
 from hf_zero.runtime.full_weights import FullWeights, own_tensors
+from hf_zero.runtime.hooks import ComputeTypes, ModelAttachment, ModelContext
 from hf_zero.runtime.memory_report import allocation_counts, announce_engine, memory_report
 from hf_zero.runtime.unit_specs import BuildSettings, torch_dtype
-from hf_zero.sharding.partition import check_parameters, clean_name
+from hf_zero.sharding.model_params import check_parameters, clean_name
 from hf_zero.sharding.unit import ShardUnit, UnitState
 
 _KEY = "_hf_zero_engine"

@@ -18,14 +18,14 @@ from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.config.resolved import DEFAULT
 from hf_zero.distributed.processes import init_distributed, join_processes, wrong_on_all
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.replace import new_engine
+from hf_zero.engine.replace import engines_inside, replace_engines
 from hf_zero.engine.script_arguments import adopt_local_rank, config_of
 from hf_zero.engine.sharded_init import open_construction
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, StateError
 from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.build_schedule import choose_scheduler
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.sharding.partition import check_parameters
+from hf_zero.sharding.model_params import check_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +163,32 @@ def _make_engine(model: nn.Module, resolved: ResolvedConfig, *, train: bool, rep
     if construction is not None:
         construction.settle(model)
     return new_engine(model, resolved, train=train, replace=replace)
+
+
+def new_engine(
+    model: nn.Module,
+    config: ResolvedConfig,
+    *,
+    managed: bool = False,
+    train: bool = True,
+    device: torch.device | None = None,
+    replace: bool = False,
+) -> ZeroEngine:
+    """Make an engine for `model`, unsharded or with models inside that were loaded in shards. All ranks must call.
+
+    Args:
+        managed, train: See ZeroEngine.
+        device: See ZeroEngine; for a model that is not sharded.
+        replace: Engines that train are replaced too, with their optimizers.
+    Raises:
+        StateError: Something in the model trains under another engine already, and `replace` is false.
+    """
+    inside = engines_inside(model)
+    if not inside:
+        return ZeroEngine(model, config, managed=managed, train=train, device=device)
+    if any(engine.trains for engine in inside) and not replace:
+        raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
+    return replace_engines(model, inside, config, managed=managed, train=train, drop_optimizers=replace)
 
 
 def _warn_of_no_clipping(engine: ZeroEngine, resolved: ResolvedConfig) -> None:

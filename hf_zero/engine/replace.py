@@ -17,8 +17,8 @@ from hf_zero.engine.engine import ZeroEngine, end_unless_shared, engine_of
 from hf_zero.errors import StateError
 from hf_zero.runtime.build import build_units
 from hf_zero.runtime.unit_specs import BuildSettings
+from hf_zero.sharding.model_params import clean_name
 from hf_zero.sharding.param_index import ParamIndex
-from hf_zero.sharding.partition import clean_name
 from hf_zero.sharding.reshard import LayoutChange
 
 
@@ -30,35 +30,6 @@ def engines_inside(model: nn.Module) -> list[ZeroEngine]:
     return [
         engine for module in model.modules() if (engine := engine_of(module)) is not None and engine.module is module
     ]
-
-
-def new_engine(
-    model: nn.Module,
-    config: ResolvedConfig,
-    *,
-    managed: bool = False,
-    train: bool = True,
-    device: torch.device | None = None,
-    replace: bool = False,
-) -> ZeroEngine:
-    """Make an engine for `model`, unsharded or with models inside that were loaded in shards. All ranks must call.
-
-    Args:
-        managed, train: See ZeroEngine.
-        device: See ZeroEngine; for a model that is not sharded.
-        replace: Engines that train are replaced too, with their optimizers.
-    Raises:
-        StateError: Something in the model trains under another engine already, and `replace` is false.
-    """
-    inside = engines_inside(model)
-    if not inside:
-        return ZeroEngine(model, config, managed=managed, train=train, device=device)
-    if any(engine.trains for engine in inside) and not replace:
-        raise StateError("this model already has a hf_zero engine; call engine.teardown() before making another")
-    if replace:
-        for engine in inside:
-            _drop_optimizer(engine)
-    return replace_engines(model, inside, config, managed=managed, train=train)
 
 
 def _drop_optimizer(engine: ZeroEngine) -> None:
@@ -78,13 +49,17 @@ def replace_engines(
     *,
     managed: bool = False,
     train: bool = True,
+    drop_optimizers: bool = False,
 ) -> ZeroEngine:
     """Make an engine for `model` in the place of `engines`, whose shards are resharded in place. All ranks must call.
 
-    None of them may have an optimizer: its state would not follow. Peak extra memory: one unit.
+    Optimizer state would not follow: it is given up with `drop_optimizers`, else none may have an optimizer. Peak
+    extra memory: one unit.
     """
     for engine in engines:
-        if engine.optimizer is not None:
+        if drop_optimizers:
+            _drop_optimizer(engine)
+        elif engine.optimizer is not None:
             raise StateError(
                 f"rank {engine.rank}: parameters cannot be resharded while an optimizer refers to their shards.\n"
                 "Change the model (resize embeddings, add adapters) before it meets its optimizer."
@@ -125,5 +100,4 @@ def engine_for_part(engine: ZeroEngine, model: nn.Module) -> ZeroEngine:
 
     Optimizer state, gradients, and parameters that `model` does not have are given up.
     """
-    _drop_optimizer(engine)
-    return replace_engines(model, [engine], engine.config, managed=engine.managed, train=False)
+    return replace_engines(model, [engine], engine.config, managed=engine.managed, train=False, drop_optimizers=True)

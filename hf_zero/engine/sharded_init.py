@@ -29,10 +29,9 @@ from hf_zero.runtime.memory_report import cast_line
 from hf_zero.runtime.unit_specs import BuildSettings
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.param_index import ParamIndex
-from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.placement import FlatParamSpec, Placement
 from hf_zero.sharding.reshard import LayoutChange
-from hf_zero.sharding.unit import ShardUnit, UnitState
+from hf_zero.sharding.unit import ShardUnit, UnitKind, UnitState
 from hf_zero.storage import DeviceStore
 from hf_zero.storage.copy_stream import CopyStreams
 

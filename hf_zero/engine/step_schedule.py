@@ -12,11 +12,11 @@ from hf_zero.config import ResolvedConfig
 from hf_zero.distributed.comm import Comm
 from hf_zero.errors import StateError
 from hf_zero.optim.sharded import ShardedOptimizer
-from hf_zero.runtime.attach import ModelAttachment
 from hf_zero.runtime.backward_watch import in_backward
 from hf_zero.runtime.build import BuiltUnits
 from hf_zero.runtime.captured_graphs import CaptureWatch
 from hf_zero.runtime.grad_accumulator import GradAccumulator
+from hf_zero.runtime.hooks import ModelAttachment
 from hf_zero.runtime.param_grads import ParamGrads
 from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer

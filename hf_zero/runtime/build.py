@@ -19,14 +19,13 @@ from hf_zero.progress import Done, ignore, progress
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_schedule import MAX_REDUCES
-from hf_zero.runtime.unit_specs import BuildSettings, Drafted, flat_param_specs, refuse_types
+from hf_zero.runtime.unit_specs import BuildSettings, Drafted, UnitSpec, flat_param_specs, refuse_types
 from hf_zero.runtime.unreduced_grads import UnreducedPool
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.param_data import set_data
 from hf_zero.sharding.param_index import ParamIndex
-from hf_zero.sharding.partition import UnitKind, UnitSpec
 from hf_zero.sharding.placement import FlatParamSpec, Placement, Placements
-from hf_zero.sharding.unit import ShardUnit
+from hf_zero.sharding.unit import ShardUnit, UnitKind
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from hf_zero.layout import Slice
 from hf_zero.runtime.edit_watch import EditWatch
 from hf_zero.runtime.unshard import OnDemandParams
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.partition import clean_name, tied_names
+from hf_zero.sharding.model_params import clean_name, tied_names
 from hf_zero.sharding.shard import ShardTensor, slice_of
 from hf_zero.sharding.unit import ShardUnit, UnitState, gather_resident
 

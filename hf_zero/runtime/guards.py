@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.errors import StateError
+from hf_zero.sharding.model_params import clean_name, named_parameters
 from hf_zero.sharding.param_index import ParamIndex
-from hf_zero.sharding.partition import clean_name, named_parameters
 from hf_zero.sharding.shape_only import ShapeOnly
 from hf_zero.sharding.unit import ShardUnit, UnitState
 

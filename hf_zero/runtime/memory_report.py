@@ -16,9 +16,8 @@ from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unreduced_grads import UnreducedPool
 from hf_zero.runtime.unshard import LiveUnits
-from hf_zero.sharding.partition import UnitKind
 from hf_zero.sharding.placement import Placements
-from hf_zero.sharding.unit import ShardUnit
+from hf_zero.sharding.unit import ShardUnit, UnitKind
 
 # In the name of what is announced
 logger = logging.getLogger("hf_zero.engine.engine")

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from hf_zero.config.resolved import ZeroSection
 from hf_zero.distributed.digests import digest_of
-from hf_zero.sharding.partition import UnitKind
-from hf_zero.sharding.unit import ShardUnit
+from hf_zero.sharding.unit import ShardUnit, UnitKind
 
 _DEFAULT_LIVE = 10**9
 # (unit before, unit) -> unit after: the unit before tells two uses of a shared unit apart

@@ -1,4 +1,21 @@
-"""Plans the units of a model: which flat parameters they will have, of which types and in which buckets. No memory."""
+"""Plans the units of a model: which parameters form one, what the stage makes of it, its flat parameters. No memory.
+
+A unit is a module whose forward runs: its parameters are unsharded before and resharded after. Decoder layers, by the
+model's own `_no_split_modules`; for any other module, a size rule. What is in no layer forms the root unit.
+
+[Note: Stages]
+ZeRO (Rajbhandari et al., 2020) is three independent choices, and a stage is one row of them:
+
+| stage | parameters | gradients | after the step |
+|---|---|---|---|
+| 0 | resident, replicated | all-reduce at the boundary | nothing |
+| 1 | resident | unsharded across micro-steps, reduce-scatter at the boundary | all-gather |
+| 2 | resident | reduce-scatter in every backward, accumulate in the shard | all-gather |
+| 3 | on demand | as stage 2 | nothing: the shard is the parameter |
+
+An optimizer that exchanges something smaller than gradients (OneBitAdam, stage 0) may turn the all-reduce of stage 0
+off while it trains: GradAccumulator.stay_local.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +33,29 @@ from hf_zero.layout import UnitLayout
 from hf_zero.runtime.device_types import refuse_missing_types
 from hf_zero.runtime.grad_accumulator import GradSettings
 from hf_zero.runtime.reduce_op import Reduction
-from hf_zero.sharding.partition import UnitKind, UnitSpec, partition
+from hf_zero.sharding.model_params import clean_name, named_parameters
 from hf_zero.sharding.placement import FlatParamSpec, OffloadSettings
-from hf_zero.sharding.stages import UnitPlan, plan_unit
+from hf_zero.sharding.unit import UnitKind
+
+# The size rule: a module whose own parameters (units below it not counted) reach this share of the model is a unit.
+# The layers of a deeper stack are smaller than that, so it is lowered while some unit would take together more than
+# _MAX_TOGETHER of the model from modules below it: a unit is gathered as a whole.
+_MIN_UNIT_SHARE = 1 / 32
+_MAX_TOGETHER = 1 / 4
+_LOWER = 0.9  # at least so much at a time
+_MIN_UNIT_NUMEL = 1 << 14
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """A unit before memory exists: its name, the module around whose forward it is unsharded, and its parameters."""
+
+    name: str
+    kind: UnitKind
+    module: nn.Module
+    params: tuple[tuple[str, nn.Parameter], ...]
+
 
 # Units before memory exists, with the flat parameters that they will have.
 Drafted = list[tuple[UnitSpec, list[FlatParamSpec]]]
@@ -72,6 +109,23 @@ class BucketSizes:
 
 
 @dataclass(frozen=True)
+class UnitPlan:
+    """The policy of one unit."""
+
+    on_demand: bool  # parameters are unsharded around their use only
+    sharded: bool  # each rank owns a shard of parameters' masters, gradients and optimizer states
+    eager: bool  # gradients are reduced in every backward, not only at the boundary
+
+
+_STAGES = {  # [Note: Stages]
+    0: UnitPlan(on_demand=False, sharded=False, eager=False),
+    1: UnitPlan(on_demand=False, sharded=True, eager=False),
+    2: UnitPlan(on_demand=False, sharded=True, eager=True),
+    3: UnitPlan(on_demand=True, sharded=True, eager=True),
+}
+
+
+@dataclass(frozen=True)
 class BuildSettings:
     """The part of the configuration that decides the shape of units."""
 
@@ -105,13 +159,17 @@ class BuildSettings:
         )
 
     def plan(self, kind: UnitKind, world_size: int) -> UnitPlan:
-        return plan_unit(
-            self.stage,
-            kind,
-            world_size,
-            params_offloaded=not self.offload.param.medium.is_device,
-            updates_offloaded=not self.offload.optimizer.medium.is_device,
-        )
+        """Return the row of the stage. Persistent units stay unsharded as at stage 2.
+
+        In a world of one there is nothing to gather and nothing to reduce: parameters stay unsharded, and gradients
+        accumulate where the update reads them, as at stage 1. Not where they go to another medium than device memory.
+        """
+        stage, alone = self.stage, world_size == 1
+        if stage == 3 and (kind is UnitKind.PERSISTENT or (alone and self.offload.param.medium.is_device)):
+            stage = 2
+        if stage == 2 and alone and self.offload.optimizer.medium.is_device:
+            stage = 1
+        return _STAGES[stage]
 
     def layout(
         self,
@@ -195,3 +253,153 @@ def _dtype_rule(model: nn.Module, settings: BuildSettings) -> Callable[[str, nn.
         return settings.cast_to
 
     return rule
+
+
+# ---------------------------------------------------------------- which parameters form a unit
+def partition(
+    model: nn.Module, *, persistence_threshold: int = 0, model_persistence_threshold: int | None = None
+) -> list[UnitSpec]:
+    """The units of `model`: layers in registration order, the root unit (perhaps empty), the persistent one if any.
+
+    Args:
+        persistence_threshold: Parameters of at most this many elements stay unsharded
+            (`stage3_param_persistence_threshold`).
+        model_persistence_threshold: Most elements that stay unsharded in all (`stage3_model_persistence_threshold`).
+    """
+    unit_paths = _unit_paths(model)
+    owners = _owners(model, unit_paths)
+    kept_whole = persistent_parameters(model, persistence_threshold, model_persistence_threshold)
+    persistent = {id(param) for param in kept_whole.values()}
+    grouped: dict[str, list[tuple[str, nn.Parameter]]] = {path: [] for path in unit_paths}
+    root: list[tuple[str, nn.Parameter]] = []
+    kept: list[tuple[str, nn.Parameter]] = []
+    for name, param in named_parameters(model):
+        if id(param) in persistent:
+            kept.append((name, param))
+        else:
+            grouped.get(owners[id(param)], root).append((name, param))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    specs = [
+        UnitSpec(clean_name(path), UnitKind.LAYER, modules[path], tuple(params))
+        for path, params in grouped.items()
+        if params
+    ]
+    specs.append(UnitSpec("root", UnitKind.ROOT, model, tuple(root)))
+    if kept:
+        specs.append(UnitSpec("persistent", UnitKind.PERSISTENT, model, tuple(kept)))
+    return specs
+
+
+def persistent_parameters(model: nn.Module, threshold: int, total: int | None = None) -> dict[str, nn.Parameter]:
+    """Return the parameters of at most `threshold` elements, while their sum is within `total`. Works on meta too."""
+    chosen: dict[str, nn.Parameter] = {}
+    used = 0
+    for name, param in named_parameters(model):
+        if param.numel() <= threshold and (total is None or used + param.numel() <= total):
+            chosen[name] = param
+            used += param.numel()
+    return chosen
+
+
+def _unit_paths(model: nn.Module) -> list[str]:
+    """Return the paths of the modules that become layer units, in registration order."""
+    names = no_split_classes(model)
+    paths: list[str] = []
+    seen: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        inside = any(path.startswith(outer + ".") for outer in paths)
+        if path and not inside and id(module) not in seen and _class_name(module) in names:
+            paths.append(path)
+            seen.add(id(module))
+    return paths or _by_size(model)
+
+
+def no_split_classes(model: nn.Module) -> set[str]:
+    """Class names in the `_no_split_modules` of the model or of anything inside it (transformers' convention)."""
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    return names
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(getattr(module, "_orig_mod", module)).__name__
+
+
+def _by_size(model: nn.Module) -> list[str]:
+    """Return the paths of the units by the size rule, in registration order."""
+    total = sum(param.numel() for param in model.parameters())
+    enough = max(int(total * _MIN_UNIT_SHARE), _MIN_UNIT_NUMEL)
+    found = _at_least(model, enough)
+    while found.together > total * _MAX_TOGETHER and found.next_size >= _MIN_UNIT_NUMEL:
+        # Not size by size where all of many modules have their own.
+        enough = max(min(found.next_size, int(enough * _LOWER)), _MIN_UNIT_NUMEL)
+        found = _at_least(model, enough)
+    return [path for path, _ in model.named_modules() if path in found.paths]
+
+
+@dataclass
+class _BySize:
+    """The units of at least a size."""
+
+    paths: set[str]
+    together: int = 0  # the most elements that one of them, or the root unit, has of modules below it
+    next_size: int = 0  # of the largest modules that are too small
+
+
+def _at_least(model: nn.Module, enough: int) -> _BySize:
+    """Post-order: a module becomes a unit once the parameters under it, without those of units below, are enough."""
+    found = _BySize(set())
+    seen: set[int] = set()
+
+    def visit(path: str, module: nn.Module, parent: nn.Module | None) -> int:
+        if id(module) in seen:
+            return 0
+        seen.add(id(module))
+        below = 0
+        for name, child in module.named_children():
+            below += visit(f"{path}.{name}" if path else name, child, module)
+        left = below + sum(param.numel() for param in module.parameters(recurse=False))
+        runs = _forward_runs(path, module, parent)
+        if runs and (not path or left >= enough):
+            found.paths.add(path)
+            found.together = max(found.together, below)
+            return 0
+        if runs:
+            found.next_size = max(found.next_size, left)
+        return left
+
+    visit("", model, None)
+    found.paths.discard("")  # the root unit
+    return found
+
+
+def _forward_runs(path: str, module: nn.Module, parent: nn.Module | None) -> bool:
+    """Whether calling the model calls this module: not containers, nor the inside of MultiheadAttention."""
+    if isinstance(parent, nn.MultiheadAttention) or ".parametrizations" in f".{path}":
+        return False
+    return parent is None or not isinstance(module, _CONTAINERS)
+
+
+def _owners(model: nn.Module, unit_paths: list[str]) -> dict[int, str]:
+    """id(parameter) -> path of its unit, "" for the root.
+
+    A parameter that several units reach belongs to the innermost unit that holds all its places, else to the root.
+    """
+    owners: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for param in module.parameters(recurse=False):
+            here = _innermost(path, unit_paths)
+            known = owners.setdefault(id(param), here)
+            while known and here != known and not here.startswith(known + "."):
+                known = _innermost(known.rpartition(".")[0], unit_paths)
+            owners[id(param)] = known
+    return owners
+
+
+def _innermost(path: str, unit_paths: list[str]) -> str:
+    best = ""
+    for unit in unit_paths:
+        if (path == unit or path.startswith(unit + ".")) and len(unit) > len(best):
+            best = unit
+    return best

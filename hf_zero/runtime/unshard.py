@@ -15,8 +15,7 @@ from hf_zero.native.block_pool import Demand
 from hf_zero.runtime.prefetch import GatheredAhead, PrefetchLimits, RepeatedUse, UseOrder
 from hf_zero.runtime.step_events import StepEvents
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.partition import UnitKind
-from hf_zero.sharding.unit import ShardUnit, UnitState
+from hf_zero.sharding.unit import ShardUnit, UnitKind, UnitState
 
 # A shard on a slow medium is read further ahead, into staging memory; the pool says how far that goes.
 _MAX_READS_AHEAD = 4

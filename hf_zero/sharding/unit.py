@@ -11,7 +11,12 @@ from torch import nn
 
 from hf_zero.distributed.work import Pending
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.partition import UnitKind
+
+
+class UnitKind(enum.Enum):
+    LAYER = "layer"  # gathered around the forward and the backward of its module
+    ROOT = "root"  # gathered from root forward to the end of backward
+    PERSISTENT = "persistent"  # always unsharded: parameters too small to be worth a gather
 
 
 class UnitState(enum.Enum):

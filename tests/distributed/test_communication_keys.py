@@ -18,7 +18,7 @@ import hf_zero
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.work import Pending
 from hf_zero.runtime.reduce_op import MAX_BUCKETS_IN_FLIGHT
-from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.unit import UnitKind
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case
 from tests.harness.sharded import Options, micro_step, start

@@ -23,8 +23,7 @@ from hf_zero.extras.estimate import plan, replay
 from hf_zero.extras.estimate.pretend import PretendedComm
 from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.unshard import OnDemandParams
-from hf_zero.sharding.partition import UnitKind
-from hf_zero.sharding.unit import ShardUnit
+from hf_zero.sharding.unit import ShardUnit, UnitKind
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from transformers import (
 import hf_zero
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.hf.models import generation
-from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.unit import UnitKind
 from tests.harness.ranks import run_ranks
 
 pytestmark = pytest.mark.slow  # many short ones

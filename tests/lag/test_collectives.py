@@ -29,7 +29,7 @@ from torch import nn
 import hf_zero
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.sharding.partition import UnitKind
+from hf_zero.sharding.unit import UnitKind
 from tests.harness.ranks import run_ranks
 from tests.lag import device, group
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.engine.replace import new_engine
+from hf_zero.engine.initialize import new_engine
 from hf_zero.native import pinning
 from hf_zero.storage import HostStore
 from tests.harness.ranks import run_ranks

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.sharding.partition import UnitKind
-from hf_zero.sharding.unit import ShardUnit
+from hf_zero.sharding.unit import ShardUnit, UnitKind
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case
 from tests.harness.sharded import Options, micro_step, start

@@ -25,9 +25,8 @@ from hf_zero.extras.estimate.states import PlannedStates
 from hf_zero.extras.estimate.tracker import StorageTracker
 from hf_zero.runtime.build import BuiltUnits, make_units
 from hf_zero.runtime.memory_report import memory_report
-from hf_zero.runtime.unit_specs import BuildSettings, Drafted, flat_param_specs
+from hf_zero.runtime.unit_specs import BuildSettings, Drafted, UnitSpec, flat_param_specs
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.partition import UnitSpec
 from hf_zero.sharding.placement import FlatParamSpec
 from hf_zero.sharding.unit import ShardUnit
 

@@ -33,8 +33,7 @@ from hf_zero.runtime.step_events import StepEvents
 from hf_zero.runtime.unit_specs import BuildSettings, flat_param_specs, torch_dtype
 from hf_zero.runtime.unshard import OnDemandParams, Phase
 from hf_zero.sharding.flat_param import FlatParam
-from hf_zero.sharding.partition import UnitKind
-from hf_zero.sharding.unit import ShardUnit
+from hf_zero.sharding.unit import ShardUnit, UnitKind
 
 
 @dataclass(frozen=True)

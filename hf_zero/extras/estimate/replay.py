@@ -17,8 +17,7 @@ from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.step_events import StepEvents
 from hf_zero.runtime.unshard import OnDemandParams, Phase
-from hf_zero.sharding.partition import UnitKind
-from hf_zero.sharding.unit import ShardUnit
+from hf_zero.sharding.unit import ShardUnit, UnitKind
 
 # Steps to replay. Prefetching follows the order of the pass before the last one. Where nothing is gathered, the second
 # step shows what the first one has left.

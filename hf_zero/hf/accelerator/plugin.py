@@ -25,7 +25,7 @@ from hf_zero.config.problems import raise_all
 from hf_zero.config.resolved import FILE, LossScaling
 from hf_zero.distributed.processes import wrong_on_all
 from hf_zero.engine.engine import ZeroEngine, engine_of
-from hf_zero.engine.replace import new_engine
+from hf_zero.engine.initialize import new_engine
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.hf.accelerator.dummies import Dummies
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer

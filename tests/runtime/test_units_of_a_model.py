@@ -11,7 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_zero
 from hf_zero.errors import ConfigError
-from hf_zero.sharding.partition import UnitKind, check_parameters, partition, persistent_parameters
+from hf_zero.runtime.unit_specs import partition, persistent_parameters
+from hf_zero.sharding.model_params import check_parameters
+from hf_zero.sharding.unit import UnitKind
 from tests.harness.ranks import run_ranks
 
 
