@@ -76,7 +76,7 @@ class Comm:
         self.observers: list[Observer] = []
         self._starting: Callable[[Pending], None] | None = None  # tells the observers of the operation that starts
         self._presence = Presence()
-        self._received = BlockPool(torch.device("cpu"))  # what gloo receives in a reduce
+        self._received = BlockPool(device)  # what gloo receives in a reduce
         self._block: Coalesced | None = None  # what `coalesced` has collected
         self._vote_items: list[VoteItem] = []
         self._num_message_boxes = 0
@@ -401,7 +401,7 @@ class Comm:
         """Start over after an `abandon` on some rank. All ranks must call; what was pending is lost."""
         if self._processes is not None:
             # The memory that lost operations were to fill goes with the old pool.
-            allocations, self._received = self._received.allocations, BlockPool(torch.device("cpu"))
+            allocations, self._received = self._received.allocations, BlockPool(self.device)
             self._received.allocations = allocations
             self._presence.clear()
             self._processes.reconnect()
@@ -411,9 +411,6 @@ class Comm:
     def receive_allocations(self) -> int:
         """The number of allocations for what gloo receives in a reduce, so far."""
         return self._received.allocations
-
-    def reset_counts(self) -> None:
-        self.counts.clear()
 
     # ---------------------------------------------------------------- inside
     def _begin(self, call: Callable[..., Any], what: str, finish: Finish = None) -> Pending:

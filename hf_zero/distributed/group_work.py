@@ -53,7 +53,7 @@ class DeviceWork(GroupWork):
     def __init__(self, group: EngineGroup, link: Link, work: Any, what: str, finish: Finish = None) -> None:
         self._group, self._what, self._finish = group, what, finish
         self._work = work
-        link.note(self, work)
+        link.track(self, work)
 
     def hold_stream(self) -> None:
         """The current stream goes on when the operation is over. It does not count as waited for."""

@@ -77,7 +77,7 @@ class Link:
         backend = group._get_backend(device) if type(group) is dist.ProcessGroup else group
         return bool(getattr(backend, "supports_coalescing", False))
 
-    def note(self, waiter: object, work: Any) -> None:
+    def track(self, waiter: object, work: Any) -> None:
         """An operation of a device was begun, and `waiter` has not waited for it."""
         self._works[waiter] = work
 

@@ -69,7 +69,7 @@ def _drop_pending(engine: ZeroEngine) -> None:
     engine.schedule.param_grads.forget()
     for unit in engine.units:
         for flat in unit.flats:
-            flat.forget_gather()
+            flat.drop_gather()
 
 
 def _order(engine: ZeroEngine) -> tuple[int, str]:

@@ -118,7 +118,6 @@ class AioFile:
         self.writable = writable
         self.fd: int = info.fd  # without O_DIRECT; for fstat, posix_fallocate, ftruncate
         self.alignment: int = info.alignment  # bytes; offsets and lengths at multiples of it need no detour
-        self.memory_alignment: int = info.memory_alignment  # bytes, likewise for the address of a buffer
         self._handle = handle
         self._close = weakref.finalize(self, _native().hz_aio_close, handle)
 

@@ -126,11 +126,11 @@ class _Block:
 
     def holds(self, piece: torch.Tensor) -> bool:
         """Whether `piece` is one of this block."""
-        return 0 <= piece.data_ptr() - self.memory.data_ptr() < self.memory.numel()
+        return piece.untyped_storage()._cdata == self.memory.untyped_storage()._cdata
 
     def fill(self, piece: torch.Tensor) -> None:
         """Take a piece back."""
-        start = piece.data_ptr() - self.memory.data_ptr()
+        start = piece.storage_offset() - self.memory.storage_offset()  # what a plan counts has no address
         gaps: list[tuple[int, int]] = []
         for gap in sorted([*self._gaps, (start, start + piece.numel())]):
             if gaps and gaps[-1][1] == gap[0]:

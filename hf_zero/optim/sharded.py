@@ -28,7 +28,7 @@ from hf_zero.optim.state_access import (
     read_state,
     write_state,
 )
-from hf_zero.optim.step_ballot import StepFacts, clip_coefficient, settle_step
+from hf_zero.optim.step_ballot import StepFacts, clip_coefficient, hold_ballot
 from hf_zero.optim.updates.whole_params import make_owners, make_update
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.param_grads import ParamGrads
@@ -168,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         All ranks must call. `inf` only measures. Follows torch.nn.utils.clip_grad_norm_.
         """
-        facts = self._settle(f"step with gradients clipped to {max_norm:g}")
+        facts = self._facts_of_step(f"step with gradients clipped to {max_norm:g}")
         if (factor := clip_coefficient(facts.norm, max_norm)) != 1.0:
             self._factor *= factor
             for acc in self._reducer.accumulators:
@@ -200,7 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "hf_zero.initialize returned.\nThe closure forgets the gradients, runs forward and backward, and "
                 "returns the loss."
             )
-        facts = self._settle()
+        facts = self._facts_of_step()
         if self._clip > 0:
             self.clip_grad_norm(self._clip)
         if not self.guard.admits(facts.norm, self._comm):
@@ -259,7 +259,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         held = [(one, *pair) for one in self.owned for pair in zip(one.masters, one.grads, strict=True)]
 
         def take_gradients() -> None:
-            facts = self._settle()
+            facts = self._facts_of_step()
             if self._clip > 0:
                 self.clip_grad_norm(self._clip)
             has_grad = dict(zip(self._reducer.accumulators, facts.has_grad, strict=True))
@@ -354,7 +354,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def full_grad(self, place: ParamPlace) -> torch.Tensor | None:
         """See access.full_grad. More may be accumulated after it."""
-        grads, factor = self._settled(place) or (None, 1.0)
+        grads, factor = self._gradient_of(place) or (None, 1.0)
         if grads is None:
             return None
         return assemble(place, self._comm, lambda slice_: grads.read_slice(slice_) * factor, grads.dtype)
@@ -362,7 +362,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def local_grad(self, place: ParamPlace) -> torch.Tensor | None:
         """The part of a gradient that this rank owns, as the step will use it, 1-D; see access.local_grad."""
-        found, slice_ = self._settled(place), place.slice
+        found, slice_ = self._gradient_of(place), place.slice
         return None if found is None or slice_ is None else found[0].read_slice(slice_) * found[1]
 
     @torch.no_grad()
@@ -374,7 +374,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         grads = next((one for one in self._reducer.accumulators if one.flat is place.flat), None)
         if grads is None:
             raise StateError(f"{place.slot.name} is frozen: it has no gradient")
-        self._settle()
+        self._facts_of_step()
         self.rollback_early()  # it has used the old values
         for native in (one for one in self._reducer.accumulators if one.flat.placement.native):
             native.scale(self._factor)
@@ -427,7 +427,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _owned_of(self, place: ParamPlace) -> OwnedSlice | None:
         return next((one for one in self.owned if one.is_at(place)), None)
 
-    def _settled(self, place: ParamPlace) -> tuple[GradAccumulator, float] | None:
+    def _gradient_of(self, place: ParamPlace) -> tuple[GradAccumulator, float] | None:
         """(where the gradient of this step is, what clipping multiplies it with); None if no rank has one."""
         facts = self._facts or self._ballot(closes=False)
         for number, grads in enumerate(self._reducer.accumulators):
@@ -440,7 +440,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- inside
     @torch.no_grad()
-    def _settle(self, purpose: str = "step") -> StepFacts:
+    def _facts_of_step(self, purpose: str = "step") -> StepFacts:
         if self._param_grads.collect_all() or self._facts is None:
             facts = self._ballot(purpose=purpose)
             self._facts = dataclasses.replace(facts, norm=self.norm_of_all(facts.norm))
@@ -451,7 +451,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._facts
 
     def _ballot(self, **options: Any) -> StepFacts:
-        return settle_step(self._param_grads, self._reducer, self._comm, self._params, self.param_groups, **options)
+        return hold_ballot(self._param_grads, self._reducer, self._comm, self._params, self.param_groups, **options)
 
     def _publish(self, *, native_too: bool) -> None:
         """Masters -> parameters: cast, and gather where parameters stay unsharded on ranks that own a part each."""

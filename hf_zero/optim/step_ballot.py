@@ -34,7 +34,7 @@ class StepFacts:
     has_grad: tuple[tuple[bool, ...], ...]  # per gradient accumulator, per parameter: on any rank
 
 
-def settle_step(
+def hold_ballot(
     param_grads: ParamGrads,
     reducer: GradReducer,
     comm: Comm,

@@ -57,6 +57,7 @@ class FlatParam:
     shard: Shard  # the parameters' type
     master: Shard | None  # fp32 (fp64 for fp64 parameters)
     update: Pending | None
+    rank: int  # the one whose shard this process holds; 0 where every rank holds everything
     buckets: list[torch.Tensor]  # of `full`, 1-D: one all-gather each
     slices: dict[str, Slice]  # what this rank owns, by parameter name; without those of which it owns nothing
 
@@ -76,8 +77,8 @@ class FlatParam:
         self.placement = placement
         self.update = None
         self.comm = comm
-        self._rank = comm.rank if layout.world_size > 1 else 0
-        self.slices = slices_by_name(layout, self._rank)
+        self.rank = comm.rank if layout.world_size > 1 else 0
+        self.slices = slices_by_name(layout, self.rank)
         self._borrowed: BorrowedTensors | None = None
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
@@ -99,7 +100,7 @@ class FlatParam:
         for start, numel in self.layout.buckets():
             self.comm.broadcast(values[start : start + numel], f"first weights of {self.layout.name}")
         self._set_full(values.to(self.dtype))
-        self._set_shards(ShardTensor(self.layout, self._rank, values, in_full=True))
+        self._set_shards(ShardTensor(self.layout, self.rank, values, in_full=True))
         for param, view in zip(self.params, self._views, strict=True):
             set_data(param, view)
         self.bind_views()
@@ -161,7 +162,7 @@ class FlatParam:
         elif self.own_master is not None:
             self.own_master.drop()
         self.shard.move(layout, placement.param)
-        self.layout, self.placement, self.slices = layout, placement, slices_by_name(layout, self._rank)
+        self.layout, self.placement, self.slices = layout, placement, slices_by_name(layout, self.rank)
         if not layout.trainable:
             self.master = None
         elif self.master is None:
@@ -178,14 +179,14 @@ class FlatParam:
         if self.on_demand:
             self.shard = self._keep(values, self.placement.param, "param", self.dtype)
         else:
-            self.shard = ShardTensor(self.layout, self._rank, self.full, in_full=True)
+            self.shard = ShardTensor(self.layout, self.rank, self.full, in_full=True)
         self.master = self._own_master(values) if self.layout.trainable and values is not None else None
 
     def _own_master(self, values: Shard) -> Shard:
         dtype = master_dtype_of(self.dtype)
         if self.placement.native:
             tile = self.placement.tile_numel
-            master = make_stored(self.layout, self._rank, self.placement.master, "master", dtype, tile)
+            master = make_stored(self.layout, self.rank, self.placement.master, "master", dtype, tile)
             master.copy_from(values)
             return master
         if dtype == self.dtype and self.shard.in_memory is not None:
@@ -196,7 +197,7 @@ class FlatParam:
 
     def _keep(self, values: Shard | None, store: ShardStore, kind: str, dtype: torch.dtype) -> Shard:
         """A shard of its own with these values, or zeros."""
-        shard = make_shard(self.layout, self._rank, store, kind, dtype)
+        shard = make_shard(self.layout, self.rank, store, kind, dtype)
         if values is not None:
             shard.copy_from(values)
         return shard
@@ -235,7 +236,7 @@ class FlatParam:
         if shard.memory.device == self.full.device:
             return shard.parts
         # Straight into this rank's place in the full tensor: from there the all-gather takes it.
-        places = ShardTensor(self.layout, self._rank, self.full, in_full=True).parts
+        places = ShardTensor(self.layout, self.rank, self.full, in_full=True).parts
         self._copied = shard.copy_parts_to(places)
         return places
 
@@ -268,7 +269,7 @@ class FlatParam:
         if self.on_demand:
             self.bind_views()
 
-    def forget_gather(self) -> None:
+    def drop_gather(self) -> None:
         """A gather was broken off, and its connections are closed: what it had of other memory goes back."""
         if self._copied is not None:  # it may be reading what goes back, and writing to the full tensor
             self._copied.synchronize()
@@ -360,7 +361,7 @@ class FlatParam:
         """The masters of all ranks, 1-D [padded_numel], in their own type, on the device. All ranks must call."""
         assert self.master is not None
         full = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self._device)
-        mine = ShardTensor(self.layout, self._rank, full, in_full=True)
+        mine = ShardTensor(self.layout, self.rank, full, in_full=True)
         with self._reading():
             mine.copy_from(self.master)
         if self.layout.world_size > 1:
@@ -374,17 +375,12 @@ class FlatParam:
         """Take edits of the gathered parameters over into the shard. There must be no master: it would be rounded."""
         if self.master is not None or not self.on_demand:
             raise AssertionError(f"{self.layout.name} has more than a shard to bring up to date")
-        self.shard.copy_from(ShardTensor(self.layout, self._rank, self.full, in_full=True))
+        self.shard.copy_from(ShardTensor(self.layout, self.rank, self.full, in_full=True))
 
     @property
     def shard_is_on_host(self) -> bool:
         """Whether the parameters' shard, where it is memory, is memory of the host."""
         return self.comm.computes_on_host or (self.on_demand and not self.placement.param.is_on_device)
-
-    @property
-    def rank(self) -> int:
-        """The rank whose shard this process holds; 0 where every rank holds everything."""
-        return self._rank
 
     def slice_of(self, index: int) -> Slice | None:
         """Return the slice of parameter `index` that this rank owns; None if it owns nothing of it."""

@@ -110,7 +110,7 @@ class ShardUnit:
         """A pass was broken off, and its connections are closed: back to SHARDED, whatever the state."""
         self._gathers.clear()
         for flat in self.flats:
-            flat.forget_gather()
+            flat.drop_gather()
             flat.reshard()
         self.state = UnitState.SHARDED
 

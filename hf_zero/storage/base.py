@@ -55,10 +55,9 @@ class BorrowedTensors:
 class ShardStore(abc.ABC):
     """Keeps 1-D tensors under string keys on one medium.
 
-    Order of calls: `create` once per key, then any number of (`prefetch`, `borrow`, release), `flush` before the
-    contents are read by somebody else (a checkpoint), `drop` of single keys, `close` at the end. Several threads may
-    use one store, but one of them at a time borrows a key. An I/O error surfaces at the next `borrow` or `flush`
-    of the key, and the key stays unusable.
+    Order of calls: `create` once per key, then any number of (`prefetch`, `borrow`, release), `drop` of single keys,
+    `close` at the end. Several threads may use one store, but one of them at a time borrows a key. An I/O error
+    surfaces at the next `borrow` of the key, and the key stays unusable.
     """
 
     is_on_device = False  # whether the content is in the memory of the device that computes
@@ -79,10 +78,6 @@ class ShardStore(abc.ABC):
             write: They will be changed; the changes are kept at release.
             overwrite: With `write`: every element will be set, so the content need not be read and is undefined.
         """
-
-    @abc.abstractmethod
-    def flush(self) -> None:
-        """Return when every released write has reached the medium."""
 
     @abc.abstractmethod
     def drop(self, key: str) -> None:

@@ -46,7 +46,7 @@ class CopyStreams:
         marks = [observer.mark() for observer in self.observers]
         with self._after_compute(self._streams[0]):
             yield
-            self._tell("device", 0, marks, self._mark(self._streams[0]) if marks else None)
+            self._notify("device", 0, marks, self._mark(self._streams[0]) if marks else None)
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: torch.Event | None) -> torch.Event | None:
         """Start `target.copy_(source)`, to the device; the event completes when it is over. None: it is over.
@@ -103,10 +103,10 @@ class CopyStreams:
                     after.wait(stream)
                 target.copy_(source, non_blocking=True)
                 event = self._mark(stream)
-        self._tell(to, target.nbytes, marks, event)
+        self._notify(to, target.nbytes, marks, event)
         return event
 
-    def _tell(self, to: str, nbytes: int, marks: Sequence[Any], event: torch.Event | None) -> None:
+    def _notify(self, to: str, nbytes: int, marks: Sequence[Any], event: torch.Event | None) -> None:
         for observer, begun in zip(self.observers, marks, strict=True):
             observer.copied(to, nbytes, begun, event)
 

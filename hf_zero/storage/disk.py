@@ -120,7 +120,7 @@ class DiskStore(StagingStore):
         self._write_behind = write_behind
         self._file = SwapFile(self.path, aio=aio, preallocate=preallocate)
         self._lock = threading.Lock()
-        self._let_go = threading.Condition(self._lock)  # a kept region has lost its last reader
+        self._readers_left = threading.Condition(self._lock)  # a kept region has lost its last reader
         self._kept: collections.Counter[Region] = collections.Counter()  # readers
         self._retired: set[Region] = set()  # of those kept, which no key has any more
         self._entries: dict[str, Entry] = {}
@@ -156,7 +156,7 @@ class DiskStore(StagingStore):
                 entry = self._entries[key]
                 if entry.borrowed or entry.flight or entry.blank or entry.failure or not entry.nbytes:
                     continue
-                block = self._pool.take_now(entry.region.nbytes)
+                block = self._pool.try_acquire(entry.region.nbytes)
                 if block is None:
                     return
                 entry.flight = self._read(entry, block)
@@ -218,10 +218,10 @@ class DiskStore(StagingStore):
         for entry in entries:
             if entry.flight is not None and not aside:
                 blocks[entry] = entry.flight.block
-                self._pool.pass_on(entry.flight.block, to_thread=True)
+                self._pool.change_owner(entry.flight.block, to_thread=True)
         missing = [entry for entry in entries if entry.nbytes and entry not in blocks]
         started = time.perf_counter()
-        blocks.update(zip(missing, self._pool.take_all([entry.region.nbytes for entry in missing]), strict=True))
+        blocks.update(zip(missing, self._pool.acquire([entry.region.nbytes for entry in missing]), strict=True))
         with self._lock:
             self._stats.memory_wait_s += time.perf_counter() - started
 
@@ -286,27 +286,17 @@ class DiskStore(StagingStore):
                 if block is None:
                     continue
                 if entry.flight is not None and not aside:  # a write that this borrow only looked at
-                    self._pool.pass_on(block, to_thread=False)
+                    self._pool.change_owner(block, to_thread=False)
                     if entry.flight.transfer.finished:
                         self._settle(entry.flight)
                 elif keep and not self._closed:
-                    self._pool.pass_on(block, to_thread=False)
+                    self._pool.change_owner(block, to_thread=False)
                     writes.append(self._write(entry, block, staged=staged))
                 else:
-                    self._pool.give(block)
+                    self._pool.release(block)
         if not self._write_behind:
             for flight in writes:
                 self._end_write(flight)
-
-    def flush(self) -> None:
-        with self._lock:
-            writes = list(self._writes)
-        for flight in writes:
-            self._end_write(flight)
-        with self._lock:
-            self._check_file()
-            for entry in self._entries.values():
-                entry.check()
 
     def commit(self, keys: Sequence[str]) -> None:
         with self._lock:
@@ -370,7 +360,7 @@ class DiskStore(StagingStore):
                 if region in self._retired:
                     self._retired.remove(region)
                     self._file.release(region)
-                self._let_go.notify_all()
+                self._readers_left.notify_all()
 
     def close(self) -> None:
         if self._closed or not self._file.is_ours:
@@ -399,7 +389,7 @@ class DiskStore(StagingStore):
             flight, _ = self._ahead.popitem()  # the last one is needed latest
             flight.leave()
         flight.transfer.wait()
-        self._pool.give(flight.block)
+        self._pool.release(flight.block)
         return True
 
     def _end_write(self, flight: Flight) -> None:
@@ -425,7 +415,7 @@ class DiskStore(StagingStore):
             if flight is not None and flight in self._ahead:
                 del self._ahead[flight]
                 flight.leave()
-                self._pool.give(flight.block)
+                self._pool.release(flight.block)
             elif flight is not None:
                 self._settle(flight)
             if region is not None:
@@ -438,7 +428,7 @@ class DiskStore(StagingStore):
         if flight in self._writes and not flight.borrowed:
             del self._writes[flight]
             flight.leave()
-            self._pool.give(flight.block)
+            self._pool.release(flight.block)
 
     def _not_borrowed(self, key: str) -> Entry:
         entry = self._entries[key]
@@ -453,7 +443,9 @@ class DiskStore(StagingStore):
     def _read(self, entry: Entry, block: StagingBlock) -> Flight:
         self._stats.reads += 1
         self._stats.bytes_read += entry.nbytes
-        return self._tell(Flight(entry, block, self._file.read(block.memory, entry.region, entry.key), is_write=False))
+        return self._notify(
+            Flight(entry, block, self._file.read(block.memory, entry.region, entry.key), is_write=False)
+        )
 
     def _write(self, entry: Entry, block: StagingBlock, *, staged: bool) -> Flight:
         self._stats.writes += 1
@@ -463,7 +455,7 @@ class DiskStore(StagingStore):
             entry.region, entry.room = entry.room, None
         region = entry.staged if staged else entry.region
         assert region is not None
-        flight = self._tell(Flight(entry, block, self._file.write(block.memory, region, entry.key), is_write=True))
+        flight = self._notify(Flight(entry, block, self._file.write(block.memory, region, entry.key), is_write=True))
         self._writes[flight] = None
         if staged:
             entry.staged_flight = flight
@@ -472,7 +464,7 @@ class DiskStore(StagingStore):
             entry.blank = False
         return flight
 
-    def _tell(self, flight: Flight) -> Flight:
+    def _notify(self, flight: Flight) -> Flight:
         for observer in self.observers:
             observer(flight)
         return flight
@@ -488,7 +480,7 @@ class DiskStore(StagingStore):
             except OffloadError:
                 if not self._kept:
                     raise
-                self._let_go.wait()
+                self._readers_left.wait()
         return None
 
     def _free(self, region: Region) -> None:

@@ -49,9 +49,6 @@ class MemoryStore(ShardStore):
             raise AssertionError("overwrite=True needs write=True")
         return BorrowedTensors([self._tensors[key] for key in keys])
 
-    def flush(self) -> None:
-        """Nothing to do: a borrow writes to the content itself."""
-
     def drop(self, key: str) -> None:
         del self._tensors[key]
 

@@ -94,12 +94,12 @@ class StagingPool:
             self._reclaimers.remove(reclaimer)
             self._close_unless_used()
 
-    def take_now(self, nbytes: int) -> StagingBlock | None:
+    def try_acquire(self, nbytes: int) -> StagingBlock | None:
         """One block of at least `nbytes`; None if there is no room now."""
         with self._changed:
             return self._allocate([nbytes], None)[0] if self._may_take([nbytes], None) else None
 
-    def take_all(self, sizes: Sequence[int]) -> list[StagingBlock]:
+    def acquire(self, sizes: Sequence[int]) -> list[StagingBlock]:
         """One block per size, all together or none yet: a request that waits holds nothing of what it asked for."""
         me = threading.get_ident()
         deadline = time.monotonic() + PATIENCE_S
@@ -125,7 +125,7 @@ class StagingPool:
                     del self._line[me]
                     self._notify()
 
-    def give(self, block: StagingBlock) -> None:
+    def release(self, block: StagingBlock) -> None:
         """Back to the pool. Nothing may use the memory any more, the disk included."""
         with self._changed:
             self._held[block.owner] -= block.nbytes
@@ -133,7 +133,7 @@ class StagingPool:
             self._close_unless_used()
             self._notify()
 
-    def pass_on(self, block: StagingBlock, *, to_thread: bool) -> None:
+    def change_owner(self, block: StagingBlock, *, to_thread: bool) -> None:
         """The block belongs to the borrow of this thread from now on, or to a transfer."""
         with self._changed:
             self._held[block.owner] -= block.nbytes

@@ -59,7 +59,7 @@ def run_steps(engine: Any, task: Task, steps: range, *, count_waits: bool = Fals
     trained = Trained()
     for step in steps:
         counts = count_waits and step == steps[-1]
-        engine.comm.reset_counts()
+        engine.comm.counts.clear()
         numbers = range(step * task.shape.accumulation, (step + 1) * task.shape.accumulation)
         batches = [
             {name: value.to(engine.device) for name, value in task.batch(engine.rank, number).items()}

@@ -73,7 +73,7 @@ def averaged(stage: int, medium: dict[str, Any]) -> dict[str, Any]:
     for step in range(STEPS):
         engine.backward(engine(batch(step, torch.float64)))
         engine.step()
-        engine.comm.reset_counts()
+        engine.comm.counts.clear()
         ema.update()
         assert not engine.comm.counts, "an update of the average needs nobody"
         before = whole_state(engine)

@@ -53,7 +53,7 @@ def _count_one(setting: Setting) -> tuple[list[Counts], Counts]:
     engine = start(case, options)
     counted = []
     for step in range(STEPS):
-        engine.comm.reset_counts()
+        engine.comm.counts.clear()
         if setting.evaluate:
             engine.eval()
             with torch.no_grad():
@@ -132,7 +132,7 @@ def _moved_in_one(setting: Setting) -> tuple[int, int]:
     case, options = Case(setting.model, dist.get_world_size()), Options(setting.stage, zero=setting.zero)
     engine = start(case, options)
     for step in range(2):
-        engine.comm.reset_counts()
+        engine.comm.counts.clear()
         micro_step(engine, case, step, 0, options)
     on_a_ring = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "vote": 0}
     layouts = [buffer.layout for unit in engine.units for buffer in unit.flats]

@@ -67,7 +67,7 @@ class Spies:
         patch.setattr(FlatParam, "__init__", counted_init)
         patch.setattr(MemoryStore, "create", counted_create)
         patch.setattr(ZeroConfig, "resolve", counted_resolve)
-        comm.reset_counts()
+        comm.counts.clear()
 
     def collectives(self) -> dict[str, int]:
         return {name: count.calls for name, count in self.comm.counts.items()}

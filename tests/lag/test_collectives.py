@@ -174,7 +174,7 @@ def count(model: str, stage: int, keys: dict[str, Any]) -> tuple[list[Counter[st
     with _noting(notes):
         for step in range(STEPS):
             ids = torch.arange(10, device=engine.device).view(2, 5) + step + engine.rank
-            engine.comm.reset_counts()
+            engine.comm.counts.clear()
             counted = []
             loss = engine(ids)
             counted.append(_take(notes))

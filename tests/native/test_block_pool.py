@@ -49,3 +49,12 @@ def test_idle_memory_goes_back() -> None:
     pool.release(idle)
     pool.release_idle()
     assert [block.data_ptr() for block in pool.blocks] == [used.data_ptr()]
+
+
+def test_a_plan_counts_memory_that_is_not_there() -> None:
+    pool = BlockPool(torch.device("meta"))
+    for _ in range(2):
+        pieces = [pool.acquire(nbytes) for nbytes in (64, 128, 64)]
+        assert pool.nbytes == pool.live_bytes == 256 and pool.allocations == 3
+        for piece in pieces:
+            pool.release(piece)

@@ -174,7 +174,7 @@ def count_bytes() -> tuple[dict[str, int], dict[str, int], int, list[float]]:
     x, y = torch.randn(8, 200, generator=generator), torch.randn(8, 20, generator=generator)
     counts, losses = [], []
     for _ in range(40):
-        engine.comm.reset_counts()
+        engine.comm.counts.clear()
         loss = engine(x, y)
         engine.backward(loss)
         engine.step()
@@ -207,7 +207,7 @@ def resume(case: Case, steps: range, folder: str) -> tuple[list[dict[str, torch.
     kinds = []
     after = []
     for step in steps:
-        engine.comm.reset_counts()
+        engine.comm.counts.clear()
         after += train(engine, case, range(step, step + 1))
         kinds.append(set(engine.comm.counts) - {"vote"})
     return after, kinds

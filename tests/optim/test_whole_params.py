@@ -186,7 +186,7 @@ def train_in_batches(case: Case, numel: int) -> tuple[dict[str, torch.Tensor], l
     """Exchange at most `numel` elements at once, and return how many exchanges each step had, of how many elements."""
     whole_update._BATCH_NUMEL = numel
     engine = begin(case, 3, adafactor)
-    engine.comm.reset_counts()
+    engine.comm.counts.clear()
     weights = train(engine, case, 3, range(case.steps))
     count = engine.comm.counts["all_to_all"]
     return weights, [count.calls // case.steps, count.numel // case.steps]

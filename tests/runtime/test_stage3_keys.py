@@ -177,7 +177,7 @@ def count_gathers(case: Case, distances: list[int]) -> list[int]:
         engine = start(case, options)
         layers = {b.layout.name: u.kind for u in engine.units for b in u.flats if u.kind is UnitKind.LAYER}
         for step in range(STEPS):
-            engine.comm.reset_counts()
+            engine.comm.counts.clear()
             micro_step(engine, case, step, 0, options)
         others = sum(b.layout.num_buckets for u in engine.units for b in u.flats if b.layout.name not in layers)
         counted.append(engine.comm.counts["all_gather"].calls - others)
@@ -227,7 +227,7 @@ def gathers_of_mixes(distance: int) -> int:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
     for _ in range(STEPS):
-        engine.comm.reset_counts()
+        engine.comm.counts.clear()
         engine.backward(engine(torch.ones(2, 9)))
         engine.step()
     return engine.comm.counts["all_gather"].calls
@@ -277,7 +277,7 @@ def use_between_forward_and_backward(distance: int) -> list[torch.Tensor]:
             engine.step()
             continue
         with hf_zero.gathered_params(model), torch.no_grad():
-            engine.comm.reset_counts()
+            engine.comm.counts.clear()
             model(**case.batch(step, 1, engine.rank))
             assert not engine.comm.counts, "a gathered model moves nothing"
         with torch.no_grad():

@@ -20,6 +20,7 @@ from hf_zero.errors import OffloadError
 from hf_zero.native.host_memory import transfer_memory
 from hf_zero.storage import DiskStore, StagingPool, SwapFolder
 from hf_zero.storage import staging_pool as staging
+from tests.harness.stores import flush
 from tests.storage.conftest import GPU, CountedPages
 from tests.storage.test_stores import get, pattern, put, run_threads
 
@@ -45,7 +46,7 @@ def fill(store: DiskStore, num_keys: int, numel: int) -> list[str]:
     for i, key in enumerate(keys):
         store.create(key, numel, torch.float32)
         put(store, key, pattern(numel, torch.float32, i), overwrite=True)
-    store.flush()
+    flush(store)
     return keys
 
 
@@ -91,7 +92,7 @@ def test_staging_again_starts_from_the_content_and_replaces(tmp_path: Path) -> N
         with store.stage(["k0"]) as borrow:
             assert torch.equal(borrow.tensors[0], pattern(5000, torch.float32, 0))
             borrow.tensors[0].fill_(6)
-        store.flush()
+        flush(store)
         store.commit(["k0"])
         assert torch.equal(get(store, "k0"), torch.full((5000,), 6.0))
 
@@ -105,7 +106,7 @@ def test_commit_does_not_wait_for_the_write(tmp_path: Path) -> None:
             store.commit(["k"])
             assert (get(store, "k") == value).all()
             assert store.stats().reads == reads, "what is being written is in memory"
-        store.flush()
+        flush(store)
         assert (get(store, "k") == 4).all()
 
 
@@ -177,7 +178,7 @@ def test_a_kept_content_outlives_every_change(tmp_path: Path) -> None:
         store.drop("k3")
         store.create("k4", 5000, torch.float32)
         put(store, "k4", torch.full((5000,), -4.0))
-        store.flush()
+        flush(store)
         found = [read() for read in readers]
         wanted = [torch.full((5000,), 0.5), *(pattern(5000, torch.float32, i) for i in (1, 2, 3)), torch.zeros(5000)]
         for got, want in zip(found, [*wanted, wanted[1]], strict=True):
@@ -295,7 +296,7 @@ def test_write_behind(tmp_path: Path, write_behind: bool) -> None:
         store.create("k", 1024, torch.float32)
         put(store, "k", torch.ones(1024))
         assert len(store._writes) == int(write_behind)
-        store.flush()
+        flush(store)
         assert not store._writes
         assert store.path.read_bytes()[:4096] == torch.ones(1024).numpy().tobytes()
 
@@ -307,7 +308,7 @@ def test_what_is_being_written_is_served_from_memory(tmp_path: Path) -> None:
             put(store, "k", torch.full((MIB,), float(value)), overwrite=True)
             assert (get(store, "k") == value).all()
         assert store.stats().reads == 0
-        store.flush()
+        flush(store)
         assert (get(store, "k") == 4).all()
         assert store.stats().reads == 1
 
@@ -319,7 +320,7 @@ def test_transfers_are_aligned(tmp_path: Path) -> None:
         for numel in (1, 7, 511, 4097, 5001):
             store.create(f"k{numel}", numel, torch.float32)
             put(store, f"k{numel}", pattern(numel, torch.float32, 2))
-        store.flush()
+        flush(store)
         for numel in (1, 7, 511, 4097, 5001):
             assert torch.equal(get(store, f"k{numel}"), pattern(numel, torch.float32, 2))
         counts = store._file._queue.stats()
@@ -502,7 +503,7 @@ def test_pinned_memory_is_pinned_once_whatever_sizes_are_asked_for(tmp_path: Pat
             with store.borrow([f"small{i}" for i in range(4)], write=True) as borrow:
                 for tensor in borrow.tensors:
                     tensor.add_(1)
-        store.flush()
+        flush(store)
         assert get(store, "small3").unique().tolist() == [5]
         assert torch.equal(get(store, "large0"), pattern(12_000, torch.float32, 4))
         assert (pages.calls, list(pages.registered.values())) == (1, [64 * KIB])

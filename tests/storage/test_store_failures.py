@@ -18,6 +18,7 @@ from hf_zero.errors import OffloadError
 from hf_zero.storage import SwapFolder
 from hf_zero.storage.swap_folder import PARENT, sweep
 from tests.harness.ranks import run_ranks
+from tests.harness.stores import flush
 from tests.storage.test_store_disk import KIB, MIB, disk_store, fill, until
 from tests.storage.test_stores import ROOT, get, pattern, put
 
@@ -52,19 +53,19 @@ def test_a_full_disk_shows_when_space_is_reserved(tmp_path: Path) -> None:
         store.create("c", 64 * KIB, torch.float32)
         for key in ("a", "c"):
             put(store, key, torch.ones(store.usage()[key] // 4))
-        store.flush()
+        flush(store)
 
 
 def test_a_full_disk_at_a_write_poisons_the_key(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", "size=2m") as small, disk_store(small, 8 * MIB) as store:
         store.create("good", 64 * KIB, torch.float32)
         put(store, "good", torch.ones(64 * KIB))
-        store.flush()
+        flush(store)
         store.create("bad", MIB, torch.float32)
         put(store, "bad", torch.ones(MIB))
         for _ in range(2):
             with pytest.raises(OffloadError, match="No space left") as caught:
-                store.flush()
+                flush(store)
             assert str(store.path) in str(caught.value)
             assert "offset" in str(caught.value)
             with pytest.raises(OffloadError, match="No space left"):
@@ -74,7 +75,7 @@ def test_a_full_disk_at_a_write_poisons_the_key(tmp_path: Path) -> None:
         store.prefetch(["bad"])
         assert torch.equal(get(store, "good"), torch.ones(64 * KIB))
         store.drop("bad")
-        store.flush()
+        flush(store)
 
 
 @pytest.mark.parametrize("preallocate", [True, False])
@@ -87,7 +88,7 @@ def test_the_file_size_limit(tmp_path: Path, preallocate: bool) -> None:
                 store.create("k", MIB, torch.float32)
             store.create("small", 5000, torch.float32)
             put(store, "small", torch.ones(5000))
-            store.flush()
+            flush(store)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -101,7 +102,7 @@ def test_somebody_touches_the_file(tmp_path: Path, damage: str) -> None:
         else:
             os.truncate(store.path, 4096)
         for _ in range(2):
-            for use in (lambda: store.borrow(["k0"]), store.flush, lambda: store.borrow(["k1"], write=True)):
+            for use in (lambda: store.borrow(["k0"]), lambda: flush(store), lambda: store.borrow(["k1"], write=True)):
                 with pytest.raises(OffloadError, match=damage) as caught:
                     use()
                 assert str(store.path) in str(caught.value)
@@ -122,7 +123,7 @@ def test_a_read_that_fails_poisons_its_key_only(tmp_path: Path) -> None:
             assert str(store.path) in str(caught.value)
         assert torch.equal(get(store, "k0"), pattern(5000, torch.float32, 0))
         with pytest.raises(OffloadError, match="k1 could not be read"):
-            store.flush()
+            flush(store)
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:

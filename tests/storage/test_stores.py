@@ -18,6 +18,7 @@ import torch
 from hf_zero.config.resolved import Aio
 from hf_zero.storage import DeviceStore, DiskStore, HostStore, MemoryStore, ShardStore, StagingPool, SwapFolder
 from tests.harness.memory import anonymous_bytes
+from tests.harness.stores import flush
 from tests.storage.conftest import GPU, CountedPages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +102,7 @@ def test_zeros_then_what_was_written(store: ShardStore, dtype: torch.dtype) -> N
     for again in range(2):
         for numel in (*SIZES, LARGE):
             assert torch.equal(get(store, f"k{numel}"), pattern(numel, dtype, numel)), (numel, again)
-        store.flush()
+        flush(store)
 
 
 def test_several_keys_at_once(store: ShardStore) -> None:
@@ -177,7 +178,7 @@ def test_two_threads_and_many_keys(made: Made) -> None:
     run_threads([lambda thread=thread: work(thread) for thread in range(2)])  # type: ignore[misc]
     if errors:
         raise errors[0]
-    store.flush()
+    flush(store)
     for thread in range(2):
         for i in range(num_keys):
             assert torch.equal(get(store, f"t{thread}/{i}"), pattern(numel, torch.float32, i) + (rounds - 1) * 1000)
@@ -285,6 +286,7 @@ import sys, torch
 from hf_zero.config.resolved import Aio
 from hf_zero.storage import DiskStore, StagingPool, SwapFolder
 from tests.harness.memory import anonymous_bytes
+from tests.harness.stores import flush
 pool = StagingPool(16 << 20, device=torch.device("cpu"), pin=False)
 store = DiskStore(SwapFolder(sys.argv[1], 0), "s", aio=Aio(), pool=pool, preallocate=False)
 keys = [f"k{i}" for i in range(40)]
@@ -293,7 +295,7 @@ for key in keys:
 for key in keys[:2]:  # what a first use costs anyway
     with store.borrow([key], write=True) as borrow:
         borrow.tensors[0].fill_(0)
-store.flush()
+flush(store)
 pool.close()
 before, most = anonymous_bytes(), 0
 for again in range(2):

@@ -134,9 +134,6 @@ class PretendedDisk(StagingStore):
     def keep(self, key: str) -> KeptContent:
         raise AssertionError("a plan saves no checkpoint")
 
-    def flush(self) -> None:
-        return None
-
     def drop(self, key: str) -> None:
         del self._sizes[key]
 

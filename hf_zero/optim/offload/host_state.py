@@ -149,7 +149,7 @@ class UpdateJob:
                 else:
                     look_ahead()
                 master, exp_avg, exp_avg_sq = borrow.tensors
-                self._keep_rest(tile, master, out)
+                self._write_unchanged(tile, master, out)
                 for maximize in {hyper.maximize for hyper in self.hypers if hyper is not None}:
                     spans = list(self._spans(tile, grads.in_full, maximize))
                     if spans:
@@ -161,7 +161,7 @@ class UpdateJob:
         self._grads = None
         self._over.set()
 
-    def _keep_rest(self, tile: int, master: torch.Tensor, out: torch.Tensor | None) -> None:
+    def _write_unchanged(self, tile: int, master: torch.Tensor, out: torch.Tensor | None) -> None:
         """Write the parameters that are not updated: they are their masters, rounded."""
         for part in self.state.slices[tile]:
             if out is not None and self._hyper_of(part) is None:

@@ -58,7 +58,7 @@ class SignMean:
         self._server: dict[int, torch.Tensor] = {}
         self._columns: _Columns | None = None  # of the last call
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Errors start from zero again."""
         self._worker.clear()
         self._server.clear()

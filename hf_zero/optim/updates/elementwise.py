@@ -206,7 +206,7 @@ class OneBitUpdate(TorchUpdate):
         self._choose_phase()
 
     def restart(self) -> None:
-        self._mean.forget()
+        self._mean.reset()
         self._choose_phase()
 
     def state_bytes(self) -> int:
