@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from hf_zero import pipeline as pipeline
 from hf_zero.engine import parts
 from hf_zero.extras.deepspeed import names
+from hf_zero.lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -77,12 +75,7 @@ parts.register("hf_zero.extras.estimate.account:AccountPart")
 names.install()
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'hf_zero' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_EXPORTS[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _EXPORTS)
 
 
 def __dir__() -> list[str]:

@@ -5,8 +5,7 @@ The public names are loaded at first use, so that nothing imports torch before.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from hf_zero.lazy import lazy_names
 
 _EXPORTS = {
     "LayerSpec": "hf_zero.extras.pipeline.layer_spec",
@@ -19,13 +18,7 @@ _EXPORTS = {
     "from_transformers": "hf_zero.extras.pipeline.from_transformers",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'hf_zero.pipeline' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_EXPORTS[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _EXPORTS)
 
 
 def __dir__() -> list[str]:

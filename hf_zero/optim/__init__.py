@@ -1,8 +1,6 @@
 """The user's optimizer on shards, optimizers that torch does not have, and learning-rate schedules."""
 
-from importlib import import_module
-from typing import Any
-
+from hf_zero.lazy import lazy_names
 from hf_zero.optim.optimizer_types import OPTIMIZERS
 from hf_zero.optim.schedule_types import SCHEDULES
 
@@ -13,9 +11,4 @@ _CLASSES = {
     if path.startswith("hf_zero.optim.")
 }
 __all__ = sorted(_CLASSES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _CLASSES:
-        raise AttributeError(f"module 'hf_zero.optim' has no attribute {name!r}")
-    return getattr(import_module(_CLASSES[name]), name)
+__getattr__ = lazy_names(__name__, _CLASSES)

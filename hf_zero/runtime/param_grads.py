@@ -121,7 +121,8 @@ class ParamGrads:
                 # A stand-in cannot be edited; autograd may have added to it before the start of its backward was seen.
                 if grad._version != one.version and not isinstance(grad, GradStandIn):
                     one.version = grad._version
-                    changed |= self._edit(one, grad, one.grad)
+                    self._note_edit(one)
+                    changed = True
             elif grad is None:
                 self._events.gradients_change()
                 if one.acc.drop_gradient(one.index) and one.acc.flat.layout.slots[one.index].numel:
@@ -132,16 +133,16 @@ class ParamGrads:
             else:
                 one.grad.copy_(grad)
                 one.param.grad = one.grad
-                changed |= self._edit(one, grad, one.grad)
+                self._note_edit(one)
+                changed = True
         return changed
 
-    def _edit(self, one: _Shown, grad: torch.Tensor, mine: torch.Tensor) -> bool:
+    def _note_edit(self, one: _Shown) -> None:
         # A parameter without gradient is left alone; it is shown zeros, which clipping touches as well.
-        if one.index not in one.acc.seen and mine.count_nonzero():
+        if one.index not in one.acc.seen and one.grad.count_nonzero():
             one.acc.seen.add(one.index)
         self._changes.append(f"edited {_name(one)}")
         self._edited = True
-        return True
 
     @torch.no_grad()
     @asks_nobody

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _PARAMS = "scheduler.params"
 
 
-class Dummies:
+class DummyReplacement:
     """Builds the optimizers and schedulers that the dummies of one Accelerator stand for, and steps the schedulers.
 
     Args:

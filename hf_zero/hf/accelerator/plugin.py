@@ -27,7 +27,7 @@ from hf_zero.distributed.processes import wrong_on_all
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.initialize import new_engine
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.hf.accelerator.dummies import Dummies
+from hf_zero.hf.accelerator.dummies import DummyReplacement
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.accelerator.plain_loop import arguments_of, batch_of_loaders, scaling_of, take_accumulation
 from hf_zero.hf.accelerator.save_state import AcceleratorState
@@ -52,7 +52,7 @@ class ZeroPlugin:
         self._args = args
         self._scaling: LossScaling | None = None  # of accelerate's autocast in fp16
         self._per_device_batch: int | None = None
-        self.dummies: Dummies | None = None
+        self.dummies: DummyReplacement | None = None
 
     def take_batch_size(self, per_device: int) -> None:
         """Let "auto" and the batch numbers follow this many samples per rank from now on (auto_find_batch_size)."""
@@ -87,7 +87,7 @@ class ZeroPlugin:
             accelerator.__class__ = _zero_class(type(accelerator))  # type: ignore[arg-type]  # a class is hashable
         accelerator.zero_plugin = self
         # Trainer builds the scheduler itself.
-        self.dummies = None if self._args is not None else Dummies(self.config, accelerator, self._arguments)
+        self.dummies = None if self._args is not None else DummyReplacement(self.config, accelerator, self._arguments)
         if resolved.dtype is not None or resolved.precision.autocast is not None:
             # The engine casts, parameters or operations, so accelerate's autocast must not act as well.
             accelerator.native_amp = False
@@ -140,7 +140,7 @@ class ZeroPlugin:
         if resolved.shards_parameters and accelerator.num_processes > 1 and accelerator.is_main_process:
             warn_of_missed_sharding(model)
         # Trainer and accelerate scale the loss for accumulation, and ZeroAcceleratedOptimizer sees to clipping.
-        engine = new_engine(
+        return new_engine(
             model,
             resolved,
             managed=True,
@@ -148,7 +148,6 @@ class ZeroPlugin:
             # Masters keep what a cast to 16 bits drops, so a model that is evaluated first has them from the start.
             train=train or resolved.dtype is not None,
         )
-        return engine
 
     def wrap_optimizer(self, engine: ZeroEngine, optimizer: torch.optim.Optimizer) -> ZeroAcceleratedOptimizer:
         """Point `optimizer` at the shards, once, and put accelerate's gating around it."""
