@@ -17,7 +17,7 @@ from tests.harness.refused_writes import refusing_environment
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
-PER_CHANGE = ("1", "3 async", "pipeline", "trainer async")
+PER_CHANGE = ("3 async",)
 # Renames behind that of the manifest (of scripts, a description, latest), and syncs of folders, which may fail.
 MOST_AFTER_THE_COMMIT = 16
 

@@ -150,7 +150,7 @@ def resume(stage: int, folder: str, bf16: bool = False, medium: str = "none", *,
     return {"losses": losses, "weights": weights, "lr": engine.lr_scheduler.get_last_lr()}
 
 
-@pytest.mark.parametrize("saved_stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saved_stage", [3, pytest.param(1, marks=pytest.mark.nightly)])
 def test_resume_at_another_world_size_and_stage(saved_stage: int, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     want = run_ranks(save, 2, saved_stage, folder)[0]
@@ -179,7 +179,9 @@ def test_resume_with_another_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saved_on", [pytest.param("cpu", marks=pytest.mark.slow), *MEDIA[2:]])
+@pytest.mark.parametrize(
+    "saved_on", [*(pytest.param(medium, marks=pytest.mark.nightly) for medium in MEDIA[1:3]), MEDIA[3]]
+)
 def test_resume_on_another_medium(saved_on: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     want = run_ranks(save, 2, 3, folder, False, saved_on)[0]

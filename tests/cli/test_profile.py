@@ -14,7 +14,7 @@ from hf_zero.extras.cli.main import main
 from hf_zero.extras.cli.profile import joined
 from hf_zero.extras.cli.text import format_bytes
 from hf_zero.extras.pages.page import page, table
-from tests.harness.browser import check_tables, colours_in, look_at
+from tests.harness.browser import check_tables, look_at
 from tests.harness.ranks import run_ranks
 
 STEPS = 4
@@ -191,6 +191,7 @@ def test_memory_planned_and_measured(profiled: Profiled) -> None:
     assert sum(unit["numel"] for unit in units["units"]) == NUMEL
 
 
+@pytest.mark.nightly
 def test_the_page_in_a_browser(profiled: Profiled, tmp_path: Path) -> None:
     seen = look_at(profiled.html, tmp_path)
     assert seen.data == profiled.data
@@ -209,7 +210,6 @@ def test_the_page_in_a_browser(profiled: Profiled, tmp_path: Path) -> None:
     assert [int(one.attributes["data-peak"]) for one in drawn.all("polygon")] == [
         max(one["values"]) for one in area["series"]
     ]
-    assert min(colours_in(seen.image)) > 20
 
 
 def test_buckets_of_a_unit_are_one_span_in_the_page() -> None:

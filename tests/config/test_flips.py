@@ -43,7 +43,7 @@ def test_every_obeyed_key_is_flipped() -> None:
 @pytest.mark.parametrize(
     "first",
     [
-        pytest.param(first, marks=pytest.mark.nightly if first % (3 * _JOB) else [])
+        pytest.param(first, marks=pytest.mark.nightly if first % (6 * _JOB) else [])
         for first in range(0, len(HERE), _JOB)
     ],
 )

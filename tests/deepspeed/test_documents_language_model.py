@@ -156,7 +156,7 @@ assert sys.argv[1:] and sys.argv[1].startswith("--local_rank="), sys.argv  # a s
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_hosts_of_a_hostfile(tmp_path: Path) -> None:
     write_script(tmp_path, BIGRAMS + DATA + BY_FILE + LOOP.replace("FAIL", "pass"), "zero_args.py")
     (tmp_path / "zero.json").write_text(json.dumps(config(2)))
@@ -169,7 +169,7 @@ def test_two_hosts_of_a_hostfile(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_rank_that_raises_ends_the_job(hosts: int, tmp_path: Path) -> None:
     """The other rank waits for it in a collective then."""
     fail = """if i == 3 and dist.get_rank() == 1: open("failed", "w"), 1 / 0"""

@@ -184,7 +184,7 @@ OLD_LAUNCH = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [[], ["--use-env"]])
+@pytest.mark.parametrize("option", [[], pytest.param(["--use-env"], marks=pytest.mark.nightly)])
 def test_the_launcher_that_torch_had_first(option: list[str], tmp_path: Path) -> None:
     """The launcher `python -m torch.distributed.launch` gives --local-rank on the command line, or with --use-env does
     not.

@@ -52,7 +52,7 @@ def measured(all_jobs: list[tuple[str, dict[str, Any]]]) -> list[int]:
     return peaks
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_peak_is_the_planned_one(world_size: int, tmp_path: Path) -> None:
     all_jobs = jobs(str(tmp_path))
     by_rank = run_ranks(measured, world_size, all_jobs, timeout=240)

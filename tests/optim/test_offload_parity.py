@@ -70,21 +70,31 @@ def test_combinations_follow_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "world"),
-    [("plain", 1), ("plain", 2), ("twice+reentrant", 2), ("unequal", 2), ("frozen", 3), ("unused", 1), ("convnet", 2)],
+    [
+        ("plain", 2),
+        ("frozen", 3),
+        *(
+            pytest.param(model, world, marks=pytest.mark.nightly)
+            for model, world in (("plain", 1), ("twice+reentrant", 2), ("unequal", 2), ("unused", 1), ("convnet", 2))
+        ),
+    ],
 )
 def test_matrix_in_double(model: str, world: int, tmp_path: Path) -> None:
     check(matrix(model, world, tmp_path, accumulations=(1, 3) if model == "plain" else (3,)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "world"), [("plain", 2), ("tied", 3), ("llama", 1)])
+@pytest.mark.parametrize(
+    ("model", "world"),
+    [*(pytest.param(*one, marks=pytest.mark.nightly) for one in (("plain", 2), ("tied", 3))), ("llama", 1)],
+)
 def test_matrix_in_single(model: str, world: int, tmp_path: Path) -> None:
     """The twin of the fp64 matrix, without accumulation: `test_equal_to_torch_after_twenty_steps`."""
     check(matrix(model, world, tmp_path, single=True, accumulations=(3,)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", [pytest.param(0.1, marks=pytest.mark.slow), 0.0])
+@pytest.mark.parametrize("clip", [pytest.param(0.1, marks=pytest.mark.nightly), 0.0])
 def test_media_give_the_same_bits(clip: float, tmp_path: Path) -> None:
     """The updates on disk run inside backward, for nothing is clipped; sequential I/O and whole-shard tiles are other
     orders.

@@ -69,7 +69,7 @@ def train(stage: int, zero: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [*(pytest.param(world, marks=pytest.mark.nightly) for world in (1, 2)), 3])
 def test_awkward_sizes(world: int, tmp_path: Path) -> None:
     want = reference()
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}

@@ -99,9 +99,13 @@ def follows(case: Case, stages: tuple[int, ...], block: dict[str, Any]) -> State
 
 
 MATRIX = [
-    pytest.param(name, accumulation, stages, marks=[] if quick else slow, id=f"{name}-{accumulation}-{stages}")
+    pytest.param(name, accumulation, stages, marks=marks, id=f"{name}-{accumulation}-{stages}")
     for name in BLOCKS
-    for accumulation, stages, quick in ((1, (3,), "," not in name), (1, (0, 1, 2), False), (3, (0, 1, 2, 3), False))
+    for accumulation, stages, marks in (
+        (1, (3,), slow if "," in name else []),
+        (1, (0, 1, 2), pytest.mark.nightly),
+        (3, (0, 1, 2, 3), slow),
+    )
 ]
 
 
@@ -209,7 +213,10 @@ def train_by_name(case: Case, stage: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 3), (3, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("stage", "accumulation"),
+    [(3, 1), *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((0, 1), (1, 3), (2, 3)))],
+)
 def test_classes_of_torch_by_name(stage: int, accumulation: int) -> None:
     in_torch = [path for path, one in OPTIMIZERS.items() if path.startswith("torch.optim.") and one.params]
     assert set(BY_NAME) == {path.rpartition(".")[2] for path in in_torch}

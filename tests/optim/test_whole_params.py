@@ -153,7 +153,11 @@ def for_each_maker(half: Callable[..., Any], stage: int, folder: str) -> dict[Ma
     return found
 
 
-@pytest.fixture(scope="module", params=[(3, 1), (0, 2), (2, 0)], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[(3, 1), *(pytest.param(one, marks=pytest.mark.nightly) for one in ((0, 2), (2, 0)))],
+    ids=str,
+)
 def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Make, Any]]:
     """Return by world size the weights of every optimizer: saved by four ranks at one stage, resumed at another."""
     stage, then = request.param

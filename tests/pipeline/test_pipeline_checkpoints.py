@@ -91,7 +91,7 @@ def save_and_load(folder: str, world_size: int, variant: str, saved: list[str]) 
     return found
 
 
-@pytest.fixture(scope="module", params=["tied", "frozen"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("frozen", marks=pytest.mark.nightly)])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("pipelines")
     found: dict[str, Any] = {}

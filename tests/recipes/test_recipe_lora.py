@@ -83,7 +83,7 @@ def memory_of(output: Path) -> list[dict[str, Any]]:
     return by_rank
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_resumes_and_plain_peft_evaluates_the_same(
     model: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,7 +123,7 @@ def test_training_resumes_and_plain_peft_evaluates_the_same(
     assert "DIFFERENT by more than 0.0001" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_configurations_agree_and_hold_what_they_should(model: Path, trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "zero3")
     train(model, tmp_path / "zero2", "zero2")
@@ -152,7 +152,7 @@ def test_configurations_agree_and_hold_what_they_should(model: Path, trained: Pa
     assert stored < 5 * trained, "a checkpoint holds weights, masters and two moments of the adapters"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bf16(model: Path, tmp_path: Path) -> None:
     train(model, tmp_path / "out", "zero3", "--bf16", "True")
     summary = load_summary(tmp_path / "out")

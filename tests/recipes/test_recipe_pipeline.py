@@ -12,7 +12,7 @@ from tests.harness.scripts import run_script
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pipeline"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_schedules_beside_one_process(tmp_path: Path) -> None:
     sizes = "--layers 4 --width 32 --longest 48 --steps 4 --micros 4 --pictures pictures --save saved".split()
     output = run_script(RECIPE / "train.py", *sizes, folder=tmp_path).out

@@ -134,7 +134,7 @@ def reference(model: Path, decoding: str) -> list[list[Written]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_texts_are_the_plain_models_on_every_medium(model: Path, tmp_path: Path) -> None:
     everyone = run_ranks(run_all, 2, str(model), str(tmp_path), timeout=180)
     expected = {decoding: reference(model, decoding) for decoding in DECODING}
@@ -152,7 +152,7 @@ def test_texts_are_the_plain_models_on_every_medium(model: Path, tmp_path: Path)
                 assert 0 < memory["gathered_peak"] < whole, key
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("processes", "name"), [(2, "zero3_nvme"), (1, "zero3_cpu")])
 def test_command_compares_with_a_plain_process(processes: int, name: str, model: Path, tmp_path: Path) -> None:
     command = ["--model", str(model), "--zero", str(RECIPE / f"{name}.json")]

@@ -95,7 +95,7 @@ def swap_files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_configuration_gives_the_losses_without_offload(model: Path, tmp_path: Path) -> None:
     others = [str(RECIPE / f"{name}.json") for name in FILES[1:]]
     swap = tmp_path / "disk"
@@ -130,7 +130,7 @@ def test_every_configuration_gives_the_losses_without_offload(model: Path, tmp_p
     assert swap_files(swap) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cpu_adam_in_bf16_gives_the_same_bits(model: Path, tmp_path: Path) -> None:
     """One kernel updates both runs, so that no rounding of bf16 parameters can differ."""
     train(model, tmp_path / "out", "zero2_offload", "--compare", "--optimizer", "cpu-adam")
@@ -139,7 +139,7 @@ def test_cpu_adam_in_bf16_gives_the_same_bits(model: Path, tmp_path: Path) -> No
     assert plain["losses"][-1] < plain["losses"][0] - 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_on_disk_resumes_on_the_host(model: Path, tmp_path: Path) -> None:
     text = train(model, tmp_path / "disk", "zero_infinity", "--save_steps", str(STEPS // 2), "--eval_blocks", "4")
     assert "after training:  loss" in text

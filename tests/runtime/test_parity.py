@@ -51,12 +51,15 @@ def check(runs: list[tuple[Case, Options]]) -> None:
 SLOW_MODELS = ("plain", "twice", "tied", "unused", "unused_somewhere", "unequal", "reentrant", "non_reentrant")
 
 
+def _marks(model: str, world: int) -> list[pytest.MarkDecorator]:
+    if world == 1 or (world == 3 and model not in ("plain", "unused_somewhere")):
+        return [pytest.mark.nightly]
+    return [pytest.mark.slow] if world != 2 or model in SLOW_MODELS else []
+
+
 @pytest.mark.parametrize(
     ("model", "world"),
-    [
-        pytest.param(model, world, marks=[pytest.mark.slow] if world != 2 or model in SLOW_MODELS else [])
-        for model, world in WORLDS
-    ],
+    [pytest.param(model, world, marks=_marks(model, world)) for model, world in WORLDS],
 )
 def test_matrix_in_double(model: str, world: int) -> None:
     check(_matrix(model, world, single=False, crossed=model == "plain"))
@@ -68,8 +71,9 @@ def test_matrix_in_double(model: str, world: int) -> None:
     [
         *(pytest.param(*each, marks=pytest.mark.nightly) for each in WORLDS[: len(IN_DOUBLE)]),
         *(pytest.param("plain", world, marks=pytest.mark.nightly) for world in (1, 3)),
-        *(("llama", world) for world in (1, 2, 3)),
-        ("llama_reentrant", 2),
+        *(pytest.param("llama", world, marks=pytest.mark.nightly) for world in (1, 2)),
+        ("llama", 3),
+        pytest.param("llama_reentrant", 2, marks=pytest.mark.nightly),
         ("llama_non_reentrant", 2),
     ],
 )

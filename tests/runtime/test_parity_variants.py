@@ -34,7 +34,7 @@ ZERO_SETTINGS: list[tuple[tuple[str, Any], ...]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_settings_do_not_change_the_result(world: int) -> None:
     case = Case("plain", world, 2, "adamw", steps=3)
     runs = []
@@ -71,7 +71,7 @@ def test_combinations_follow_one_process(model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.nightly)])
 def test_ways_to_call(optimizer: str) -> None:
     """loss.backward() is as good as engine.backward(loss), clip_grad_norm_ as gradient_clipping."""
     case = Case("twice", 2, 2, optimizer, steps=3)
