@@ -130,7 +130,7 @@ class _Block:
 
     def fill(self, piece: torch.Tensor) -> None:
         """Take a piece back."""
-        start = piece.storage_offset() - self.memory.storage_offset()  # what a plan counts has no address
+        start = int(piece.storage_offset() - self.memory.storage_offset())  # a plan has no addresses
         gaps: list[tuple[int, int]] = []
         for gap in sorted([*self._gaps, (start, start + piece.numel())]):
             if gaps and gaps[-1][1] == gap[0]:
