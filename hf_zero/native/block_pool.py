@@ -126,7 +126,7 @@ class _Block:
 
     def holds(self, piece: torch.Tensor) -> bool:
         """Whether `piece` is one of this block."""
-        return piece.untyped_storage()._cdata == self.memory.untyped_storage()._cdata
+        return bool(piece.untyped_storage()._cdata == self.memory.untyped_storage()._cdata)
 
     def fill(self, piece: torch.Tensor) -> None:
         """Take a piece back."""
