@@ -5,15 +5,27 @@ from __future__ import annotations
 import glob
 import os
 
-# By the variable that chooses among devices of a kind: the files that their drivers make (NVIDIA's, AMD's, those of
-# WSL), and the other variables that choose.
-_FILES = {"CUDA_VISIBLE_DEVICES": ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")}
-_ALSO_CHOOSE = {"CUDA_VISIBLE_DEVICES": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")}
+# The variables that say which devices a process sees, for accelerators that ignore CUDA_VISIBLE_DEVICES.
+_VISIBLE = {
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "hpu": "HABANA_VISIBLE_MODULES",
+    "mlu": "MLU_VISIBLE_DEVICES",
+    "musa": "MUSA_VISIBLE_DEVICES",
+}
+# The files that the drivers make (NVIDIA's, AMD's, those of WSL), and the other variables that choose.
+_FILES = {"cuda": ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")}
+_ALSO_CHOOSE = {"cuda": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")}
+
+
+def visible_devices_variable(kind: str) -> str:
+    """The environment variable that chooses among devices of torch's `kind`; "" if there are none."""
+    return _VISIBLE.get(kind, "CUDA_VISIBLE_DEVICES")
 
 
 def device_file(kind: str) -> str | None:
     """A file of a device of torch's `kind`; None if there is none, or nobody knows how they are named."""
-    found = (path for pattern in _FILES.get(_variable(kind), ()) for path in sorted(glob.glob(pattern)))
+    found = (path for pattern in _FILES.get(kind, ()) for path in sorted(glob.glob(pattern)))
     return next(found, None)
 
 
@@ -22,10 +34,7 @@ def are_hidden(kind: str) -> bool:
 
     "" and "-1" say so, and SLURM's NoDevFiles: the list ends at the first name that is none.
     """
-    names = (_variable(kind), *_ALSO_CHOOSE.get(_variable(kind), ()))
+    names = (visible_devices_variable(kind), *_ALSO_CHOOSE.get(kind, ()))
     chosen = [os.environ[name].strip() for name in names if name in os.environ]
     return any(not value[:1].isdigit() and not value.startswith(("GPU-", "MIG-")) for value in chosen)
 
-
-def _variable(kind: str) -> str:
-    return f"{kind.upper()}_VISIBLE_DEVICES"

@@ -15,7 +15,7 @@ from hf_zero.distributed.environment import DEFAULT_PORT, expand_hosts, number_i
 from hf_zero.extras.launcher.forwarding import environment_files, exported, read_environment_file, shell_exports
 from hf_zero.extras.launcher.hosts import RemoteJob, Transport, address_of, check_reachable, run_srun
 from hf_zero.extras.launcher.launch_errors import LaunchUsageError
-from hf_zero.extras.launcher.launch_plan import JobPlan, visible_devices_variable
+from hf_zero.extras.launcher.launch_plan import JobPlan, devices_variable
 from hf_zero.extras.launcher.node import free_port, port_is_free, run_node
 from hf_zero.extras.launcher.resources import (
     Slots,
@@ -142,7 +142,7 @@ def _launch_here(options: LaunchOptions) -> None:
         )
     if options.no_ssh:
         raise LaunchUsageError("--no_ssh needs a --hostfile that names all hosts, the same one on each of them")
-    variable = visible_devices_variable()
+    variable = devices_variable()
     visible = [name for name in os.environ.get(variable, "").split(",") if name.strip()]
     if visible and (options.include or options.exclude):
         logger.warning(f"{variable}={','.join(visible)} gives way to --include and --exclude")

@@ -7,22 +7,15 @@ import dataclasses
 import json
 from typing import Any
 
-# The variables that say which devices a process sees, for accelerators that ignore CUDA_VISIBLE_DEVICES.
-_VISIBLE = {
-    "npu": "ASCEND_RT_VISIBLE_DEVICES",
-    "xpu": "ZE_AFFINITY_MASK",
-    "hpu": "HABANA_VISIBLE_MODULES",
-    "mlu": "MLU_VISIBLE_DEVICES",
-    "musa": "MUSA_VISIBLE_DEVICES",
-}
+from hf_zero.native.device_files import visible_devices_variable
 
 
-def visible_devices_variable() -> str:
+def devices_variable() -> str:
     """The environment variable that chooses among the accelerators of this host."""
     import torch
 
     kind = torch.accelerator.current_accelerator()
-    return _VISIBLE.get("" if kind is None else kind.type, "CUDA_VISIBLE_DEVICES")
+    return visible_devices_variable("" if kind is None else kind.type)
 
 
 @dataclasses.dataclass(frozen=True)

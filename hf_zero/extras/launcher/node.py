@@ -25,7 +25,7 @@ import psutil
 
 from hf_zero.distributed.environment import expand_hosts
 from hf_zero.extras.launcher.launch_errors import LaunchFailed, LaunchUsageError
-from hf_zero.extras.launcher.launch_plan import JobPlan, visible_devices_variable
+from hf_zero.extras.launcher.launch_plan import JobPlan, devices_variable
 from hf_zero.extras.launcher.worker import cores_here, parse_cores
 from hf_zero.native.machine import usable_cores
 
@@ -98,7 +98,7 @@ def _set_environment(plan: JobPlan, node_rank: int) -> None:
     """Set the environment of the processes: torch's agent hands its own on to them."""
     devices = plan.devices[node_rank]
     if plan.use_devices:
-        os.environ[visible_devices_variable()] = ",".join(devices)
+        os.environ[devices_variable()] = ",".join(devices)
     import torch
 
     from hf_zero.distributed.processes import wants_cpu
