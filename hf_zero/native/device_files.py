@@ -13,19 +13,19 @@ _VISIBLE = {
     "mlu": "MLU_VISIBLE_DEVICES",
     "musa": "MUSA_VISIBLE_DEVICES",
 }
-# The files that the drivers make (NVIDIA's, AMD's, those of WSL), and the other variables that choose.
-_FILES = {"cuda": ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")}
-_ALSO_CHOOSE = {"cuda": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")}
+# By such a variable: the files that drivers make (NVIDIA's, AMD's, those of WSL), and the other variables that choose.
+_FILES = {"CUDA_VISIBLE_DEVICES": ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")}
+_ALSO_CHOOSE = {"CUDA_VISIBLE_DEVICES": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")}
 
 
 def visible_devices_variable(kind: str) -> str:
-    """The environment variable that chooses among devices of torch's `kind`; "" if there are none."""
-    return _VISIBLE.get(kind, "CUDA_VISIBLE_DEVICES")
+    """The environment variable that chooses among devices of torch's `kind`."""
+    return _VISIBLE.get(kind, f"{kind.upper()}_VISIBLE_DEVICES")
 
 
 def device_file(kind: str) -> str | None:
     """A file of a device of torch's `kind`; None if there is none, or nobody knows how they are named."""
-    found = (path for pattern in _FILES.get(kind, ()) for path in sorted(glob.glob(pattern)))
+    found = (path for pattern in _FILES.get(visible_devices_variable(kind), ()) for path in sorted(glob.glob(pattern)))
     return next(found, None)
 
 
@@ -34,7 +34,7 @@ def are_hidden(kind: str) -> bool:
 
     "" and "-1" say so, and SLURM's NoDevFiles: the list ends at the first name that is none.
     """
-    names = (visible_devices_variable(kind), *_ALSO_CHOOSE.get(kind, ()))
+    variable = visible_devices_variable(kind)
+    names = (variable, *_ALSO_CHOOSE.get(variable, ()))
     chosen = [os.environ[name].strip() for name in names if name in os.environ]
     return any(not value[:1].isdigit() and not value.startswith(("GPU-", "MIG-")) for value in chosen)
-

@@ -15,7 +15,7 @@ def devices_variable() -> str:
     import torch
 
     kind = torch.accelerator.current_accelerator()
-    return visible_devices_variable("" if kind is None else kind.type)
+    return "CUDA_VISIBLE_DEVICES" if kind is None else visible_devices_variable(kind.type)
 
 
 @dataclasses.dataclass(frozen=True)
