@@ -22,6 +22,9 @@ class BlockPool:
     piece is taken from any gap that is large enough, whatever size its block was made for. Where none is, the blocks
     that nobody uses go, which are too small, before a new one is made: what is kept follows the sizes in use.
 
+    A piece of the same size is lent again as it came back, which costs next to nothing. When another size is asked for,
+    pieces become gaps, and gaps that touch become one.
+
     One thread at a time may call; `release` may come at any moment, of a finalizer too.
 
     Args:
@@ -31,7 +34,7 @@ class BlockPool:
     def __init__(self, source: HostMemory | torch.device) -> None:
         self._source = source
         self._blocks: list[_Block] = []  # oldest first: the same requests again find the same places
-        self._returned: collections.deque[torch.Tensor] = collections.deque()
+        self._returned: dict[int, collections.deque[torch.Tensor]] = collections.defaultdict(collections.deque)
         self.allocations = 0  # how often a block was made
         self.peak_bytes = 0
         self.live_bytes = 0  # of pieces in use
@@ -55,7 +58,7 @@ class BlockPool:
             OSError: The system has no memory.
         """
         size = _aligned(max(nbytes, 1))
-        piece = self._carve(size)
+        piece = self._take(size)
         if piece is None:
             self.release_idle()
             piece = self._add_block(max(size, block_bytes)).carve(size)
@@ -66,14 +69,16 @@ class BlockPool:
 
     def release(self, piece: torch.Tensor) -> None:
         """Keep a piece for reuse; nobody may use it any more but the current stream, and streams that it waits for."""
-        self.live_bytes -= piece.numel()
-        self._returned.append(piece)
+        size = piece.numel()
+        self.live_bytes -= size
+        self._returned[size].append(piece)
 
     def fits(self, sizes: list[int]) -> bool:
         """Whether pieces of these sizes can be acquired together without a new block."""
-        tried = [self._carve(_aligned(size)) for size in sizes]
+        tried = [self._take(_aligned(size)) for size in sizes]
         found = [piece for piece in tried if piece is not None]
-        self._returned.extend(found)
+        for piece in found:
+            self._returned[piece.numel()].append(piece)
         return len(found) == len(tried)
 
     def release_idle(self) -> None:
@@ -94,14 +99,17 @@ class BlockPool:
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
         return block
 
-    def _carve(self, size: int) -> torch.Tensor | None:
+    def _take(self, size: int) -> torch.Tensor | None:
+        if same := self._returned[size]:
+            return same.popleft()
         self._fill_gaps()
         return next((piece for block in self._blocks if (piece := block.carve(size)) is not None), None)
 
     def _fill_gaps(self) -> None:
-        while self._returned:
-            piece = self._returned.popleft()
-            next(block for block in self._blocks if block.holds(piece)).fill(piece)
+        for pieces in list(self._returned.values()):
+            while pieces:
+                piece = pieces.popleft()
+                next(block for block in self._blocks if block.holds(piece)).fill(piece)
 
 
 class _Block:
