@@ -22,8 +22,8 @@ class BlockPool:
     piece is taken from any gap that is large enough, whatever size its block was made for. Where none is, the blocks
     that nobody uses go, which are too small, before a new one is made: what is kept follows the sizes in use.
 
-    A piece of the same size is lent again as it came back, which costs next to nothing. When another size is asked for,
-    pieces become gaps, and gaps that touch become one.
+    A piece of the same size is lent again as it came back, which costs next to nothing. When another size is asked
+    for, pieces become gaps, and gaps that touch become one.
 
     One thread at a time may call; `release` may come at any moment, of a finalizer too.
 

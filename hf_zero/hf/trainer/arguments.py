@@ -113,6 +113,8 @@ def zero_arguments(base: type[_Arguments]) -> type[_Arguments]:
     return _MADE[base]
 
 
-# A pickle (training_args.bin) names the place where they are exported, not this file.
+# A pickle (training_args.bin) names the place where they are exported, not this file. HfArgumentParser looks there for
+# the names in an annotation, so it is given as what it stands for.
 for _exported in (TrainingArguments, Seq2SeqTrainingArguments):
     _exported.__module__ = "hf_zero"
+    _exported.__annotations__["zero"] = _FIELD_TYPE
