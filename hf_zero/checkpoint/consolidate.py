@@ -46,6 +46,7 @@ from hf_zero.checkpoint.format import (
     WEIGHT_KINDS,
     ConsolidateError,
     Manifest,
+    Segment,
     encode_header,
     expect,
     is_name,
@@ -94,7 +95,7 @@ class Tensor:
     shape: tuple[int, ...]
     stored: str  # element type, as safetensors names it
     written: str
-    segments: list[tuple[int, int, int]]
+    segments: Callable[[int, int], list[Segment]]  # of the elements between two
 
     @property
     def numel(self) -> int:
@@ -121,14 +122,20 @@ def plan_tensors(manifest: Manifest, options: Options) -> list[Tensor]:
             if options.dtype and stored.startswith("F8"):
                 raise ConsolidateError(f"cannot convert {name}, which is {TORCH_NAMES[stored]}: leave the dtype out")
             written = DTYPES[options.dtype] if options.dtype and stored in FLOATS else stored
-            tensors.append(Tensor(name, f"{name}::{kind}", info.shape, stored, written, segments(units[name], name)))
+            places = partial(segments, units[name], name)
+            tensors.append(Tensor(name, f"{name}::{kind}", info.shape, stored, written, places))
     if not tensors:
         raise ConsolidateError(f"no {'trainable ' if options.only_trainable else ''}parameters are in the checkpoint")
     for info in manifest.buffers:
-        stored, place = CODES[info.dtype], [(0, 0, math.prod(info.shape))]
+        stored, key = CODES[info.dtype], f"{info.name}::{BUFFER_KIND}"
         if STATE_MARK not in info.name:  # which is optimizer state
-            tensors.append(Tensor(info.name, f"{info.name}::{BUFFER_KIND}", info.shape, stored, stored, place))
+            tensors.append(Tensor(info.name, key, info.shape, stored, stored, buffer_segments))
     return tensors
+
+
+def buffer_segments(start: int, end: int) -> list[Segment]:
+    """Locate elements of a buffer, which is whole in the first file."""
+    return [(0, start, end - start)]
 
 
 def renamed(tensors: list[Tensor], names: Mapping[str, str]) -> list[Tensor]:
@@ -189,44 +196,6 @@ def convert(raw: Raw, source: str, target: str) -> Raw:
 
 
 # -------------------------------------------------------------------- the output
-class TensorBytes:
-    """The stored bytes of a whole tensor, from one of its elements on: from all files that hold parts of it.
-
-    What `read` filled is known to be right after `finish`.
-    """
-
-    def __init__(self, files: RankFiles, tensor: Tensor, first: int) -> None:
-        self._files = files
-        self._key = tensor.key
-        self._segments = self._from(tensor, first)
-        self._parts: dict[int, RankTensor] = {}  # by rank
-        self._at = (0, 0, 0)  # rank, byte from the start of its part, bytes left there
-
-    @staticmethod
-    def _from(tensor: Tensor, first: int) -> Iterator[tuple[int, int, int]]:
-        item = ITEM_BYTES[tensor.stored]
-        for rank, start, numel in tensor.segments:
-            skipped = min(first, numel)
-            first -= skipped
-            if skipped < numel:
-                yield rank, (start + skipped) * item, (numel - skipped) * item
-
-    def read(self, view: memoryview) -> None:
-        """Fill `view` with the next bytes."""
-        while view:
-            rank, offset, left = self._at if self._at[2] else next(self._segments)
-            if rank not in self._parts:
-                self._parts[rank] = self._files.tensor(rank, self._key)
-            now = view[:left]
-            self._parts[rank].read(now, offset)
-            self._at = (rank, offset + len(now), left - len(now))
-            view = view[len(now) :]
-
-    def finish(self) -> None:
-        for part in self._parts.values():
-            part.finish()
-
-
 def write_file(
     path: Path, tensors: Sequence[Tensor], files: RankFiles, tied: Mapping[str, str], advance: Advance
 ) -> None:
@@ -275,20 +244,24 @@ def write_part(
     files: RankFiles, file: io.FileIO, tensor: Tensor, first: int, last: int, offset: int, advance: Advance
 ) -> None:
     """Write the elements [first, last) of a tensor from byte `offset` of the file on."""
-    source = TensorBytes(files, tensor, first)
     file.seek(offset)
-    step = READ_BYTES // ITEM_BYTES[tensor.stored]
-    for start in range(first, last, step):
-        raw = np.empty(min(step, last - start) * ITEM_BYTES[tensor.stored], np.uint8)
-        source.read(raw.data)
-        try:
-            left = convert(raw, tensor.stored, tensor.written).data
-        except OverflowError as error:
-            raise ConsolidateError(f"cannot convert {tensor.name}: {error}; choose another dtype") from None
-        while left:
-            left = left[file.write(left) :]
-        advance(len(raw))
-    source.finish()
+    item = ITEM_BYTES[tensor.stored]
+    step = READ_BYTES // item
+    parts: dict[int, RankTensor] = {}
+    for rank, start, numel in tensor.segments(first, last):
+        part = parts[rank] = parts.get(rank) or files.tensor(rank, tensor.key)
+        for at in range(start, start + numel, step):
+            raw = np.empty(min(step, start + numel - at) * item, np.uint8)
+            part.read(raw.data, at * item)
+            try:
+                left = convert(raw, tensor.stored, tensor.written).data
+            except OverflowError as error:
+                raise ConsolidateError(f"cannot convert {tensor.name}: {error}; choose another dtype") from None
+            while left:
+                left = left[file.write(left) :]
+            advance(len(raw))
+    for part in parts.values():
+        part.finish()
 
 
 def write_folder(

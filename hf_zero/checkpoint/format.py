@@ -454,17 +454,22 @@ def file_marks(info: SaveInfo, buffers: Iterable[TensorInfo]) -> dict[str, str]:
     return {mark: hashlib.sha256(text.encode("ascii")).hexdigest() for mark, text in texts.items()}
 
 
-def segments(unit: UnitLayout, name: str) -> list[tuple[int, int, int]]:
-    """Locate the elements of a parameter, in order: (rank of the file, first element in its slice there, elements).
+Segment = tuple[int, int, int]  # rank of the file, first element in the parameter's slice there, elements
 
-    What a rank owns of one parameter is contiguous in its file, so a cursor per rank gives the first element.
+
+def segments(unit: UnitLayout, name: str, start: int = 0, end: int | None = None) -> list[Segment]:
+    """Locate the elements [start, end) of a flattened parameter in the files, in order.
+
+    What a rank owns of one parameter is contiguous in its file. It begins in the bucket where the parameter does, or,
+    if the rank's part of that bucket is before the parameter, with the rank's part of the next one.
     """
+    offset = unit.slot(name).offset
+    bucket = offset - offset % unit.bucket_numel
+    part = min(unit.bucket_numel, unit.padded_numel - bucket) // unit.world_size
     found = []
-    used: dict[int, int] = {}
-    for owned in unit.locate(name):
-        rank, numel = unit.first_rank + owned.rank, owned.piece.numel
-        found.append((rank, used.get(rank, 0), numel))
-        used[rank] = used.get(rank, 0) + numel
+    for owned in unit.locate(name, start, end):
+        before = bucket // unit.world_size + min(max(offset - bucket - owned.rank * part, 0), part)
+        found.append((unit.first_rank + owned.rank, owned.piece.shard_offset - before, owned.piece.numel))
     return found
 
 

@@ -20,7 +20,16 @@ import torch
 
 from hf_zero.checkpoint.direct_reads import DirectFile, ahead
 from hf_zero.checkpoint.folders import offering, read_manifest
-from hf_zero.checkpoint.format import BLOCK_BYTES, BUFFER_KIND, STATE_MARK, WEIGHT_KINDS, Manifest, TensorInfo
+from hf_zero.checkpoint.format import (
+    BLOCK_BYTES,
+    BUFFER_KIND,
+    STATE_MARK,
+    WEIGHT_KINDS,
+    Manifest,
+    Segment,
+    TensorInfo,
+    segments,
+)
 from hf_zero.checkpoint.rank_reader import RankFiles, SafetensorsFile
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Piece, Slice, Slot, UnitLayout
@@ -39,16 +48,6 @@ def open_checkpoint(folder: str | Path) -> CheckpointReader:
             checkpoint beside it is offered.
     """
     return CheckpointReader(Path(folder), read_manifest(folder))
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """Elements that lie without a gap in one file and in the destination."""
-
-    rank: int
-    source: int  # elements from the start of the parameter's slice in the rank file
-    target: int  # elements from the start of the destination
-    numel: int
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,6 @@ class CheckpointReader:
         # Files elsewhere come over the process group, which one thread may use.
         self._in_parallel = not elsewhere
         self._pool: ThreadPoolExecutor | None = None
-        # (parameter, rank) -> where its slice starts in that rank's shard
-        self._slice_starts: dict[tuple[str, int], int] = {}
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -219,12 +216,13 @@ class CheckpointReader:
     ) -> None:
         """Read into memory that is there: `targets`, contiguous CPU tensors of the stored element type, hold as many
         elements together. After an error a part of them is overwritten. See `read`."""
-        key, ranges = f"{self._slot(name).name}::{kind}", _ranges(pieces)
+        name, ranges = self._slot(name).name, _ranges(pieces)
         numel = sum(piece.numel for piece in ranges)
         if not self.fits(targets, name, kind) or sum(one.numel() for one in targets) != numel:
             raise AssertionError(f"{name} {kind}: these tensors are not what is read")
-        if any(one.numel() for one in targets):
-            self._read_into([one.view(-1) for one in targets], key, self._copies(self._slot(name).name, ranges))
+        if numel:
+            found = [one for piece in ranges for one in segments(self._units[name], name, piece.start, piece.end)]
+            self._read_into([one.view(-1) for one in targets], f"{name}::{kind}", found)
 
     def fits(self, targets: Sequence[torch.Tensor], name: str, kind: str) -> bool:
         """Whether `read_into` can read into such memory."""
@@ -260,35 +258,12 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder} holds no buffer {name!r}")
         result = torch.empty(math.prod(info.shape), dtype=getattr(torch, info.dtype))
         if result.numel():
-            copy = _Copy(rank=0, source=0, target=0, numel=result.numel())
-            self._read_into([result], f"{name}::{BUFFER_KIND}", [copy])
+            self._read_into([result], f"{name}::{BUFFER_KIND}", [(0, 0, result.numel())])
         return result.view(info.shape)
 
-    def _copies(self, name: str, ranges: Sequence[Piece]) -> list[_Copy]:
-        """Intersect the wanted ranges with the stored layout; neighbours in file and destination become one copy."""
-        unit = self._units[name]
-        copies: list[_Copy] = []
-        target = 0
-        for wanted in ranges:
-            for owned in unit.locate(name, wanted.start, wanted.end):
-                source = owned.piece.shard_offset - self._run_start(unit, name, owned.rank)
-                copy = _Copy(unit.first_rank + owned.rank, source, target, owned.piece.numel)
-                last = copies[-1] if copies else None
-                if last and last.rank == copy.rank and last.source + last.numel == source:
-                    copies[-1] = _Copy(last.rank, last.source, last.target, last.numel + copy.numel)
-                else:
-                    copies.append(copy)
-                target += copy.numel
-        return copies
-
-    def _run_start(self, unit: UnitLayout, name: str, rank: int) -> int:
-        if (name, rank) not in self._slice_starts:
-            self._slice_starts.update({(slice_.name, rank): slice_.shard_offset for slice_ in unit.slices(rank)})
-        return self._slice_starts[name, rank]
-
-    def _read_into(self, targets: Sequence[torch.Tensor], key: str, copies: Sequence[_Copy]) -> None:
+    def _read_into(self, targets: Sequence[torch.Tensor], key: str, found: Sequence[Segment]) -> None:
         """Fill `targets`, one behind the other, and compare the checksums of what was read for them."""
-        parts = _parts(copies, targets)
+        parts = _parts(found, targets)
         with offering(self.folder):
             # A small tensor costs less than a second thread with files of its own.
             if sum(target.nbytes for target in targets) <= _PART_BYTES or not self._in_parallel:
@@ -321,22 +296,24 @@ def _ranges(pieces: Slice | Sequence[Piece]) -> Sequence[Piece]:
     return pieces.pieces if isinstance(pieces, Slice) else pieces
 
 
-def _parts(copies: Sequence[_Copy], targets: Sequence[torch.Tensor]) -> Sequence[_Part]:
-    """Divide copies into parts for threads, which meet where blocks do, so that one thread reads each block."""
+def _parts(found: Sequence[Segment], targets: Sequence[torch.Tensor]) -> Sequence[_Part]:
+    """Divide segments into parts for threads, which meet where blocks do, so that one thread reads each block."""
     size = targets[0].itemsize
     most = _PART_BYTES // size
-    found: dict[tuple[int, int], _Part] = {}
-    for copy in copies:
-        at, end = copy.source, copy.source + copy.numel
+    parts: dict[tuple[int, int], _Part] = {}
+    target = 0
+    for rank, at, numel in found:
+        end = at + numel
         while at < end:
             until = min(end, at - at % most + most)
-            part = found.setdefault((copy.rank, at // most), _Part(copy.rank, []))
+            part = parts.setdefault((rank, at // most), _Part(rank, []))
             byte = at * size
-            for view in _views(targets, copy.target + at - copy.source, until - at):
+            for view in _views(targets, target, until - at):
                 part.reads.append((byte, view))
                 byte += len(view)
+            target += until - at
             at = until
-    return list(found.values())
+    return list(parts.values())
 
 
 def _views(targets: Sequence[torch.Tensor], start: int, numel: int) -> Iterator[memoryview]:
