@@ -13,6 +13,7 @@ Facts of a run have names that begin with "@", and are known to some callers onl
 
 from __future__ import annotations
 
+from hf_zero.config.media import MEDIA, Medium
 from hf_zero.config.schema import Get, When
 
 ZERO = "zero_optimization"
@@ -44,9 +45,9 @@ def is_known(get: Get, fact: str) -> bool:
         return False
 
 
-def optimizer_device(get: Get) -> str:
-    """The place of optimizer states; "none" is the device."""
-    return get(f"{OFFLOAD_OPTIMIZER}.device") or "none"
+def medium(get: Get, block: str) -> Medium:
+    """The medium that an offload block names; the device where it names none."""
+    return MEDIA[get(f"{block}.device") or "none"]
 
 
 def runs_in_torch(get: Get) -> bool:
@@ -57,13 +58,17 @@ def runs_in_torch(get: Get) -> bool:
 
 def updates_natively(get: Get) -> bool:
     """Whether native code updates offloaded states, and not torch on the host."""
-    device = optimizer_device(get)
-    return device == "nvme" or (device == "cpu" and get(FORCE) is not False and not runs_in_torch(get))
+    where = medium(get, OFFLOAD_OPTIMIZER)
+    return where.needs_folder or (where.is_host and get(FORCE) is not False and not runs_in_torch(get))
 
 
 def _is_cast(get: Get) -> bool:
     levels = get("amp.enabled") is True and get("amp.opt_level") in ("O2", "O3")
     return levels or any(get(f"{name}.enabled") is True for name in ("bf16", "fp16"))
+
+
+def _uses_disk(get: Get) -> bool:
+    return any(medium(get, block).needs_folder for block in (OFFLOAD_PARAM, OFFLOAD_OPTIMIZER))
 
 
 def _smaller_bucket(own: str, other: str) -> When:
@@ -84,26 +89,22 @@ PARAMS_AWAY = When(
     "the stage is {stage}, and below stage 3 parameters stay unsharded on the device (offload_optimizer works at "
     "stages 1 to 3)",
 )
-PARAMS_OFFLOADED = When(lambda get: get(f"{OFFLOAD_PARAM}.device") in ("cpu", "nvme"), "parameters are not offloaded")
-PARAMS_ON_DISK = When(lambda get: get(f"{OFFLOAD_PARAM}.device") == "nvme", "parameters are not on a disk")
-OFFLOADED = When(lambda get: optimizer_device(get) != "none", "the optimizer is not offloaded")
+PARAMS_OFFLOADED = When(lambda get: not medium(get, OFFLOAD_PARAM).is_device, "parameters are not offloaded")
+PARAMS_ON_DISK = When(lambda get: medium(get, OFFLOAD_PARAM).needs_folder, "parameters are not on a disk")
+OFFLOADED = When(lambda get: not medium(get, OFFLOAD_OPTIMIZER).is_device, "the optimizer is not offloaded")
 PINS = When(
-    lambda get: optimizer_device(get) != "none" or get("checkpoint.async") is True,
+    lambda get: not medium(get, OFFLOAD_OPTIMIZER).is_device or get("checkpoint.async") is True,
     "the optimizer is not offloaded, and no checkpoint is written in the background",
 )
-OPTIMIZER_ON_DISK = When(lambda get: optimizer_device(get) == "nvme", "the optimizer's states are not on a disk")
+OPTIMIZER_ON_DISK = When(
+    lambda get: medium(get, OFFLOAD_OPTIMIZER).needs_folder, "the optimizer's states are not on a disk"
+)
 OPTIMIZER_ON_HOST = When(
-    lambda get: optimizer_device(get) == "cpu",
+    lambda get: medium(get, OFFLOAD_OPTIMIZER).is_host,
     'it chooses who updates states in the host\'s memory (offload_optimizer.device = "cpu")',
 )
-ANY_DISK = When(
-    lambda get: "nvme" in (get(f"{OFFLOAD_PARAM}.device"), optimizer_device(get)),
-    "nothing is on a disk",
-)
-NO_DISK = When(
-    lambda get: "nvme" not in (get(f"{OFFLOAD_PARAM}.device"), optimizer_device(get)),
-    'with a device = "nvme" what is saved is on the disk',
-)
+ANY_DISK = When(_uses_disk, "nothing is on a disk")
+NO_DISK = When(lambda get: not _uses_disk(get), 'with a device = "nvme" what is saved is on the disk')
 TILES = When(
     lambda get: not updates_natively(get) or get(f"{ZERO}.sub_group_size") <= MAX_TILE_NUMEL,
     f"a tile of the native update has at most {MAX_TILE_NUMEL} elements",

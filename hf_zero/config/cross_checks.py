@@ -12,6 +12,7 @@ from hf_zero.config.conditions import (
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     STAGE,
+    medium,
     runs_in_torch,
 )
 from hf_zero.config.conditions import PARAMS as _PARAMS
@@ -127,13 +128,13 @@ def _is_scale(value: Any) -> bool:
 
 def _of_offload(get: Get) -> Iterator[Conflict]:
     for block in (OFFLOAD_PARAM, OFFLOAD_OPTIMIZER):
-        if get(f"{block}.device") == "nvme" and not get(f"{block}.nvme_path"):
+        if medium(get, block).needs_folder and not get(f"{block}.nvme_path"):
             yield Conflict(
                 f"{block}.nvme_path",
-                f'{block}.device is "nvme", which needs the folder to keep the files in',
+                f"{block}.device is {show(get(f'{block}.device'))}, which needs the folder to keep the files in",
                 'Write "nvme_path": "/local_nvme" beside it, or set the device to "cpu" or "none".',
             )
-    if _is_offloaded(get) and get(STAGE) == 0:
+    if not medium(get, OFFLOAD_OPTIMIZER).is_device and get(STAGE) == 0:
         yield Conflict(
             _OFFLOAD,
             "it needs stage 1, 2 or 3, but the stage is 0: nothing is sharded there",
@@ -148,16 +149,12 @@ def _of_offload(get: Get) -> Iterator[Conflict]:
         )
 
 
-def _is_offloaded(get: Get) -> bool:
-    return get(_OFFLOAD) not in (None, "none")
-
-
 def _of_native_update(get: Get) -> Iterator[Conflict]:
     """16-bit moments and the delayed update belong to the native Adam, which updates offloaded states only."""
     wanted = [key for key, on in ((MOMENTS, False), (_DELAYED, True)) if get(key) is on]
-    by_torch = runs_in_torch(get)
+    by_torch, where = runs_in_torch(get), medium(get, OFFLOAD_OPTIMIZER)
     for key in wanted:
-        if not _is_offloaded(get):
+        if where.is_device:
             yield Conflict(
                 key,
                 "moments in 16 bits belong to the native Adam, which updates offloaded optimizer state only"
@@ -165,7 +162,7 @@ def _of_native_update(get: Get) -> Iterator[Conflict]:
                 else "there is nothing to delay: the update runs on the device, not beside it",
                 f'Remove it, or set {_OFFLOAD} to "cpu" or "nvme".',
             )
-        elif get(_OFFLOAD) == "cpu" and (by_torch or get(FORCE) is False):
+        elif where.is_host and (by_torch or get(FORCE) is False):
             why, remedy = f"{FORCE} = false", f"Remove it, or remove {FORCE}."
             if by_torch and get("optimizer.type") in NATIVE:
                 why, remedy = f"{_PARAMS}.torch_adam = true", "Remove one of them."

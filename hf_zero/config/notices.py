@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from hf_zero.config.conditions import OFFLOAD_OPTIMIZER, STAGE, ZERO, Unknown, runs_in_torch
+from hf_zero.config.conditions import OFFLOAD_OPTIMIZER, STAGE, ZERO, Unknown, medium, runs_in_torch
 from hf_zero.config.keys import root, typed_blocks
 from hf_zero.config.resolved import FILE, ResolvedConfig
 from hf_zero.config.schema import AUTO, Block, Entry, Get, Key, find, show
@@ -94,7 +94,7 @@ def _differences(given: Mapping[str, Any], get: Get) -> Iterator[str]:
             if given.get(f"{block}.params.{name}") is True:
                 yield f"{block}.params.{name} = true has no effect: {given[f'{block}.type']} has one way to run"
     kind = given.get("optimizer.type")
-    if kind is not None and runs_in_torch(get) and given.get(f"{OFFLOAD_OPTIMIZER}.device") == "cpu":
+    if kind is not None and runs_in_torch(get) and medium(given.get, OFFLOAD_OPTIMIZER).is_host:
         yield f"optimizer.type = {kind} has no native update: torch runs it on the host"
     if given.get(_GATHER) is False and get(STAGE) == 3:
         yield f"{_GATHER} = false: checkpoints will have no model.safetensors; hf-zero consolidate makes it"

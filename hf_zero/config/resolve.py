@@ -22,7 +22,16 @@ from hf_zero.config.autofill import (
     equal,
     hidden_size,
 )
-from hf_zero.config.conditions import ACCUMULATION, BATCH_KEYS, FORCE, OFFLOAD_PARAM, STAGE, TRAIN, runs_in_torch
+from hf_zero.config.conditions import (
+    ACCUMULATION,
+    BATCH_KEYS,
+    FORCE,
+    OFFLOAD_PARAM,
+    STAGE,
+    TRAIN,
+    medium,
+    runs_in_torch,
+)
 from hf_zero.config.cross_checks import MOMENTS, cross_problems, refusals
 from hf_zero.config.keys import root, typed_blocks
 from hf_zero.config.notices import getter, notices
@@ -199,7 +208,7 @@ class _Resolver:
 
     def _keep_parameters_below_stage_3(self) -> None:
         """DeepSpeed takes offload_param at every stage and offloads at stage 3; a notice says so."""
-        if self._get(STAGE) != 3 and self._get(PARAM_DEVICE) != "none":
+        if self._get(STAGE) != 3 and not medium(self._get, OFFLOAD_PARAM).is_device:
             self._set(PARAM_DEVICE, "none", BELOW_STAGE_3)
 
     def _fill_batch(self) -> None:

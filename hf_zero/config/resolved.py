@@ -348,6 +348,12 @@ class ZeroSection:
     offload_param: OffloadParam = field(default_factory=OffloadParam)
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
 
+    @property
+    def offloaded(self) -> dict[str, _Offload]:
+        """The blocks whose medium is not the device, by what they are about."""
+        blocks: dict[str, _Offload] = {"optimizer": self.offload_optimizer, "parameters": self.offload_param}
+        return {what: block for what, block in blocks.items() if not block.medium.is_device}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Mapping[str, Any]):

@@ -11,14 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_zero.config.conditions import (
-    NATIVE,
-    OFFLOAD_OPTIMIZER,
-    PARAMS,
-    STAGE,
-    optimizer_device,
-    updates_natively,
-)
+from hf_zero.config.conditions import NATIVE, OFFLOAD_OPTIMIZER, PARAMS, STAGE, medium, updates_natively
+from hf_zero.config.media import Medium
 from hf_zero.config.schema import (
     Choice,
     Conflict,
@@ -31,6 +25,7 @@ from hf_zero.config.schema import (
     Reals,
     Text,
     When,
+    show,
 )
 from hf_zero.config.typed_block import Type, TypedBlock, type_keys
 
@@ -262,21 +257,21 @@ _NOT_UNCORRECTED = ("torch_adam", "amsgrad", "maximize", "capturable")
 
 
 def _conflicts(get: Get) -> Iterator[Conflict]:
-    kind, device = get("optimizer.type"), optimizer_device(get)
-    offload = f"{OFFLOAD_OPTIMIZER}.device"
+    kind, where = get("optimizer.type"), medium(get, OFFLOAD_OPTIMIZER)
+    offload = f"{OFFLOAD_OPTIMIZER}.device = {show(get(f'{OFFLOAD_OPTIMIZER}.device'))}"
     if kind in NATIVE:
-        yield from _of_adam(get, kind, device, offload)
+        yield from _of_adam(get, kind, where, offload)
     yield from _of_torch_arguments(get)
-    if kind == "Lamb" and device != "none":
+    if kind == "Lamb" and not where.is_device:
         yield Conflict(
             "optimizer.type",
-            f'Lamb does not go with {offload} = "{device}": its update needs norms over all ranks',
+            f"Lamb does not go with {offload}: its update needs norms over all ranks",
             'Remove offload_optimizer, or use "AdamW".',
         )
-    if kind not in (None, *NATIVE, *_REFUSED_TYPES, "Lamb", "OneBitAdam") and device == "nvme":
+    if kind not in (None, *NATIVE, *_REFUSED_TYPES, "Lamb", "OneBitAdam") and where.needs_folder:
         yield Conflict(
             "optimizer.type",
-            f'it does not go with {offload} = "nvme": what is on disk is updated by native code, which is Adam\'s',
+            f"it does not go with {offload}: what is on disk is updated by native code, which is Adam's",
             'Use "AdamW", or offload to "cpu".',
         )
     if kind in ("Lamb", "OneBitAdam") and get(f"{PARAMS}.amsgrad") is True:
@@ -285,7 +280,7 @@ def _conflicts(get: Get) -> Iterator[Conflict]:
         yield from _of_one_bit_adam(get)
 
 
-def _of_adam(get: Get, kind: str, device: str, offload: str) -> Iterator[Conflict]:
+def _of_adam(get: Get, kind: str, where: Medium, offload: str) -> Iterator[Conflict]:
     decoupled, mode = (get(f"{PARAMS}.{name}") for name in ("decoupled_weight_decay", "adam_w_mode"))
     if kind == "Adam" and None not in (decoupled, mode) and decoupled is not mode:
         yield Conflict(
@@ -293,10 +288,10 @@ def _of_adam(get: Get, kind: str, device: str, offload: str) -> Iterator[Conflic
             f"adam_w_mode = {'true' if mode else 'false'} says the opposite of it",
             "Remove one of them.",
         )
-    if get(f"{PARAMS}.torch_adam") is True and device == "nvme":
+    if get(f"{PARAMS}.torch_adam") is True and where.needs_folder:
         yield Conflict(
             f"{PARAMS}.torch_adam",
-            f'it does not go with {offload} = "nvme": what is on disk is updated by native code',
+            f"it does not go with {offload}: what is on disk is updated by native code",
             'Remove it, or offload to "cpu".',
         )
     if get(f"{PARAMS}.bias_correction") is False:

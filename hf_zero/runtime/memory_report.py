@@ -54,8 +54,7 @@ def zero_line(config: ResolvedConfig, device: torch.device, world_size: int, uni
         parts.append(_short(max(numel, key=lambda dtype: numel[dtype])))
     if config.precision.autocast is not None:
         parts.append(f"autocast to {_short(getattr(torch, config.precision.autocast))}")
-    media = {"optimizer": config.zero.offload_optimizer.device, "parameters": config.zero.offload_param.device}
-    parts += [f"{what} on {medium}" for what, medium in media.items() if medium != "none"]
+    parts += [f"{what} on {block.device}" for what, block in config.zero.offloaded.items()]
     return ", ".join(parts)
 
 

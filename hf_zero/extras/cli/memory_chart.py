@@ -62,7 +62,11 @@ def draw(plans: Mapping[Choice, Plan], setting: str, hardware: Hardware, path: P
     import matplotlib
     from matplotlib.figure import Figure
 
-    shown = {_name(choice): plan for choice, plan in plans.items() if "nvme" not in (choice.optimizer, choice.param)}
+    shown = {
+        _name(choice): plan
+        for choice, plan in plans.items()
+        if not any(medium.needs_folder for medium in choice.offloaded.values())
+    }
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(8.6, 1.3 + 0.3 * len(shown)), layout="constrained")
         axes = figure.add_subplot()
@@ -101,6 +105,4 @@ def _limit(plan: Plan, hardware: Hardware) -> float | None:
 
 
 def _name(choice: Choice) -> str:
-    media = {"optimizer": choice.optimizer, "parameters": choice.param}
-    offloaded = [what for what, medium in media.items() if medium != "none"]
-    return f"stage {choice.stage}" + (f", {' and '.join(offloaded)} on the CPU" if offloaded else "")
+    return f"stage {choice.stage}" + (f", {' and '.join(choice.offloaded)} on the CPU" if choice.offloaded else "")

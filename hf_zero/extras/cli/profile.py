@@ -165,11 +165,8 @@ def _facts(engine: ZeroEngine, ranks: Sequence[Mapping[str, Any]]) -> list[tuple
 
 
 def _offloaded(engine: ZeroEngine) -> str:
-    media = {
-        "optimizer": engine.config.zero.offload_optimizer.device,
-        "parameters": engine.config.zero.offload_param.device,
-    }
-    return ", ".join(f"{what} to {medium}" for what, medium in media.items() if medium != "none") or "nothing"
+    blocks = engine.config.zero.offloaded
+    return ", ".join(f"{what} to {block.device}" for what, block in blocks.items()) or "nothing"
 
 
 def _sections(engine: ZeroEngine, ranks: Sequence[Mapping[str, Any]]) -> list[Section]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
-from hf_zero.config.media import MEDIA
+from hf_zero.config.media import MEDIA, Medium
 from hf_zero.errors import ConfigError
 from hf_zero.extras.estimate.plan import Plan, plan_model
 from hf_zero.extras.estimate.profile import Profile
@@ -35,12 +36,15 @@ class Choice:
     param: str  # offload_param.device
 
     def __str__(self) -> str:
-        media = [f"{name} on {'the host' if where == 'cpu' else 'disk'}" for name, where in self._away()]
+        names = {"optimizer": "optimizer states", "parameters": "parameters"}
+        media = [f"{names[what]} on {'the host' if one.is_host else 'disk'}" for what, one in self.offloaded.items()]
         return f"stage {self.stage}, {' and '.join(media) or 'no offload'}"
 
-    def _away(self) -> list[tuple[str, str]]:
-        both = (("optimizer states", self.optimizer), ("parameters", self.param))
-        return [(name, where) for name, where in both if where != "none"]
+    @property
+    def offloaded(self) -> dict[str, Medium]:
+        """The media that are not the device, by what is there."""
+        media = {"optimizer": MEDIA[self.optimizer], "parameters": MEDIA[self.param]}
+        return {what: medium for what, medium in media.items() if not medium.is_device}
 
     @property
     def cost(self) -> tuple[int, int, int]:
@@ -96,10 +100,10 @@ class Advice:
 
 
 def all_choices() -> Iterator[Choice]:
-    for stage in range(4):
-        for optimizer in MEDIA if stage else ("none",):
-            for param in MEDIA if stage == 3 else ("none",):
-                yield Choice(stage, optimizer, param)
+    for stage, optimizer, param in itertools.product(range(4), MEDIA, MEDIA):
+        choice = Choice(stage, optimizer, param)
+        if stage == 3 or (choice.offloaded.keys() <= {"optimizer"} if stage else not choice.offloaded):
+            yield choice
 
 
 def configure(raw: Mapping[str, Any], choice: Choice, batch_size: int | None) -> dict[str, Any]:
@@ -196,7 +200,7 @@ def _by_speed(plans: Mapping[Choice, Plan], hardware: Hardware) -> Sequence[Choi
     chosen = [choice for choice in plans if (choice.stage == 0) == (hardware.world_size == 1) or choice.stage == 3]
     # With one rank there is nothing to shard; with several, stage 1 communicates as much as stage 0 and keeps less.
     # Offload without stage 3 is for ranks on which the unsharded parameters fit.
-    chosen += [choice for choice in plans if choice.optimizer != "none" and choice not in chosen]
+    chosen += [choice for choice in plans if "optimizer" in choice.offloaded and choice not in chosen]
     chosen += [
         choice for choice in plans if choice.stage in (1, 2) and choice not in chosen and hardware.world_size > 1
     ]

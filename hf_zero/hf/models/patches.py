@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
+from hf_zero.config.conditions import OFFLOAD_PARAM, medium
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.processes import join_processes
 from hf_zero.engine.sharded_init import ShardedConstruction
@@ -28,7 +29,7 @@ def shards_on(config: ZeroConfig | None) -> bool:
     if config is None or not config.shards_parameters:
         return False
     # One rank alone has nothing to shard, unless the parameters are offloaded.
-    return join_processes() > 1 or config.get("zero_optimization.offload_param.device", "none") != "none"
+    return join_processes() > 1 or not medium(config.get, OFFLOAD_PARAM).is_device
 
 
 def resolve_for(config: ZeroConfig, model: Any) -> ResolvedConfig:
