@@ -8,7 +8,7 @@
 # In COMMAND {rank} is the number of the host, and {master} the address of host 0. Host 0's output is shown, and that of
 # the others only if a host fails. Linux with iproute2, as root.
 set -euo pipefail
-if [ $# -lt 4 ]; then
+if [ "${1:-}" = --help ] || [ $# -lt 4 ]; then
     sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"
     exit 2
 fi

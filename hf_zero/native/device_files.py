@@ -13,7 +13,7 @@ _VISIBLE = {
     "mlu": "MLU_VISIBLE_DEVICES",
     "musa": "MUSA_VISIBLE_DEVICES",
 }
-# The files that drivers make (NVIDIA's, AMD's, those of WSL) and the other variables that choose, by the variable above.
+# Drivers make these files (NVIDIA's, AMD's, those of WSL), and some devices are chosen by more variables than one.
 _FILES = {"CUDA_VISIBLE_DEVICES": ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")}
 _ALSO_CHOOSE = {"CUDA_VISIBLE_DEVICES": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")}
 
