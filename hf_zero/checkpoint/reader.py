@@ -222,7 +222,7 @@ class CheckpointReader:
             raise AssertionError(f"{name} {kind}: these tensors are not what is read")
         if numel:
             found = [one for piece in ranges for one in segments(self._units[name], name, piece.start, piece.end)]
-            self._read_into([one.view(-1) for one in targets], f"{name}::{kind}", found)
+            self._read_into([one.view(-1) for one in targets], f"{name}::{kind}", _merged(found))
 
     def fits(self, targets: Sequence[torch.Tensor], name: str, kind: str) -> bool:
         """Whether `read_into` can read into such memory."""
@@ -294,6 +294,17 @@ class CheckpointReader:
 
 def _ranges(pieces: Slice | Sequence[Piece]) -> Sequence[Piece]:
     return pieces.pieces if isinstance(pieces, Slice) else pieces
+
+
+def _merged(found: Sequence[Segment]) -> list[Segment]:
+    """Make one segment of neighbours in a file, so that a rank reads its own slice at once."""
+    merged: list[Segment] = []
+    for rank, start, numel in found:
+        if merged and (rank, start) == (merged[-1][0], merged[-1][1] + merged[-1][2]):
+            _, start, before = merged.pop()
+            numel += before
+        merged.append((rank, start, numel))
+    return merged
 
 
 def _parts(found: Sequence[Segment], targets: Sequence[torch.Tensor]) -> Sequence[_Part]:
