@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 
 import torch
 
@@ -34,7 +35,8 @@ class BlockPool:
     def __init__(self, source: HostMemory | torch.device) -> None:
         self._source = source
         self._blocks: list[_Block] = []  # oldest first: the same requests again find the same places
-        self._returned: dict[int, collections.deque[torch.Tensor]] = collections.defaultdict(collections.deque)
+        self._returned: collections.deque[torch.Tensor] = collections.deque()  # by any thread
+        self._idle: dict[int, collections.deque[torch.Tensor]] = collections.defaultdict(collections.deque)  # by size
         self.allocations = 0  # how often a block was made
         self.peak_bytes = 0
         self.live_bytes = 0  # of pieces in use
@@ -69,16 +71,14 @@ class BlockPool:
 
     def release(self, piece: torch.Tensor) -> None:
         """Keep a piece for reuse; nobody may use it any more but the current stream, and streams that it waits for."""
-        size = piece.numel()
-        self.live_bytes -= size
-        self._returned[size].append(piece)
+        self.live_bytes -= piece.numel()
+        self._returned.append(piece)
 
     def fits(self, sizes: list[int]) -> bool:
         """Whether pieces of these sizes can be acquired together without a new block."""
         tried = [self._take(_aligned(size)) for size in sizes]
         found = [piece for piece in tried if piece is not None]
-        for piece in found:
-            self._returned[piece.numel()].append(piece)
+        self._returned.extend(found)
         return len(found) == len(tried)
 
     def release_idle(self) -> None:
@@ -100,16 +100,22 @@ class BlockPool:
         return block
 
     def _take(self, size: int) -> torch.Tensor | None:
-        if same := self._returned[size]:
+        self._sort_returned()
+        if same := self._idle.get(size):
             return same.popleft()
         self._fill_gaps()
         return next((piece for block in self._blocks if (piece := block.carve(size)) is not None), None)
 
+    def _sort_returned(self) -> None:
+        while self._returned:
+            piece = self._returned.popleft()
+            self._idle[piece.numel()].append(piece)
+
     def _fill_gaps(self) -> None:
-        for pieces in list(self._returned.values()):
-            while pieces:
-                piece = pieces.popleft()
-                next(block for block in self._blocks if block.holds(piece)).fill(piece)
+        self._sort_returned()
+        for piece in itertools.chain.from_iterable(self._idle.values()):
+            next(block for block in self._blocks if block.holds(piece)).fill(piece)
+        self._idle.clear()  # or every size that was ever asked for would be looked at each time
 
 
 class _Block:
