@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,10 +99,11 @@ class Advice:
 
 
 def all_choices() -> Iterator[Choice]:
-    for stage, optimizer, param in itertools.product(range(4), MEDIA, MEDIA):
-        choice = Choice(stage, optimizer, param)
-        if stage == 3 or (choice.offloaded.keys() <= {"optimizer"} if stage else not choice.offloaded):
-            yield choice
+    on_device = [name for name, medium in MEDIA.items() if medium.is_device]
+    for stage in range(4):
+        for optimizer in MEDIA if stage else on_device:
+            for param in MEDIA if stage == 3 else on_device:
+                yield Choice(stage, optimizer, param)
 
 
 def configure(raw: Mapping[str, Any], choice: Choice, batch_size: int | None) -> dict[str, Any]:
