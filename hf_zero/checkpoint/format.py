@@ -6,8 +6,8 @@ one holds no checkpoint, whatever else lies in it. It also holds the layouts, so
 parameter from the manifest and the rank files alone.
 
 To change what the manifest has: add or change a field of `SaveInfo` or `Manifest` here, and set it in contents.py, or
-in save.py if the ranks make it together. Old manifests lack a new field, so it needs a default. Raise FORMAT_VERSION
-if older versions of hf_zero would read a new checkpoint wrongly.
+in save.py if the ranks make it together. Old manifests lack a new field, so it has to be an `extra_key`: readers
+demand all others. Raise FORMAT_VERSION if older versions of hf_zero would read a new checkpoint wrongly.
 
 This file needs numpy and the standard library only: it is a part of the stand-alone script (stand_alone.py).
 """

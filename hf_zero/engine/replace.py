@@ -53,8 +53,8 @@ def replace_engines(
 ) -> ZeroEngine:
     """Make an engine for `model` in the place of `engines`, whose shards are resharded in place. All ranks must call.
 
-    Optimizer state would not follow: it is given up with `drop_optimizers`, else none may have an optimizer. Peak
-    extra memory: one unit.
+    Optimizer state would not follow: it is given up with `drop_optimizers`, else none may have an optimizer.
+    The memory beside the shards is in the table of sharding/reshard.py.
     """
     for engine in engines:
         if drop_optimizers:

@@ -1,4 +1,4 @@
-"""How processes end: jobs of two ranks train a little, end in one way or another, and must end with that way's status.
+"""Jobs of two ranks train a little, end in one way or another, and must end with that way's status.
 
     python -m tests.distributed.process_ends JOBS [WAY ...] [--together 3] [--seed 0]
 
@@ -171,7 +171,7 @@ def _free_ports(chance: random.Random) -> Iterator[int]:
 
 
 def main() -> None:
-    """In a rank it returns as soon as the rank's script would: Python's end follows."""
+    """Start the jobs and count their ends; a rank returns from here as soon as its script would end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("jobs", type=int)
     parser.add_argument("ways", nargs="*", default=list(WAYS), metavar="WAY")
@@ -207,7 +207,7 @@ def main() -> None:
 
 
 def _ended(running: dict[int, _Rank]) -> Iterator[tuple[int, int]]:
-    """Ranks that have, and their status: that of SIGABRT where they lasted too long."""
+    """Yield the ranks that have ended and their status, which is that of SIGABRT if they lasted too long."""
     for pid, rank in list(running.items()):
         if time.monotonic() > rank.began + _LONGEST_S:
             os.kill(pid, signal.SIGABRT)
