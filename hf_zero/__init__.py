@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hf_zero import logs as logs
 from hf_zero import pipeline as pipeline
 from hf_zero.engine import parts
 from hf_zero.extras.deepspeed import names
@@ -26,6 +27,11 @@ _EXPORTS = {
     "init_distributed": "hf_zero.distributed.processes",
     "initialize": "hf_zero.engine.initialize",
     "shard": "hf_zero.engine.initialize",
+    "set_verbosity": "hf_zero.logs",
+    "set_verbosity_debug": "hf_zero.logs",
+    "set_verbosity_error": "hf_zero.logs",
+    "set_verbosity_info": "hf_zero.logs",
+    "set_verbosity_warning": "hf_zero.logs",
     "full_grad": "hf_zero.access.full",
     "full_optimizer_state": "hf_zero.access.full",
     "full_param": "hf_zero.access.full",

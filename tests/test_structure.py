@@ -19,12 +19,12 @@ CONVERSION = ROOT / "conversion"
 MAX_FUNCTION_LINES = 60
 
 # Rooms from the lowest up: a room imports from rooms before it, in functions too. CONTRIBUTING.md tells of them.
-CORE = """errors layout progress lazy config native distributed storage sharding runtime optim checkpoint engine access
+CORE = """errors layout progress lazy logs config native distributed storage sharding runtime optim checkpoint engine access
     hf""".split()
 ANNEXES = "pages monitors activations estimate conversion pipeline deepspeed launcher cli run".split()
 ROOMS = [*CORE, *ANNEXES, "__init__"]
 FILES_BESIDE_THE_ROOMS = set(
-    "__init__.py errors.py estimate.py layout.py lazy.py pipeline.py progress.py run.py py.typed".split()
+    "__init__.py errors.py estimate.py layout.py lazy.py logs.py pipeline.py progress.py run.py py.typed".split()
 )
 # Knows transformers and what is around it; rooms below do not.
 HUGGING_FACE = "hf"

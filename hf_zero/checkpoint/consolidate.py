@@ -483,15 +483,18 @@ def consolidate(
     """Write the weights of a checkpoint folder to `out`: a folder, or one file that ends in .safetensors or .bin.
 
     Returns a summary fit for JSON. `progress` is called with the bytes done, and all bytes. With `replace` there may
-    be something at `out`, which is replaced when the new output is complete.
+    be an earlier output at `out`, which is replaced when the new one is complete.
 
     Raises:
-        ConsolidateError: The checkpoint is not complete, `out` is in use, the disk is full; nothing is left of `out`.
+        ConsolidateError: The checkpoint is not complete, `out` is in use or holds other files, the disk is full.
+            Nothing new is left at `out`.
     """
     folder = Path(folder)
     out = folder / "consolidated" if out is None else Path(out)
-    if not replace and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
-        raise ConsolidateError(f"{out} exists already: choose another place, or delete it first")
+    if replace:
+        _check_replaceable(out, folder)
+    elif out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ConsolidateError(f"{out} exists already: choose another place, or replace it with --force")
     check_torch(out, options)
     manifest = load_manifest(folder)
     config = read_config(folder) if out.suffix not in ONE_FILE else None
@@ -539,6 +542,17 @@ def check_torch(out: Path, options: Options) -> None:
     raise ConsolidateError(f"{out} needs torch, which is not installed: {remedy}")
 
 
+def _check_replaceable(out: Path, folder: Path) -> None:
+    if not out.is_dir():
+        return
+    if folder.resolve().is_relative_to(out.resolve()):
+        raise ConsolidateError(f"{out} holds the checkpoint itself: choose another place")
+    known = (*MODEL_FILES, "*.safetensors", TEMPLATES)
+    foreign = sorted(path.name for path in out.iterdir() if not any(path.match(pattern) for pattern in known))
+    if foreign:
+        raise ConsolidateError(f"{out} is not only a model, it also holds {', '.join(foreign)}: choose another place")
+
+
 def consolidate_into(
     folder: Path, out: Path, options: Options, progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
@@ -583,6 +597,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tag", metavar="T", help="the checkpoint is CKPT/T")
     add("--names", metavar="FILE", type=Path, help="JSON: name in the checkpoint -> name to write")
     add("--no-verify", action="store_true", help="do not compare the checksums")
+    add("--force", action="store_true", help="replace OUT if it holds an earlier output")
 
 
 def options_of(args: argparse.Namespace) -> Options:
@@ -638,11 +653,12 @@ def main() -> int:
     args = argparse.Namespace()
     try:
         args = parser.parse_intermixed_args()
-        options, write = (
-            (deepspeeds_options(args), consolidate_into) if as_deepspeed else (options_of(args), consolidate)
-        )
         with signals_raise():
-            summary = write(meant(args.checkpoint, args.tag), args.out, options, progress_bar("consolidating"))
+            folder, progress = meant(args.checkpoint, args.tag), progress_bar("consolidating")
+            if as_deepspeed:
+                summary = consolidate_into(folder, args.out, deepspeeds_options(args), progress)
+            else:
+                summary = consolidate(folder, args.out, options_of(args), progress, replace=args.force)
     except argparse.ArgumentError as error:
         parser.error(str(error))
     except (ConsolidateError, OSError) as error:

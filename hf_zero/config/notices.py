@@ -102,8 +102,11 @@ def _differences(given: Mapping[str, Any], get: Get) -> Iterator[str]:
         yield "amp.opt_level = O3 keeps fp32 masters and batch norms, as O2 does; losses are not scaled by default"
 
 
-def start_text(config: ResolvedConfig) -> str:
-    """A line `key ..... value [origin]` for each resolved key, then `json = ...` with what the user gave."""
-    lines = [f"  {line}" for line in config.describe().splitlines()]
+def start_text(config: ResolvedConfig, *, changed: bool = False) -> str:
+    """A line `key ..... value [origin]` for each resolved key, then `json = ...` with what the user gave.
+
+    With `changed`, keys that have their default are left out.
+    """
+    lines = [f"  {line}" for line in config.describe(changed=changed).splitlines()]
     given = json.dumps(config.public_raw, indent=4, default=str)
     return "\n".join([f"{TITLE} ({config.source})", *lines, f"  json = {given}"])

@@ -40,6 +40,8 @@ from hf_zero.errors import ConfigError
 
 # Members of this name are comments, at any depth.
 COMMENTS = ("_comment", "$schema", "//", "#")
+EXAMPLE = '{"zero_optimization": {"stage": 3}}'
+_WHAT_TO_GIVE = f"Give the path of a JSON file, a JSON string, or a dict, such as {EXAMPLE}."
 # "500MB", "10 min", "5e8 elements", "80%"
 _WITH_UNIT = re.compile(r"\s*[+-]?[\d_.]+([eE][+-]?\d+)?\s*[a-zA-Z%]+\s*")
 
@@ -67,15 +69,11 @@ def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
         return _check(raw, jsonc.Document(raw), "a dict")
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
-            f"A ZeRO configuration of type {type(source).__name__} was given.\n"
-            "Give the path of a JSON file, a JSON string, or a dict."
+            f"A ZeRO configuration of type {type(source).__name__} was given: {show(source)}.\n{_WHAT_TO_GIVE}"
         )
     text, name = _text_of(source)
     if jsonc.skip_blank(text) == len(text):
-        raise ConfigError(
-            f"The ZeRO configuration ({name}) is empty.\n"
-            'Write at least the stage: {"zero_optimization": {"stage": 3}}.'
-        )
+        raise ConfigError(f"The ZeRO configuration ({name}) is empty.\nWrite at least the stage: {EXAMPLE}.")
     try:
         document = jsonc.loads(text)
     except jsonc.JsonError as error:
@@ -87,7 +85,7 @@ def parse(source: str | os.PathLike[str] | Mapping[str, Any]) -> Parsed:
     if not isinstance(document.value, dict):
         raise ConfigError(
             f"The ZeRO configuration ({name}) is {show(document.value)}, not an object.\n"
-            'Write the keys between braces, such as {"zero_optimization": {"stage": 3}}.'
+            f"Write the keys between braces, such as {EXAMPLE}."
         )
     return _check(document.value, document, name)
 
@@ -135,7 +133,7 @@ def _unreadable(path: Path, error: Exception) -> str:
     other = nearest(path.name, beside)
     if other is not None and other != path.name:
         message += f" The folder has {other}."
-    return f"{message}\nGive the path of a JSON file, a JSON string, or a dict."
+    return f"{message}\n{_WHAT_TO_GIVE}"
 
 
 def _check(raw: dict[str, Any], document: jsonc.Document, name: str) -> Parsed:

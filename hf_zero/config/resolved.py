@@ -454,6 +454,10 @@ class ResolvedConfig(Mapping[str, Any]):
         """Whether the value of a key is the file's own, and neither "auto" nor a default."""
         return self.origins.get(path) == FILE
 
+    def is_changed(self, path: str) -> bool:
+        """Whether the value of a key is no default: the file, the arguments or the model decided it."""
+        return self.origins[path] != DEFAULT
+
     def section(self, block: str, kind: type[_Section]) -> _Section:
         """The values of a block that is declared beside the class that obeys it (`keys.DECLARED`)."""
         return section_of(kind, block, self.settings.get)
@@ -486,12 +490,12 @@ class ResolvedConfig(Mapping[str, Any]):
             for block, value in self.raw.items()
         }
 
-    def describe(self) -> str:
-        """One line for each resolved key: its path, value and origin."""
-        width = max((len(path) for path in self.settings), default=0) + 2
+    def describe(self, *, changed: bool = False) -> str:
+        """One line for each resolved key: its path, value and origin. With `changed`, defaults are left out."""
+        shown = {path: value for path, value in self.public_settings.items() if not changed or self.is_changed(path)}
+        width = max((len(path) for path in shown), default=0) + 2
         return "\n".join(
-            f"{path} {'.' * (width - len(path))} {show(value)} [{self.origins[path]}]"
-            for path, value in self.public_settings.items()
+            f"{path} {'.' * (width - len(path))} {show(value)} [{self.origins[path]}]" for path, value in shown.items()
         )
 
     def to_dict(self) -> dict[str, Any]:

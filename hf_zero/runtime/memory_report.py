@@ -11,7 +11,7 @@ import torch
 from hf_zero.config import ResolvedConfig
 from hf_zero.config.notices import run_notices, start_text
 from hf_zero.distributed.comm import Comm
-from hf_zero.runtime.log_lines import log_start
+from hf_zero.logs import log_start
 from hf_zero.runtime.prefetch import PrefetchLimits
 from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.runtime.unreduced_grads import UnreducedPool
@@ -39,7 +39,7 @@ def announce_engine(
     for notice in (*config.notices, *run_notices(config, facts)):
         logger.warning(notice)
     if not config.dump_state:  # which logs it whatever the level
-        logger.info("%s", start_text(config))
+        logger.info("%s", start_text(config, changed=not logger.isEnabledFor(logging.DEBUG)))
     logger.info("hf_zero: %s", start_line(config, world_size, units, reducer))
 
 

@@ -129,7 +129,7 @@ def test_force_replaces_an_earlier_output_only(capsys: Capture, tmp_path: Path) 
     capsys.readouterr()
     assert fails(capsys, "consolidate", folder, out) == (
         1,
-        f"hf-zero consolidate: error: {out} exists already: choose another place, or delete it first\n",
+        f"hf-zero consolidate: error: {out} exists already: choose another place, or replace it with --force\n",
     )
     path = zero_folder(folder) / "rank-00000.safetensors"
     content = path.read_bytes()

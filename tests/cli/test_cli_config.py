@@ -153,7 +153,9 @@ def test_the_start_text_has_every_key_and_the_users_json() -> None:
     assert all(keys) and len(keys) == len(resolved.settings) > 60
 
 
-@pytest.mark.parametrize(("level", "dump", "shown"), [("INFO", False, 1), ("WARNING", False, 0), ("WARNING", True, 1)])
+@pytest.mark.parametrize(
+    ("level", "dump", "shown"), [("DEBUG", False, 1), ("WARNING", False, 0), ("WARNING", True, 1)]
+)
 def test_the_engine_logs_its_configuration_once(
     level: str, dump: bool, shown: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,7 +23,7 @@ from hf_zero.extras.activations import regions
 from hf_zero.extras.activations.budget import Budget, Choice, tensors_in
 from hf_zero.extras.activations.saved_inputs import USAGE, SavedInputs, SavedRegion
 from hf_zero.extras.monitors.clocks import Clock, clock_of
-from hf_zero.runtime.log_lines import log_line
+from hf_zero.logs import log_line
 
 _BLOCK = "activation_checkpointing"
 

@@ -24,7 +24,7 @@ EXAMPLES = """
 hf-zero config check zero3.json
 hf-zero config resolve zero3.json --per_device_train_batch_size 4 --learning_rate 2e-5 --bf16
 hf-zero config resolve zero3.json --model ./my-model --world_size 8 --num_training_steps 1000 --json
-hf-zero config resolve zero3.json --plain
+hf-zero config resolve zero3.json --plain --changed
 """
 
 _FILE_HELP = "a JSON file in DeepSpeed's schema, or the JSON itself"
@@ -56,6 +56,7 @@ def _add_options(parser: argparse.ArgumentParser, **default: Any) -> None:
     parser.add_argument(
         "--plain", action="store_true", help="a loop of your own: no TrainingArguments stand behind auto", **default
     )
+    parser.add_argument("--changed", action="store_true", help="leave out keys that have their default", **default)
     parser.add_argument("--json", action="store_true", help="print JSON", **default)
 
 
@@ -113,10 +114,11 @@ def _resolve(args: argparse.Namespace) -> None:
         values = {
             path: {"value": value, "origin": resolved.origins[path], "help": help_of(path)}
             for path, value in resolved.public_settings.items()
+            if not args.changed or resolved.is_changed(path)
         }
         print(json.dumps({"source": config.source, "values": values, "notices": list(resolved.notices)}))
         return
-    print(resolved.describe())
+    print(resolved.describe(changed=args.changed))
     for notice in resolved.notices:
         print(f"note: {notice}")
 
@@ -135,7 +137,7 @@ def _read_rest(args: argparse.Namespace) -> Any:
     given, unknown = parser.parse_known_args(args.rest)
     if unknown:
         raise argparse.ArgumentError(None, f"unrecognized arguments: {' '.join(unknown)}")
-    for name in ("model", "world_size", "num_training_steps", "plain", "json"):
+    for name in ("model", "world_size", "num_training_steps", "plain", "changed", "json"):
         if hasattr(given, name):
             setattr(args, name, getattr(given, name))
             delattr(given, name)

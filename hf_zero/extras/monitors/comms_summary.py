@@ -13,7 +13,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.parts import EnginePart
 from hf_zero.engine.reports import Watcher
 from hf_zero.extras.monitors.comms_log import CommsLog
-from hf_zero.runtime.log_lines import log_line
+from hf_zero.logs import log_line
 
 _TRIM = 0.1  # of the times at either end, which a mean leaves out
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")

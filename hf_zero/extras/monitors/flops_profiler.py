@@ -20,7 +20,7 @@ from hf_zero.engine.reports import Event, Watcher
 from hf_zero.errors import ConfigError
 from hf_zero.extras.monitors.clocks import Stopwatch, clock_of
 from hf_zero.extras.monitors.module_costs import WHOLE, FlopCounter, ForwardCosts
-from hf_zero.runtime.log_lines import log_line
+from hf_zero.logs import log_line
 
 _UNKNOWN = "unknown: use engine.backward(loss)"
 _SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))

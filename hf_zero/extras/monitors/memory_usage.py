@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from hf_zero.logs import log_line
 from hf_zero.native.machine import peak_resident_bytes
-from hf_zero.runtime.log_lines import log_line
 
 _GIB = 1024**3
 

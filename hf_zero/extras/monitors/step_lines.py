@@ -15,8 +15,8 @@ from hf_zero.engine.reports import Event, Watcher
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.extras.monitors.clocks import Clock, Stopwatch, clock_of
 from hf_zero.extras.monitors.memory_usage import device_memory, log_memory_usage
+from hf_zero.logs import log_line
 from hf_zero.optim.hyperparameters import learning_rates, momenta
-from hf_zero.runtime.log_lines import log_line
 
 # Steps that throughput leaves out: the first ones allocate, record orders and compile. DeepSpeed's ThroughputTimer.
 _WARM_UP_STEPS = 2

@@ -26,7 +26,7 @@ from hf_zero.extras.pipeline.layer_times import measure_layers
 from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from hf_zero.extras.pipeline.random_states import random_states_kept, seed_all
 from hf_zero.extras.pipeline.topology import PipeDataParallelTopology, PipelineGrid, ProcessTopology
-from hf_zero.runtime.log_lines import log_start
+from hf_zero.logs import log_start
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from accelerate.utils import is_compiled_module
 from torch import nn
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
+from hf_zero.config.parse import EXAMPLE
 from hf_zero.config.problems import raise_all
 from hf_zero.config.resolved import FILE, LossScaling
 from hf_zero.distributed.processes import wrong_on_all
@@ -47,7 +48,15 @@ class ZeroPlugin:
         ConfigError: The configuration is wrong; every problem is named.
     """
 
-    def __init__(self, config: ZeroConfig | str | Path | Mapping[str, Any], *, args: Any = None) -> None:
+    def __init__(
+        self, config: ZeroConfig | str | Path | Mapping[str, Any] | None = None, *, args: Any = None, **others: Any
+    ) -> None:
+        if others or config is None:
+            given = f"got {', '.join(others)}" if others else "got none"
+            raise ConfigError(
+                f"ZeroPlugin takes one configuration in DeepSpeed's schema, and no key by itself: {given}.\n"
+                f"Write ZeroPlugin({EXAMPLE}), or ZeroPlugin(FILE)."
+            )
         self.config = ZeroConfig.load(config)
         self._args = args
         self._scaling: LossScaling | None = None  # of accelerate's autocast in fp16

@@ -78,11 +78,15 @@ class ShardedLoad:
                 f"{name} is quantized, and stage 3 cannot shard quantized parameters.\nUse stage 2, or load it "
                 "unquantized."
             )
-        if places is not None and {torch.device(place).type for place in places.values()} != {self._comm.device.type}:
+        if places is None:
+            return
+        if {torch.device(place).type for place in places.values()} != {self._comm.device.type}:
             raise ConfigError(
                 f"{name} was asked for with device_map={places}, but at stage 3 every rank places its own shard of "
                 "each parameter.\nRemove device_map."
             )
+        if self._comm.rank == 0:
+            logger.warning("device_map=%s has no effect: at stage 3 every rank places its own shards", dict(places))
 
     def load(self, original: Callable[..., Any], state_dict: Mapping[str, Any] | None, paths: list[str] | None) -> Any:
         """Stand in for `original`, PreTrainedModel._load_pretrained_model."""

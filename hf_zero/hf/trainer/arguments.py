@@ -10,6 +10,7 @@ import transformers
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.processes import adopt_cluster_variables, launched_processes
+from hf_zero.errors import ConfigError
 from hf_zero.hf.conflicts import check_environment, check_rivals, check_run
 from hf_zero.hf.enable import activate
 
@@ -37,6 +38,7 @@ class ZeroArgumentsMixin:
         if isinstance(self.zero, os.PathLike):
             self.zero = os.fspath(self.zero)
         if self.zero is None:
+            _refuse_deepspeed(getattr(self, "deepspeed", None))
             super().__post_init__()  # type: ignore[misc]
             return
         # Problems of the file are kept, to be reported together with what it contradicts in the arguments.
@@ -70,6 +72,17 @@ class ZeroArgumentsMixin:
     def _blank(cls, base: type[Any]) -> Any:
         """Make an instance for pickle. A class made by zero_arguments has no name, so it is made again from `base`."""
         return object.__new__(zero_arguments(base))
+
+
+def _refuse_deepspeed(given: Any) -> None:
+    """Raise where the configuration was left in the argument that has transformers look for DeepSpeed."""
+    if given is not None:
+        name = given if isinstance(given, str) else "..."
+        raise ConfigError(
+            "TrainingArguments.deepspeed is given, but zero is not: hf_zero takes the configuration as zero.\n"
+            f"Write zero={name!r} instead of deepspeed={name!r} (--zero instead of --deepspeed on a command line). "
+            "To train with DeepSpeed itself, take the TrainingArguments of transformers."
+        )
 
 
 @dataclasses.dataclass(repr=False)

@@ -50,6 +50,7 @@ from hf_zero.hf.trainer.resume import (
     write_scheduler,
 )
 from hf_zero.hf.trainer.trl_hash import hash_over_shards
+from hf_zero.logs import set_verbosity
 from hf_zero.native.checksum import crc32_of_bytes
 from hf_zero.optim.registry import optimizer_of
 from hf_zero.optim.schedules.build_schedule import choose_scheduler
@@ -95,8 +96,16 @@ def create_accelerator(self: Any, orig: Original) -> None:
     """Make the Accelerator and put it under ZeRO, with the configuration of the arguments or the enabled one."""
     config = getattr(self.args, "zero_config", None) or ACTIVATION.enabled
     if config is None:
+        if isinstance(self, ZeroTrainerMixin) and self.args.process_index == 0:
+            logger.warning(
+                "%s trains without ZeRO: its arguments have no zero=. Pass zero=FILE to the arguments (those of "
+                "hf_zero.TrainingArguments or zero_arguments(...)), or call hf_zero.enable(FILE) first.",
+                type(self).__name__,
+            )
         orig()
         return
+    if self.args.log_level != "passive":
+        set_verbosity(self.args.get_process_log_level())
     check_run(config, self.args, self.model)
     if self.args.n_gpu > 1:
         # Trainer would wrap the model in DataParallel, which copies it at every step.
