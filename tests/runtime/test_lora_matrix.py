@@ -188,21 +188,22 @@ def test_two_passes_in_a_step() -> None:
         [
             Setup(stage, kind, reentrant, passes=passes)
             for stage in (1, 2, 3)
-            for kind in ("lora", "full")
-            for reentrant in (True, False)
+            for kind, reentrant in (("lora", stage != 2), ("full", stage == 2))
             for passes in ("two forwards", "two backwards")
         ]
     )
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("crossed", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_matrix(kind: str) -> None:
+def test_matrix(kind: str, crossed: bool) -> None:
+    """`crossed`: both ways of checkpointing with every medium; else each medium with one of them."""
     assert_all_same(
         [
             Setup(stage, kind, reentrant, offload)
             for stage in (1, 2, 3)
-            for reentrant in (True, False)
-            for offload in (OFFLOADS if stage == 3 else ("none", "optimizer"))
+            for place, offload in enumerate(OFFLOADS if stage == 3 else ("none", "optimizer"))
+            for reentrant in ((True, False) if crossed else (place % 2 == stage % 2,))
         ]
     )

@@ -18,7 +18,7 @@ from tests.harness.sharded import Options, digest, train_all
 
 STAGES = (0, 1, 2, 3)
 # The order of use is recorded in the first, prefetched from in the second; layers are kept for backward in the third.
-STEPS = {"double": 4, "single": 3}
+STEPS = 3
 ACCUMULATED = 3  # a micro-batch that is the first, one that is the last, and one that is neither
 # transformers' Llama computes norms and loss in fp32 whatever the type of the model: it is no case for fp64.
 IN_DOUBLE = (*models.VARIANTS, "convnet")
@@ -83,9 +83,8 @@ def test_matrix_in_single(model: str, world: int) -> None:
 
 def _matrix(model: str, world: int, *, single: bool, crossed: bool) -> list[tuple[Case, Options]]:
     """`crossed`: both optimizers with and without accumulation; else each with one of them."""
-    steps = STEPS["single" if single else "double"]
     ways = itertools.product((1, ACCUMULATED), ("adamw", "sgd")) if crossed else ((1, "sgd"), (ACCUMULATED, "adamw"))
     return [
-        (Case(model, world, accumulation, optimizer, steps, single=single), Options(stage))
+        (Case(model, world, accumulation, optimizer, STEPS, single=single), Options(stage))
         for (accumulation, optimizer), stage in itertools.product(ways, STAGES)
     ]

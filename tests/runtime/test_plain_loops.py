@@ -285,6 +285,7 @@ def build(net: str) -> tuple[Net, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+@functools.cache
 def in_one_process(net: str, loss_of: Loss) -> dict[str, torch.Tensor]:
     model, optimizer = build(net)
     for step in range(STEPS):
@@ -293,6 +294,10 @@ def in_one_process(net: str, loss_of: Loss) -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def train_all(zero: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    return [train(net, loss_of, zero) for net, loss_of in CASES]
 
 
 def train(net: str, loss_of: Loss, zero: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -313,12 +318,18 @@ def train(net: str, loss_of: Loss, zero: dict[str, Any]) -> dict[str, torch.Tens
 ZEROS = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "overlap_comm": False}]
 
 
-@pytest.mark.parametrize("zero", ZEROS, ids=["1", "2", "3", "3-no-prefetch"])
-@pytest.mark.parametrize(("net", "loss_of"), CASES, ids=[f"{net}-{loss.__name__}" for net, loss in CASES])
-def test_it_trains_as_one_process_does(net: str, loss_of: Loss, zero: dict[str, Any]) -> None:
+@pytest.fixture(scope="module", params=ZEROS, ids=["1", "2", "3", "3-no-prefetch"])
+def trained(request: pytest.FixtureRequest) -> list[list[dict[str, torch.Tensor]]]:
+    """Return by rank the weights of every case. The first case that raises fails all of them."""
+    return run_ranks(train_all, WORLD, request.param, timeout=120)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{net}-{loss.__name__}" for net, loss in CASES])
+def test_it_trains_as_one_process_does(case: int, trained: list[list[dict[str, torch.Tensor]]]) -> None:
+    net, loss_of = CASES[case]
     want = in_one_process(net, loss_of)
     start = dict(build(net)[0].named_parameters())
-    for got in run_ranks(train, WORLD, net, loss_of, zero):
+    for got in (of_rank[case] for of_rank in trained):
         for name, value in want.items():
             torch.testing.assert_close(got[name], value, rtol=0, atol=1e-12, msg=name)
         moved = [name for name, value in got.items() if not torch.equal(value, start[name])]

@@ -27,8 +27,12 @@ STAGES = (0, 1, 2, 3)
 STEPS = 3  # stage 3 gathers ahead from the second on, and keeps layers for backward from the third
 
 
-def _slow(*values: Any) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+def _all_with_the_first(first: Any, second: Any) -> list[Any]:
+    """Every model in the first of two ways to train it; in the second one `plain`, and the others at night."""
+    models = ("plain", "tied", "frozen", "twice", "reentrant", "non_reentrant")
+    rows = [pytest.param(first, model, marks=[] if model == "plain" else pytest.mark.slow) for model in models]
+    night = [pytest.mark.slow, pytest.mark.nightly]
+    return [*rows, *(pytest.param(second, model, marks=night[: 1 + (model != "plain")]) for model in models)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,9 +175,8 @@ def assert_close(case: Case, want: Trace, got: Trace, label: str) -> None:
     assert sum(moved) >= 0.8 * len(moved) and len(set(want.losses)) == case.steps and min(want.norms) > case.clip
 
 
-@pytest.mark.parametrize("model", ["plain", *_slow("tied", "frozen", "twice", "reentrant", "non_reentrant")])
-@pytest.mark.parametrize("optimizer", ["adamw", *_slow("sgd")])
-def test_bf16_with_fp32_masters(model: str, optimizer: str) -> None:
+@pytest.mark.parametrize(("optimizer", "model"), _all_with_the_first("adamw", "sgd"))
+def test_bf16_with_fp32_masters(optimizer: str, model: str) -> None:
     case, precision = Case(model, 2, 2, optimizer, STEPS, single=True), Precision(bf16=True)
     want = emulate(case, precision)
     # bf16 keeps 8 bits: it follows the fp64 run roughly.
@@ -184,23 +187,21 @@ def test_bf16_with_fp32_masters(model: str, optimizer: str) -> None:
         assert any(extra_bits), "the masters hold no more than the parameters"
 
 
-@pytest.mark.parametrize("model", ["plain", *_slow("tied", "frozen", "twice", "reentrant", "non_reentrant")])
-@pytest.mark.parametrize(
-    "direct",
-    [pytest.param(False, id="engine.backward"), pytest.param(True, id="loss.backward", marks=pytest.mark.slow)],
-)
-def test_fp16_with_fp32_masters(model: str, direct: bool) -> None:
+@pytest.mark.parametrize(("call", "model"), _all_with_the_first("engine.backward", "loss.backward"))
+def test_fp16_with_fp32_masters(call: str, model: str) -> None:
     case, precision = Case(model, 2, 2, "adamw", STEPS, single=True), Precision(fp16_scale=128.0)
     want = emulate(case, precision)
     assert want.losses == pytest.approx(train_reference(case).losses, rel=1e-2)
-    for stage, got in zip(STAGES, run_ranks(train, 2, case, precision, STAGES, direct)[0], strict=True):
+    for stage, got in zip(
+        STAGES, run_ranks(train, 2, case, precision, STAGES, call == "loss.backward")[0], strict=True
+    ):
         assert_close(case, want, got, f"stage {stage}")
         extra_bits = [not torch.equal(value, value.half().float()) for value in got.params[-1].values()]
         assert any(extra_bits), "the masters hold no more than the parameters"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_bf16_at_other_world_sizes(world: int) -> None:
     case, precision = Case("plain", world, 1, "adamw", STEPS, single=True), Precision(bf16=True)
     want = emulate(case, precision)
@@ -218,7 +219,10 @@ def test_parameters_kept_in_fp32() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["plain", "tied", "twice", "reentrant", "non_reentrant"])
+@pytest.mark.parametrize(
+    "model",
+    ["twice", "reentrant", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("plain", "tied", "non_reentrant"))],
+)
 def test_autocast_over_fp32(model: str) -> None:
     case, precision = Case(model, 2, 2, "adamw", STEPS, single=True), Precision(autocast=True)
     want = emulate(case, precision)

@@ -18,8 +18,7 @@ import hf_zero
 from tests.harness.ranks import run_ranks
 from tests.harness.traps import TRAPS, WIDTH
 
-STEPS, WORLD = 3, 2
-STAGES = (0, 1, 2, 3)
+STEPS, WORLD, EVERYTHING = 3, 2, 10**9
 
 Params = dict[str, torch.Tensor]
 
@@ -88,11 +87,17 @@ def _train_one(name: str, stage: int, prefetch: int) -> Params:
     # Every second one is enough for a quick look: neighbours in the table are alike.
     [pytest.param(name, marks=[pytest.mark.slow] if place % 2 else []) for place, name in enumerate(TRAPS)],
 )
-def test_trap(name: str) -> None:
+@pytest.mark.parametrize(
+    "runs",
+    [
+        pytest.param([(1, EVERYTHING), (3, EVERYTHING), (3, 0)], id="1, 3"),
+        pytest.param([(0, EVERYTHING), (2, EVERYTHING)], id="0, 2", marks=pytest.mark.nightly),
+    ],
+)
+def test_trap(name: str, runs: list[tuple[int, int]]) -> None:
     want = train_plain(name)
     start = dict(build(name).named_parameters())
     assert any(not torch.equal(start[key], value) for key, value in want.items())
-    runs = [*((stage, 10**9) for stage in STAGES), (3, 0)]
     for run, got in zip(runs, run_ranks(train_sharded, WORLD, name, runs)[0], strict=True):
         for key, value in want.items():
             torch.testing.assert_close(
