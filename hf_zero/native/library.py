@@ -19,8 +19,8 @@ ABI_VERSION = 4  # HZ_ABI_VERSION of csrc/hz_api.h: the C structures that this p
 LIBRARY_VARIABLE = "HF_ZERO_LIBRARY"
 _FILE = "libhf_zero_native.so"
 _REMEDY = (
-    "Build it (any C++17 compiler, seconds): pip install -e . in a clone of hf_zero, "
-    "or pip install --force-reinstall --no-deps hf-zero"
+    "Install a C++ compiler (Debian and Ubuntu: apt-get install g++), then build the library: "
+    "pip install -e . in a clone of hf_zero"
 )
 
 
@@ -80,6 +80,7 @@ def library_path() -> Path:
                 f'this is {platform.system()}: set the device of both offload blocks to "none".'
             )
         raise NativeError(
-            f"hf_zero's native library ({_FILE}) is missing: hf_zero was not installed, or without it.\n{_REMEDY}"
+            f"hf_zero's native library ({_FILE}) is missing: pip installs hf_zero without it where there is no C++ "
+            f"compiler. Offload of optimizer states, offload to disk and CPUAdam need it.\n{_REMEDY}"
         )
     return found

@@ -117,7 +117,7 @@ def _print(facts: dict[str, Any]) -> None:
             ("torch built for", ", ".join(built_for) or "the CPU"),
             ("devices", "; ".join(devices) or torch_facts["problem"] or "none, training runs on the CPU"),
             ("backends", ", ".join(name for name, there in torch_facts["backends"].items() if there) or "none"),
-            ("native library", facts["native_library"] or "not present: pip install -e . builds it"),
+            ("native library", facts["native_library"] or "missing: a C++ compiler and pip install -e . add it"),
             ("disk i/o", facts["io_engine"] or "not available"),
         ]
     )

@@ -32,7 +32,6 @@ std::unique_ptr<AioEngine> make_uring_engine() { return std::make_unique<NoEngin
 #include <time.h>
 
 #include <cerrno>
-#include <future>
 
 #include "aio_ring.h"
 
@@ -43,6 +42,7 @@ namespace {
 constexpr uint64_t kWakeUp = ~uint64_t{0};
 // The kernel may be short of memory for a moment; for so many milliseconds in a row it is taken for an error.
 constexpr int kMaxRetries = 2000;
+constexpr int kNotOpened = -1;
 
 // One ring, and the thread that alone touches it.
 class Worker {
@@ -59,15 +59,21 @@ class Worker {
     int start() {
         wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
         if (wake_fd_ < 0) return errno;
-        auto opened = std::make_shared<std::promise<int>>();
-        std::future<int> outcome = opened->get_future();
-        int error = start_thread(thread_, [this, opened] {
+        int error = start_thread(thread_, [this] {
             // The thread that will use the ring makes it: a ring that belongs to one thread is cheaper.
             int problem = ring_.open(static_cast<unsigned>(depth_) + 1);
-            opened->set_value(problem);
+            {
+                std::lock_guard<std::mutex> lock(opening_);
+                outcome_ = problem;
+                opened_.notify_one();
+            }
             if (problem == 0) run();
         });
-        if (error == 0) error = outcome.get();
+        if (error == 0) {
+            std::unique_lock<std::mutex> lock(opening_);
+            opened_.wait(lock, [this] { return outcome_ != kNotOpened; });
+            error = outcome_;
+        }
         if (error != 0 && thread_.joinable()) thread_.join();
         return error;
     }
@@ -167,6 +173,9 @@ class Worker {
     std::vector<int> taken_;
     Ring ring_;
     std::thread thread_;
+    std::mutex opening_;
+    std::condition_variable opened_;
+    int outcome_ = kNotOpened;  // 0 or errno of the ring's opening; guarded by opening_
     int wake_fd_ = -1;
     int under_way_ = 0;
     int64_t added_ = 0;
