@@ -36,9 +36,15 @@ class _WithoutOthers(logging.StreamHandler[Any]):
         return getattr(sys, self._stream)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        others = [*_package.handlers, *(logging.root.handlers if _package.propagate else ())]
         is_line = record.name == _lines.name
-        return is_line == (self._stream == "stdout") and all(isinstance(one, _WithoutOthers) for one in others)
+        return is_line == (self._stream == "stdout") and not _reaches_others(logging.getLogger(record.name))
+
+
+def _reaches_others(logger: logging.Logger) -> bool:
+    """Whether a handler of the program gets the records of `logger`."""
+    if not all(isinstance(one, _WithoutOthers) for one in logger.handlers):
+        return True
+    return logger.propagate and logger.parent is not None and _reaches_others(logger.parent)
 
 
 def _set_up() -> None:

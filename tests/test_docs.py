@@ -366,6 +366,8 @@ def check_script(words: list[str], page: Path) -> None:
     script, *arguments = words
     if script == "-m":
         check_module(arguments, page)
+    elif script == "hf-zero":
+        check_hf_zero(arguments, page)
     elif script.startswith(("scripts/", "recipes/")):
         if not (ROOT / script).is_file():
             raise Wrong(f"there is no {script}")
@@ -387,8 +389,6 @@ def check_module(words: list[str], page: Path) -> None:
         split = next((n for n, word in enumerate(arguments) if word.endswith(".py")), None)
         if split is not None:
             check_script(arguments[split:], page)
-    elif name == "hf_zero.extras.cli.main":
-        check_command(shlex.join(["hf-zero", *arguments]), page)
     elif name.startswith("recipes."):
         check_script([name.replace(".", "/") + ".py", *arguments], page)
     elif name not in ("pytest", "my_package.train"):
@@ -538,9 +538,8 @@ def run_forked(line: list[str], folder: Path) -> str:
     assert line[0] == "hf-zero", line
     if line[1] == "launch":
         options = build_parsers().commands["launch"].parse_args(line[2:])
-        arguments = [*([] if options.no_local_rank else ["--local_rank={rank}"]), *options.script_arguments]
-        script, processes = folder / options.script, options.num_gpus
-        ran = run_script(script, *arguments, folder=folder, processes=processes, ACCELERATE_USE_CPU="true")
+        script, arguments = folder / options.script, options.script_arguments
+        ran = run_script(script, *arguments, folder=folder, processes=options.num_gpus, ACCELERATE_USE_CPU="true")
     else:
         ran = run_hf_zero(*line[1:], folder=folder)
     assert not any(ran.status), f"{line}\n{ran.out}\n{ran.err}"

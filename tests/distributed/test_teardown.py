@@ -208,7 +208,7 @@ engine.comm.barrier("the last operation")
 @pytest.mark.slow
 def test_no_thread_of_gloo_outlives_python(tmp_path: Path) -> None:
     """A thread that still held tensors of the last operation would abort the process: a good job reported SIGABRT."""
-    done = launch(tmp_path, "--num_gpus", 2, "--no_local_rank", write_script(tmp_path, KEEPS_ITS_ENGINE))
+    done = launch(tmp_path, "--num_gpus", 2, write_script(tmp_path, KEEPS_ITS_ENGINE))
     assert done.status == 0, done.err
     assert done.out.count("threads before: True") == 2, done.out
     assert done.out.count("threads of gloo: 0") == 2, done.out

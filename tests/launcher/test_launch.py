@@ -15,12 +15,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hf_zero.distributed.environment import slurm_port
 from hf_zero.extras.cli.main import main
 from hf_zero.extras.launcher import hosts
+from hf_zero.extras.launcher.failures import recorded, show_failure
 from hf_zero.extras.launcher.launch_plan import JobPlan
 from hf_zero.extras.launcher.node import free_port
+from hf_zero.extras.launcher.script import takes_local_rank
 from tests.harness.launches import (
     Launched,
     bare_environment,
@@ -108,6 +111,8 @@ def test_modules_programs_logs_and_cores(tmp_path: Path) -> None:
     program = write_script(tmp_path, "#!/bin/sh\necho $RANK of $WORLD_SIZE: $*\n", "run.sh")
     program.chmod(0o755)
     job = launch(tmp_path, "--num_gpus", 2, "--no_python", "./run.sh", "x")
+    assert sorted(job.out.splitlines()) == ["0 of 2: x", "1 of 2: x"]
+    job = launch(tmp_path, "--num_gpus", 2, "--no_python", "--pass_local_rank", "./run.sh", "x")
     assert sorted(job.out.splitlines()) == ["0 of 2: --local_rank=0 x", "1 of 2: --local_rank=1 x"]
 
 
@@ -120,6 +125,90 @@ def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
     assert last.startswith("hf-zero launch: error: rank 1 failed on ") and "(exit status 3)" in last
     assert "Traceback" not in job.err
     assert_none_left(str(script))
+
+
+PLAIN = """
+    import argparse, os
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fail")
+    args = parser.parse_args()
+    local_rank = int(os.environ["LOCAL_RANK"])  # read, and no option
+    if args.fail == "mine":
+        raise ValueError("a mistake of my own")
+    if args.fail == "config":
+        import hf_zero
+        hf_zero.ZeroConfig.load({"zero_optimisation": {"stage": 3}})
+"""
+
+
+def test_a_script_without_the_option_gets_no_local_rank(tmp_path: Path) -> None:
+    write_script(tmp_path, PLAIN, "plain.py")
+    job = launch(tmp_path, "--num_gpus", 2, "plain.py")
+    assert (job.status, job.out) == (0, ""), job.err
+    job = launch(tmp_path, "--pass_local_rank", "plain.py")
+    last = job.err.splitlines()[-1]
+    assert job.status == 1 and "(exit status 2)" in last and "add --no_local_rank before it" in last
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "takes"),
+    [
+        ('add_argument("--local_rank", type=int)', "file", True),
+        ("@click.option('--local-rank')", "file", True),
+        ("@dataclass\nclass Arguments:\n    local_rank: int = -1", "file", True),
+        ('local_rank = int(os.environ["LOCAL_RANK"])\nif local_rank: pass', "file", False),
+        ("add_argument('--local_rank')", "module", True),
+        ("add_argument('--local_rank')", "program", True),
+    ],
+)
+def test_who_takes_local_rank(
+    script: str, kind: str, takes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine", "train.py").write_text(script)
+    Path("mine", "__main__.py").write_text(script)
+    assert takes_local_rank("mine.train" if kind == "module" else "mine/train.py", kind) is takes
+    assert takes_local_rank("mine" if kind == "module" else "mine/none.py", kind) is (kind == "module")
+
+
+@pytest.mark.parametrize("kind", ["mine", "config"])
+def test_one_error_is_shown_and_all_are_kept(kind: str, tmp_path: Path) -> None:
+    write_script(tmp_path, PLAIN, "plain.py")
+    job = launch(tmp_path, "--num_gpus", 2, "--quiet", "plain.py", "--fail", kind)
+    *shown, last = job.err.splitlines()
+    kept = Path(last.rpartition(" ")[2])
+    tracebacks = kept.read_text()
+    kept.unlink()
+    assert job.status == 1 and "launcher" not in tracebacks
+    if kind == "config":
+        assert shown[0] == "ConfigError: 1 problem in the ZeRO configuration (a dict):" and len(shown) == 3
+        assert "(ConfigError)" in last and 'File "plain.py"' in tracebacks
+    else:
+        assert shown[0].startswith("Traceback") and shown[-1] == "ValueError: a mistake of my own"
+        assert sum(line.startswith("ValueError") for line in shown) == 1 and "(ValueError)" in last
+
+
+@pytest.mark.parametrize("exitcode", [-signal.SIGKILL, 3])
+def test_a_rank_that_ended_without_a_word_came_first(
+    exitcode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The errors of the ranks that miss it are in the file; the agent ends them by SIGTERM."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    with pytest.raises(SystemExit), recorded(print_too=False):
+        raise RuntimeError("the other one is gone")
+    failures = {
+        0: ProcessFailure(0, 11, -signal.SIGTERM, str(tmp_path / "error.json")),
+        1: ProcessFailure(1, 12, exitcode, str(tmp_path / "none.json")),
+        2: ProcessFailure(2, 13, -signal.SIGTERM, str(tmp_path / "none.json")),
+    }
+    line = show_failure(failures, pass_local_rank=False)
+    kept = Path(line.rpartition(" ")[2])
+    assert capsys.readouterr().err == "" and line.startswith("rank 1 failed on ")
+    assert ("(killed by SIGKILL)" if exitcode < 0 else "(exit status 3)") in line
+    assert "RuntimeError: the other one is gone" in kept.read_text() and "rank(s) 0:" in line
+    kept.unlink()
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def test_commands_for_other_hosts() -> None:
     assert pdsh.command("a", "run 50%") == ["pdsh", "-S", "-u", "5", "-w", "a", "--", "run 50%%"]
     assert pdsh.environment()["PDSH_RCMD_TYPE"] == "ssh"
     assert pdsh.environment()["PDSH_SSH_ARGS_APPEND"].endswith("-p 2222")
-    plan = JobPlan((("0", "1"), ("0", "1")), "", 29500, ("python", "train.py"), 2)
+    plan = JobPlan((("0", "1"), ("0", "1")), "", 29500, "train.py", ("--x",))
     assert JobPlan.decode(plan.encode()) == plan
     line = " ".join(srun_command(plan, ["n1", "n2"], ["--mem", "0"]))
     assert line.startswith(
@@ -185,4 +185,4 @@ def test_commands_for_other_hosts() -> None:
     assert line.endswith(f" -m hf_zero.extras.launcher.node {plan.encode()} slurm")
     for devices in ((("0", "1"), ("0",)), (("1", "2"), ("1", "2"))):
         with pytest.raises(LaunchUsageError, match="same first slots on every host"):
-            srun_command(JobPlan(devices, "", 29500, ("python", "train.py"), 2), ["n1", "n2"], [])
+            srun_command(JobPlan(devices, "", 29500, "train.py"), ["n1", "n2"], [])

@@ -81,7 +81,8 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--module", action="store_true", help="SCRIPT is a module, as for python -m")
     add("--no_python", action="store_true", help="SCRIPT is a program of its own")
-    add("--no_local_rank", action="store_true", help="do not give --local_rank=K to the script (LOCAL_RANK is set)")
+    add("--pass_local_rank", action="store_true", help="give --local_rank=K also to a script that does not declare it")
+    add("--no_local_rank", action="store_true", help="never give --local_rank=K to the script (LOCAL_RANK is set)")
     add("--enable_each_rank_log", metavar="FOLDER", help="each rank's output into a file of its own there")
     add("--bind_cores_to_rank", action="store_true", help="share this host's cores out among its processes")
     add("--bind_core_list", metavar="CORES", help="the cores to share out, as 0-3,8")

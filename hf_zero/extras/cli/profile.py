@@ -1,6 +1,6 @@
 """`hf-zero profile`: runs an unmodified script, and shows what happened in chosen optimizer steps.
 
-On several ranks: `torchrun --nproc_per_node 2 -m hf_zero.extras.cli.main profile ...`.
+On several ranks: `hf-zero launch --num_gpus 2 --no_python hf-zero profile ...`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "script",
         metavar="SCRIPT",
-        help="the script to run; on several ranks: torchrun ... -m hf_zero.extras.cli.main profile ...",
+        help="the script to run; on several ranks: hf-zero launch --num_gpus N --no_python hf-zero profile ...",
     )
     add("script_arguments", nargs=argparse.REMAINDER, metavar="...", help="handed on to it")
 

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import shlex
-import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from hf_zero.distributed.environment import DEFAULT_PORT, expand_hosts, number_i
 from hf_zero.extras.launcher.forwarding import environment_files, exported, read_environment_file, shell_exports
 from hf_zero.extras.launcher.hosts import RemoteJob, Transport, address_of, check_reachable, run_srun
 from hf_zero.extras.launcher.launch_errors import LaunchUsageError
-from hf_zero.extras.launcher.launch_plan import JobPlan, devices_variable
+from hf_zero.extras.launcher.launch_plan import JobPlan, Kind, devices_variable
 from hf_zero.extras.launcher.node import free_port, port_is_free, run_node
 from hf_zero.extras.launcher.resources import (
     Slots,
@@ -26,6 +25,7 @@ from hf_zero.extras.launcher.resources import (
     slot_number,
     trim,
 )
+from hf_zero.extras.launcher.script import takes_local_rank
 
 DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's
 LAUNCHERS = ("ssh", "pdsh", "slurm")
@@ -58,6 +58,7 @@ class LaunchOptions:
     module: bool = False
     no_python: bool = False
     no_local_rank: bool = False
+    pass_local_rank: bool = False
     enable_each_rank_log: str | None = None
     bind_cores_to_rank: bool = False
     bind_core_list: str | None = None
@@ -103,6 +104,8 @@ def _check(options: LaunchOptions) -> None:
         )
     if options.module and options.no_python:
         raise LaunchUsageError("--module and --no_python exclude each other")
+    if options.pass_local_rank and options.no_local_rank:
+        raise LaunchUsageError("--pass_local_rank and --no_local_rank exclude each other")
     if (options.include or options.exclude) and (options.num_nodes is not None or options.num_gpus is not None):
         raise LaunchUsageError("--num_nodes and --num_gpus cannot be given with --include or --exclude")
     for option, port in (("--master_port", options.master_port), ("--ssh_port", options.ssh_port)):
@@ -117,18 +120,17 @@ def _check(options: LaunchOptions) -> None:
 
 
 def _plan(options: LaunchOptions, devices: tuple[tuple[str, ...], ...], master_addr: str, port: int) -> JobPlan:
-    if options.no_python:
-        command = [options.script]
-    else:
-        command = [sys.executable, "-u", *(["-m"] if options.module else []), options.script]
+    kind: Kind = "program" if options.no_python else "module" if options.module else "file"
+    declared = not options.no_local_rank and takes_local_rank(options.script, kind)
     binds = options.bind_cores_to_rank or options.bind_core_list is not None
     return JobPlan(
         devices=devices,
         master_addr=master_addr,
         master_port=port,
-        command=(*command, *options.script_arguments),
-        script_end=len(command),
-        pass_local_rank=not options.no_local_rank,
+        script=options.script,
+        arguments=tuple(options.script_arguments),
+        kind=kind,
+        pass_local_rank=options.pass_local_rank or declared,
         bind_cores=(options.bind_core_list or "") if binds else None,
         log_folder=options.enable_each_rank_log,
     )

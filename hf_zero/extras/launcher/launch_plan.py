@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from typing import Any
+from typing import Any, Literal
 
 from hf_zero.native.device_files import visible_devices_variable
+
+Kind = Literal["file", "module", "program"]
 
 
 def devices_variable() -> str:
@@ -25,8 +27,8 @@ class JobPlan:
     Attributes:
         master_addr: Of the first host; "" where SLURM knows, which puts hosts into an order of its own.
         devices: For each host, the device of each of its processes, as CUDA_VISIBLE_DEVICES or its like names it.
-        command: What each process runs: the interpreter's arguments included, or a program's name.
-        pass_local_rank: Give `--local_rank=K` to the script, as DeepSpeed does, after `command[:script_end]`.
+        kind: What `script` is.
+        pass_local_rank: Give `--local_rank=K` to the script, before its own arguments, as DeepSpeed does.
         use_devices: Set that variable. False where this host is the only one and has no GPU.
         bind_cores: None, or the cores that a host's processes share out; "" for all that they may use.
         job: A name that no other job has; "" where nobody has to find the processes by it.
@@ -36,9 +38,10 @@ class JobPlan:
     devices: tuple[tuple[str, ...], ...]
     master_addr: str
     master_port: int
-    command: tuple[str, ...]
-    script_end: int
-    pass_local_rank: bool = True
+    script: str
+    arguments: tuple[str, ...] = ()
+    kind: Kind = "file"
+    pass_local_rank: bool = False
     use_devices: bool = True
     bind_cores: str | None = None
     log_folder: str | None = None
@@ -56,5 +59,5 @@ class JobPlan:
     def decode(cls, text: str) -> JobPlan:
         values: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
         values["devices"] = tuple(tuple(host) for host in values["devices"])
-        values["command"] = tuple(values["command"])
+        values["arguments"] = tuple(values["arguments"])
         return cls(**values)

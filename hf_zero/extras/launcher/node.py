@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import random
 import shutil
@@ -24,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from hf_zero.distributed.environment import expand_hosts
+from hf_zero.extras.launcher.failures import show_failure
 from hf_zero.extras.launcher.launch_errors import LaunchFailed, LaunchUsageError
 from hf_zero.extras.launcher.launch_plan import JobPlan, devices_variable
 from hf_zero.extras.launcher.worker import cores_here, parse_cores
@@ -69,17 +71,23 @@ def run_node(plan: JobPlan, node_rank: int) -> None:
 
 
 def _command(plan: JobPlan, processes: int) -> list[str]:
-    # torch's agent puts a process's number in the place of ${local_rank}; a $ of the user's own must come through.
-    command = [part.replace("$", "$$") for part in plan.command]
-    if plan.pass_local_rank:
-        command.insert(plan.script_end, "--local_rank=${local_rank}")
+    """Return the command of each process. torch's agent puts the process's number in the place of ${local_rank}."""
+    options = {"kind": plan.kind, **_worker_options(plan, processes)}
+    local_rank = ["--local_rank=${local_rank}"] if plan.pass_local_rank else []
+    # A $ of the user's own must come through.
+    own, script, *arguments = (part.replace("$", "$$") for part in (json.dumps(options), plan.script, *plan.arguments))
+    return [sys.executable, "-u", "-m", "hf_zero.extras.launcher.worker", own, script, *local_rank, *arguments]
+
+
+def _worker_options(plan: JobPlan, processes: int) -> dict[str, object]:
+    """Return the cores that the processes share out, and the file that gets their output; {} for neither."""
     if plan.log_folder is None and plan.bind_cores is None:
-        return command
+        return {}
     if os.name == "nt":
         raise LaunchUsageError(
             "--enable_each_rank_log, --bind_cores_to_rank and --bind_core_list do not work on Windows: leave them out"
         )
-    options: dict[str, object] = {"cores": [], "log": ""}
+    options: dict[str, object] = {}
     if plan.bind_cores is not None:
         cores = parse_cores(plan.bind_cores) if plan.bind_cores else cores_here()
         if len(cores) < processes:
@@ -90,8 +98,8 @@ def _command(plan: JobPlan, processes: int) -> list[str]:
             Path(plan.log_folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchUsageError(f"--enable_each_rank_log {plan.log_folder}: {error.strerror}") from None
-        options["log"] = os.path.join(plan.log_folder, time.strftime("%Y%m%d%H%M%S")).replace("$", "$$")
-    return [sys.executable, "-u", "-m", "hf_zero.extras.launcher.worker", json.dumps(options), *command]
+        options["log"] = os.path.join(plan.log_folder, time.strftime("%Y%m%d%H%M%S"))
+    return options
 
 
 def _set_environment(plan: JobPlan, node_rank: int) -> None:
@@ -117,12 +125,12 @@ def _set_environment(plan: JobPlan, node_rank: int) -> None:
 
 def _run_agent(plan: JobPlan, node_rank: int, command: list[str]) -> None:
     from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if shutil.which(command[0]) is None:
-        raise LaunchUsageError(f"there is no program {command[0]!r}")
+    if plan.kind == "program" and shutil.which(plan.script) is None:
+        raise LaunchUsageError(f"there is no program {plan.script!r}")
     host = f"[{plan.master_addr}]" if ":" in plan.master_addr else plan.master_addr
     config = LaunchConfig(
         min_nodes=plan.num_nodes,
@@ -135,13 +143,13 @@ def _run_agent(plan: JobPlan, node_rank: int, command: list[str]) -> None:
         max_restarts=0,
     )
     try:
-        elastic_launch(config, command[0])(*command[1:])
+        with tempfile.TemporaryDirectory(prefix="hf_zero-launch-") as errors:
+            # Its lines on processes that fail would stand above ours, which says more.
+            logging.getLogger(DefaultLogsSpecs.__module__).setLevel(logging.CRITICAL)
+            config.logs_specs = DefaultLogsSpecs(log_dir=errors)
+            elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit status {failure.exitcode}"
-        raise LaunchFailed(
-            f"rank {rank} failed on {socket.gethostname()} ({how}); the other processes were ended"
-        ) from None
+        raise LaunchFailed(show_failure(error.failures, pass_local_rank=plan.pass_local_rank)) from None
     except SignalException as error:
         _end_children()
         raise LaunchFailed(f"stopped by {error.sigval.name}; all processes were ended") from None

@@ -1,6 +1,7 @@
-"""Stands before the script in each process that needs it: binds it to cores, sends its output to a file, becomes it.
+"""Stands before the script in each process: binds it to cores, sends its output to a file, becomes it, and keeps the
+error that it ends with.
 
-`python -m hf_zero.extras.launcher.worker '{"cores": [0, 1], "log": "prefix"}' command ...`
+`python -m hf_zero.extras.launcher.worker '{"kind": "file", "cores": [0, 1], "log": "prefix"}' train.py ...`
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import re
 import sys
 from collections.abc import Sequence
 
+from hf_zero.extras.launcher.failures import recorded
 from hf_zero.extras.launcher.launch_errors import LaunchUsageError
+from hf_zero.extras.launcher.script import become
 
 
 def parse_cores(text: str) -> list[int]:
@@ -54,20 +57,24 @@ def share(cores: Sequence[int], rank: int, count: int) -> list[int]:
 
 
 def main(argv: Sequence[str]) -> None:
-    options, command = json.loads(argv[0]), list(argv[1:])
+    options, script, arguments = json.loads(argv[0]), argv[1], argv[2:]
     rank, local_rank = os.environ["RANK"], int(os.environ["LOCAL_RANK"])
-    if options["cores"]:
-        own = share(options["cores"], local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
+    if cores := options.get("cores"):
+        own = share(cores, local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
         os.sched_setaffinity(0, own)
         os.environ["OMP_NUM_THREADS"] = str(len(own))
-    if options["log"]:
-        log = os.open(f"{options['log']}_rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    if prefix := options.get("log"):
+        log = os.open(f"{prefix}_rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
+    if options["kind"] != "program":
+        with recorded(print_too=prefix is not None):
+            become(script, arguments, is_module=options["kind"] == "module")
+        return
     try:
-        os.execvp(command[0], command)
+        os.execvp(script, [script, *arguments])
     except OSError as error:
-        sys.stderr.write(f"hf-zero launch: error: {command[0]}: {error.strerror}\n")
+        sys.stderr.write(f"hf-zero launch: error: {script}: {error.strerror}\n")
         sys.exit(127)
 
 
