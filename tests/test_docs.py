@@ -416,6 +416,7 @@ SHELL = {
     "pip",
     "git",
     "mkdir",
+    "mkdocs",
     "nvidia-smi",
     "sbatch",
     "srun",

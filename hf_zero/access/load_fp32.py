@@ -24,7 +24,8 @@ def load_fp32_into(model: ModelT, folder: str | Path, tag: str | None = None, st
     ranks must call.
 
     Args:
-        folder, tag: As in `load_fp32_state_dict`.
+        folder: The checkpoint's folder, as in `load_fp32_state_dict`.
+        tag: The checkpoint in `folder`, as in `load_fp32_state_dict`.
         strict: Names that only the model or only the checkpoint has are errors.
     Raises:
         CheckpointError: The folder holds no complete checkpoint, or it does not fit the model (all differences are

@@ -5,10 +5,10 @@ from hf_zero.optim.optimizer_types import OPTIMIZERS
 from hf_zero.optim.schedule_types import SCHEDULES
 
 # Public name -> module. Classes are loaded at first use, so that their types can be read without torch.
-_CLASSES = {
+_EXPORTS = {
     path.rpartition(".")[2]: path.rpartition(".")[0]
     for path in (*OPTIMIZERS, *SCHEDULES)
     if path.startswith("hf_zero.optim.")
 }
-__all__ = sorted(_CLASSES)
-__getattr__ = lazy_names(__name__, _CLASSES)
+__all__ = sorted(_EXPORTS)
+__getattr__ = lazy_names(__name__, _EXPORTS)

@@ -200,7 +200,7 @@ def measure(model: nn.Module, config: ResolvedConfig, batch: Mapping[str, torch.
         config: Decides the parameters' types and what is a unit; stage and offload change nothing here.
         batch: Meta tensors; the model must return something with a `loss`, a dict with "loss", or the loss.
     Raises:
-        Whatever the model raises where sizes alone do not do, as in code that looks at values.
+        Exception: What the model raises where it needs values, and has only sizes.
     """
     zero = dataclasses.replace(
         config.zero,

@@ -46,11 +46,12 @@ def from_transformers(
     """A PipelineModule of a decoder-only causal language model: embeddings, each decoder layer, the head.
 
     Its inputs are token ids; or (ids, attention mask, position ids), or a mapping with "input_ids", "attention_mask",
-    "position_ids". It gives logits. A model is taken apart and shares its parameters with the pipeline; of a path
-    every rank reads the tensors of its own stage, when the stages are known. All ranks must call.
+    "position_ids". It gives logits. A model is taken apart and shares its parameters with the pipeline. Given
+    a path, each rank reads only the tensors of its own stage, when the stages are known. All ranks must call.
 
     Args:
-        num_stages, topology: As for PipelineModule.
+        num_stages: The number of stages, as for PipelineModule.
+        topology: The place of each rank, as for PipelineModule.
         loss_fn: None means the model's own: of labels (batch, tokens), shifted inside, with -100 for none.
         model_kwargs: For AutoModelForCausalLM.from_pretrained: dtype, revision, attn_implementation, ...
         options: For PipelineModule: partition_method, virtual_stages, seed_layers, ... Layers go by the names of the

@@ -116,7 +116,8 @@ class PipelineGrid:
 
     Args:
         topology: Has an axis "pipe", and may have "data"; others must have the length 1.
-        rank, world_size: This process's rank, and how many there are.
+        rank: This process's rank.
+        world_size: The number of processes.
     Raises:
         ConfigError: The topology has other axes, or does not fit the number of ranks.
     """
