@@ -111,7 +111,8 @@ def init_distributed(
         distributed_port: The port of rank 0, where the environment names none.
         verbose: Taken for DeepSpeed's sake; nothing is printed.
         timeout: None means DEEPSPEED_TIMEOUT (minutes) where that is set, else torch's own.
-        init_method: The address where ranks meet, as for torch.distributed.init_process_group; None: the environment's.
+        init_method: The address where ranks meet, as for torch.distributed.init_process_group; None: the one of the
+            environment.
         rank: The number of this process; -1: the environment's.
         world_size: The number of processes; -1: the environment's.
         dist_init_required: False: the processes must have been joined already.
