@@ -105,11 +105,13 @@ def averaged(stage: int, medium: dict[str, Any]) -> dict[str, Any]:
         (2, 2, "device"),
         (3, 2, "device"),
         (3, 2, "disk"),
-        *(pytest.param(stage, 2, "device", marks=pytest.mark.slow) for stage in (0, 1)),
-        *(pytest.param(stage, 1, "device", marks=pytest.mark.slow) for stage in range(4)),
-        *(pytest.param(stage, 3, "device", marks=pytest.mark.slow) for stage in range(4)),
-        *(pytest.param(stage, 2, "host", marks=pytest.mark.slow) for stage in (1, 2, 3)),
-        pytest.param(2, 2, "disk", marks=pytest.mark.slow),
+        (0, 2, "device"),
+        (1, 2, "device"),
+        *((3, world, "device") for world in (1, 3)),
+        (3, 2, "host"),
+        (2, 2, "disk"),
+        *(pytest.param(stage, world, "device", marks=pytest.mark.nightly) for stage in range(3) for world in (1, 3)),
+        *(pytest.param(stage, 2, "host", marks=pytest.mark.nightly) for stage in (1, 2)),
     ],
 )
 def test_the_average_is_that_of_one_process(stage: int, world: int, medium: str, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from hf_zero.distributed.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
+from tests.harness.at_night import all_at_night
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case
 from tests.harness.sharded import Options, micro_step, start
@@ -113,7 +114,7 @@ SETTINGS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", all_at_night((2, 3), (3,)))
 def test_collectives_equal_the_formula(world: int) -> None:
     by_rank = run_ranks(count, world, SETTINGS)
     for setting, (counted, want), *others in zip(SETTINGS, *by_rank, strict=True):

@@ -16,6 +16,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.extras.estimate.account import plan_engine
 from hf_zero.extras.estimate.plan import Plan, plan_model
 from hf_zero.extras.estimate.profile import Profile, measure
+from tests.harness.at_night import all_at_night
 from tests.harness.ranks import run_ranks
 
 VOCAB, WIDTH, INNER, BATCH, LENGTH = 67, 24, 40, 2, 7
@@ -126,7 +127,7 @@ def planned(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", all_at_night((1, 2, 3), (3,)))
 def test_plan_is_the_report_of_the_run(world_size: int, tmp_path: Path) -> None:
     all_jobs = jobs(str(tmp_path))
     by_rank = run_ranks(measured, world_size, all_jobs, timeout=240)

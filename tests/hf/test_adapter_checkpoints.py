@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import hf_zero
+from tests.harness.at_night import all_at_night
 from tests.harness.ranks import run_ranks
 from tests.hf import peft_runs
 from tests.hf.runs import Outcome, digest
@@ -37,7 +38,7 @@ def weights_bytes(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feature", ["lora", "dora", "tokens", "pissa", "own"])
+@pytest.mark.parametrize("feature", all_at_night(["lora", "dora", "tokens", "pissa", "own"], ("tokens", "pissa")))
 def test_checkpoints_hold_adapters_and_resume(feature: str, tmp_path: Path) -> None:
     """PiSSA changes the base, and what is not PEFT's is saved whole by Trainer: their checkpoints are not small."""
     model = peft_runs.with_adapters(feature)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 
 import hf_zero
+from tests.harness.at_night import all_at_night
 from tests.harness.launches import bare_environment, write_script
 from tests.harness.ranks import RankFailure, run_ranks
 from tests.hf.runs import _tokenizer as tokenizer
@@ -67,7 +68,7 @@ def readme_lines() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", all_at_night(range(4), (0, 3)))  # each launcher, and each kind of script
 def test_launch_lines_of_the_readme(number: int, tmp_path: Path) -> None:
     """The lines run as printed, in a fresh shell on a machine without a GPU: two ranks that see each other, each with
     its half.

@@ -33,13 +33,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("stage 3, checkpointing", zero(3), {"gradient_checkpointing": True, "where": "backward"}),
     ("stage 3, all offloaded", zero(3, offload_param=CPU, offload_optimizer=CPU), {"where": "backward"}),
 ]
-FAST = ("stage 3, forward",)
+AT_NIGHT = ("stage 2, backward", "stage 2, optimizer offloaded", "stage 3, forward", "stage 3, checkpointing")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "more"),
-    [pytest.param(*case[1:], id=case[0], marks=() if case[0] in FAST else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case[1:], id=case[0], marks=[pytest.mark.nightly] * (case[0] in AT_NIGHT)) for case in CASES],
 )
 def test_the_next_attempt_is_a_training_of_its_own(
     config: dict[str, Any], more: dict[str, Any], tmp_path: Path

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.at_night import all_at_night
 from tests.harness.ranks import run_ranks
 from tests.hf import peft_runs
 from tests.hf.test_entries import assert_same, launch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feature", [*peft_runs.FEATURES, "own"])
+@pytest.mark.parametrize(
+    "feature", all_at_night([*peft_runs.FEATURES, "own"], ("all", "tokens", "pissa", "bf16_base", "own"))
+)
 def test_adapters(feature: str, tmp_path: Path) -> None:
     want = launch(peft_runs.train, "ddp", 0, str(tmp_path / "ddp"), feature)
     for kind, stage in (("subclass", 3), ("enable", 2)):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_zero
 from hf_zero.sharding.flat_param import FlatParam
+from tests.harness.at_night import all_at_night
 from tests.harness.ranks import run_ranks
 
 VOCAB = 97
@@ -162,7 +163,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [(change, {}) for change in CHANGES] +
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("change", "zero"), CASES, ids=[f"{change}-{'+'.join(zero)}" for change, zero in CASES])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", all_at_night((2, 3), (3,)))
 def test_training_after_a_sharded_load_equals_one_process(
     change: str, zero: dict[str, Any], world_size: int, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,16 @@ def test_a_trainer_with_a_scheduler_of_its_own_is_told_of_the_block(tmp_path: Pa
     assert any("OwnScheduler.create_scheduler: the scheduler block counts only if" in text for text in said), said
 
 
+@functools.cache
+def plain_loop() -> runs.Outcome:
+    outcome: runs.Outcome = launch(schedule_runs.loop, "reference", -1, "")[0]
+    return outcome
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", list(BLOCKS))
 def test_an_accelerate_script_with_dummies(way: str, tmp_path: Path) -> None:
-    want = launch(schedule_runs.loop, "reference", -1, "")[0]
+    want = plain_loop()
     assert want.norms == pytest.approx(CURVE)
     start = runs.build().state_dict()
     assert all((want.weights[name] - start[name]).abs().max() > 0.01 for name in start), "vacuous: nothing moved"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness.at_night import all_at_night
 from tests.harness.ranks import run_ranks
 from tests.hf import trl_runs
 from tests.hf.runs import Outcome
@@ -25,7 +26,10 @@ RUNS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    all_at_night(RUNS, ("dpo, loaded reference", "dpo, adapters turned off", "reward", "grpo with a reference")),
+)
 def test_like_one_process(name: str, tmp_path: Path) -> None:
     function, own = RUNS[name]
     more = (trl_runs.base(str(tmp_path)), *own)

@@ -126,13 +126,13 @@ MIXES = [
     ("client", "callable"),
     ("client", "object"),
 ]
-FAST = [(3, MIXES[0]), (1, MIXES[2]), (3, MIXES[4])]
+BY_DAY = [(3 if place % 2 == 0 else 1, mix) for place, mix in enumerate(MIXES)]
 
 
 @pytest.mark.parametrize(
     ("stage", "mix"),
     [
-        pytest.param(stage, mix, marks=() if (stage, mix) in FAST else pytest.mark.slow)
+        pytest.param(stage, mix, marks=() if (stage, mix) in BY_DAY else pytest.mark.nightly)
         for stage in (1, 3)
         for mix in MIXES
     ],

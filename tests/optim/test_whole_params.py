@@ -26,8 +26,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.reference import Case, _mean_loss
 from tests.harness.sharded import Options, micro_step, zero_config
 
-STEPS = 20  # of one run of every optimizer
-FEW = 6  # of what it gives at other stages, on three ranks and with accumulated gradients
+STEPS = 10  # of one run of every optimizer
+FEW = 4  # of what it gives at other stages, on three ranks and with accumulated gradients
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
@@ -99,12 +99,12 @@ def close(make: Make, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor
 
 MAKERS: list[Make] = [adafactor, adafactor_of_transformers, adafactor_with_its_own_rate, muon, muon_and_nothing_else]
 MATRIX = [
-    pytest.param(make, world, accumulation, stages, marks=[] if quick else pytest.mark.slow)
+    pytest.param(make, world, accumulation, stages, marks=marks)
     for make in MAKERS
-    for world, accumulation, stages, quick in (
-        (2, 1, (3,), make in (adafactor, muon)),
-        (2, 1, (0, 1, 2), False),
-        (3, 4, (1, 3), False),
+    for world, accumulation, stages, marks in (
+        (2, 1, (3,), [] if make in (adafactor, muon) else pytest.mark.slow),
+        (2, 1, (0, 1, 2), pytest.mark.slow if make in (adafactor, muon) else pytest.mark.nightly),
+        (3, 4, (1, 3), pytest.mark.slow),
     )
     if world == 2 or make in (adafactor, muon)
 ]
