@@ -90,7 +90,8 @@ def convert_config(source: Path) -> Converted:
     try:
         content = yaml.safe_load(source.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"cannot read {source}: {str(error).splitlines()[0]}. Name a yaml or JSON file.") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
+        raise ConfigError(f"cannot read {source}: {reason}. Name a yaml or JSON file.") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"{source} holds no keys with values: expected a file of `accelerate config`.")
     return _of_accelerate(source, content)

@@ -7,6 +7,7 @@ the methods of `_Resolver.run`.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ class Surroundings:
     client_optimizer: bool = False  # the caller brings the optimizer, so an optimizer block is not built
     client_scheduler: bool = False  # the same of the scheduler; or it is built later, when its numbers are known
     makes_loader: bool | None = None  # hf_zero makes the loader; None: not known
-    file_only: bool = False  # look at the file alone: no batch numbers, nothing that arguments would give
+    file_only: bool = False  # look at the file alone: nothing that ranks and arguments would give
 
 
 @dataclass(frozen=True)
@@ -212,10 +213,13 @@ class _Resolver:
             self._set(PARAM_DEVICE, "none", BELOW_STAGE_3)
 
     def _fill_batch(self) -> None:
-        if self.around.file_only or any(map(self.problems.has, BATCH_KEYS)):
+        if any(map(self.problems.has, BATCH_KEYS)):
             return
         world = self.around.world_size
         train, micro, accumulation = (self._get(path) for path in BATCH_KEYS)
+        if self.around.file_only:
+            self._check_batch_of_any_world(train, micro, accumulation)
+            return
         if train is None and micro is None and accumulation is not None and self.around.args is None:
             self.problems.add(
                 ACCUMULATION,
@@ -233,6 +237,19 @@ class _Resolver:
         if not numbers.multiplies_up(world):
             given = next((path for path in BATCH_KEYS if self.origins.get(path) == FILE), TRAIN)
             self.problems.add(given, self._get(given), numbers.problem(world), numbers.remedy(world))
+
+    def _check_batch_of_any_world(self, train: Any, *factors: Any) -> None:
+        """Add a problem where the file's numbers fit no world size. A number may be missing, or "auto"."""
+        step = math.prod(factor for factor in factors if isinstance(factor, int))
+        if isinstance(train, int) and step and train % step:
+            nearest = max(1, round(train / step)) * step
+            self.problems.add(
+                TRAIN,
+                train,
+                f"each rank takes {step} samples a step (train_micro_batch_size_per_gpu x "
+                f"gradient_accumulation_steps), and no number of ranks takes {train} together",
+                f"Set train_batch_size to a multiple of {step}, such as {nearest}, or leave it out.",
+            )
 
     def _config(self) -> ResolvedConfig:
         settings = {path: self._get(path) for path, _ in _leaves(self.values)}

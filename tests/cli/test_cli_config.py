@@ -46,6 +46,33 @@ def test_check_of_a_good_file(tmp_path: Path, capsys: Capture) -> None:
     assert status == 0 and json.loads(out) == {"source": path, "stage": 3, "problems": [], "notices": []}
 
 
+@pytest.mark.parametrize(
+    ("train", "micro", "accumulation", "nearest"),
+    [
+        (7, 2, None, 8),
+        (1, 2, None, 2),
+        (16, 2, 3, 18),
+        (10, "auto", 4, 8),
+        (12, 2, 3, None),
+        (7, "auto", "auto", None),
+    ],
+)
+def test_check_finds_batch_numbers_that_fit_no_world_size(
+    train: int, micro: Any, accumulation: Any, nearest: int | None, tmp_path: Path, capsys: Capture
+) -> None:
+    numbers = {"train_batch_size": train, "train_micro_batch_size_per_gpu": micro}
+    path = write(tmp_path, GOOD | numbers | {"gradient_accumulation_steps": accumulation})
+    status, out, _ = call(capsys, "check", path, "--json")
+    problems = json.loads(out)["problems"]
+    assert (status, [row["key"] for row in problems]) == ((1, ["train_batch_size"]) if nearest else (0, []))
+    assert all(f"such as {nearest}, or leave it out" in row["remedy"] for row in problems)
+    fits = [world for world in range(1, 40) if train % world == 0]  # by trying every number of ranks
+    given = {key: value for key, value in {**numbers, "gradient_accumulation_steps": accumulation}.items() if value}
+    if "auto" not in given.values():
+        works = [world for world in fits if not ZeroConfig.load(given).problems(world_size=world)]
+        assert bool(works) == (nearest is None)
+
+
 def test_check_lists_all_problems_with_the_nearest_key(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path, {**GOOD, "gradient_cliping": 1.0, "msamp": {"enabled": True}, "bf16": {"enabled": "yes"}})
     status, out, err = call(capsys, "check", path)

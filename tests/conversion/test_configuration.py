@@ -159,8 +159,15 @@ def test_other_files(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = tmp_path / "x.yaml"
     path.write_text(text)
     assert main(["convert", "config", str(path), str(tmp_path / "out.json")]) == 1
-    assert capsys.readouterr().err.startswith("hf-zero convert: error: ")
+    assert capsys.readouterr().err.startswith("hf-zero convert config: error: ")
     assert [one.name for one in tmp_path.iterdir()] == ["x.yaml"]
+
+
+def test_a_missing_file_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.yaml"
+    assert main(["convert", "config", str(path)]) == 1
+    said = f"hf-zero convert config: error: cannot read {path}: No such file or directory. Name a yaml or JSON file.\n"
+    assert capsys.readouterr().err == said
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert main(["convert", "from-deepspeed", str(source), str(tmp_path / "converted")]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("hf-zero convert: error: ")
+    assert printed.err.startswith("hf-zero convert from-deepspeed: error: ")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -236,7 +236,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     with pytest.raises(CheckpointError, match=message):
         from_universal(source, tmp_path / "converted")
     assert main(["convert", "from-universal", str(source), str(tmp_path / "converted")]) == 1
-    assert capsys.readouterr().err.startswith("hf-zero convert: error: ")
+    assert capsys.readouterr().err.startswith("hf-zero convert from-universal: error: ")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -299,6 +299,8 @@ def test_a_full_disk_is_one_line(way: str, tmp_path: Path, capsys: pytest.Captur
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     said = capsys.readouterr().err.strip()
-    assert status == 1 and said.splitlines()[-1].startswith(f"hf-zero convert: error: cannot write {tmp_path}/out")
+    assert status == 1 and said.splitlines()[-1].startswith(
+        f"hf-zero convert {way}: error: cannot write {tmp_path}/out"
+    )
     assert "Traceback" not in said
     assert os.listdir(tmp_path) == ["ours"]

@@ -290,6 +290,7 @@ def test_bench_prints_all_variants(capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         torch.set_num_threads(threads)
     text = capsys.readouterr().out
+    assert "10,000 elements, 2 threads\n" in text and "speed / passes: 1.00 is as fast as " in text
     assert [(result["numel"], result["threads"]) for result in results] == [(10_000, 2), (20_000, 2)]
     for result in results:
         assert result["variants"][MEMORY]["times_memory"] == 1

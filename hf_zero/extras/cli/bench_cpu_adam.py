@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hf_zero.errors import StateError
-from hf_zero.extras.cli.text import count, format_bytes, table
+from hf_zero.extras.cli.text import count, format_bytes, plural, table
 from hf_zero.native.machine import available_bytes, default_threads
 
 SUMMARY = "the Adam update on the CPU: torch's, and what memory allows"
@@ -162,7 +162,7 @@ def summarize(series: Series, numel: int, threads: int) -> dict[str, Any]:
 
 
 def print_result(result: Mapping[str, Any]) -> None:
-    print(f"{result['numel']:,} elements, {result['threads']} threads")
+    print(f"{plural(result['numel'], 'element')}, {plural(result['threads'], 'thread')}")
     rows = [
         (
             name,
@@ -174,5 +174,6 @@ def print_result(result: Mapping[str, Any]) -> None:
         )
         for name, row in result["variants"].items()
     ]
-    head = ("variant", "ms", "ms, best", "Gelem/s", "GB/s", "x the passes")
-    print("\n".join(table([head, *rows])), end="\n\n")
+    head = ("variant", "ms", "ms, best", "Gelem/s", "GB/s", "speed / passes")
+    print("\n".join(table([head, *rows])))
+    print(f"speed / passes: 1.00 is as fast as torch's plain {MEMORY} ({BYTES_PER_ELEMENT} per element)\n")

@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("target", metavar="DST", type=Path, help=one.target, nargs=one.num_targets)
         for name, option in one.options.items():
             sub.add_argument(name, **option)
-        sub.set_defaults(convert=one.run)
+        sub.set_defaults(convert=one.run, prog=sub.prog)
 
 
 def run(args: argparse.Namespace) -> None:

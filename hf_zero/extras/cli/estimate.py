@@ -88,6 +88,6 @@ def _run(args: argparse.Namespace) -> None:
     if args.plot is not None:
         task.draw(answer, args.plot)
     if args.json:
-        print(json.dumps(task.as_json(answer)))
+        print(json.dumps(task.as_json(answer), indent=2))
     else:
         task.show(answer)

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
         "io_engine": _io_engine(),
     }
     if args.json:
-        print(json.dumps(facts))
+        print(json.dumps(facts, indent=2))
     else:
         _print(facts)
 
