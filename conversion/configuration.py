@@ -253,6 +253,10 @@ def _fsdp(source: Path, given: Mapping[str, Any], lines: list[str], problems: li
                 put(values, f"{_OFFLOAD}_optimizer.device", "cpu")
             what = "offload_param and offload_optimizer to cpu" if value else "no offloading"
             lines.append(f"changed: fsdp_config.{key} = {value!r}, which is {what}")
+        elif key == "fsdp_activation_checkpointing_offload":
+            target = "activation_checkpointing.cpu_checkpointing"
+            put(values, target, bool(value))
+            lines.append(f"changed: fsdp_config.{key} = {value!r}, which is {target}")
         else:
             problems.append(f"fsdp_config.{key} = {value!r}: hf_zero knows no such key")
     put(values, "zero_optimization.stage", stage)

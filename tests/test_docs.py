@@ -39,7 +39,7 @@ PAGES = [
     ROOT / "conversion" / "README.md",
 ]
 RUN_PER_CHANGE = ("README", "launching", "pipeline")  # the examples of other guides run at night
-LANGUAGES = {"python", "json", "bash", "text"}
+LANGUAGES = {"python", "json", "yaml", "bash", "text"}
 README_LINES = 150
 OPENING_LINES = 12  # an example begins within so many lines of a guide's title
 GLOSSARY_TERMS = 25

@@ -135,6 +135,12 @@ def test_fsdp_is_a_stage(block: dict[str, Any], stage: int, offloads: bool, tmp_
     assert all(any(key in line for line in found.lines) for key in block)
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_offloaded_activations_of_fsdp_are_taken(value: bool, tmp_path: Path) -> None:
+    found = convert_config(file_of(tmp_path, "FSDP", fsdp_version=2, fsdp_activation_checkpointing_offload=value))
+    assert found.values["activation_checkpointing"] == {"cpu_checkpointing": value}
+
+
 @pytest.mark.parametrize(
     ("kind", "block", "said"),
     [
