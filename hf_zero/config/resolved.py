@@ -238,7 +238,7 @@ class FlopsProfilerSection:
     )
     top_modules: int = key("The number of modules that the summary names at each depth.", Count(1, low=1))
     detailed: bool = key("Print the operations of every module after the summary.", Flag(True))
-    output_file: str | None = key("The file that the profile is written to, in the place of standard output.", Text())
+    output_file: str | None = key("The file that the profile is written to, instead of standard output.", Text())
 
 
 @dataclass(frozen=True)

@@ -205,8 +205,8 @@ OPTIMIZERS: dict[str, OptimizerType] = {
             ns_method=Choice(
                 choices=("gram", "standard"), help="The way in which the Newton-Schulz iteration is computed."
             ),
-            muon_lr=Real(help="The learning rate of matrices, in the place of lr."),
-            adam_lr=Real(help="The learning rate of all that Adam updates, in the place of lr."),
+            muon_lr=Real(help="The learning rate of matrices, instead of lr."),
+            adam_lr=Real(help="The learning rate of all that Adam updates, instead of lr."),
             per_head_muon=Flag(None, refused="Remove it: Muon takes full matrices."),
         ),
         not_taken=frozenset(["torch_adam", "fp32_optimizer_states", "per_head_muon"]),

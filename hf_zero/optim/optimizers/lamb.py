@@ -27,7 +27,7 @@ class Lamb(CheckedOptimizer):
     so at stages 1-3.
 
     Args:
-        eps_inside_sqrt: sqrt(v + eps) in the place of sqrt(v) + eps.
+        eps_inside_sqrt: sqrt(v + eps) instead of sqrt(v) + eps.
         amsgrad: Not part of LAMB: True is refused.
     State: `step`, `exp_avg`, `exp_avg_sq`.
     Raises:

@@ -30,7 +30,7 @@ class Muon(SeparateUpdates):
     Args:
         others: Parameters of two or more dimensions for AdamW: embeddings and the output layer.
         ns_method: "gram" or "standard", see orthogonal.py.
-        adam_w_mode: False adds weight_decay * p to the gradient in the place of decoupled decay.
+        adam_w_mode: False adds weight_decay * p to the gradient instead of decoupled decay.
     State: `momentum_buffer`; of AdamW's `step`, `exp_avg`, `exp_avg_sq`.
     Raises:
         ConfigError: A value is out of its range.
