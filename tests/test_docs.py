@@ -391,7 +391,7 @@ def check_module(words: list[str], page: Path) -> None:
             check_script(arguments[split:], page)
     elif name.startswith("recipes."):
         check_script([name.replace(".", "/") + ".py", *arguments], page)
-    elif name not in ("pytest", "my_package.train"):
+    elif name not in ("pytest", "venv", "my_package.train"):
         raise Wrong(f"python -m {name}: what is this?")
 
 
@@ -554,6 +554,18 @@ def test_the_picture_is_current(tmp_path: Path) -> None:
     run_hf_zero("estimate", kept.with_name("llama-7b.json"), "--gpus", 8, "--plot", drawn, folder=tmp_path)
     words, expected = (re.findall(r"<text[^>]*>([^<]*)<", file.read_text()) for file in (kept, drawn))
     assert words == expected and len([word for word in words if word.endswith(" GB")]) == 9
+
+
+def test_the_first_programs_are_those_of_the_recipe() -> None:
+    """README and three guides show the files whole, so that a reader may copy them or run them where they are."""
+    shown = 0
+    for page in (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("trainer", "accelerate", "trl"))):
+        for block in blocks(page):
+            file = ROOT / "recipes" / "first_steps" / block.word
+            if block.word and file.is_file():
+                assert block.text == file.read_text(), f"{label(page)}: {block.word}"
+                shown += 1
+    assert shown == 8
 
 
 def test_every_guide_runs_its_example() -> None:
