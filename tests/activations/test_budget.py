@@ -26,7 +26,7 @@ from hf_zero.extras.activations import active
 from hf_zero.extras.activations.budget import Choice, RegionBytes, choose, least, peak_of
 from tests.harness.ranks import run_ranks
 
-LAYERS, BATCH, TOKENS, HIDDEN = 12, 2, 8, 16
+LAYERS, BATCH, TOKENS, HIDDEN = 8, 2, 8, 16
 
 
 def test_the_choice_recomputes_as_little_as_any_choice_of_last_regions_can() -> None:

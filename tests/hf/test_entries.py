@@ -13,7 +13,7 @@ from tests.hf import runs
 from tests.hf.runs import Outcome
 
 WORLD = 2
-TRAINER_ENTRIES = [("subclass", 0), ("subclass", 1), ("subclass", 2), ("subclass", 3), ("enable", 2), ("enable", 3)]
+at_night = pytest.mark.nightly
 
 
 def launch(function: Any, *args: Any) -> Outcome:
@@ -36,19 +36,29 @@ def assert_same(got: Outcome, want: Outcome, *, label: str, rel: float = 2e-5, w
 
 
 @pytest.mark.slow
-def test_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [("subclass", 1), ("subclass", 3), ("enable", 2)],
+        pytest.param([("subclass", 0), ("subclass", 2), ("enable", 3)], marks=at_night),
+    ],
+)
+def test_trainer(entries: list[tuple[str, int]], tmp_path: Path) -> None:
     want = launch(runs.train, "ddp", 0, str(tmp_path / "ddp"))
     assert max(want.norms) > 0.5, "vacuous: nothing was clipped"
-    for kind, stage in TRAINER_ENTRIES:
+    for kind, stage in entries:
         got = launch(runs.train, kind, stage, str(tmp_path / f"{kind}{stage}"))
         assert_same(got, want, label=f"{kind}, stage {stage}")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "entries", [[("enable", 2), ("mixin", 3)], pytest.param([("enable", 1), ("enable", 3)], marks=at_night)]
+)
 @pytest.mark.parametrize("lora", [False, True])
-def test_unmodified_sft_trainer(lora: bool, tmp_path: Path) -> None:
+def test_unmodified_sft_trainer(lora: bool, entries: list[tuple[str, int]], tmp_path: Path) -> None:
     want = launch(runs.sft, "ddp", 0, str(tmp_path / "ddp"), lora)
-    for kind, stage in (("enable", 1), ("enable", 2), ("enable", 3), ("mixin", 3)):
+    for kind, stage in entries:
         got = launch(runs.sft, kind, stage, str(tmp_path / f"{kind}{stage}"), lora)
         assert_same(got, want, label=f"{kind}, stage {stage}")
 
@@ -77,18 +87,20 @@ def test_trainers_one_after_the_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_accelerate_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [[1, 3], pytest.param([0, 2], marks=at_night)])
+def test_accelerate_loop(stages: list[int], tmp_path: Path) -> None:
     want = launch(runs.accelerate_loop, "ddp", 0, str(tmp_path / "ddp"))
-    for stage in range(4):
+    for stage in stages:
         got = launch(runs.accelerate_loop, "plugin", stage, str(tmp_path / f"zero{stage}"))
         assert_same(got, want, label=f"stage {stage}")
         assert got.files == want.files
 
 
 @pytest.mark.slow
-def test_initialize_loop_with_a_convnet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [[1, 3], pytest.param([0, 2], marks=at_night)])
+def test_initialize_loop_with_a_convnet(stages: list[int], tmp_path: Path) -> None:
     want = launch(runs.convnet_loop, "ddp", 0, str(tmp_path))
-    for stage in range(4):
+    for stage in stages:
         assert_same(launch(runs.convnet_loop, "initialize", stage, str(tmp_path)), want, label=f"stage {stage}")
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine.engine import ZeroEngine
+from tests.harness.at_night import all_at_night
 from tests.harness.ranks import run_ranks
 
 STEPS = 6
@@ -188,7 +189,7 @@ def scripted(script: str, stage: int, folder: str, params: str) -> tuple[dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", all_at_night((1, 2, 3), (2, 3)))
 @pytest.mark.parametrize("script", ["plain", "skip", "lr", "clip", "twice", "look", *READS])
 def test_early_updates_are_undone(script: str, stage: int, tmp_path: Path) -> None:
     for params in ("none", "nvme")[: 2 if stage == 3 else 1]:
