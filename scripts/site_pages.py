@@ -53,16 +53,17 @@ def linked_files(page: Path) -> set[Path]:
 
 def reference_pages() -> dict[str, str]:
     """Name -> text of the pages of the reference."""
-    entries = defaultdict(list)
+    public_names = defaultdict(list)  # of one object, where it lies -> which of its names are public
     for public in map(importlib.import_module, PUBLIC_MODULES):
         for name in public.__all__ if hasattr(public, "__all__") else public._EXPORTS:
             module = getattr(public, "_EXPORTS", {}).get(name, public.__name__)
-            page = next(page for page, (_, prefixes) in REFERENCE.items() if f"{module}.".startswith(prefixes))
-            entries[page].append(
-                f"[](){{#{public.__name__}.{name}}}\n\n"
-                f"::: {module}.{name}\n    options:\n      heading: {public.__name__}.{name}\n"
-            )
-    return {page: "\n".join([f"# {title}\n", *entries[page]]) for page, (title, _) in REFERENCE.items()}
+            public_names[f"{module}.{name}"].append(f"{public.__name__}.{name}")
+    pages = {page: f"# {title}\n" for page, (title, _) in REFERENCE.items()}
+    for path, names in public_names.items():
+        page = next(page for page, (_, prefixes) in REFERENCE.items() if path.startswith(prefixes))
+        anchors = "".join(f"[](){{#{name}}}" for name in names)
+        pages[page] += f"\n{anchors}\n\n::: {path}\n    options:\n      heading: {', '.join(names)}\n"
+    return pages
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
