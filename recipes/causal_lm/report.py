@@ -42,9 +42,9 @@ def loss_pairs(first: dict[str, Any], resumed: dict[str, Any]) -> list[tuple[int
 def show_resume(first: Path, resumed: Path) -> int:
     """Print the losses side by side; return the exit status."""
     pairs = loss_pairs(load_summary(first), load_summary(resumed))
-    print(f"{'step':>6}  {'first run':>18}  {'resumed':>18}  {'difference':>10}")
+    print(f"{'step':>6}  {'first run':>9}  {'resumed':>9}  {'difference':>10}")
     for step, loss, again in pairs:
-        print(f"{step:>6}  {loss:>18.15f}  {again:>18.15f}  {abs(loss - again):>10.1e}")
+        print(f"{step:>6}  {loss:>9.4f}  {again:>9.4f}  {abs(loss - again):>10.1e}")
     differing = sum(loss != again for _, loss, again in pairs)
     if differing:
         print(f"{differing} of {len(pairs)} losses DIFFER after resuming.")
@@ -66,7 +66,11 @@ def show_table(first: Path, resumed: Path, consolidated: Path) -> None:
         ("peak memory, rank 0", _size(run["peak_memory_bytes_rank_0"])),
         *_evaluation_rows(run),
         ("resume", f"largest difference of a loss: {worst:.1e}"),
-        *[("checkpoint", f"{path} ({_size(_folder_bytes(Path(path)))})") for path in run["checkpoints"]],
+        *[
+            ("checkpoint", f"{path} ({_size(_folder_bytes(Path(path)))})")
+            for path in run["checkpoints"]
+            if Path(path).is_dir()  # the quickstart keeps the last one
+        ],
         ("consolidated", f"{consolidated} ({_size(_folder_bytes(consolidated))}): from_pretrained() loads it"),
         ("losses and times", f"{first / SUMMARY}"),
     ]
