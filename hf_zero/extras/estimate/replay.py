@@ -138,7 +138,8 @@ class _Acting:
 
     def _gradient(self, event: Event) -> None:
         # Its bytes are among the activations: this one is a name for them.
-        grad = torch.empty(1, dtype=event.dtype, device="meta").expand(self._shapes[event.param])
+        shape = self._shapes[event.param]
+        grad = torch.empty_strided(shape, [0] * len(shape), dtype=event.dtype, device="meta")
         acc, index = self._places[event.param]
         acc.receive(index, grad)
         if acc.is_complete:

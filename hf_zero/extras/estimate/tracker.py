@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_zero.extras.estimate.meta_results import MetaResults
+
 
 class StorageTracker(TorchDispatchMode):
     """Counts every storage that an operation in the `with` block returns, from there until its last use.
@@ -17,6 +19,8 @@ class StorageTracker(TorchDispatchMode):
     Shared memory counts once. What existed before is to be given to `ignore` (never counts) or `hold` (counts while
     it lives), because a view of it would look new.
     """
+
+    _results = MetaResults()  # of all trackers: plans of one model ask for the same sizes
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,8 +51,12 @@ class StorageTracker(TorchDispatchMode):
         peak, self.peak = self.peak, self.live
         return peak
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's guard against it would cost more than the operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = self._results.call(func, args, kwargs or {})
         if isinstance(result, torch.Tensor):
             self._count(result)
         else:
