@@ -29,7 +29,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(capsys: Capture, *arguments: object) -> Any:
     assert main(["estimate", *map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert said.out.count("\n") > 100, "a value a line"
+    if "--plot" in arguments:
+        assert said.err == f"wrote {arguments[arguments.index('--plot') + 1]}\n"
+    return json.loads(said.out)
 
 
 def fails(capsys: Capture, *arguments: object) -> str:
@@ -61,7 +65,9 @@ def test_bad_options_are_status_2(capsys: Capture, folder: Path, options: str, t
 
 
 def test_bad_models_are_status_2(capsys: Capture, tmp_path: Path) -> None:
-    assert "nowhere: no such file or folder" in fails(capsys, tmp_path / "nowhere")
+    assert fails(capsys, tmp_path / "nowhere").endswith(
+        "nowhere: no such file or folder (see hf-zero estimate --help)\n"
+    )
     assert "config.json is missing" in fails(capsys, tmp_path)
     file = tmp_path / "config.json"
     for text, reason in (
@@ -105,7 +111,7 @@ def test_every_legal_choice_is_planned(capsys: Capture, folder: Path) -> None:
 def test_advice(capsys: Capture, folder: Path) -> None:
     plain = ask(capsys, folder / "config.json", "--gpus", 2, "--gpu-memory", "80GB")["recommended"]
     assert plain["choice"] == {"stage": 1, "optimizer": "none", "param": "none"}
-    assert "fastest" in plain["reason"]
+    assert "no other choice moves fewer bytes" in plain["reason"] and not plain["gradient_checkpointing"]
     alone = ask(capsys, folder, "--gpu-memory", "80GB")["recommended"]
     assert alone["choice"]["stage"] == 0
     rows = ask(capsys, folder, "--gpus", 32, "--batch-size", 2)["choices"]
@@ -116,7 +122,7 @@ def test_advice(capsys: Capture, folder: Path) -> None:
     squeezed = ask(capsys, folder, "--gpus", 32, "--batch-size", 2, "--gpu-memory", f"{tight}B")["recommended"]
     assert squeezed["choice"]["stage"] == 2
     assert squeezed["micro_batch_size"] == 2
-    assert f"stage 1, no offload needs {format_bytes(one)} at micro-batch 2 of the " in squeezed["reason"]
+    assert f"stage 1, no offload would need {format_bytes(one)} at micro-batch 2, and " in squeezed["reason"]
     nothing = ask(capsys, folder, "--gpus", 2, "--gpu-memory", "1GB", "--cpu-memory", "1MB")["recommended"]
     assert nothing["choice"] is None
     assert nothing["reason"].startswith("nothing fits")
@@ -136,6 +142,60 @@ def test_the_memory_is_that_of_the_micro_batch_that_is_named(memory: str, capsys
         needed.append(next(row["device_bytes"] for row in rows if row.items() >= advice["choice"].items()))
     assert f"it needs {format_bytes(needed[0])} per rank" in advice["reason"]
     assert needed[0] <= usable and (needed[1] > usable or size == 1024)
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing_is_proposed_before_the_disk(capsys: Capture, folder: Path) -> None:
+    line = [folder, "--gpus", 2, "--batch-size", 64]
+
+    def device_of(*more: object) -> int:
+        rows = ask(capsys, *line, *more)["choices"]
+        return min(row["device_bytes"] for row in rows if "nvme" not in (row["optimizer"], row["param"]))
+
+    plain, checkpointed = device_of(), device_of("--gradient-checkpointing")
+    assert checkpointed < 0.8 * plain, "vacuous: it saves nothing"
+    memory = f"{int(((plain + checkpointed) / 2 + 2e9) / 0.95)}B"
+    advice = ask(capsys, *line, "--gpu-memory", memory)["recommended"]
+    assert advice["gradient_checkpointing"] and advice["micro_batch_size"] == 64
+    assert "nvme" not in advice["choice"].values()
+    again = ask(capsys, *line, "--gpu-memory", memory, "--gradient-checkpointing")["recommended"]
+    assert again["choice"] == advice["choice"] and not again["gradient_checkpointing"]
+    assert again["micro_batch_size"] == 64
+    assert main(["estimate", *map(str, line), "--gpu-memory", memory]) == 0
+    assert ", with gradient checkpointing, micro-batch 64: " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_name_of_the_hub_is_found_where_it_is_cached(
+    capsys: Capture, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    said = fails(capsys, "someone/some-model")
+    assert f"the cache of the Hub ({tmp_path}) has no config.json" in said
+    assert "`hf download someone/some-model config.json`" in said and "a folder or a config.json" in said
+    snapshot = tmp_path / "models--someone--some-model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_bytes((folder / "config.json").read_bytes())
+    line = ["--gpus", 2, "--sequence-length", 16]
+    assert ask(capsys, "someone/some-model", *line) == ask(capsys, folder, *line)
+
+
+def test_host_memory_is_that_of_a_node_as_its_limit(capsys: Capture, folder: Path) -> None:
+    line = [folder, "--gpus", 4, "--cpu-memory", "12MB", "--sequence-length", 16]
+    rows = ask(capsys, *line)["choices"]
+    assert {row["fits"] for row in rows} == {True, False}
+    assert all(row["fits"] == (row["host_bytes_per_node"] <= 10_800_000) for row in rows)  # 10 % are left free
+    assert main(["estimate", *map(str, line)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "can be used: 10.8 MB of the host memory of a node" in lines
+    table = [re.split(r"  +", one.strip()) for one in lines]
+    head = next(one for one in table if one[0] == "stage")
+    body = [one for one in table if one[0] in ("0", "1", "2", "3") and len(one) > 5]
+    shown = [one[head.index("host/node")] for one in body]
+    assert shown == [format_bytes(row["host_bytes_per_node"]) if row["host_bytes_per_node"] else "-" for row in rows]
+    assert [one[-1] == "too large: host/node" for one in body] == [not row["fits"] for row in rows]
 
 
 def test_the_configuration_counts(capsys: Capture, folder: Path, tmp_path: Path) -> None:
@@ -161,13 +221,15 @@ def test_text(capsys: Capture, folder: Path) -> None:
 
 def test_a_picture_shows_the_device_memory_of_every_choice(capsys: Capture, folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "new" / "plan.svg"
-    answer = ask(capsys, folder, "--gpus", 2, "--gpu-memory", "2.15GB", "--plot", file)
+    answer = ask(capsys, folder, "--gpus", 2, "--gpu-memory", "2.15GB", "--cpu-memory", "64GB", "--plot", file)
     words = re.findall(r"<text[^>]*>([^<]*)<", file.read_text())
     rows = [row for row in answer["choices"] if "nvme" not in (row["optimizer"], row["param"])]
-    sizes = [word.strip() for word in words if word.startswith(" ")]
-    assert sizes == [format_bytes(row["device_bytes"]) for row in rows]
+    kinds = ("device_bytes", "host_bytes_per_node")
+    sizes = [format_bytes(row[kind]) if row[kind] else "-" for kind in kinds for row in rows]
+    assert [word for word in words if word in {*sizes}] == sizes
     assert "stage 3, optimizer and parameters on the CPU" in words
-    assert "limit 42.5 MB" in words  # 5 % and 2 GB are left
+    assert "GPU, limit 42.5 MB" in words  # 5 % and 2 GB are left
+    assert "host memory of a node, 2 ranks, limit 57.6 GB" in words
     assert main(["estimate", str(folder), "--plot", str(file / "plan.png")]) == 1
     assert f"cannot write {file / 'plan.png'}" in capsys.readouterr().err
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ NAME = "estimate"
 SUMMARY = "plan the memory of every stage and offload choice for a model, and name the one to take"
 EXAMPLES = """
 hf-zero estimate path/to/model --gpus 8 --gpu-memory 80GB --cpu-memory 512GB
+hf-zero estimate meta-llama/Llama-3.1-8B --gpus 8 --gpu-memory 80GB
 hf-zero estimate config.json --gpus 2 --gpu-memory 24GB --config zero3.json --batch-size 4
 hf-zero estimate path/to/model --gpus 8 --gpu-memory 80GB --plot memory.png
 hf-zero estimate path/to/model --gpus 8 --nodes 4 --sequence-length 4096 --gradient-checkpointing --json
@@ -32,7 +34,7 @@ def size(text: str) -> int:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", type=Path, help="a model folder, or a config.json; weights are not needed")
+    add("model", metavar="MODEL", type=Path, help="a model folder, a config.json, or a cached model's name on the Hub")
     add("--gpus", type=count, default=1, metavar="N", help="GPUs (ranks) of a node (default: 1)")
     add("--nodes", type=count, default=1, metavar="M", help="nodes (default: 1)")
     add("--gpu-memory", type=size, metavar="SIZE", help="memory of a GPU (default: of this machine's, if it has one)")
@@ -43,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--gradient-checkpointing", action="store_true", help="with activation checkpointing")
     add("--on-cpu", action="store_true", help="ranks compute on the CPU, over gloo")
     add("--json", action="store_true", help="print JSON")
-    add("--plot", type=Path, metavar="OUT.png", help="draw the device memory of every choice, too (matplotlib)")
+    add("--plot", type=Path, metavar="OUT.png", help="draw the memory of every choice, too (matplotlib)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -87,6 +89,7 @@ def _run(args: argparse.Namespace) -> None:
     answer = task.answer(args.batch_size)
     if args.plot is not None:
         task.draw(answer, args.plot)
+        print(f"wrote {args.plot}", file=sys.stderr)
     if args.json:
         print(json.dumps(task.as_json(answer), indent=2))
     else:

@@ -1,4 +1,4 @@
-"""`hf-zero estimate --plot` draws the peak of a rank's device memory in a step, for every stage and offload choice.
+"""`hf-zero estimate --plot` draws the peak of memory in a step, of a GPU and of a node's host, for every choice.
 
 README's picture is made by this command:
 
@@ -8,16 +8,18 @@ README's picture is made by this command:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.estimate import Plan
-from hf_zero.extras.cli.text import format_bytes
-from hf_zero.extras.estimate.choices import Choice, Hardware
+from hf_zero.extras.cli.text import format_bytes, plural
+from hf_zero.extras.estimate.choices import Choice, Hardware, Need
 
-# The kinds of a plan, joined into those that a reader asks about, in colours of the Okabe-Ito palette, which
-# colour-blind readers can tell apart. The last entry takes all other kinds.
+# The kinds of a plan, joined into those that a reader asks about. Each has one colour on every medium, of the
+# Okabe-Ito palette, which colour-blind readers can tell apart. The last entry takes all other kinds.
 _KINDS = {
     "parameters": "#0072B2",
     "gradients": "#E69F00",
@@ -27,7 +29,7 @@ _KINDS = {
     "gathered and buffers": "#56B4E9",
 }
 _LABELS = {"master": "master weights", "optimizer": "optimizer states"}
-_TITLE = "Peak memory of one device in a training step, as planned by hf-zero estimate"
+_TITLE = "Peak memory in a training step, as planned by hf-zero estimate"
 # Text stays text in an SVG, whose identifiers are the same in every run.
 _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "hf-zero", "font.size": 9}
 
@@ -51,8 +53,17 @@ def check_picture(path: Path) -> None:
         raise argparse.ArgumentError(None, f"--plot {path}: the name must end in one of .{', .'.join(sorted(known))}")
 
 
+@dataclass(frozen=True)
+class _Panel:
+    """Bars of one memory, and what can be used of it."""
+
+    title: str
+    bars: Mapping[str, Mapping[str, int]]  # bytes by kind, for every name of a choice
+    limit: Need | None
+
+
 def draw(plans: Mapping[Choice, Plan], setting: str, hardware: Hardware, path: Path) -> None:
-    """Write a picture with a bar for each plan, and a line at the memory that `hardware` leaves to a rank.
+    """Write a picture with a bar for each plan and memory, and lines at what can be used of the memories.
 
     A choice that offloads to disk has no bar of its own: the device holds what it holds with the host in its place.
 
@@ -62,29 +73,15 @@ def draw(plans: Mapping[Choice, Plan], setting: str, hardware: Hardware, path: P
     import matplotlib
     from matplotlib.figure import Figure
 
-    shown = {
-        _name(choice): plan
-        for choice, plan in plans.items()
-        if not any(medium.needs_folder for medium in choice.offloaded.values())
-    }
+    shown = {_name(choice): plan for choice, plan in plans.items() if not choice.needs_disk}
+    panels = list(_panels(shown, hardware))
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(8.6, 1.3 + 0.3 * len(shown)), layout="constrained")
-        axes = figure.add_subplot()
-        left = [0.0] * len(shown)
-        for kind, colour in _KINDS.items():
-            sizes = [_gigabytes(plan, kind) for plan in shown.values()]
-            axes.barh(list(shown), sizes, left=left, height=0.65, color=colour, label=_LABELS.get(kind, kind))
-            left = [start + size for start, size in zip(left, sizes, strict=True)]
-        for row, total in enumerate(left):
-            axes.text(total, row, f" {format_bytes(total * 1e9)}", va="center", weight="bold")
-        if (limit := _limit(next(iter(shown.values())), hardware)) is not None:
-            axes.axvline(limit, color="black", linestyle="--", linewidth=1, label=f"limit {format_bytes(limit * 1e9)}")
-        axes.invert_yaxis()
-        axes.set_title(f"{_TITLE}\n{setting}", fontsize=9, loc="left")
-        axes.set_xlabel("GB")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.1)
-        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        figure = Figure(figsize=(4.6 + 3.6 * len(panels), 1.5 + 0.3 * len(shown)), layout="constrained")
+        for axes, panel in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+            _draw_panel(axes, panel)
+        figure.axes[0].invert_yaxis()  # of both: they share it
+        figure.suptitle(f"{_TITLE}\n{setting}", fontsize=9, x=0.01, ha="left")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -92,16 +89,46 @@ def draw(plans: Mapping[Choice, Plan], setting: str, hardware: Hardware, path: P
             raise ConfigError(f"cannot write {path}: {error.strerror or error}. Name another file.") from error
 
 
-def _gigabytes(plan: Plan, kind: str) -> float:
-    others = sum(size for name, size in plan.device.items() if name not in _KINDS)
-    return (plan.device.get(kind, 0) if kind != "gathered and buffers" else others) / 1e9
+def _panels(plans: Mapping[str, Plan], hardware: Hardware) -> Iterator[_Panel]:
+    """Make one panel for ranks on the CPU, whose device is the host, else one for each of the two memories."""
+    limits = {need.of_device: need for need in hardware.needs(next(iter(plans.values())))}
+    gpus = hardware.gpus
+    if not hardware.on_host:
+        device = {name: plan.device for name, plan in plans.items()}
+        yield _Panel("GPU", device, limits.get(True))
+    host = {
+        name: {
+            kind: gpus * (plan.host.get(kind, 0) + (plan.device.get(kind, 0) if hardware.on_host else 0))
+            for kind in {**plan.device, **plan.host}
+        }
+        for name, plan in plans.items()
+    }
+    yield _Panel(f"host memory of a node, {plural(gpus, 'rank')}", host, limits.get(hardware.on_host))
 
 
-def _limit(plan: Plan, hardware: Hardware) -> float | None:
-    """The usable memory of a rank's device in GB; None where it is not known."""
-    if not hardware.on_host and hardware.gpu_memory is None:
-        return None
-    return next((need.usable / need.ranks / 1e9 for need in hardware.needs(plan)), None)
+def _draw_panel(axes: Any, panel: _Panel) -> None:
+    names = list(panel.bars)
+    left = [0.0] * len(names)
+    for kind, colour in _KINDS.items():
+        sizes = [_gigabytes(bar, kind) for bar in panel.bars.values()]
+        axes.barh(names, sizes, left=left, height=0.65, color=colour, label=_LABELS.get(kind, kind))
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    for row, total in enumerate(left):
+        ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the line of the limit ends there
+        text, place = format_bytes(total * 1e9) if total else "-", {"xytext": (4, 0), "textcoords": "offset points"}
+        axes.annotate(text, (total, row), **place, va="center", weight="bold", bbox=ground, zorder=3)
+    if panel.limit is not None:
+        axes.axvline(panel.limit.usable / 1e9, color="black", linestyle="--", linewidth=1)
+    limit = "" if panel.limit is None else f", limit {format_bytes(panel.limit.usable)}"
+    axes.set_title(f"{panel.title}{limit}", fontsize=9, loc="left")
+    axes.set_xlabel("GB")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.18)
+
+
+def _gigabytes(sizes: Mapping[str, int], kind: str) -> float:
+    others = sum(size for name, size in sizes.items() if name not in _KINDS)
+    return (sizes.get(kind, 0) if kind != "gathered and buffers" else others) / 1e9
 
 
 def _name(choice: Choice) -> str:

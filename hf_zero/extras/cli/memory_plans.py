@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import nn
 from hf_zero.errors import ConfigError
 from hf_zero.estimate import Plan, Profile, measure, plan_model
 from hf_zero.extras.cli.memory_chart import draw
-from hf_zero.extras.cli.meta_model import make_batch
-from hf_zero.extras.cli.text import format_bytes, table
+from hf_zero.extras.cli.meta_model import can_checkpoint, checkpointed, make_batch
+from hf_zero.extras.cli.text import format_bytes, plural, table
 from hf_zero.extras.estimate.choices import Advice, Choice, Hardware, advise, all_choices, as_json, plan_all, resolve
 from hf_zero.extras.estimate.saved_inputs_plan import SavedInputsPlan
 from hf_zero.progress import progress
@@ -39,11 +39,12 @@ class Task:
     raw: Mapping[str, Any]
     hardware: Hardware
     length: int
+    _profiles: dict[tuple[int, bool], tuple[Profile | None, str]] = field(default_factory=dict)
 
     def answer(self, batch_size: int | None) -> Answer:
         config = self._any_config(batch_size)
         batch_size = config.train_micro_batch_size_per_gpu
-        profile, without = self._profile(batch_size)
+        profile, without = self._profile(batch_size, checkpoints=False)
         with progress("Planning", len([*all_choices()]), unit="choices") as done:
             plans = plan_all(self.raw, self.model, self.hardware, profile, done)
         known = self.hardware.cpu_memory if self.hardware.on_host else self.hardware.gpu_memory
@@ -51,11 +52,18 @@ class Task:
             return Answer(plans, None, batch_size, profile, without)
         with progress("Trying micro-batches", None, unit="plans") as done:
 
-            def again(choice: Choice, size: int) -> Plan:
+            def again(choice: Choice, checkpoints: bool, size: int) -> Plan | None:
                 done(1)
-                return self._plan_with(choice, size)
+                return self._plan_with(choice, size, checkpoints=checkpoints)
 
-            advice = advise(plans, self.hardware, again if profile is not None else None, batch_size, format_bytes)
+            advice = advise(
+                plans,
+                self.hardware,
+                again if profile is not None else None,
+                batch_size,
+                format_bytes,
+                can_checkpoint=can_checkpoint(self.model),
+            )
         return Answer(plans, advice, batch_size, profile, without)
 
     def _any_config(self, batch_size: int | None) -> Any:
@@ -66,17 +74,24 @@ class Task:
                 return resolve(self.raw, choice, self.model, self.hardware, batch_size)
         return resolve(self.raw, last, self.model, self.hardware, batch_size)
 
-    def _profile(self, batch_size: int) -> tuple[Profile | None, str]:
-        try:
-            batch = make_batch(self.model, batch_size, self.length)
-            config = self._any_config(batch_size)
-            return measure(self.model, config, batch, on_host=self.hardware.on_host), ""
-        except Exception as error:  # any model's code runs here, on sizes without values
-            return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    def _profile(self, batch_size: int, *, checkpoints: bool) -> tuple[Profile | None, str]:
+        """Return the activations, or why they are not known. `checkpoints`: as if checkpointing had been asked for."""
+        key = (batch_size, checkpoints)
+        if key not in self._profiles:
+            try:
+                batch = make_batch(self.model, batch_size, self.length)
+                config = self._any_config(batch_size)
+                with checkpointed(self.model) if checkpoints else contextlib.nullcontext():
+                    self._profiles[key] = measure(self.model, config, batch, on_host=self.hardware.on_host), ""
+            except Exception as error:  # any model's code runs here, on sizes without values
+                self._profiles[key] = None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return self._profiles[key]
 
-    def _plan_with(self, choice: Choice, batch_size: int) -> Plan:
+    def _plan_with(self, choice: Choice, batch_size: int, *, checkpoints: bool) -> Plan | None:
         config = resolve(self.raw, choice, self.model, self.hardware, batch_size)
-        profile, _ = self._profile(batch_size)
+        profile, _ = self._profile(batch_size, checkpoints=checkpoints)
+        if profile is None:
+            return None
         return plan_model(self.model, config, on_host=self.hardware.on_host, profile=profile)
 
     @property
@@ -98,6 +113,7 @@ class Task:
             "recommended": advice
             and {
                 "choice": advice.choice and vars(advice.choice),
+                "gradient_checkpointing": advice.gradient_checkpointing,
                 "micro_batch_size": advice.batch_size,
                 "reason": advice.reason,
             },
@@ -105,10 +121,11 @@ class Task:
 
     def show(self, answer: Answer) -> None:
         hardware = self.hardware
-        device = "CPU" if hardware.on_host else "GPU"
+        ranks = plural(hardware.gpus, "CPU rank" if hardware.on_host else "GPU rank")
         print(
-            f"{type(self.model).__name__}, {self.parameters / 1e6:,.0f} M parameters; {hardware.nodes} node(s) with "
-            f"{hardware.gpus} {device} rank(s) each; micro-batch {answer.batch_size} x {self.length} per rank"
+            f"{type(self.model).__name__}, {self.parameters / 1e6:,.0f} M parameters; "
+            f"{plural(hardware.nodes, 'node')} with {ranks} each; "
+            f"micro-batch {answer.batch_size} x {self.length} per rank"
         )
         if answer.profile is None:
             print(f"activations are NOT counted: this model does not run on sizes alone ({answer.without})")
@@ -122,6 +139,8 @@ class Task:
         print()
         for line in _table(answer.plans, hardware):
             print(line)
+        if limits := hardware.needs(next(iter(answer.plans.values()))):
+            print("can be used: " + ", ".join(f"{format_bytes(one.usable)} of the {one.what}" for one in limits))
         print()
         if answer.advice is None:
             print("Name the hardware (--gpu-memory, --cpu-memory) to get a recommendation.")
@@ -161,13 +180,18 @@ _GROUPS = (
 
 
 def _table(plans: Mapping[Choice, Plan], hardware: Hardware) -> list[str]:
-    head = ["stage", "optimizer", "params on", "rank: device", "host", "disk", *_COLUMNS, ""]
-    rows = [head]
+    """Lay out totals of what has a limit, a device or a node, and the kinds of a rank's bytes in memory."""
+    memory = ["memory/rank", "memory/node"] if hardware.on_host else ["GPU", "host/node"]
+    rows = [["stage", "optimizer", "params on", *memory, "disk/node", *(f"rank: {_COLUMNS[0]}", *_COLUMNS[1:]), ""]]
     for choice, plan in plans.items():
         everywhere = [plan.device, plan.host]
         kinds = [sum(one.get(kind, 0) for one in everywhere for kind in group) for group in _GROUPS]
-        totals = [plan.device_peak, plan.host_peak, sum(plan.disk.values())]
-        fits = "" if hardware.misfit(plan) is None else "too large"
+        of_rank, of_node = (
+            (plan.memory_peak, plan.memory_peak) if hardware.on_host else (plan.device_peak, plan.host_peak)
+        )
+        totals = [of_rank, of_node * hardware.gpus, sum(plan.disk.values()) * hardware.gpus]
+        short = hardware.misfit(plan)
+        fits = f"too large: {memory[not short.of_device or hardware.on_host]}" if short is not None else ""
         sizes = [format_bytes(value) if value else "-" for value in (*totals, *kinds)]
         rows.append([str(choice.stage), choice.optimizer, choice.param, *sizes, fits])
     lines = table(rows, left=0)
@@ -177,5 +201,6 @@ def _table(plans: Mapping[Choice, Plan], hardware: Hardware) -> list[str]:
 def _sentence(advice: Advice) -> str:
     if advice.choice is None:
         return f"No choice fits: {advice.reason.removeprefix('nothing fits: ')}."
+    more = ", with gradient checkpointing" if advice.gradient_checkpointing else ""
     batch = f", micro-batch {advice.batch_size}" if advice.batch_size is not None else ""
-    return f"Take {advice.choice}{batch}: {advice.reason}."
+    return f"Take {advice.choice}{more}{batch}: {advice.reason}."

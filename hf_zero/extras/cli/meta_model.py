@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import nn
 
 from hf_zero.checkpoint.format import parse_json
@@ -23,10 +27,14 @@ _LABELS_PER_TOKEN = (
 
 
 def read_config(path: Path) -> Any:
-    """The configuration in a model folder or a config.json. Raises ConfigError with one line for what is neither."""
-    if not path.exists():
-        raise ConfigError(f"{path}: no such file or folder")
-    file = path / "config.json" if path.is_dir() else path
+    """The configuration in a model folder or a config.json, or of a name on the Hub whose config.json is cached here.
+
+    Nothing is downloaded. Raises ConfigError with one line for what is none of them.
+    """
+    if path.is_dir():
+        file = path / "config.json"
+    else:
+        file = path if path.exists() else _cached_config(path)
     if not file.is_file():
         raise ConfigError(f"{path} is no model folder: config.json is missing")
     try:
@@ -39,6 +47,20 @@ def read_config(path: Path) -> Any:
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(f"{file}: this transformers ({transformers.__version__}) does not know model_type {kind!r}")
     return transformers.CONFIG_MAPPING[kind].from_dict(data)
+
+
+def _cached_config(name: Path) -> Path:
+    try:
+        cached = try_to_load_from_cache(str(name), "config.json")
+    except HFValidationError:  # it is no name of the Hub
+        raise ConfigError(f"{name}: no such file or folder") from None
+    if not isinstance(cached, str):
+        raise ConfigError(
+            f"{name}: no such file or folder, and the cache of the Hub ({constants.HF_HUB_CACHE}) has no config.json "
+            "of a model of that name. Nothing is downloaded here: give a folder or a config.json, or run first "
+            f"`hf download {name} config.json`"
+        )
+    return Path(cached)
 
 
 def build(config: Any, *, gradient_checkpointing: bool = False) -> nn.Module:
@@ -59,10 +81,29 @@ def build(config: Any, *, gradient_checkpointing: bool = False) -> nn.Module:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{type(config).__name__} does not build: {type(error).__name__}: {reason}") from error
     if gradient_checkpointing:
-        model.config.use_cache = False  # or transformers says that it turns the cache off
-        model.activation_checkpointing_enable()
+        _checkpoint(model)
     made: nn.Module = model.train()
     return made
+
+
+def _checkpoint(model: Any) -> None:
+    model.config.use_cache = False  # or transformers says that it turns the cache off
+    model.activation_checkpointing_enable()
+
+
+def can_checkpoint(model: Any) -> bool:
+    """Whether `model` knows activation checkpointing, and does not use it yet."""
+    return bool(model.supports_gradient_checkpointing and not model.is_activation_checkpointing)
+
+
+@contextlib.contextmanager
+def checkpointed(model: Any) -> Iterator[None]:
+    """Inside, a layer of `model` keeps its inputs and computes the rest again."""
+    _checkpoint(model)
+    try:
+        yield
+    finally:
+        model.activation_checkpointing_disable()
 
 
 def default_length(config: Any) -> int:

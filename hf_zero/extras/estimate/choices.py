@@ -46,8 +46,12 @@ class Choice:
         return {what: medium for what, medium in media.items() if not medium.is_device}
 
     @property
+    def needs_disk(self) -> bool:
+        return any(medium.needs_folder for medium in self.offloaded.values())
+
+    @property
     def cost(self) -> tuple[int, int, int]:
-        """Slower choices compare greater: what leaves the device costs more than what is gathered from other ranks."""
+        """The order of proposals: what leaves the device moves more bytes than what is gathered from other ranks."""
         return (_ORDER.index(self.optimizer), _ORDER.index(self.param), self.stage)
 
 
@@ -70,10 +74,11 @@ class Hardware:
         needs = []
         if self.gpu_memory is not None and not self.on_host:
             usable = int(self.gpu_memory * DEVICE_SHARE) - DEVICE_RESERVE
-            needs.append(Need("memory of a GPU", plan.device_peak, max(usable, 0), 1))
+            needs.append(Need("memory of a GPU", plan.device_peak, max(usable, 0), 1, True))
         if self.cpu_memory is not None:
             what, each = ("memory", plan.memory_peak) if self.on_host else ("host memory", plan.host_peak)
-            needs.append(Need(f"{what} of a node", each * self.gpus, int(self.cpu_memory * HOST_SHARE), self.gpus))
+            usable = int(self.cpu_memory * HOST_SHARE)
+            needs.append(Need(f"{what} of a node", each * self.gpus, usable, self.gpus, self.on_host))
         return needs
 
     def misfit(self, plan: Plan) -> Need | None:
@@ -89,6 +94,7 @@ class Need:
     nbytes: int
     usable: int
     ranks: int
+    of_device: bool  # of the memory in which ranks compute
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,11 @@ class Advice:
     choice: Choice | None  # None: nothing fits
     batch_size: int | None  # largest power of two that fits; None where activations are not known
     reason: str
+    gradient_checkpointing: bool = False  # it fits with that only, and nobody asked for it
+
+
+# Plans a choice, with activation checkpointing or as was asked for, and a micro-batch; None where it cannot.
+PlanOf = Callable[[Choice, bool, int], Plan | None]
 
 
 def all_choices() -> Iterator[Choice]:
@@ -169,34 +180,65 @@ def plan_all(
 def advise(
     plans: Mapping[Choice, Plan],
     hardware: Hardware,
-    plan_of: Callable[[Choice, int], Plan] | None,
+    plan_of: PlanOf | None,
     batch_size: int,
     show: Callable[[float], str],
+    *,
+    can_checkpoint: bool = False,
 ) -> Advice:
-    """The fastest choice that fits, and the largest micro-batch with it.
+    """The first choice that fits, and the largest micro-batch with it.
 
     Args:
-        plan_of: Plans a choice with another batch size; None where activations are not known.
+        plan_of: None where activations are not known.
         batch_size: That `plans` are for.
         show: Bytes, for people.
+        can_checkpoint: Activation checkpointing is off, and may be proposed.
     """
     passed: list[str] = []
-    for choice in _by_speed(plans, hardware):
-        short = hardware.misfit(plans[choice])
-        if short is not None:
-            usable = f"{show(short.usable)} that can be used of the {short.what}"
+    for choice, checkpoints in _in_order(plans, hardware, can_checkpoint=can_checkpoint and plan_of is not None):
+        plan: Plan | None = plans[choice]
+        if checkpoints:
+            assert plan_of is not None
+            plan = (
+                plan_of(choice, True, batch_size) if _may_fit_with_less_activations(plans[choice], hardware) else None
+            )
+        if plan is None:
+            continue
+        if (short := hardware.misfit(plan)) is not None:
             # Another one than the micro-batch that the answer names: it has been planned for the first one only.
             batch = f" at micro-batch {batch_size}" if plan_of is not None else ""
-            passed.append(f"{choice} needs {show(short.nbytes)}{batch} of the {usable}")
+            what = f"{choice}{' and gradient checkpointing' if checkpoints else ''}"
+            usable = f"{show(short.usable)} of the {short.what} can be used"
+            passed.append(f"{what} would need {show(short.nbytes)}{batch}, and {usable}")
             continue
-        largest, plan = None, plans[choice]
+        largest = None
         if plan_of is not None:
-            largest, plan = _largest_batch(functools.partial(plan_of, choice), hardware, batch_size, plan)
-        return Advice(choice, largest, _because(plan, hardware, passed, show))
+            again = functools.partial(plan_of, choice, checkpoints)
+            largest, plan = _largest_batch(again, hardware, batch_size, plan)
+        return Advice(choice, largest, _because(plan, hardware, passed, show), checkpoints)
     return Advice(None, None, f"nothing fits: {passed[-1] if passed else 'there is no choice'}")
 
 
-def _by_speed(plans: Mapping[Choice, Plan], hardware: Hardware) -> Sequence[Choice]:
+def _in_order(
+    plans: Mapping[Choice, Plan], hardware: Hardware, *, can_checkpoint: bool
+) -> Iterator[tuple[Choice, bool]]:
+    """Choices as they are proposed, without and with activation checkpointing: that comes before the disk."""
+    proposed = _proposed(plans, hardware)
+    for on_disk in (False, True):
+        for checkpoints in (False, True) if can_checkpoint else (False,):
+            yield from ((choice, checkpoints) for choice in proposed if choice.needs_disk == on_disk)
+
+
+def _may_fit_with_less_activations(plan: Plan, hardware: Hardware) -> bool:
+    """Whether `plan` would fit if activations took nothing: only then a pass over the model can tell more."""
+    activations = plan.device.get("activations", 0)
+    return all(
+        need.nbytes - (need.ranks * activations if need.of_device else 0) <= need.usable
+        for need in hardware.needs(plan)
+    )
+
+
+def _proposed(plans: Mapping[Choice, Plan], hardware: Hardware) -> Sequence[Choice]:
     chosen = [choice for choice in plans if (choice.stage == 0) == (hardware.world_size == 1) or choice.stage == 3]
     # With one rank there is nothing to shard; with several, stage 1 communicates as much as stage 0 and keeps less.
     # Offload without stage 3 is for ranks on which the unsharded parameters fit.
@@ -211,21 +253,25 @@ def _because(plan: Plan, hardware: Hardware, passed: list[str], show: Callable[[
     peak = plan.memory_peak if hardware.on_host else plan.device_peak
     needs = f"it needs {show(peak)} per rank"
     if not passed:
-        return f"{needs}, and it is the fastest"
+        return f"{needs}, and no other choice moves fewer bytes"
     return f"{needs}; {passed[-1]}"
 
 
-def _largest_batch(plan_of: Callable[[int], Plan], hardware: Hardware, known: int, plan: Plan) -> tuple[int, Plan]:
+def _largest_batch(
+    plan_of: Callable[[int], Plan | None], hardware: Hardware, known: int, plan: Plan
+) -> tuple[int, Plan]:
     """Largest power of two that fits, or `known`, which does; and its plan.
 
     Every plan is a pass over the model. The search begins where activations that grow with the batch would end.
     """
     sizes = [known, *(1 << power for power in range(MAX_BATCH.bit_length()) if 1 << power > known)]
-    plans = {0: plan}
+    plans: dict[int, Plan] = {0: plan}
 
     def fits(place: int) -> bool:
         if place not in plans:
-            plans[place] = plan_of(sizes[place])
+            if (planned := plan_of(sizes[place])) is None:
+                return False
+            plans[place] = planned
         return hardware.misfit(plans[place]) is None
 
     activations = max(plan.device.get("activations", 0), 1)
