@@ -13,10 +13,19 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("*.md", "docs/*.md", "recipes/*/*.md", "conversion/README.md", "hf_zero/config/SUPPORTED.md")
 PUBLIC_MODULES = ("hf_zero", "hf_zero.optim", "hf_zero.pipeline", "hf_zero.estimate")
+
+# A search for a message leads to its remedy, one for a key to its sentence, before pages that only mention it.
+SEARCH_BOOSTS = {
+    "docs/troubleshooting.md": 20,
+    "hf_zero/config/SUPPORTED.md": 2,
+    "RESULTS.md": 0.5,
+    "CHANGELOG.md": 0.5,
+}
 
 # Page -> its title, and prefixes of the modules whose names it has; a name stands on the first page that fits.
 REFERENCE = {
@@ -66,7 +75,8 @@ def reference_pages() -> dict[str, str]:
     return pages
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
+def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
     """Write "json zero3.json" behind a fence in mkdocs' way, as a title; "run" is a word for the tests alone."""
+    page.meta["search"] = {"boost": SEARCH_BOOSTS.get(page.file.src_uri, 1)}
     markdown = re.sub(r"^```(\w+) run$", r"```\1", markdown, flags=re.MULTILINE)
     return re.sub(r"^```(\w+) (\S+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
