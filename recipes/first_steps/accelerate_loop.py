@@ -11,13 +11,13 @@ ZeroPlugin("zero3.json").attach(accelerator)  # before prepare
 sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
 text = torch.tensor(list(Path(__file__).read_bytes() * 10))  # the bytes of this file, 10 times
-rows = text[: 64 * 128].view(-1, 64)
+rows = torch.utils.data.TensorDataset(text[: 64 * 128].view(-1, 64))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=32)
 loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 for epoch in range(2):
-    for ids in loader:
+    for (ids,) in loader:
         with accelerator.accumulate(model):
             loss = model(input_ids=ids, labels=ids).loss
             accelerator.backward(loss)

@@ -96,7 +96,7 @@ def create_accelerator(self: Any, orig: Original) -> None:
     """Make the Accelerator and put it under ZeRO, with the configuration of the arguments or the enabled one."""
     config = getattr(self.args, "zero_config", None) or ACTIVATION.enabled
     if config is None:
-        if isinstance(self, ZeroTrainerMixin) and self.args.process_index == 0:
+        if self.args.process_index == 0 and isinstance(self, ZeroTrainerMixin):
             logger.warning(
                 "%s trains without ZeRO: its arguments have no zero=. Pass zero=FILE to the arguments (those of "
                 "hf_zero.TrainingArguments or zero_arguments(...)), or call hf_zero.enable(FILE) first.",
