@@ -144,6 +144,7 @@ class EngineGroup:
         return DivergenceError(
             f"rank {self.run_rank} of {dist.get_world_size()}: {what} did not complete: {_gist(error)}\n"
             f"Another rank has stopped, or runs other code than this one (desync_timeout is {self._timeout_s:.0f} s). "
+            "Forwards, saves and reads of sharded values need all ranks: call them on each, not on one alone. "
             f"The last operations of this rank, to compare with the other ranks' message:\n{last}\n"
             f"Called from: {call_site()}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,13 @@ def test_zero_is_on_is_said_once(entry: str, tmp_path: Any) -> None:
     first, second = run_ranks(trained, 2, entry, stage, str(tmp_path), init_group=False, timeout=90)
     assert len(first) == 1 and first[0].endswith(LINE.format(stage, "fp32")), first
     assert second == []
+
+
+def test_a_model_without_large_parameters_is_not_called_sharded(tmp_path: Path) -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 10**6}
+    first, _ = run_ranks(trained, 2, "initialize", 3, str(tmp_path), init_group=False, zero_optimization=zero)
+    assert len(first) == 1
+    assert first[0].endswith("no parameter sharded: all are smaller than stage3_param_persistence_threshold")
 
 
 def test_what_the_line_names_and_how_to_silence_it(tmp_path: Any) -> None:

@@ -147,7 +147,9 @@ def test_a_script_without_the_option_gets_no_local_rank(tmp_path: Path) -> None:
     assert (job.status, job.out) == (0, ""), job.err
     job = launch(tmp_path, "--pass_local_rank", "plain.py")
     last = job.err.splitlines()[-1]
-    assert job.status == 1 and "(exit status 2)" in last and "add --no_local_rank before it" in last
+    assert job.status == 1 and "(exit status 2)" in last and "write --no_local_rank before" in last
+    job = launch(tmp_path, "plain.py", "--zero", "zero3.json")
+    assert job.err.splitlines()[-1].endswith("write --module hf_zero.run --zero FILE before the script")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_a_rank_that_ended_without_a_word_came_first(
         1: ProcessFailure(1, 12, exitcode, str(tmp_path / "none.json")),
         2: ProcessFailure(2, 13, -signal.SIGTERM, str(tmp_path / "none.json")),
     }
-    line = show_failure(failures, pass_local_rank=False)
+    line = show_failure(failures, [], pass_local_rank=False)
     kept = Path(line.rpartition(" ")[2])
     assert capsys.readouterr().err == "" and line.startswith("rank 1 failed on ")
     assert ("(killed by SIGKILL)" if exitcode < 0 else "(exit status 3)") in line

@@ -25,6 +25,9 @@ hf-zero launch --hostfile hosts --no_ssh --node_rank 0 --master_addr node-1 trai
 hf-zero launch --num_gpus 2 --module my_package.train
 """
 _REFUSED = {
+    "--zero": "it is an option of the script: write it after SCRIPT",
+    "--nproc_per_node": "write --num_gpus",
+    "--num_processes": "write --num_gpus",
     "--autotuning": "hf_zero does not tune; hf-zero bench measures this machine",
     "--elastic_training": "start it by torchrun --nnodes MIN:MAX",
     "--min_elastic_nodes": "start it by torchrun --nnodes MIN:MAX",
@@ -34,7 +37,7 @@ _REFUSED = {
 
 
 class _Refuse(argparse.Action):
-    """An option of DeepSpeed's that is not obeyed; to take it silently would be worse."""
+    """An option of another launcher or of the script, which is not obeyed here; to take it silently would be worse."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None

@@ -14,16 +14,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_zero.errors import ZeroError
 
-# argparse ends so where it is given what it does not know, or not given what it needs.
-_STATUS_2 = {
-    True: "The script got --local_rank=K: if it does not take that, add --no_local_rank before it",
-    False: "The script got no --local_rank=K: if it needs that, add --pass_local_rank before it",
-}
 # Python's own, and the one that puts the rank before each line.
 _STOCK_HOOKS = ("sys", "torch.distributed.distributed_c10d")
 # Frames of ours above the script's own.
@@ -67,12 +62,13 @@ def _write(path: str, error: BaseException, text: str) -> None:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)
 
 
-def show_failure(failures: Mapping[int, Any], *, pass_local_rank: bool) -> str:
+def show_failure(failures: Mapping[int, Any], arguments: Sequence[str], *, pass_local_rank: bool) -> str:
     """Show the error that came first on this host, and return a line on it that names the file with all of them.
 
     Args:
         failures: Rank -> torch's ProcessFailure.
-        pass_local_rank: The script was given --local_rank.
+        arguments: What the line gave to the script.
+        pass_local_rank: The script was given --local_rank too.
     """
     kept = {rank: one.message for rank, one in sorted(failures.items()) if isinstance(one.message, dict)}
     # A rank that exits or is killed leaves no error, and the others' follow from its end; the agent ends these by
@@ -88,11 +84,20 @@ def show_failure(failures: Mapping[int, Any], *, pass_local_rank: bool) -> str:
         how = f"killed by {failure.signal_name()}"
     else:
         how = f"exit status {failure.exitcode}"
-        hint = _STATUS_2[pass_local_rank] if failure.exitcode == 2 else ""
+        hint = _usage_hint(arguments, pass_local_rank) if failure.exitcode == 2 else ""
     if kept:
         hint = f"Tracebacks of rank(s) {', '.join(map(str, kept))}: {_file_of(kept)}"
     line = f"rank {first} failed on {socket.gethostname()} ({how}); the other processes were ended"
     return f"{line}. {hint}" if hint else line
+
+
+def _usage_hint(arguments: Sequence[str], pass_local_rank: bool) -> str:
+    """Say what may be wrong where argparse ends a script, with status 2."""
+    if pass_local_rank:
+        return "It got --local_rank=K: if it does not take that, write --no_local_rank before the script"
+    if any(one.partition("=")[0] == "--zero" for one in arguments):
+        return "If it has no option --zero, write --module hf_zero.run --zero FILE before the script"
+    return "It got no --local_rank=K: if it needs that, write --pass_local_rank before the script"
 
 
 def _time(failure: Any) -> float:

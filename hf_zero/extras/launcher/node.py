@@ -149,7 +149,9 @@ def _run_agent(plan: JobPlan, node_rank: int, command: list[str]) -> None:
             config.logs_specs = DefaultLogsSpecs(log_dir=errors)
             elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
-        raise LaunchFailed(show_failure(error.failures, pass_local_rank=plan.pass_local_rank)) from None
+        raise LaunchFailed(
+            show_failure(error.failures, plan.arguments, pass_local_rank=plan.pass_local_rank)
+        ) from None
     except SignalException as error:
         _end_children()
         raise LaunchFailed(f"stopped by {error.sigval.name}; all processes were ended") from None
