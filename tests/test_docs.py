@@ -553,7 +553,7 @@ def test_the_picture_is_current(tmp_path: Path) -> None:
     drawn, kept = tmp_path / "memory.svg", ROOT / "docs" / "images" / "memory_by_stage.svg"
     run_hf_zero("estimate", kept.with_name("llama-7b.json"), "--gpus", 8, "--plot", drawn, folder=tmp_path)
     words, expected = (re.findall(r"<text[^>]*>([^<]*)<", file.read_text()) for file in (kept, drawn))
-    assert words == expected and len([word for word in words if word.endswith(" GB")]) == 9
+    assert words == expected and len([word for word in words if word.endswith(" GB")]) == 14
 
 
 def test_the_first_programs_are_those_of_the_recipe() -> None:
