@@ -135,5 +135,8 @@ def test_tf32_is_transformers_flag_and_stays(tmp_path: Path) -> None:
     assert run_ranks(set_tf32, 2, str(tmp_path), True, True, init_group=False) == [("tf32", True, "tf32")] * 2
     off = run_ranks(set_tf32, 2, str(tmp_path), False, True, init_group=False)
     assert off == [("ieee", False, "ieee")] * 2
-    for failure in run_ranks(set_tf32, 2, str(tmp_path), True, False, init_group=False, expect_error=True):
-        assert failure.kind == "ValueError" and "--tf32 requires Ampere" in failure.message
+    failures = run_ranks(set_tf32, 2, str(tmp_path), True, False, init_group=False, expect_error=True)
+    said = [failure for failure in failures if failure.kind == "ValueError"]
+    assert said and all("--tf32 requires Ampere" in failure.message for failure in said)
+    # transformers raises it on each rank by itself: a rank that is late may find rank 0 gone instead.
+    assert all(failure in said or failure.kind == "DistNetworkError" for failure in failures)
