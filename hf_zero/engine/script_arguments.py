@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.parse import EXAMPLE
 from hf_zero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def config_of(args: Any, config: Any, config_params: Any = None) -> ZeroConfig:
     if not named:
         raise ConfigError(
             "initialize needs a configuration: config= as a path, a dict or a JSON string "
-            '(the smallest one is {"zero_optimization": {"stage": 3}}), or args with --zero FILE '
+            f"(the smallest one is {EXAMPLE}), or args with --zero FILE "
             "(hf_zero.add_config_arguments(parser) adds that option)"
         )
     if len(named) > 1:

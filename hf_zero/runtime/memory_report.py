@@ -55,7 +55,7 @@ def zero_line(config: ResolvedConfig, device: torch.device, world_size: int, uni
     if config.precision.autocast is not None:
         parts.append(f"autocast to {_short(getattr(torch, config.precision.autocast))}")
     parts += [f"{what} on {block.device}" for what, block in config.zero.offloaded.items()]
-    if config.shards_parameters and all(unit.kind is UnitKind.PERSISTENT for unit in units if unit.flats):
+    if config.shards_parameters and numel and all(unit.kind is UnitKind.PERSISTENT for unit in units if unit.flats):
         parts.append("no parameter sharded: all are smaller than stage3_param_persistence_threshold")
     return ", ".join(parts)
 
