@@ -19,8 +19,8 @@ CONVERSION = ROOT / "conversion"
 MAX_FUNCTION_LINES = 60
 
 # Rooms from the lowest up: a room imports from rooms before it, in functions too. CONTRIBUTING.md tells of them.
-CORE = """errors layout progress lazy logs config native distributed storage sharding runtime optim checkpoint engine
-    access hf""".split()
+CORE = """errors layout progress lazy logs config native fp8 distributed storage sharding runtime optim checkpoint
+    engine access hf""".split()
 ANNEXES = "pages monitors activations estimate conversion pipeline deepspeed launcher cli run".split()
 ROOMS = [*CORE, *ANNEXES, "__init__"]
 FILES_BESIDE_THE_ROOMS = set(
