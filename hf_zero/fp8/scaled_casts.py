@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from hf_zero.native.float8 import cast_segments, uncast_segments
+from hf_zero.native.library import has_library
+
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16)  # a cast writes these, and an uncast reads them
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)  # a cast reads these
 # Neither 2 ** 126 nor its inverse is subnormal in fp32.
@@ -32,6 +35,7 @@ class Segments:
             raise AssertionError(f"the bounds of segments must ascend from 0 on: {list(bounds)}")
         self.starts, self.ends = edges[::2], edges[1::2]
         self.end = edges[-1] if edges else 0  # the least length of a memory that holds them
+        self.packed = torch.tensor(edges, dtype=torch.int64, device="cpu").view(-1, 2)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -78,6 +82,8 @@ def amaxes(source: torch.Tensor, segments: Segments) -> torch.Tensor:
         source: fp32, bf16 or fp16, 1-D and contiguous.
     """
     _check_memory(source, SOURCES, segments)
+    if _is_native(source):
+        return cast_segments(source, None, segments.packed, None)
     extremes = source.new_zeros(2, len(segments))
     for i, (start, end) in enumerate(segments):
         if start < end:
@@ -109,18 +115,19 @@ def cast(source: torch.Tensor, out: torch.Tensor, segments: Segments, scales: to
         scales: Positive, fp32 [n], on the device of both.
     """
     _check_cast(source, out, segments, scales)
-    product = torch.zeros(source.numel(), dtype=torch.float32, device=source.device)
-    for i, (start, end) in enumerate(segments):
-        torch.mul(source[start:end], scales[i : i + 1], out=product[start:end])
-    limit = largest(out.dtype)
-    values = torch.where(product.isinf(), product, product.clamp(-limit, limit))
-    no_number = ~product.isfinite() if out.dtype == torch.float8_e4m3fn else product.isnan()
-    out.copy_(values.masked_fill_(no_number, torch.nan))
+    if _is_native(source):
+        cast_segments(source, out, segments.packed, scales)
+    else:
+        _cast_by_torch(source, out, segments, scales)
 
 
+@torch.no_grad()
 def cast_and_amax(source: torch.Tensor, out: torch.Tensor, segments: Segments, scales: torch.Tensor) -> torch.Tensor:
-    """Do what `cast` does, and return the `amaxes` of the source; natively in one pass over memory."""
-    cast(source, out, segments, scales)
+    """Do what `cast` does, and return the `amaxes` of the source; natively in the same pass over memory."""
+    _check_cast(source, out, segments, scales)
+    if _is_native(source):
+        return cast_segments(source, out, segments.packed, scales)
+    _cast_by_torch(source, out, segments, scales)
     return amaxes(source, segments)
 
 
@@ -144,6 +151,9 @@ def uncast(
         scales: Positive, fp32 [n], on the device of both.
     """
     _check_uncast(source, out, segments, scales)
+    if _is_native(source):
+        uncast_segments(source, out, segments.packed, scales, add=add, factor=factor)
+        return
     inverses = 1.0 / scales
     for i, (start, end) in enumerate(segments):
         values = source[start:end].float().mul_(inverses[i : i + 1]).mul_(factor)
@@ -151,6 +161,20 @@ def uncast(
             out[start:end].add_(values)
         else:
             out[start:end].copy_(values)
+
+
+def _is_native(memory: torch.Tensor) -> bool:
+    return memory.device.type == "cpu" and has_library()
+
+
+def _cast_by_torch(source: torch.Tensor, out: torch.Tensor, segments: Segments, scales: torch.Tensor) -> None:
+    product = torch.zeros(source.numel(), dtype=torch.float32, device=source.device)
+    for i, (start, end) in enumerate(segments):
+        torch.mul(source[start:end], scales[i : i + 1], out=product[start:end])
+    limit = largest(out.dtype)
+    values = torch.where(product.isinf(), product, product.clamp(-limit, limit))
+    no_number = ~product.isfinite() if out.dtype == torch.float8_e4m3fn else product.isnan()
+    out.copy_(values.masked_fill_(no_number, torch.nan))
 
 
 def _check_cast(source: torch.Tensor, out: torch.Tensor, segments: Segments, scales: torch.Tensor) -> None:

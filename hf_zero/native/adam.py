@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -17,12 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_zero.errors import ConfigError, NativeError
 from hf_zero.native.library import library
 from hf_zero.native.machine import default_threads
-
-SIMD_VARIABLE = "HF_ZERO_SIMD"
-SIMD_LEVELS = ("default", "v3", "v4")  # numbered as hz_simd: baseline, AVX2, AVX-512
+from hf_zero.native.simd import raise_errno, simd_level
 
 _NONE = 0
 _TYPES = {torch.float32: 1, torch.float64: 2, torch.bfloat16: 3, torch.float16: 4}  # hz_dtype
@@ -118,12 +114,8 @@ def adam_step_batches(batches: Sequence[AdamBatch], *, threads: int | None = Non
     # The spans stay referenced until the call is over: the packed batches hold their addresses.
     spans = [b"".join(itertools.starmap(_SPAN.pack, batch.spans)) for batch in batches]
     packed = b"".join(map(_pack, batches, spans))
-    code = _function()(packed, len(batches), default_threads() if threads is None else threads, _simd())
-    if code > 0:
-        raise NativeError(
-            f"the Adam update failed before it changed anything: {os.strerror(code)}. It could not start its threads "
-            "or allocate memory: lower HF_ZERO_CPU_THREADS, or raise the limit on processes (ulimit -u)."
-        )
+    code = _function()(packed, len(batches), default_threads() if threads is None else threads, simd_level())
+    raise_errno(code, "the Adam update")
     if code:
         words = "; ".join(map(_describe, batches))
         raise AssertionError(f"spans out of bounds, or types that do not go together: {words}")
@@ -160,20 +152,6 @@ def _describe(batch: AdamBatch) -> str:
     tensors = {name: getattr(batch, name) for name in ("master", "exp_avg", "exp_avg_sq", "grad", "out")}
     words = [f"{name} {t.dtype} {list(t.shape)} on {t.device}" for name, t in tensors.items() if t is not None]
     return f"{', '.join(words)}; {len(batch.spans)} spans, the first of them {batch.spans[0] if batch.spans else None}"
-
-
-def _simd() -> int:
-    """HF_ZERO_SIMD as a number, or -1: the best that the CPU has."""
-    named = os.environ.get(SIMD_VARIABLE)
-    if not named:
-        return -1
-    best = library().hz_simd_level()
-    if named not in SIMD_LEVELS[: best + 1]:
-        raise ConfigError(
-            f"{SIMD_VARIABLE}={named!r}: this CPU has {', '.join(SIMD_LEVELS[: best + 1])}. "
-            "Unset it: the results are the same bits at every level"
-        )
-    return SIMD_LEVELS.index(named)
 
 
 @cache

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
+from hf_zero.fp8 import scaled_casts
 from hf_zero.fp8.scaled_casts import (
     FORMATS,
     Segments,
@@ -20,6 +20,8 @@ from hf_zero.fp8.scaled_casts import (
     scales_for,
     uncast,
 )
+from hf_zero.native.library import library
+from hf_zero.native.simd import SIMD_LEVELS, SIMD_VARIABLE
 
 E4M3, E5M2, F16 = FORMATS
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,9 +66,13 @@ class Format:
 DEFINITIONS = {E4M3: Format(4, 3, 0x7F, None), E5M2: Format(5, 2, 0x7F, 0x7C), F16: Format(5, 10, 0x7E00, 0x7C00)}
 
 
-@pytest.fixture(params=["torch"], autouse=True)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    yield request.param
+@pytest.fixture(params=["torch", *SIMD_LEVELS[: library().hz_simd_level() + 1]], autouse=True)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs every test by torch's operations, and by the native library at each level."""
+    if request.param == "torch":
+        monkeypatch.setattr(scaled_casts, "has_library", lambda: False)
+    else:
+        monkeypatch.setenv(SIMD_VARIABLE, request.param)
 
 
 def codes_of(narrow: torch.Tensor) -> np.ndarray:
@@ -171,7 +177,7 @@ def test_nothing_at_all() -> None:
 
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 def test_amaxes_hide_no_overflow(source: torch.dtype) -> None:
-    rows = [[1, -INF, 3], [NAN, INF], [INF, NAN, 1], [-NAN], [-4, 3], [-0.0, 0.0]]
+    rows: list[list[float]] = [[1, -INF, 3], [NAN, INF], [INF, NAN, 1], [-NAN], [-4, 3], [-0.0, 0.0]]
     memory = torch.tensor([number for row in rows for number in row], dtype=source)
     edges = list(itertools.accumulate(map(len, rows), initial=0))
     segments = Segments(list(itertools.pairwise(edges)))

@@ -12,8 +12,9 @@ import torch
 
 from hf_zero.extras.cli.bench_cpu_adam import MEMORY
 from hf_zero.extras.cli.main import main
-from hf_zero.native.adam import SIMD_LEVELS, SIMD_VARIABLE, AdamSpan, adam_step
+from hf_zero.native.adam import AdamSpan, adam_step
 from hf_zero.native.library import library
+from hf_zero.native.simd import SIMD_LEVELS, SIMD_VARIABLE
 
 SIZES = (0, 1, 7, 511, 4097, 100_007)
 NARROW = (torch.bfloat16, torch.float16)

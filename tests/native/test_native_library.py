@@ -14,9 +14,10 @@ import torch
 
 from hf_zero.errors import ConfigError, NativeError
 from hf_zero.native import library as native_library
-from hf_zero.native.adam import SIMD_VARIABLE, AdamSpan, adam_step
+from hf_zero.native.adam import AdamSpan, adam_step
 from hf_zero.native.library import LIBRARY_VARIABLE, library
 from hf_zero.native.machine import default_threads
+from hf_zero.native.simd import SIMD_VARIABLE
 
 # Each of them starts a Python of its own.
 pytestmark = pytest.mark.slow

@@ -118,27 +118,15 @@ void update_part(const Part& part, int64_t start, int64_t numel, StreamLines str
     const hz_adam_batch& batch = *part.batch;
     const hz_adam_span& span = *part.span;
     const AdamConstants constants = constants_of(span, batch.grad_scale);
-    const int64_t out_size = size_of(batch.out_type), end = start + numel;
-    char* const out = out_size ? advance(batch.out, span.out_start, batch.out_type) : nullptr;
-    alignas(kLine) char buffer[kBlock * sizeof(double)];
-    int64_t stop = end;
-    if (stream) {  // the first block ends where a line of `out` does, so that all others start at one
-        const int64_t off_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(out + start * out_size) % kLine);
-        stop = start + (off_line ? (kLine - off_line) / out_size : kBlock);
-    }
-    for (int64_t at = start; at < end; at = stop, stop += kBlock) {
-        if (stop > end) stop = end;
-        char* const target = out ? out + at * out_size : nullptr;
-        const int64_t nbytes = (stop - at) * out_size;
-        const bool lines = stream && reinterpret_cast<uintptr_t>(target) % kLine == 0 && nbytes % kLine == 0;
-        part.kernel(constants, advance(batch.master, span.start + at, batch.master_type),
-                    advance(batch.exp_avg, span.start + at, batch.moment_type),
-                    advance(batch.exp_avg_sq, span.start + at, batch.moment_type),
-                    advance(batch.grad, span.grad_start + at, batch.grad_type), lines ? buffer : target, stop - at,
-                    static_cast<uint32_t>(span.index + at));
-        if (lines) stream(target, buffer, nbytes / kLine);
-    }
-    if (stream) stream_fence();
+    char* const out = batch.out_type ? advance(batch.out, span.out_start, batch.out_type) : nullptr;
+    write_blocks(out, size_of(batch.out_type), start, start + numel, kBlock, stream,
+                 [&](int64_t at, int64_t stop, char* target) {
+                     part.kernel(constants, advance(batch.master, span.start + at, batch.master_type),
+                                 advance(batch.exp_avg, span.start + at, batch.moment_type),
+                                 advance(batch.exp_avg_sq, span.start + at, batch.moment_type),
+                                 advance(batch.grad, span.grad_start + at, batch.grad_type), target, stop - at,
+                                 static_cast<uint32_t>(span.index + at));
+                 });
 }
 
 // The part that holds element `at` of the update.

@@ -9,7 +9,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "adam_convert.h"
+#include "convert.h"
 #include "hz_api.h"
 
 namespace hz {
@@ -46,15 +46,6 @@ struct AdamForm {  // what a kernel is chosen by
 AdamKernel adam_kernel_f32(const AdamForm& form);
 AdamKernel adam_kernel_bf16(const AdamForm& form);
 AdamKernel adam_kernel_f64(const AdamForm& form);
-
-struct nothing {};  // the type of `out` where there is none
-
-// The arrays of an update never overlap.
-#if defined(__clang__)
-#define HZ_NO_OVERLAP _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define HZ_NO_OVERLAP _Pragma("GCC ivdep")
-#endif
 
 template <class T, class M, class G, class O, bool general>
 HZ_INLINE void update(const AdamConstants& c, void* master, void* exp_avg, void* exp_avg_sq, const void* grads,

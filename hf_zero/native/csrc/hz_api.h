@@ -1,15 +1,15 @@
-// C interface of the library's general part and of the Adam update. hf_zero/native/{library,adam}.py mirror it by
-// hand: every change here raises HZ_ABI_VERSION, and the same number stands in library.py.
+// C interface of the library's general part, of the Adam update and of scaled casts. hf_zero/native/library.py, adam.py
+// and float8.py mirror it by hand: every change here raises HZ_ABI_VERSION, and the same number stands in library.py.
 #pragma once
 
 #include <cstdint>
 
 #include "hz_export.h"
 
-#define HZ_ABI_VERSION 4
+#define HZ_ABI_VERSION 5
 
-// Element types; hf_zero/native/adam.py has the same numbers.
-enum hz_dtype : int32_t { HZ_NONE = 0, HZ_F32 = 1, HZ_F64 = 2, HZ_BF16 = 3, HZ_F16 = 4 };
+// Element types; hf_zero/native/{adam,float8}.py have the same numbers.
+enum hz_dtype : int32_t { HZ_NONE = 0, HZ_F32 = 1, HZ_F64 = 2, HZ_BF16 = 3, HZ_F16 = 4, HZ_E4M3 = 5, HZ_E5M2 = 6 };
 
 // Instruction sets; AUTO takes the best that the CPU has. Results are the same bits at every level.
 enum hz_simd : int32_t { HZ_SIMD_AUTO = -1, HZ_SIMD_DEFAULT = 0, HZ_SIMD_V3 = 1, HZ_SIMD_V4 = 2 };
@@ -58,3 +58,21 @@ HZ_API int32_t hz_simd_level(void);
 // One Adam or AdamW update of all spans of all batches, on up to `threads` threads (fewer where the work is small).
 // Returns 0; or -1 (types or span out of bounds, nothing was changed); or errno of what failed (nothing was changed).
 HZ_API int32_t hz_adam_step(const hz_adam_batch* batches, int64_t num_batches, int32_t threads, int32_t simd);
+
+// Ranges of a 1-D memory of `numel` elements, in ascending order, each with a scale.
+struct hz_segments {
+    const int64_t* bounds;  // start and end of each
+    const float* scales;
+    int64_t num_segments;
+    int64_t numel;
+};
+
+// Writes source * scale, rounded to out_type, and 0 outside of the segments; the largest magnitude of each segment's
+// source goes to `amaxes`. With HZ_NONE as out_type only that is done. source_type is F32, BF16 or F16, out_type E4M3,
+// E5M2 or F16. Returns 0; or -1 (other types); or errno of what failed (nothing was written).
+HZ_API int32_t hz_cast(const hz_segments* segments, const void* source, int32_t source_type, void* out,
+                       int32_t out_type, float* amaxes, int32_t threads, int32_t simd);
+
+// Writes source * (1 / scale) * factor, or adds it to `out`, within the segments. Returns as hz_cast does.
+HZ_API int32_t hz_uncast(const hz_segments* segments, const void* source, int32_t source_type, float* out,
+                         float factor, int32_t add, int32_t threads, int32_t simd);

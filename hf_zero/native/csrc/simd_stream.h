@@ -44,4 +44,27 @@ inline StreamLines stream_lines(int) { return stream_lines_plain; }
 inline void stream_fence() {}
 #endif
 
+// Calls write(at, stop, target) for the elements `start` to `end` of `out`, which have `size` bytes each: once, with
+// their place as the target; or, with `stream`, for `block` elements at a time, with a buffer that is then copied past
+// the caches. `block` elements are whole lines, and 2 KiB at most.
+template <class Write>
+HZ_INLINE void write_blocks(char* out, int64_t size, int64_t start, int64_t end, int64_t block, StreamLines stream,
+                            Write write) {
+    alignas(kLine) char buffer[2048];
+    int64_t stop = end;
+    if (stream) {  // the first block ends where a line of `out` does, so that all others start at one
+        const int64_t off_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(out + start * size) % kLine);
+        stop = start + (off_line ? (kLine - off_line) / size : block);
+    }
+    for (int64_t at = start; at < end; at = stop, stop += block) {
+        if (stop > end) stop = end;
+        char* const target = out ? out + at * size : nullptr;
+        const int64_t nbytes = (stop - at) * size;
+        const bool lines = stream && reinterpret_cast<uintptr_t>(target) % kLine == 0 && nbytes % kLine == 0;
+        write(at, stop, lines ? buffer : target);
+        if (lines) stream(target, buffer, nbytes / kLine);
+    }
+    if (stream) stream_fence();
+}
+
 }  // namespace hz

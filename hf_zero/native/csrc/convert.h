@@ -17,6 +17,7 @@ struct bf16 {
 struct f16 {
     uint16_t bits;
 };
+struct nothing {};  // the type of `out` where there is none
 
 HZ_INLINE uint32_t bits_of(float value) {
     uint32_t bits;

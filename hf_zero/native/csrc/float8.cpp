@@ -1,0 +1,265 @@
+// Casts of the segments of a 1-D memory to narrow types and back, each segment with its scale, in one pass over memory.
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <type_traits>
+#include <vector>
+
+#include "convert.h"
+#include "float8_convert.h"
+#include "hz_api.h"
+#include "pool.h"
+#include "simd_stream.h"
+
+namespace hz {
+namespace {
+
+// Elements of a task: some 10 us of work, and whole lines of every type.
+constexpr int64_t kTask = 65536;
+// Below it a second thread costs more than it brings.
+constexpr int64_t kMinPerThread = 65536;
+// From here on the results would not stay in a cache until somebody reads them.
+constexpr int64_t kStreamFrom = 1 << 20;
+// Bytes of a block of streamed results. Half of it is 4% slower, twice as much no faster.
+constexpr int64_t kBlock = 1024;
+
+// The bits of a magnitude, which are ordered as magnitudes are, with NaN above infinity.
+HZ_INLINE int32_t ordered(float value) { return static_cast<int32_t>(bits_of(value) & ~kFloatSign); }
+HZ_INLINE int16_t ordered(bf16 value) { return static_cast<int16_t>(value.bits & 0x7fff); }
+HZ_INLINE int16_t ordered(f16 value) { return static_cast<int16_t>(value.bits & 0x7fff); }
+
+// Returns the largest `ordered` of the sources. Nothing is written where N is nothing.
+template <class S, class N>
+HZ_INLINE int32_t cast(const void* sources, [[maybe_unused]] void* outs, int64_t numel, [[maybe_unused]] float scale) {
+    const S* source = static_cast<const S*>(sources);
+    decltype(ordered(S())) largest = 0;
+    HZ_NO_OVERLAP
+    for (int64_t i = 0; i < numel; ++i) {
+        largest = ordered(source[i]) > largest ? ordered(source[i]) : largest;
+        if constexpr (!std::is_same_v<N, nothing>) static_cast<N*>(outs)[i] = narrow_to<N>(widen(source[i]) * scale);
+    }
+    return largest;
+}
+
+template <class N, bool adds>
+HZ_INLINE void uncast(const void* sources, float* out, int64_t numel, float inverse, float factor) {
+    const N* source = static_cast<const N*>(sources);
+    HZ_NO_OVERLAP
+    for (int64_t i = 0; i < numel; ++i) {
+        const float value = widen_from(source[i]) * inverse * factor;
+        out[i] = adds ? out[i] + value : value;
+    }
+}
+
+// The two loops at a level.
+#define HZ_LOOPS(Level, TARGET)                                                                                \
+    struct Level {                                                                                             \
+        template <class S, class N>                                                                            \
+        TARGET static int32_t cast(const void* source, void* out, int64_t numel, float scale) {                \
+            return hz::cast<S, N>(source, out, numel, scale);                                                  \
+        }                                                                                                      \
+        template <class N, bool adds>                                                                          \
+        TARGET static void uncast(const void* source, float* out, int64_t numel, float inverse, float factor) { \
+            hz::uncast<N, adds>(source, out, numel, inverse, factor);                                          \
+        }                                                                                                      \
+    };
+HZ_LOOPS(Default, )
+HZ_LOOPS(V3, HZ_TARGET_V3)
+HZ_LOOPS(V4, HZ_TARGET_V4)
+
+using CastKernel = decltype(&Default::cast<float, e4m3>);
+using UncastKernel = decltype(&Default::uncast<e4m3, false>);
+
+template <class Level, class S>
+CastKernel cast_from(int out_type) {
+    switch (out_type) {
+        case HZ_NONE: return Level::template cast<S, nothing>;
+        case HZ_E4M3: return Level::template cast<S, e4m3>;
+        case HZ_E5M2: return Level::template cast<S, e5m2>;
+        case HZ_F16: return Level::template cast<S, half>;
+        default: return nullptr;
+    }
+}
+
+template <class Level>
+CastKernel cast_kernel(int source_type, int out_type) {
+    switch (source_type) {
+        case HZ_F32: return cast_from<Level, float>(out_type);
+        case HZ_BF16: return cast_from<Level, bf16>(out_type);
+        case HZ_F16: return cast_from<Level, f16>(out_type);
+        default: return nullptr;
+    }
+}
+
+template <class Level>
+UncastKernel uncast_kernel(int source_type, bool adds) {
+    switch (source_type) {
+        case HZ_E4M3: return adds ? Level::template uncast<e4m3, true> : Level::template uncast<e4m3, false>;
+        case HZ_E5M2: return adds ? Level::template uncast<e5m2, true> : Level::template uncast<e5m2, false>;
+        case HZ_F16: return adds ? Level::template uncast<half, true> : Level::template uncast<half, false>;
+        default: return nullptr;
+    }
+}
+
+// What `find` gives for the level, a type with the two loops.
+template <class Find>
+auto at_level(int level, Find find) {
+#if defined(__x86_64__)
+    if (level == HZ_SIMD_V4) return find(V4());
+    if (level == HZ_SIMD_V3) return find(V3());
+#endif
+    return level == HZ_SIMD_DEFAULT ? find(Default()) : nullptr;
+}
+
+int64_t size_of(int type) {
+    if (type == HZ_NONE) return 0;
+    return type == HZ_F32 ? 4 : type == HZ_E4M3 || type == HZ_E5M2 ? 1 : 2;
+}
+
+float float_of_ordered(uint32_t bits, int type) {
+    if (type == HZ_F32) return float_of(bits);
+    const uint16_t bits16 = static_cast<uint16_t>(bits);
+    return type == HZ_BF16 ? widen(bf16{bits16}) : widen(f16{bits16});
+}
+
+struct Work {
+    const hz_segments* segments;
+    const char* source;
+    char* out;  // null if nothing is written
+    int64_t source_size, out_size;
+    StreamLines stream;  // null if results do not go past the caches
+
+    // Calls part(i, start, stop) for what segments have of the elements `at` to `end`, gap(start, stop) for the rest.
+    template <class Part, class Gap>
+    void walk(int64_t at, int64_t end, Part part, Gap gap) const {
+        const auto* bounds = segments->bounds;
+        const int64_t num = segments->num_segments;
+        int64_t i = first_that_ends_after(at);
+        while (at < end) {
+            while (i < num && bounds[2 * i + 1] <= at) ++i;
+            const bool inside = i < num && bounds[2 * i] <= at;
+            const int64_t stop = std::min(end, i < num ? bounds[2 * i + inside] : end);
+            inside ? part(i, at, stop) : gap(at, stop);
+            at = stop;
+        }
+    }
+
+    int64_t first_that_ends_after(int64_t at) const {
+        int64_t low = 0, high = segments->num_segments;
+        while (low < high) {
+            const int64_t middle = low + (high - low) / 2;
+            if (segments->bounds[2 * middle + 1] > at) high = middle;
+            else low = middle + 1;
+        }
+        return low;
+    }
+
+    template <class Write>
+    void write(int64_t start, int64_t stop, Write write_block) const {
+        write_blocks(out, out_size, start, stop, out_size ? kBlock / out_size : 0, stream, write_block);
+    }
+};
+
+struct Cast : Work {
+    CastKernel kernel;
+    std::vector<std::atomic<uint32_t>> largest;
+
+    void task(int64_t at, int64_t end) {
+        walk(
+            at, end,
+            [&](int64_t i, int64_t start, int64_t stop) { raise(largest[i], cast_part(i, start, stop)); },
+            [&](int64_t start, int64_t stop) {
+                if (out) std::memset(out + start * out_size, 0, static_cast<size_t>((stop - start) * out_size));
+            });
+    }
+
+    uint32_t cast_part(int64_t i, int64_t start, int64_t stop) {
+        const float scale = out ? segments->scales[i] : 1;
+        int32_t most = 0;
+        write(start, stop, [&](int64_t from, int64_t to, char* target) {
+            most = std::max(most, kernel(source + from * source_size, target, to - from, scale));
+        });
+        return static_cast<uint32_t>(most);
+    }
+
+    static void raise(std::atomic<uint32_t>& largest, uint32_t value) {
+        uint32_t before = largest.load(std::memory_order_relaxed);
+        while (before < value && !largest.compare_exchange_weak(before, value, std::memory_order_relaxed)) {
+        }
+    }
+};
+
+struct Uncast : Work {
+    UncastKernel kernel;
+    float factor;
+
+    void task(int64_t at, int64_t end) {
+        walk(
+            at, end,
+            [&](int64_t i, int64_t start, int64_t stop) {
+                const float inverse = 1.0f / segments->scales[i];
+                write(start, stop, [&](int64_t from, int64_t to, char* target) {
+                    float* const floats = reinterpret_cast<float*>(target);
+                    kernel(source + from * source_size, floats, to - from, inverse, factor);
+                });
+            },
+            [](int64_t, int64_t) {});
+    }
+};
+
+template <class Job>
+int run(Job& job, int64_t numel, int32_t threads) {
+    struct Context {
+        Job& job;
+        int64_t numel;
+    } context{job, numel};
+    const auto task = [](void* pointer, int64_t index) {
+        const Context& c = *static_cast<Context*>(pointer);
+        c.job.task(index * kTask, std::min(c.numel, (index + 1) * kTask));
+    };
+    const int64_t worth = std::min<int64_t>(threads, numel / kMinPerThread + 1);
+    return run_tasks(task, &context, (numel + kTask - 1) / kTask, static_cast<int>(worth));
+}
+
+}  // namespace
+}  // namespace hz
+
+int32_t hz_cast(const hz_segments* segments, const void* source, int32_t source_type, void* out, int32_t out_type,
+                float* amaxes, int32_t threads, int32_t simd) {
+    using namespace hz;
+    const int level = simd_level(simd);
+    const CastKernel kernel =
+        at_level(level, [&](auto with) { return cast_kernel<decltype(with)>(source_type, out_type); });
+    if (!kernel) return -1;
+    const bool streams = out_type != HZ_NONE && segments->numel >= kStreamFrom;
+    try {
+        Cast job{{segments, static_cast<const char*>(source), static_cast<char*>(out), size_of(source_type),
+                  size_of(out_type), streams ? stream_lines(level) : nullptr},
+                 kernel,
+                 std::vector<std::atomic<uint32_t>>(static_cast<size_t>(segments->num_segments))};
+        if (const int error = run(job, segments->numel, threads)) return error;
+        for (int64_t i = 0; i < segments->num_segments; ++i) amaxes[i] = float_of_ordered(job.largest[i], source_type);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return ENOMEM;
+    }
+}
+
+int32_t hz_uncast(const hz_segments* segments, const void* source, int32_t source_type, float* out, float factor,
+                  int32_t add, int32_t threads, int32_t simd) {
+    using namespace hz;
+    const int level = simd_level(simd);
+    const UncastKernel kernel =
+        at_level(level, [&](auto with) { return uncast_kernel<decltype(with)>(source_type, add); });
+    if (!kernel) return -1;
+    // A sum has its line in the caches already.
+    const bool streams = !add && segments->numel >= kStreamFrom;
+    Uncast job{{segments, static_cast<const char*>(source), reinterpret_cast<char*>(out), size_of(source_type),
+                sizeof(float), streams ? stream_lines(level) : nullptr},
+               kernel,
+               factor};
+    return run(job, segments->numel, threads);
+}

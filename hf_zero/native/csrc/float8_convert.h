@@ -1,0 +1,93 @@
+// Conversions between float and the narrow types that a cast with a scale writes: two of 8 bits, and half. By integer
+// arithmetic and one addition, which every instruction set vectorises, with the same bits at every level.
+//
+// To narrow is exact: round to nearest even, once; subnormals. Finite numbers saturate. Infinities and NaN stay what
+// they are, except that e4m3fn has NaN for both, and all NaN get the same bits.
+#pragma once
+
+#include <cstdint>
+
+#include "convert.h"
+#include "simd.h"
+
+namespace hz {
+
+struct e4m3 {
+    using Bits = uint8_t;
+    static constexpr uint32_t kMantissa = 3;     // bits
+    static constexpr uint32_t kLeast = 127 - 6;  // exponent of the least normal number, biased as in a float
+    static constexpr float kLargest = 448;
+    static constexpr uint32_t kInf = 0x7f, kNan = 0x7f;
+    Bits bits;
+};
+
+struct e5m2 {
+    using Bits = uint8_t;
+    static constexpr uint32_t kMantissa = 2;
+    static constexpr uint32_t kLeast = 127 - 14;
+    static constexpr float kLargest = 57344;
+    static constexpr uint32_t kInf = 0x7c, kNan = 0x7f;
+    Bits bits;
+};
+
+struct half {
+    using Bits = uint16_t;
+    static constexpr uint32_t kMantissa = 10;
+    static constexpr uint32_t kLeast = 127 - 14;
+    static constexpr float kLargest = 65504;
+    static constexpr uint32_t kInf = 0x7c00, kNan = 0x7e00;
+    Bits bits;
+};
+
+constexpr uint32_t kFloatSign = 0x80000000u, kFloatInf = 0x7f800000u, kFloatNan = 0x7fc00000u;
+
+template <class N>
+constexpr bool kHasInf = N::kInf != N::kNan;
+
+// From the sign of a narrow number up to that of a float.
+template <class N>
+constexpr uint32_t kUp = 32 - 8 * sizeof(N);
+
+// Mantissa bits that only the float has.
+template <class N>
+constexpr uint32_t kDropped = 23 - N::kMantissa;
+
+// Numbers of 31 bits are compared as signed ones: AVX2 and older sets have no other comparison.
+HZ_INLINE uint32_t smaller(uint32_t a, uint32_t b) { return static_cast<int32_t>(a) < static_cast<int32_t>(b) ? a : b; }
+HZ_INLINE uint32_t larger(uint32_t a, uint32_t b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
+
+template <class N>
+HZ_INLINE N narrow_to(float value) {
+    constexpr uint32_t least = N::kLeast << 23;
+    const uint32_t bits = bits_of(value), magnitude = bits & ~kFloatSign;
+    const uint32_t kept = smaller(magnitude, bits_of(N::kLargest));
+    const uint32_t exponent = larger(kept & kFloatInf, least);
+    // The last bit of this power of two is worth one step of the narrow type at `kept`: the sum is rounded to steps,
+    // and their number stands at its end. A code is that number plus (exponent - kLeast) << kMantissa; the constant
+    // part of this, which is even and so leaves ties alone, is in the power from the start.
+    constexpr uint32_t constant = (0u - (N::kLeast << N::kMantissa)) << kUp<N> >> kUp<N>;
+    const uint32_t steps = bits_of(float_of(kept) + float_of(exponent + (kDropped<N> << 23) + constant));
+    // At the upper end of the word, where the sign is: as the last operation the shift keeps compilers from doing all
+    // of this once more on bytes.
+    uint32_t code = (steps << kUp<N>) + (exponent << (kUp<N> - kDropped<N>));
+    if constexpr (kHasInf<N>) code = magnitude == kFloatInf ? N::kInf << kUp<N> : code;
+    const bool no_number = kHasInf<N> ? magnitude > kFloatInf : magnitude >= kFloatInf;
+    code = no_number ? N::kNan << kUp<N> : code | (bits & kFloatSign);
+    return N{static_cast<typename N::Bits>(code >> kUp<N>)};
+}
+
+template <class N>
+HZ_INLINE float widen_from(N value) {
+    constexpr uint32_t least = N::kLeast << 23, one_exponent = 1u << 23;
+    const uint32_t bits = static_cast<uint32_t>(value.bits) << kUp<N>;
+    const uint32_t code = bits & ~kFloatSign, magnitude = code >> (kUp<N> - kDropped<N>);
+    const uint32_t normal = magnitude + (least - one_exponent);
+    // A subnormal: make it a normal number by an implicit one in front, and subtract that one.
+    const uint32_t subnormal = bits_of(float_of(magnitude + least) - float_of(least));
+    uint32_t result = choose(mask_of(magnitude < one_exponent), subnormal, normal);
+    if constexpr (kHasInf<N>) result = choose(mask_of(code == N::kInf << kUp<N>), kFloatInf, result);
+    const bool no_number = kHasInf<N> ? code > N::kInf << kUp<N> : code == N::kNan << kUp<N>;
+    return float_of((bits & kFloatSign) | choose(mask_of(no_number), kFloatNan, result));
+}
+
+}  // namespace hz

@@ -1,0 +1,119 @@
+"""The compiled casts: the bits of torch's operations, however they are run, and nothing written beside."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hf_zero.errors import ConfigError
+from hf_zero.fp8 import scaled_casts
+from hf_zero.fp8.scaled_casts import FORMATS, SOURCES, Segments, amaxes, cast, cast_and_amax, uncast
+from hf_zero.native.library import library
+from hf_zero.native.machine import THREADS_VARIABLE
+from hf_zero.native.simd import SIMD_LEVELS, SIMD_VARIABLE
+
+NUMEL = (1 << 20) + 12_345  # past the caches, and enough for three threads
+BESIDE = 5  # elements before and after, so that nothing starts at a line
+
+
+def cut(numel: int, num_cuts: int) -> Segments:
+    """Cut a memory at random: into segments of all lengths, empty ones too, with gaps between most of them."""
+    rng = random.Random(num_cuts)
+    edges = sorted(rng.randrange(numel + 1) for _ in range(2 * num_cuts))
+    edges[5] = edges[4]
+    edges[8] = edges[7]
+    return Segments(list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+SEGMENTS = {"few": cut(NUMEL, 5), "many": cut(NUMEL, 5000), "small": cut(3000, 20), "one": Segments([(0, NUMEL)])}
+
+
+def any_bits(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(numel)
+    nbytes = numel * dtype.itemsize
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def any_scales(segments: Segments) -> torch.Tensor:
+    return torch.ldexp(torch.rand(len(segments)) + 0.5, torch.randint(-20, 20, (len(segments),)))
+
+
+def assert_same(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Compare the bits, but of fp32 NaN, which have many."""
+    if first.dtype == torch.float32:
+        assert torch.equal(first.isnan(), second.isnan())
+        first, second = first.nan_to_num(7.0), second.nan_to_num(7.0)
+    assert torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+def assert_same_on_all_ways(run: Callable[[], list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(scaled_casts, "has_library", lambda: False)
+        wanted = run()
+    for level in SIMD_LEVELS[: library().hz_simd_level() + 1]:
+        monkeypatch.setenv(SIMD_VARIABLE, level)
+        for threads in "123":
+            monkeypatch.setenv(THREADS_VARIABLE, threads)
+            for ours, theirs in zip(run(), wanted, strict=True):
+                assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_casts_have_torchs_bits(
+    name: str, source: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    segments = SEGMENTS[name]
+    memory, scales = any_bits(segments.end + 20 + BESIDE, source)[BESIDE:], any_scales(segments)
+    numel = memory.numel()
+
+    def run() -> list[torch.Tensor]:
+        out = torch.full((numel + 2 * BESIDE,), 2.0).to(dtype)
+        found = cast_and_amax(memory, out[BESIDE:-BESIDE], segments, scales)
+        only = torch.full((numel,), 2.0).to(dtype)
+        cast(memory, only, segments, scales)
+        return [out, found, only, amaxes(memory, segments)]
+
+    assert_same_on_all_ways(run, monkeypatch)
+    out, found, *_ = run()
+    assert torch.equal(out[-BESIDE:].float(), torch.full((BESIDE,), 2.0)), "written beside"
+    assert found.isnan().any() or name != "few", "vacuous: no NaN was met"
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_uncasts_have_torchs_bits(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    segments = SEGMENTS[name]
+    memory, scales = any_bits(segments.end + 20 + BESIDE, dtype)[BESIDE:], any_scales(segments)
+    before = torch.randn(memory.numel() + 2 * BESIDE)
+
+    def run() -> list[torch.Tensor]:
+        outs = [before.clone() for _ in range(3)]
+        uncast(memory, outs[0][BESIDE:-BESIDE], segments, scales)
+        uncast(memory, outs[1][BESIDE:-BESIDE], segments, scales, add=True)
+        uncast(memory, outs[2][BESIDE:-BESIDE], segments, scales, add=True, factor=-0.3)
+        return outs
+
+    assert_same_on_all_ways(run, monkeypatch)
+
+
+def test_it_is_the_library_that_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments, ones = Segments([(0, 4)]), torch.ones(1)
+    out = torch.empty(4, dtype=torch.float8_e4m3fn)
+    for call in (
+        lambda: amaxes(torch.ones(4), segments),
+        lambda: cast(torch.ones(4), out, segments, ones),
+        lambda: cast_and_amax(torch.ones(4), out, segments, ones),
+        lambda: uncast(out, torch.ones(4), segments, ones),
+    ):
+        call()
+        monkeypatch.setenv(SIMD_VARIABLE, "v5")
+        with pytest.raises(ConfigError, match=f"{SIMD_VARIABLE}='v5'"):
+            call()
+        monkeypatch.delenv(SIMD_VARIABLE)
