@@ -74,6 +74,16 @@ def test_values_are_computed() -> None:
         assert results.call(aten.mul.Tensor, (torch.tensor(number), 3.0), {}).item() == 3 * number
 
 
+@pytest.mark.parametrize(("func", "inputs"), [(aten.add.out, 2), (aten.sqrt.out, 1)])
+@pytest.mark.parametrize("numel", [3, 0])  # 0: torch resizes it, each time
+def test_an_operation_writes_to_the_tensor_it_is_given(func: Any, inputs: int, numel: int) -> None:
+    results = MetaResults()
+    for _ in range(3):
+        out = meta(numel)
+        assert results.call(func, [meta(3)] * inputs, {"out": out}) is out
+        assert looks(out) == looks(meta(3))
+
+
 class _Forgetful(MetaResults):
     """Calls every operation, as if nothing had been called alike before."""
 

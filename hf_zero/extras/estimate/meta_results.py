@@ -6,7 +6,7 @@ These follow from the sizes, types and strides of the inputs and from the other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,45 +14,62 @@ import torch
 _Spec = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-# Operations in place that change no size, beside those that torch calls pointwise.
-_IN_PLACE = {"aten::copy_", "aten::zero_", "aten::fill_"}
+# Operations that torch does itself in less time than it takes to look up what they gave before.
+_CHEAP = {"aten::empty", "aten::empty_strided", "aten::copy_", "aten::zero_", "aten::fill_"}
+
+
+# Makes the result of an operation from its arguments, (args, kwargs).
+_Again = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 
 class MetaResults:
     """Calls operations, and makes the result of one that was called alike before from the sizes that it had.
 
-    What is remembered: an operation in place that changes no sizes, and one whose results share memory with nothing.
-    All others, and all with inputs that have values or complex numbers, are called every time.
+    What is remembered: an operation that writes to one tensor and changes no sizes, and one whose results share memory
+    with nothing. All others, and all with inputs that have values or complex numbers, are called every time.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Any, Callable[[Sequence[Any]], Any]] = {}
-        self._may: dict[Any, bool] = {}
+        self._seen: dict[Any, _Again] = {}
+        self._makers: dict[Any, Callable[[Any], _Again | None] | None] = {}
 
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what `func(*args, **kwargs)` returns."""
-        if (may := self._may.get(func)) is None:
-            may = self._may[func] = _is_fresh(func) or _is_in_place(func)
-        key = _key(func, args, kwargs) if may else None
-        if key is None:
+        try:
+            maker = self._makers[func]
+        except KeyError:
+            maker = self._makers[func] = _maker_of(func)
+        key = _key(func, args, kwargs) if maker is not None else None
+        if maker is None or key is None:
             return func(*args, **kwargs)
         if (again := self._seen.get(key)) is not None:
-            return again(args)
+            return again(args, kwargs)
+        before = _sizes_of_out(kwargs)
         result = func(*args, **kwargs)
-        if (again := _first if _is_in_place(func) else _maker(result)) is not None:
+        if before == _sizes_of_out(kwargs) and (again := maker(result)) is not None:
             self._seen[key] = again
         return result
 
 
-def _is_fresh(func: Any) -> bool:
-    return all(one.alias_info is None for one in (*func._schema.arguments, *func._schema.returns))
+def _maker_of(func: Any) -> Callable[[Any], _Again | None] | None:
+    """Return what remembers a result of `func`; None where none may be remembered."""
+    arguments, returns = func._schema.arguments, func._schema.returns
+    if func._schema.name in _CHEAP:
+        return None
+    if all(one.alias_info is None for one in (*arguments, *returns)):
+        return _maker
+    written = [one.alias_info is not None and one.alias_info.is_write for one in arguments]
+    if sum(written) != 1 or len(returns) != 1:
+        return None
+    if written[0] and torch.Tag.pointwise in func.tags:
+        return lambda _: _first
+    if torch.Tag.out in func.tags and arguments[written.index(True)].name == "out":
+        return lambda _: _out
+    return None
 
 
-def _is_in_place(func: Any) -> bool:
-    written = [one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments]
-    if not written or not written[0] or any(written[1:]) or len(func._schema.returns) != 1:
-        return False
-    return func._schema.name in _IN_PLACE or torch.Tag.pointwise in func.tags
+def _sizes_of_out(kwargs: Mapping[str, Any]) -> Any:
+    return _spec(kwargs["out"]) if isinstance(kwargs.get("out"), torch.Tensor) else None
 
 
 def _key(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -77,19 +94,27 @@ def _add(parts: list[Any], value: Any) -> bool:
     return kind in _PLAIN
 
 
-def _first(args: Sequence[Any]) -> Any:
+def _first(args: Sequence[Any], _: Mapping[str, Any]) -> Any:
     return args[0]
 
 
-def _maker(result: Any) -> Callable[[Sequence[Any]], Any] | None:
+def _out(_: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return kwargs["out"]
+
+
+def _maker(result: Any) -> _Again | None:
     """Return what makes a result with these sizes; None where a tensor has memory that its sizes do not tell."""
     tensors = result if isinstance(result, tuple) else (result,)
     if not all(map(_has_plain_memory, tensors)):
         return None
-    specs: list[_Spec] = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+    specs = list(map(_spec, tensors))
     if isinstance(result, tuple):
-        return lambda _: tuple(map(_empty, specs))
-    return lambda _: _empty(specs[0])
+        return lambda *_: tuple(map(_empty, specs))
+    return lambda *_: _empty(specs[0])
+
+
+def _spec(tensor: torch.Tensor) -> _Spec:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _empty(spec: _Spec) -> torch.Tensor:
@@ -99,5 +124,5 @@ def _empty(spec: _Spec) -> torch.Tensor:
 def _has_plain_memory(tensor: Any) -> bool:
     if type(tensor) is not torch.Tensor or not tensor.is_meta or tensor.is_complex() or tensor.storage_offset():
         return False
-    alike = _empty((tensor.shape, tensor.stride(), tensor.dtype))
+    alike = _empty(_spec(tensor))
     return tensor.untyped_storage().nbytes() == alike.untyped_storage().nbytes()

@@ -5,6 +5,7 @@ Everything is on the meta device, so nothing is allocated, sent or written; what
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,6 +59,11 @@ class PretendedComm(Comm):
     ) -> Pending:
         return Ended(finish)
 
+    def _exchange_and_sum(self, out: torch.Tensor, sent: torch.Tensor, what: str) -> Pending:
+        """Hold the memory for what other ranks send until the sum, which takes none, would be there."""
+        memory = self._received.acquire(sent.nbytes)
+        return Ended(functools.partial(self._received.release, memory))
+
 
 class _PretendedGroup(EngineGroup):
     """Ranks that are not there."""
@@ -85,9 +91,9 @@ class PretendedHost(HostStore):
     """Whole pages of nothing."""
 
     def _allocate(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        nbytes = numel * dtype.itemsize
-        self._blocks[key] = torch.empty(page_rounded(nbytes), dtype=torch.uint8, device=META)
-        return self._blocks[key][:nbytes].view(dtype)
+        rounded = page_rounded(numel * dtype.itemsize) // dtype.itemsize
+        self._blocks[key] = block = torch.empty(rounded, dtype=dtype, device=META)
+        return block if rounded == numel else block[:numel]
 
 
 class PretendedDisk(StagingStore):

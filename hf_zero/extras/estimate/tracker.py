@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_zero.extras.estimate.meta_results import MetaResults
 
@@ -57,13 +56,15 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self._results.call(func, args, kwargs or {})
+        self._count_all(result)
+        return result
+
+    def _count_all(self, result: Any) -> None:
         if isinstance(result, torch.Tensor):
             self._count(result)
-        else:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    self._count(leaf)
-        return result
+        elif isinstance(result, (tuple, list)):
+            for one in result:
+                self._count_all(one)
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
