@@ -8,7 +8,7 @@ scripts/bench_step.py of both checkouts runs in turn, A B B A ..., with the argu
 Every launch measures its variants relative to its own DDP (or the first of --variants); what is printed is the median
 over pairs of launches of the ratio of these, by the clock and by CPU seconds. CPU seconds hardly move with the load of
 the machine. Both checkouts use the native library of this environment, which must not be an editable installation: it
-would be imported in the place of either.
+would be imported instead of either.
 """
 
 from __future__ import annotations

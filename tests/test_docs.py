@@ -254,7 +254,7 @@ def test_wrong_configurations_are_found() -> None:
 
 # -------------------------------------------------------------------- commands
 class Parsed(Exception):
-    """Raised in place of going on after the arguments are parsed."""
+    """Raised instead of going on after the arguments are parsed."""
 
 
 @contextlib.contextmanager

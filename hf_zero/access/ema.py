@@ -86,7 +86,7 @@ class ShardedEMA:
         Offloaded updates under way are waited for, delayed ones too, which publishes them.
 
         Args:
-            decay: For this update, in the place of the one given at the start (a warm-up).
+            decay: For this update, instead of the one given at the start (a warm-up).
         Raises:
             StateError: Inside `swapped`; the model was given another engine.
         """

@@ -154,7 +154,7 @@ def set_full_param(target: Target, value: torch.Tensor, name: str | None = None)
 def set_full_grad(target: Target, value: torch.Tensor, name: str | None = None) -> None:
     """Replace one parameter's gradient, between backward and step; the step uses it as it is.
 
-    In the place of what `full_grad` shows: the mean over ranks, after clipping if that has been done. Norms are
+    The value replaces what `full_grad` shows: the mean over ranks, after clipping if that has been done. Norms are
     computed again. A parameter without a gradient gets one. All ranks must call, with the same `value` of the
     parameter's shape.
 

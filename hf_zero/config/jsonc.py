@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
-# The text that stands in the place of a value, up to the next mark of JSON; messages show it.
+# The text where a value should be, up to the next mark of JSON; messages show it.
 _WORD = re.compile(r"[^\s,:{}\[\]\"#/]+|\S")
 _DECODER = json.JSONDecoder()
 # Python's json module, and so accelerate, writes float("inf") as Infinity.

@@ -281,7 +281,7 @@ class _Resolver:
         return notices(given, getter(self._get, self._facts(), left_open))
 
     def _facts(self) -> dict[str, Any]:
-        """The facts of the run; a PipelineModule's settings stand in the place of the block's."""
+        """The facts of the run; a PipelineModule's settings replace the block's."""
         facts: dict[str, Any] = {}
         model = self.around.model
         if model is not None:

@@ -359,7 +359,7 @@ class ZeroSection:
 class ResolvedConfig(Mapping[str, Any]):
     """Everything the engine needs to know, decided. Equal on all ranks that were given the same inputs.
 
-    As a mapping it is what the user gave, nested as in the file, with values in the place of "auto", and the batch
+    As a mapping it is what the user gave, nested as in the file, with values instead of "auto", and the batch
     numbers: what DeepSpeed's engines have under `engine.config`. Attributes and `settings` have the defaults too.
     `desync_timeout`, `keep_fp32` and `gather_for_generation` are hf_zero's own keys.
     """
@@ -512,7 +512,7 @@ def _hidden(path: str, value: Any) -> Any:
 
 
 def _without_auto(given: Mapping[str, Any], settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A copy with the resolved values in the place of "auto"; what has none is left out."""
+    """A copy with the resolved values instead of "auto"; what has none is left out."""
     values: dict[str, Any] = {}
     for name, value in given.items():
         path = f"{prefix}{name}"

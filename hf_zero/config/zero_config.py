@@ -143,7 +143,7 @@ class ZeroConfig:
         return outcome.config
 
     def filled_in(self, values: Mapping[str, Any]) -> ZeroConfig:
-        """A copy with `values` (dotted path -> value) in place of "auto", where the file says "auto"."""
+        """A copy with `values` (dotted path -> value) instead of "auto", where the file says "auto"."""
         filled = copy.deepcopy(self._parsed.values)
         for path, value in values.items():
             if look_up(filled, path) == AUTO:

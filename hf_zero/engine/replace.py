@@ -51,7 +51,7 @@ def replace_engines(
     train: bool = True,
     drop_optimizers: bool = False,
 ) -> ZeroEngine:
-    """Make an engine for `model` in the place of `engines`, whose shards are resharded in place. All ranks must call.
+    """Make an engine for `model` that replaces `engines`: their shards are resharded in place. All ranks must call.
 
     Optimizer state would not follow: it is given up with `drop_optimizers`, else none may have an optimizer.
     The memory beside the shards is in the table of sharding/reshard.py.

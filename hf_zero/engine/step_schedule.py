@@ -42,7 +42,7 @@ class StepSchedule(StepEvents):
         self.global_steps = 0
         self.skipped_steps = 0  # updates that were left out on all ranks: a gradient was not finite
         self.step_applied = False  # the last `step` updated the parameters
-        self.forced_boundary: bool | None = None  # the script's own answer, in the place of the count
+        self.forced_boundary: bool | None = None  # the script's own answer, instead of the count
         self.optimizer: ShardedOptimizer | None = None
         self.lr_scheduler: Any = None
         self.attachment: ModelAttachment | None = None  # None while the engine is off its model

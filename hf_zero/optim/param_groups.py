@@ -1,4 +1,4 @@
-"""The slices of parameters that a rank updates, in the place of parameters in an optimizer's param groups."""
+"""The slices of parameters that a rank updates, instead of parameters in an optimizer's param groups."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def shard_state(state: dict[str, Any], owned: OwnedSlice) -> dict[torch.Tensor, 
 
 
 class ShardedGroups:
-    """Puts the elements that this rank updates into an optimizer's param groups, in place of unsharded parameters.
+    """Puts the elements that this rank updates into an optimizer's param groups, instead of unsharded parameters.
 
     Parameters without masters wait, with their group, until `take` gets a gradient accumulator for them.
     """

@@ -46,7 +46,7 @@ class _Kind:
     Args:
         known: The first class above it that has an entry here; None if none has.
         below: The classes before that one.
-        changed: The names of code that these, or the instance, have in the place of its own.
+        changed: The names of code that these, or the instance, have instead of its own.
     """
 
     known: type | None
@@ -71,7 +71,7 @@ def _entry(kind: type) -> OptimizerType | None:
 
 
 def _replaces(known: type | None, name: str, value: Any) -> bool:
-    """Whether `value` is code in the place of that which `known` has under this name."""
+    """Whether `value` is other code than that which `known` has under this name."""
     own = getattr(known, name, None)
     return name not in _NO_UPDATE and callable(own) and _unwrapped(value) is not _unwrapped(own)
 

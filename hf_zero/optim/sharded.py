@@ -321,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._facts is not None
 
     def check_active(self, what: str) -> None:
-        """Raise StateError while something else is in the place of the weights."""
+        """Raise StateError while something else stands where the weights are."""
         if self.suspended:
             raise StateError(f"rank {self._comm.run_rank}: {what} is not possible {self.suspended}")
 

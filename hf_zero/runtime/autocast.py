@@ -20,7 +20,7 @@ from hf_zero.sharding.unit import ShardUnit
 
 
 class _CopyOf(NamedTuple):
-    """The mark that is saved in the place of the 16-bit copy of a parameter, or of a view of it."""
+    """The mark that is saved instead of the 16-bit copy of a parameter, or of a view of it."""
 
     param: nn.Parameter
     dtype: torch.dtype

@@ -19,7 +19,7 @@ _ACCUMULATES = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)  # in aut
 
 
 class GradStandIn(torch.Tensor):
-    """A tensor in the place of a gradient that is not complete on this rank."""
+    """A tensor that stands for a gradient that is not complete on this rank."""
 
     parameter: str  # its name
     added: torch.Tensor | None  # what autograd has added meanwhile

@@ -149,7 +149,7 @@ class ModelTree:
         self._late = [param for _, param in named_parameters(self._model) if id(param) not in self._first]
 
     def check(self, rank: int) -> None:
-        """Raise StateError if a parameter was put in the place of one of the engine's, or one came that is trained."""
+        """Raise StateError if a parameter replaced one of the engine's, or one came that is trained."""
         for module, params, modules in self._places:
             if _ids(module._parameters) != params or _ids(module._modules) != modules:
                 if not all(isinstance(param, nn.Parameter | None) for param in module._parameters.values()):

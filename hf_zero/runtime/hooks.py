@@ -427,7 +427,7 @@ class ModelAttachment:
 
 
 def _stay() -> None:
-    """Do nothing, in the place of nn.RNNBase.flatten_parameters."""
+    """Do nothing, instead of nn.RNNBase.flatten_parameters."""
 
 
 def root_modules(unit: ShardUnit, units: Iterable[ShardUnit]) -> list[nn.Module]:

@@ -137,7 +137,7 @@ class Placements:
         return self.host if copied else self._masters
 
     def admit(self, flat_specs: Sequence[FlatParamSpec]) -> None:
-        """Find places for flat parameters that are made later, in the place of frozen ones.
+        """Find places for flat parameters that are made later and replace frozen ones.
 
         Raises StateError where masters are on disk: the staging memory was sized for what was trained at first.
         """

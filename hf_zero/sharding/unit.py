@@ -54,7 +54,7 @@ class ShardUnit:
         self.full_bytes = sum(flat.full_bytes for flat in self.flats)
 
     def replace(self, old: FlatParam, new: list[FlatParam]) -> None:
-        """Put flat parameters with the same parameters in the place of `old`, in the state of the unit."""
+        """Replace `old` by flat parameters with the same parameters, in the state of the unit."""
         on_values = old.on_values
         for flat, watch in ((old, None), *((flat, on_values) for flat in new)):
             flat.watch_values(watch)

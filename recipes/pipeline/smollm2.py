@@ -35,7 +35,7 @@ Micro = tuple[torch.Tensor, torch.Tensor]
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--ddp", action="store_true", help="torch's DDP, with the same batches, in the place of a pipeline")
+    add("--ddp", action="store_true", help="torch's DDP, with the same batches, instead of a pipeline")
     add("--schedule", default="1f1b", choices=("gpipe", "1f1b", "zero_bubble"))
     add("--steps", type=int, default=4)
     add("--micros", type=int, default=6, help="micro-batches of a batch: divided by the ranks with --ddp")

@@ -148,7 +148,7 @@ class HostGroup(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Make it the backend of this process's accelerator, in the place of the device's own."""
+    """Make it the backend of this process's accelerator, instead of the device's own."""
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     dist.Backend.register_backend(_NAME, HostGroup, devices=[kind.type])

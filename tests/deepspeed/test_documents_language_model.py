@@ -19,7 +19,7 @@ STEPS = 6
 MODEL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 256, "n_positions": 64}
 MODEL |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}  # what is compared must not be random
 
-# A model with random weights, text as bytes in the place of a tokenizer's ids, and a loader that every rank has alike.
+# A model with random weights, text as bytes instead of a tokenizer's ids, and a loader that every rank has alike.
 GPT2 = f"""
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 

@@ -161,7 +161,7 @@ def buffers_of(net: nn.Module) -> Buffers:
 
 
 def set_buffers(net: nn.Module, values: Buffers) -> None:
-    """New tensors in the place of the old ones, which a graph may still hold."""
+    """New tensors instead of the old ones, which a graph may still hold."""
     for name, value in values.items():
         owner, _, last = name.rpartition(".")
         net.get_submodule(owner)._buffers[last] = value.clone()

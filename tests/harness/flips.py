@@ -48,7 +48,7 @@ Seen = dict[str, Any]
 
 @dataclass(frozen=True)
 class Flip:
-    """`value` in the place of what `base` has (or of the default) changes what `scenario` shows."""
+    """`value` instead of what `base` has (or of the default) changes what `scenario` shows."""
 
     value: Any
     base: dict[str, Any]  # dotted path -> value

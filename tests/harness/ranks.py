@@ -123,7 +123,7 @@ def run_ranks(
         function: A module-level function of a module under tests/ (it is pickled by reference). Arguments and results
             are pickled; tensors may be among them. Imports at the top of its module are done once per session.
         timeout: Seconds after which the job counts as hung: the ranks are killed and the test fails.
-        expect_error: Return a RankFailure in the place of a rank that raised; the test fails if none did. Otherwise
+        expect_error: Return a RankFailure instead of a rank that raised; the test fails if none did. Otherwise
             an exception on any rank fails the test with every rank's traceback.
         init_group: False leaves it to the function to join a process group: the environment is set as torchrun does.
         env: Environment variables of the ranks.

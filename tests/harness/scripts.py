@@ -53,7 +53,7 @@ def run_script(
     `{rank}` in an argument or in a value of `instead` is the number of the process.
 
     Args:
-        instead: The whole environment, in the place of that.
+        instead: The whole environment, instead of that.
     """
     argv = [str(script), *map(str, arguments)]
     env = {"HF_HUB_OFFLINE": "1", **environment}

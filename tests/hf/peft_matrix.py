@@ -149,7 +149,7 @@ def batch(kind: str, step: int, share: slice) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Outcome:
-    """The outcome of one kind; texts in the place of what raised."""
+    """The outcome of one kind; texts instead of what raised."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     norms: list[float] = dataclasses.field(default_factory=list)
@@ -176,7 +176,7 @@ class Runs:
         return model
 
     def _place(self, model: nn.Module, optimizer: Any = None) -> Any:
-        """Return what is called in the place of the model."""
+        """Return what is called instead of the model."""
         if self._stage is None:
             return model
         engine = hf_zero.initialize(model=model, optimizer=optimizer, config=self.config)[0]

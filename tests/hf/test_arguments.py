@@ -37,7 +37,7 @@ ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": 
 
 
 def _methods() -> dict[tuple[type, str], Any]:
-    """Return what stands in place of every patch point now."""
+    """Return what every patch point is now."""
     return {(point.owner, point.name): point.owner.__dict__[point.name] for point in all_patch_points()}
 
 

@@ -232,7 +232,7 @@ def told() -> list[dict[str, str]]:
     ("what", "text"),
     [
         ("call", "StateError: engine(...): a pipeline runs whole batches"),
-        ("backward", "Call engine.train_batch(data_iter) in the place of forward, backward and step"),
+        ("backward", "Call engine.train_batch(data_iter) instead of forward, backward and step"),
         ("step", "StateError: engine.step: a pipeline runs whole batches"),
         ("no_sync", "StateError: engine.no_sync: a pipeline runs whole batches"),
         ("boundary", "StateError: set_gradient_accumulation_boundary: train_batch updates"),
@@ -244,7 +244,7 @@ def told() -> list[dict[str, str]]:
         ("a list", "the data is a list: expected an iterator, which goes on where the last batch ended."),
         ("no pair", "it is a Tensor: expected (inputs, labels)"),
         ("values", "micro-batch 0 is another one on rank 1 (stage 1), which takes the labels, than on rank 0"),
-        ("shapes", "int64[2, 3], int64[2, 3] in the place of int64[2, 2], int64[2, 3]"),
+        ("shapes", "int64[2, 3], int64[2, 3] instead of int64[2, 2], int64[2, 3]"),
         ("reduce", "ConfigError: eval_batch(reduce_output='sum')"),
         (
             "mean",

@@ -222,7 +222,7 @@ class SavedInputs:
     # ---------------------------------------------------------------- forward
     @torch.no_grad()
     def pack(self, tensor: torch.Tensor, region: SavedRegion) -> Any:
-        """Return the object that autograd keeps in the place of `tensor`."""
+        """Return the object that autograd keeps instead of `tensor`."""
         if not self.places_anything or not _is_placed(tensor):
             return tensor
         place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())

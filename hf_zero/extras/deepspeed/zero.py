@@ -40,7 +40,7 @@ class Init(_Block):
     Args:
         module: A model that is built already: it is put into shards at once, and frozen until `initialize`.
         config_dict_or_path, config: Path, dict or JSON string of stage 3; None means stage 3 with its defaults.
-        dtype: torch.bfloat16, torch.float16 or torch.float32, in the place of what the configuration sets.
+        dtype: torch.bfloat16, torch.float16 or torch.float32, instead of what the configuration sets.
         enabled: False makes the block do nothing.
         data_parallel_group, mpu: Taken where they are None.
         remote_device, pin_memory: "cpu" is an offload_param of that device and pin_memory, where the configuration has

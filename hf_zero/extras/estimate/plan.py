@@ -181,7 +181,7 @@ class _Planner:
         return self._comm.computes_on_host
 
     def _build(self, drafted: Drafted) -> tuple[BuiltUnits, dict[int, nn.Parameter], int]:
-        """Units in the place of stand-ins for the model's parameters; the peak with the full model beside them."""
+        """Make units of stand-ins for the model's parameters; return also the peak with the full model beside them."""
         tracker = self._tracker
         stand_ins: dict[int, nn.Parameter] = {}
         specs = []

@@ -284,7 +284,7 @@ def _run(
 def _recording(
     model: nn.Module, units: list[ShardUnit], recorder: _Recorder, dtype: torch.dtype | None
 ) -> Iterator[None]:
-    """Put the engine's hooks on `model`, with the recorder in the place of the engine."""
+    """Put the engine's hooks on `model`, with the recorder instead of the engine."""
     hooks = ModelHooks()
     watch = BackwardWatch(recorder)
     hooks.on_model(model, watch, dtype, LossScale())

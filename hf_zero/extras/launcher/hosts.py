@@ -44,7 +44,7 @@ class Transport:
 
     def command(self, host: str, remote: str) -> list[str]:
         if self.kind == "pdsh":
-            # pdsh puts the host's name and number in the place of %h and %n.
+            # pdsh replaces %h and %n by the host's name and number.
             return ["pdsh", "-S", *self.arguments, "-w", host, "--", remote.replace("%", "%%")]
         port = () if self.port is None else ("-p", str(self.port))
         return ["ssh", *_SSH_OPTIONS, *port, *self.arguments, "--", host, remote]

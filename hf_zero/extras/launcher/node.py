@@ -71,7 +71,7 @@ def run_node(plan: JobPlan, node_rank: int) -> None:
 
 
 def _command(plan: JobPlan, processes: int) -> list[str]:
-    """Return the command of each process. torch's agent puts the process's number in the place of ${local_rank}."""
+    """Return the command of each process. torch's agent replaces ${local_rank} by the process's number."""
     options = {"kind": plan.kind, **_worker_options(plan, processes)}
     local_rank = ["--local_rank=${local_rank}"] if plan.pass_local_rank else []
     # A $ of the user's own must come through.

@@ -57,7 +57,7 @@ class FlopsProfiler(Watcher):
     """Counts in the first micro-batch of step `profile_step`, from 0, and shows the profile after the step.
 
     The counter is on inside the model's forward and inside engine.backward only. A mode that stayed on between them
-    would be popped in the place of one that the script opened meanwhile, and remain where a pass is broken off.
+    would be popped instead of one that the script opened meanwhile, and remain where a pass is broken off.
     """
 
     def __init__(self, engine: ZeroEngine) -> None:

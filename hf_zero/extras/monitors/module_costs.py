@@ -48,7 +48,7 @@ _FORMULAS = {
 
 
 class _Modules:
-    """The modules that run now, in the place of torch's tracker.
+    """The modules that run now, instead of torch's tracker.
 
     That one would put hooks into the graph, and take a forward that has begun already for a broken one.
     """

@@ -2,7 +2,7 @@
 
 [Note: Shells] The work that a model does around its layers (positions, masks, rotary embeddings, scaling) belongs to
 its own forward and differs from model to model. It is not written again here: a shell is a copy of the model with
-stand-ins in the place of its layers, and the model's forward is run on it.
+stand-ins instead of its layers, and the model's forward is run on it.
 - Before the layers, the forward runs until it calls the first stand-in, which gets the hidden states.
 - A layer gets the same further arguments (mask, positions, ...) that the stand-ins were called with in a run on hidden
   states. Modules with weights are left out of that run.

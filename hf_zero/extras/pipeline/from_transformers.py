@@ -191,7 +191,7 @@ class _StoredWeights:
         if not files or not str(files[0]).endswith(".safetensors"):
             raise ConfigError(
                 f"from_transformers: {self._path} has no safetensors files, of which single tensors can be read: load "
-                "the model and save it by save_pretrained, or give the model in the place of the path"
+                "the model and save it by save_pretrained, or give the model instead of the path"
             )
         self._open(files)
         stored = {key: tensor for file in self._files for key, tensor in file.tensors.items()}
@@ -199,7 +199,7 @@ class _StoredWeights:
         if converted := [key for key, match in names.items() if match.pattern is not None]:
             raise ConfigError(
                 f"from_transformers: {name} computes with {converted[0]} and {len(converted) - 1} more in another "
-                "form than they are stored in: load the model and give it in the place of the path"
+                "form than they are stored in: load the model and give it instead of the path"
             )
         twice = self._stored_twice(model, stored, {match.name: key for key, match in names.items()})
         given = {key: LazyTensor(tensor) for key, tensor in stored.items() if key not in twice}

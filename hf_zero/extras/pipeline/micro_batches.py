@@ -155,7 +155,7 @@ def _agree(everyone: Sequence[tuple[tuple[int, ...], _Read]], count: int, num_st
         first, last = everyone[ranks[0]][1].places, everyone[ranks[-1]][1].places
         for number, (given, other) in enumerate(zip(first, last, strict=True)):
             if given != other:
-                what = "other values" if given[0] == other[0] else f"{other[0]} in the place of {given[0]}"
+                what = "other values" if given[0] == other[0] else f"{other[0]} instead of {given[0]}"
                 raise StateError(
                     f"micro-batch {number} is another one on rank {ranks[-1]} (stage {num_stages - 1}), which takes "
                     f"the labels, than on rank {ranks[0]} (stage 0), which takes the inputs: {what}.\nBoth read "

@@ -56,11 +56,11 @@ class PipelineModule(nn.Module):
     Args:
         num_stages: How many stages; divides the number of processes. Without it and `topology` nothing is built until
             `build` is called, by the engine with what its configuration says.
-        topology: Which rank has which stage, in the place of num_stages.
+        topology: Which rank has which stage, instead of num_stages.
         loss_fn: Called on the last stage as loss_fn(outputs, labels).
         seed_layers: Seed the random number generators before each layer is built, with base_seed + its index, and
             before it runs, with base_seed * (micro_offset + 1) + its index.
-        seed_fn: Called with the seed, in the place of seeding Python's, numpy's and torch's generators.
+        seed_fn: Called with the seed, instead of seeding Python's, numpy's and torch's generators.
         partition_method: "parameters" (equal numbers of trainable ones), "uniform" (of layers), "type:REGEX" (of
             layers whose class name matches) or "profile" (equal times of a forward and backward, measured on rank 0).
         activation_checkpoint_interval: Recompute in backward so many layers at a time. 0: none.

@@ -467,6 +467,6 @@ def _kind(value: Any) -> str:
 def _use_train_batch(call: str) -> StateError:
     return StateError(
         f"{call}: a pipeline runs whole batches, whose micro-batches are in several stages at once.\n"
-        "Call engine.train_batch(data_iter) in the place of forward, backward and step, and engine.eval_batch to "
+        "Call engine.train_batch(data_iter) instead of forward, backward and step, and engine.eval_batch to "
         "evaluate."
     )

@@ -1,7 +1,7 @@
 """Parameters that several stages use: one stage trains them, the others have copies.
 
 The first stage that uses a tied parameter owns it: it has the master, the optimizer state and the place in
-checkpoints. On the other stages a plain tensor stands in the place of the parameter, so that no engine there takes it
+checkpoints. On the other stages a plain tensor replaces the parameter, so that no engine there takes it
 for its own. After the backwards of a batch each copy's gradient goes to the owner, and after the update the
 parameter comes back. So copies are equal to the bit, nothing is kept twice, and as many bytes travel as in an
 all-reduce of the gradients.
@@ -152,7 +152,7 @@ class TiedCopies:
 
 
 def _taken_out(module: nn.Module, param: nn.Parameter) -> _Copy:
-    """Put a plain tensor in the place of a parameter, wherever it is."""
+    """Replace a parameter by a plain tensor, wherever it is."""
     places = [(one, name) for one in module.modules() for name, mine in one._parameters.items() if mine is param]
     for one, name in places:
         del one._parameters[name]

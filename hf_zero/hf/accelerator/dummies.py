@@ -164,7 +164,7 @@ class DummyReplacement:
         return scheduler
 
     def _resolve(self, values: dict[str, Any], **brought: bool) -> ResolvedConfig:
-        """Resolve the configuration with `values` in the place of "auto"."""
+        """Resolve the configuration with `values` instead of "auto"."""
         arguments, world_size = self._arguments_of(self._accelerator), self._accelerator.num_processes
         return self._config.filled_in(values).resolve(arguments, None, world_size, **brought)
 

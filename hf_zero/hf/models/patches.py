@@ -62,7 +62,7 @@ def sharded_init(
             `bf16.enabled` or `fp16.enabled` gives parameters that type when the block ends, where `keep_fp32` or the
             model does not keep them in fp32; masters start from there, as with DeepSpeed.
         enabled: False makes the block do nothing.
-        dtype: torch.bfloat16, torch.float16, or torch.float32 (as constructed), in the place of what `config` sets.
+        dtype: torch.bfloat16, torch.float16, or torch.float32 (as constructed), instead of what `config` sets.
     Raises:
         ConfigError: The configuration is wrong.
         StateError: A constructor initialises parameters that are further below it than its children, outside of

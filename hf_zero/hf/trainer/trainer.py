@@ -72,7 +72,7 @@ def _engine(trainer: Any) -> ZeroEngine | None:
 
 
 def _in_place_of(name: str, *parameters: str, needs: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
-    """Put the decorated function in the place of `Trainer.name`, which takes `parameters` first.
+    """Replace `Trainer.name`, which takes `parameters` first, by the decorated function.
 
     Args:
         needs: `_plugin` or `_engine`, which the function gets after `orig`; where there is none, `orig` runs alone.
@@ -147,7 +147,7 @@ def create_optimizer(self: Any, orig: Original, plugin: ZeroPlugin, model: nn.Mo
 def create_scheduler(
     self: Any, orig: Original, plugin: ZeroPlugin, num_training_steps: int, optimizer: Any = None
 ) -> Any:
-    """Make the scheduler that the configuration's `scheduler` block names, if it has one, in place of Trainer's."""
+    """Make the scheduler that the configuration's `scheduler` block names, if it has one, instead of Trainer's."""
     block = plugin.config.get("scheduler")
     if block is None:
         return orig(num_training_steps, optimizer)

@@ -4,6 +4,6 @@
 
 #include "hz_export.h"
 
-// From now on a thread that Python ends inside of C++ sleeps in the place of aborting the process, so that the calling
+// From now on a thread that Python ends inside of C++ sleeps instead of aborting the process, so that the calling
 // thread ends it with its own status. To be called by the thread that ends Python, as the last that Python does.
 HZ_API void hz_let_late_threads_sleep(void);

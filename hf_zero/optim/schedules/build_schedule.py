@@ -28,7 +28,7 @@ def build_schedule(block: Mapping[str, Any], optimizer: Optimizer) -> Schedule:
         rates = [float(rate) for rate in own_rates(optimizer)]
         if any(rate != 0.001 for rate in rates):
             logger.warning(
-                "%s.warmup_max_lr is not given, so WarmupDecayLR takes its default, 0.001, in place of the "
+                "%s.warmup_max_lr is not given, so WarmupDecayLR takes its default, 0.001, instead of the "
                 "optimizer's %s.",
                 PARAMS,
                 show(rates[0] if len(set(rates)) == 1 else rates),
