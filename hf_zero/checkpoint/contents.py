@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.format import STATE_MARK, SaveInfo, TensorInfo
+from hf_zero.checkpoint.format import SCALE_MARK, STATE_MARK, SaveInfo, TensorInfo
 from hf_zero.checkpoint.frozen_digests import FrozenShards
 from hf_zero.checkpoint.optimizer_state import ATTACHED, collect, package_of
 from hf_zero.checkpoint.scheduler_state import plain
@@ -22,6 +22,7 @@ from hf_zero.optim.sharded import ShardedOptimizer
 from hf_zero.optim.updates.elementwise import FileState
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.model_params import clean_name, tied_names
+from hf_zero.sharding.scaled_shard import ScaledShard
 from hf_zero.sharding.shard import Shard, ShardTensor, StagedShard
 from hf_zero.sharding.unit import ShardUnit
 
@@ -147,7 +148,9 @@ class CheckpointContents:
         tensors: dict[str, torch.Tensor | Chunked] = {}
         scalars: dict[str, Scalar] = {}
         for kind, value in native.items():
-            if isinstance(value, Shard):
+            if isinstance(value, ScaledShard):
+                tensors[kind], scalars[kind + SCALE_MARK] = value.stored_slice(owned.slice)
+            elif isinstance(value, Shard):
                 tensors[kind] = _readable(value, owned.slice)
             else:
                 scalars[kind] = float(value)

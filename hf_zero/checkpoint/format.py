@@ -31,8 +31,8 @@ import numpy as np
 from hf_zero.layout import UnitLayout
 
 # The newest version that is read. In version 1 files had one checksum each, of all their bytes. In version 3 units may
-# have a `first_rank`; it is written where the ranks are stages of a pipeline, and version 2 elsewhere.
-FORMAT_VERSION = 3
+# have a `first_rank`, and in version 4 kinds a scale: `version_of` says which one is written.
+FORMAT_VERSION = 4
 ZERO_FOLDER = "zero"
 MANIFEST_NAME = "manifest.json"
 ORIGINAL_NAMES = "original_names.json"  # beside it where a pipeline was made of a model: layers' names -> the model's
@@ -42,6 +42,8 @@ WEIGHT_KINDS = ("master", "param")  # of a trainable parameter the master is sto
 BUFFER_KIND = "buffer"
 # Optimizer state that is not sharded as its parameter is lies among the buffers, as PARAMETER::state::KIND.
 STATE_MARK = "::state::"
+# The scale of a kind whose elements are stored times a number, as an optimizer scalar: values are elements / scale.
+SCALE_MARK = "@scale"
 MOST_NUMEL = 1 << 56  # of a tensor, and most bytes of a file: what is beyond is damage, and products of it overflow
 MAX_HEADER_BYTES = 1 << 30  # more than any real header, less than what a damaged length could make us allocate
 
@@ -438,6 +440,13 @@ def parse_json(data: bytes | bytearray | str) -> Any:
         return json.loads(data)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def version_of(layouts: Iterable[UnitLayout], scalars: Mapping[str, Mapping[str, Any]]) -> int:
+    """Return the oldest version whose readers understand such a checkpoint."""
+    if any(key.endswith(SCALE_MARK) for values in scalars.values() for key in values):
+        return 4
+    return 3 if any(layout.first_rank for layout in layouts) else 2
 
 
 def content_crc32(content: Mapping[str, Any]) -> int:

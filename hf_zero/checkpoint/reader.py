@@ -23,6 +23,7 @@ from hf_zero.checkpoint.folders import offering, read_manifest
 from hf_zero.checkpoint.format import (
     BLOCK_BYTES,
     BUFFER_KIND,
+    SCALE_MARK,
     STATE_MARK,
     WEIGHT_KINDS,
     Manifest,
@@ -120,8 +121,17 @@ class CheckpointReader:
         return self._slot(name).shape
 
     def kinds(self, name: str) -> Mapping[str, str]:
-        """Kind -> element type of what is stored of a parameter. Empty for a parameter of no elements."""
+        """Kind -> element type in which a parameter's kinds are read. Empty for a parameter of no elements."""
+        stored = self._stored(name)
+        return {kind: dtype if self._scale(name, kind) is None else "float32" for kind, dtype in stored.items()}
+
+    def _stored(self, name: str) -> Mapping[str, str]:
         return self.manifest.kinds.get(self._slot(name).name, {})
+
+    def _scale(self, name: str, kind: str) -> float | None:
+        """The scale of a kind that is stored with one; None for others. It is a power of two."""
+        scale = self.manifest.scalars.get(self._slot(name).name, {}).get(kind + SCALE_MARK)
+        return None if scale is None else float(scale)
 
     def weight_kind(self, name: str) -> str | None:
         """The kind that holds the parameter itself: the master where there is one. None if it is not stored."""
@@ -134,7 +144,8 @@ class CheckpointReader:
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """Optimizer scalars of a parameter, such as "step"."""
-        return self.manifest.scalars.get(self._slot(name).name, {})
+        scalars = self.manifest.scalars.get(self._slot(name).name, {})
+        return {key: value for key, value in scalars.items() if not key.endswith(SCALE_MARK)}
 
     # ---------------------------------------------------------------- checks
     def check_against(
@@ -197,7 +208,7 @@ class CheckpointReader:
 
     # ---------------------------------------------------------------- reading
     def read(self, name: str, kind: str, pieces: Slice | Sequence[Piece]) -> torch.Tensor:
-        """1-D CPU tensor of these elements, one piece behind the other, in the stored element type.
+        """1-D CPU tensor of these elements, one piece behind the other, in the type that `kinds` has.
 
         Args:
             pieces: Ranges of the flattened parameter; only their start and numel count, so they may come from any
@@ -220,9 +231,16 @@ class CheckpointReader:
         numel = sum(piece.numel for piece in ranges)
         if not self.fits(targets, name, kind) or sum(one.numel() for one in targets) != numel:
             raise AssertionError(f"{name} {kind}: these tensors are not what is read")
-        if numel:
-            found = [one for piece in ranges for one in segments(self._units[name], name, piece.start, piece.end)]
-            self._read_into([one.view(-1) for one in targets], f"{name}::{kind}", _merged(found))
+        if not numel:
+            return
+        found = [one for piece in ranges for one in segments(self._units[name], name, piece.start, piece.end)]
+        scale, flat = self._scale(name, kind), [one.view(-1) for one in targets]
+        if scale is None:
+            return self._read_into(flat, f"{name}::{kind}", _merged(found))
+        stored = torch.empty(numel, dtype=getattr(torch, self._stored(name)[kind]))
+        self._read_into([stored], f"{name}::{kind}", _merged(found))
+        for target, part in zip(flat, stored.split([one.numel() for one in flat]), strict=True):
+            target.copy_(part).mul_(1 / scale)
 
     def fits(self, targets: Sequence[torch.Tensor], name: str, kind: str) -> bool:
         """Whether `read_into` can read into such memory."""

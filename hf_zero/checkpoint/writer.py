@@ -40,8 +40,8 @@ from hf_zero.checkpoint.folders import offering, read_manifest
 from hf_zero.checkpoint.format import (
     BUFFER_KIND,
     CODES,
-    FORMAT_VERSION,
     ITEM_BYTES,
+    SCALE_MARK,
     FileInfo,
     Manifest,
     SaveInfo,
@@ -52,6 +52,7 @@ from hf_zero.checkpoint.format import (
     file_marks,
     manifest_path,
     package_version,
+    version_of,
     zero_folder,
 )
 from hf_zero.checkpoint.rank_writer import DataWriter
@@ -262,10 +263,12 @@ def build_manifest(info: SaveInfo, records: Sequence[FileRecord]) -> Manifest:
             if kinds.setdefault(name, found) != found:
                 raise AssertionError(f"{name}: rank {record.rank} saved {found}, another rank {kinds[name]}")
         for name, values in record.scalars.items():
-            scalars.setdefault(name, values)
+            others = scalars.setdefault(name, values)
+            if {key: one for key, one in others.items() if key.endswith(SCALE_MARK) and values.get(key) != one}:
+                raise AssertionError(f"{name}: rank {record.rank} saved {values}, another rank {others}")
     manifest = Manifest(
         **vars(info),
-        format_version=FORMAT_VERSION if any(layout.first_rank for layout in info.layouts) else FORMAT_VERSION - 1,
+        format_version=version_of(info.layouts, scalars),
         hf_zero_version=package_version(),
         saved_at=time.time(),
         buffers=tuple(buffer for record in records for buffer in record.buffers),

@@ -12,6 +12,7 @@ from hf_zero.config.conditions import (
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     STAGE,
+    is_known,
     medium,
     runs_in_torch,
 )
@@ -180,6 +181,49 @@ def _of_reduction(get: Get) -> Iterator[Conflict]:
         )
 
 
+def _of_fp8(get: Get) -> Iterator[Conflict]:
+    if get("msamp.enabled") is not True:
+        return
+    for key in ("bf16.enabled", "amp.enabled", "torch_autocast.enabled"):
+        if get(key) is True:
+            yield Conflict(
+                "msamp.enabled",
+                f"{key} is true as well: FP8 layers take fp32 or fp16",
+                f'Remove {key.partition(".")[0]}; "fp16": {{"enabled": true}} may stand beside msamp.',
+            )
+    for block in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM):
+        if not medium(get, block).is_device:
+            yield Conflict(
+                "msamp.enabled",
+                f"{block}.device is {show(get(f'{block}.device'))}, and 8-bit gradients and states stay on the device",
+                f"Remove {block.partition('.')[2]}, or msamp.",
+            )
+    level, stage = get("msamp.opt_level"), get(STAGE)
+    if stage == 3:
+        yield Conflict(
+            "msamp.enabled",
+            "the stage is 3, and FP8 goes with stages 0, 1 and 2",
+            f"Set {STAGE} to 2, or remove msamp.",
+        )
+    if stage == 0 and level == "O3":
+        yield Conflict(
+            "msamp.opt_level",
+            "O3 is O2 with sharded states, but the stage is 0: nothing is sharded there",
+            f'Set {STAGE} to 1 or 2, or write "O2".',
+        )
+    kind = get("optimizer.type")
+    if level != "O1" and kind is not None and kind not in NATIVE:
+        yield Conflict(
+            "msamp.opt_level",
+            f"the states of 8 and 16 bits are those of Adam and AdamW, and optimizer.type is {show(kind)}",
+            'Use "AdamW", or "O1".',
+        )
+    if is_known(get, "@pipeline"):
+        yield Conflict("msamp.enabled", "the model is a PipelineModule, which trains without FP8", "Remove msamp.")
+    if kind == "OneBitAdam" and level == "O1":
+        yield Conflict("optimizer.type", "it exchanges gradients in one bit, and msamp in eight", "Use one of them.")
+
+
 def _of_activations(get: Get) -> Iterator[Conflict]:
     """Yield the conflicts that DeepSpeed has too, and those with a budget."""
     if get(_BUDGET) is not None:
@@ -218,5 +262,6 @@ _CONFLICTS = (
     _of_offload,
     _of_native_update,
     _of_reduction,
+    _of_fp8,
     _of_activations,
 )

@@ -241,7 +241,6 @@ _TECHNIQUES = "weight_quantization activation_quantization sparse_pruning row_pr
 _TP_SIZE = Block(free=True, keys={"tp_size": Count(1)})
 
 REFUSED_BLOCKS: dict[str, Entry] = {
-    "msamp": refused_block('Use "bf16": {"enabled": true}.', enabled=Flag(False)),
     "autotuning": refused_block(_DROP_BLOCK, enabled=Flag(False)),
     "elasticity": refused_block(
         "Remove the block: a checkpoint resumes at any number of ranks, and torchrun restarts.", enabled=Flag(False)

@@ -291,6 +291,25 @@ class ActivationCheckpointing:
 
 
 @dataclass(frozen=True)
+class Fp8Section:
+    """The `msamp` block: training with 8-bit numbers by the levels of MS-AMP (Peng et al. 2023, FP8-LM)."""
+
+    enabled: bool = key("Train linear layers in FP8, by the levels of MS-AMP.", Flag(False))
+    opt_level: str = key(
+        "The level: O1 has FP8 products and gradients, O2 small Adam states too, O3 is O2 at stages 1 and 2.",
+        Choice("O1", choices=("O1", "O2", "O3"), when=(c.FP8,)),
+    )
+    use_te: bool = key(
+        "Leave the products to TransformerEngine's modules, of which the model is made.", Flag(False, when=(c.FP8,))
+    )
+
+    @property
+    def has_scaled_states(self) -> bool:
+        """Whether master weights and moments are values of 8 and 16 bits with a scale for each parameter."""
+        return self.enabled and self.opt_level != "O1"
+
+
+@dataclass(frozen=True)
 class ZeroSection:
     """The `zero_optimization` block. Sizes are in elements."""
 
@@ -419,6 +438,7 @@ class ResolvedConfig(Mapping[str, Any]):
     flops_profiler: FlopsProfilerSection = field(default_factory=FlopsProfilerSection)
     comms_logger: CommsLoggerSection = field(default_factory=CommsLoggerSection)
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    fp8: Fp8Section = field(default_factory=Fp8Section, metadata={"name": "msamp"})
     # The values below are made of several keys.
     stage: int
     world_size: int

@@ -152,7 +152,11 @@ def accelerator_conflicts(accelerator: Accelerator, config: ZeroConfig) -> list[
     problems += scaler_conflicts(accelerator.scaler)
     if accelerator.fp8_enabled:
         problems.append(
-            Problem("Accelerator.mixed_precision", "mixed_precision is fp8, which is not run.", "Use bf16.")
+            Problem(
+                "Accelerator.mixed_precision",
+                "mixed_precision is fp8, whose backends hf_zero does not run.",
+                'Write "msamp": {"enabled": true} into the ZeRO configuration instead.',
+            )
         )
     return problems
 

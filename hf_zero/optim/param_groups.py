@@ -21,14 +21,14 @@ from hf_zero.sharding.shard import slice_of
 class OwnedSlice:
     """The elements of one parameter that this rank owns, and what the user's optimizer holds for them.
 
-    Where the native rule updates them, `masters` is one placeholder and `grads` is empty.
+    Where a rule of hf_zero's own updates them, `masters` is one placeholder.
     """
 
     acc: GradAccumulator
     index: int  # of the parameter in its flat parameter
     slice: Slice
     masters: list[torch.Tensor]  # views of the master shard: what the user's optimizer holds in its param groups
-    grads: list[torch.Tensor]  # views of the gradient shard, as `masters`
+    grads: list[torch.Tensor]  # views of the gradient shard, as `masters`; none where it is no memory of their type
 
     def is_at(self, place: ParamPlace) -> bool:
         return self.acc.flat is place.flat and self.index == place.index
@@ -37,12 +37,19 @@ class OwnedSlice:
     def native(self) -> bool:
         return self.acc.flat.placement.native
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of `masters`, in their type; none where a rule of hf_zero's own updates them."""
+        if self.grads or self.native:
+            return [grad.to(master.dtype) for master, grad in zip(self.masters, self.grads, strict=False)]
+        values = self.acc.read_slice(self.slice).split([master.numel() for master in self.masters])
+        return [grad.view_as(master) for master, grad in zip(self.masters, values, strict=True)]
+
 
 def own_slice(acc: GradAccumulator, index: int, slice_: Slice) -> OwnedSlice:
     """The tensors that the optimizer is to hold for `slice_` of the flat parameter's parameter `index`."""
     assert acc.flat.master is not None
     masters = acc.flat.master.slice_tensors(slice_)
-    if acc.flat.placement.native:
+    if acc.flat.placement.native or acc.flat.scaled:
         return OwnedSlice(acc, index, slice_, masters, [])
     return OwnedSlice(acc, index, slice_, *_split_alike(masters, acc.shard.slice_tensors(slice_)))
 

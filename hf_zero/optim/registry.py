@@ -138,23 +138,28 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def check_native(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError if the native Adam cannot do what `optimizer` would."""
-    by_torch = (
-        'run it in torch, on the host, with "zero_force_ds_cpu_optimizer": false (offload_optimizer.device "cpu" only)'
-    )
+def check_native(optimizer: torch.optim.Optimizer, *, scaled: bool = False) -> None:
+    """Raise ConfigError if hf_zero's own Adam, of offloaded or of scaled states, cannot do what `optimizer` would."""
+    kinds = "torch.optim.Adam and torch.optim.AdamW" if scaled else "torch.optim.Adam, torch.optim.AdamW and CPUAdam"
+    wrong = "cannot have states of 8 and 16 bits (msamp)" if scaled else "cannot update offloaded states"
+    other = 'set msamp.opt_level to "O1"'
+    if not scaled:
+        other = (
+            'run it in torch, on the host, with "zero_force_ds_cpu_optimizer": false (offload_optimizer.device "cpu" '
+            "only)"
+        )
     spec = _spec_of(optimizer)
-    if spec is None or not spec.is_native:
+    if spec is None or not spec.is_native or (scaled and not type(optimizer).__module__.startswith("torch.optim")):
         raise ConfigError(
-            f"optimizer {_name(optimizer)} cannot update offloaded states: the native update serves torch.optim.Adam, "
-            f"torch.optim.AdamW and hf_zero.optim.CPUAdam.\nUse one of these, or {by_torch}."
+            f"optimizer {_name(optimizer)} {wrong}: hf_zero's own update serves {kinds}.\n"
+            f"Use one of these, or {other}."
         )
     for group in optimizer.param_groups:
         for option in ("amsgrad", "capturable", "differentiable"):
             if group.get(option):
                 raise ConfigError(
-                    f"optimizer {type(optimizer).__name__}({option}=True) cannot update offloaded states: the native "
-                    f"Adam does not have it.\nRemove {option}, or {by_torch}."
+                    f"optimizer {type(optimizer).__name__}({option}=True) {wrong}: hf_zero's own Adam does not have "
+                    f"it.\nRemove {option}, or {other}."
                 )
 
 

@@ -19,6 +19,7 @@ from hf_zero.optim.offload.host_adam import HostAdam, HostAdamSettings
 from hf_zero.optim.offload.update_worker import UpdateWorker
 from hf_zero.optim.param_groups import OwnedSlice, ShardedGroups
 from hf_zero.optim.registry import check_capturable, check_group, check_native, check_optimizer, needs_closure
+from hf_zero.optim.scaled_adam import ScaledAdam
 from hf_zero.optim.state_access import (
     assemble,
     changed_state,
@@ -29,6 +30,8 @@ from hf_zero.optim.state_access import (
     write_state,
 )
 from hf_zero.optim.step_ballot import StepFacts, clip_coefficient, hold_ballot
+from hf_zero.optim.update_rule import UpdateRule
+from hf_zero.optim.updates.elementwise import drop_gradients, give_gradients
 from hf_zero.optim.updates.whole_params import make_owners, make_update
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.param_grads import ParamGrads
@@ -78,8 +81,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             logger.warning("the step hooks of the optimizer see ranges of elements (1-D) and not parameters")
         self._is_sharded = sharded
         self._needs_closure = needs_closure(optimizer)
-        if any(acc.flat.placement.native for acc in reducer.accumulators):
-            check_native(optimizer)
         self._is_on_host = any(
             comm.computes_on_host or not acc.flat.placement.master.is_on_device for acc in reducer.accumulators
         )
@@ -112,7 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )  # what this rank updates, in the order of the param groups
         self._groups.refuse_strangers()
         self.strategy = make_update(optimizer, reducer, comm, owners)
-        self._native: HostAdam | None = None
+        self._native: UpdateRule | None = None
         self._update_natively(self.owned, reducer.accumulators)
 
     # ---------------------------------------------------------------- the optimizer's face
@@ -256,7 +257,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if self.guard.skips:
             raise StateError("a closure cannot be used with fp16, which leaves steps out: use bf16 or fp32")
-        held = [(one, *pair) for one in self.owned for pair in zip(one.masters, one.grads, strict=True)]
+        held = [master for one in self.owned for master in one.masters]
 
         def take_gradients() -> None:
             facts = self._facts_of_step()
@@ -264,13 +265,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.clip_grad_norm(self._clip)
             has_grad = dict(zip(self._reducer.accumulators, facts.has_grad, strict=True))
             self._wait_for_masters()
-            for one, master, grad in held:
-                master.grad = grad.to(master.dtype) if has_grad[one.acc][one.index] else None
+            drop_gradients(self.owned)
+            give_gradients([one for one in self.owned if has_grad[one.acc][one.index]])
 
         def evaluate() -> Any:
             with torch.no_grad():
                 self._publish(native_too=False)
-                if all(master.grad is None for _, master, _ in held):  # forgotten by the optimizer itself
+                if all(master.grad is None for master in held):  # forgotten by the optimizer itself
                     self.zero_grad()
             with torch.enable_grad():
                 loss = closure()
@@ -284,8 +285,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             take_gradients()
         with self._direct.allowed():
             result = self.optimizer.step(evaluate)
-        for _, master, _ in held:
-            master.grad = None
+        drop_gradients(self.owned)
         self._publish(native_too=False)
         self._forget_window()
         self._after_step()
@@ -481,17 +481,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         native = [acc for acc in accumulators if acc.flat.placement.native]
         if not native:
             return
-        check_native(self.optimizer)
+        check_native(self.optimizer, scaled=native[0].flat.placement.scaled)
         groups = {id(master): group for group in self.optimizer.param_groups for master in group["params"]}
         owned = [(slice_, groups[id(slice_.masters[0])]) for slice_ in slices if slice_.native]
         # Backward in the order of reduces is forward; what is never sharded is waited for, so it comes first.
         order = sorted(native, key=lambda acc: (acc.flat.on_demand, -native.index(acc)))
         self._native_flats += [acc.flat for acc in order]
         with self._comm.stop_together():
-            self._native = self._native or HostAdam(self._offload, self._comm.device)
+            self._native = self._native or self._make_rule(native)
             self._native.take_in(owned, order)
             for slice_, state in self._groups.native_state:
                 self._native.load_run(slice_, state)
+
+    def _make_rule(self, accumulators: Sequence[GradAccumulator]) -> UpdateRule:
+        if accumulators[0].flat.placement.scaled:  # then all of them are: nothing is offloaded beside it
+            return ScaledAdam(self._comm)
+        return HostAdam(self._offload, self._comm.device)
 
     def native_state(self, owned: OwnedSlice) -> dict[str, Any] | None:
         """The state of a slice that is updated natively (see HostAdam.state_of); None for others."""

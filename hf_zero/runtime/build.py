@@ -13,12 +13,14 @@ from torch import nn
 from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.processes import call_site
 from hf_zero.errors import ConfigError, DivergenceError
+from hf_zero.fp8.linears import convert_linears
 from hf_zero.layout import UnitLayout
 from hf_zero.native.host_memory import return_freed_memory
 from hf_zero.progress import Done, ignore, progress
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.runtime.loss_scale import LossScale
 from hf_zero.runtime.reduce_schedule import MAX_REDUCES
+from hf_zero.runtime.scaled_grads import ScaledGradAccumulator
 from hf_zero.runtime.unit_specs import BuildSettings, Drafted, UnitSpec, flat_param_specs, refuse_types
 from hf_zero.runtime.unreduced_grads import UnreducedPool
 from hf_zero.sharding.flat_param import FlatParam
@@ -63,6 +65,8 @@ def build_units(
     Raises ConfigError for parameters that cannot be cut, or of a type that the device lacks, DivergenceError if the
     ranks built different models, OffloadError where a folder to offload to cannot be used.
     """
+    if settings.fp8.enabled and settings.train:
+        comm.agree("FP8 layers", functools.partial(convert_linears, model, settings.fp8, comm.device), ConfigError)
     drafted = flat_param_specs(model, settings, comm)
     if not comm.computes_on_host:
         look = functools.partial(refuse_types, drafted, settings, comm.device)
@@ -123,7 +127,8 @@ def make_units(
 def make_grads(built: BuiltUnits, unit: ShardUnit, flat: FlatParam) -> GradAccumulator:
     """The gradient memory of a trainable flat parameter of `unit`."""
     settings = built.settings
-    return GradAccumulator(
+    kind = ScaledGradAccumulator if flat.scaled else GradAccumulator
+    return kind(
         flat,
         built.comm,
         built.pool,

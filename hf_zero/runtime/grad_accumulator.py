@@ -107,7 +107,7 @@ class GradAccumulator(ArrivingGrads):
         self.unreduced = None
         self.seen: set[int] = set()  # parameters that had a gradient on this rank in this window
         self._written: set[int] = set()  # those that have a value in `unreduced`
-        self._free_list = pool.free_list(flat.layout, self.dtype)
+        self._free_list = pool.free_list(flat.layout, self.stored_dtype)
         # The reduce under way
         self._state = GradState.EMPTY
         self._under_way: list[_PartUnderWay] = []
@@ -143,6 +143,11 @@ class GradAccumulator(ArrivingGrads):
             return resident, ShardTensor(layout, rank, resident.memory, in_full=True)
         memory = torch.zeros(layout.shard_numel, dtype=self.dtype, device=device)
         return None, ShardTensor(layout, rank, memory, in_full=False)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The type of the memory in which gradients accumulate."""
+        return self.dtype
 
     @property
     def resident_bytes(self) -> int:
@@ -197,7 +202,7 @@ class GradAccumulator(ArrivingGrads):
         self._loss_scale.check(self.flat.layout.slots, grads)
         place_of = (self.unreduced or self._begin()).of_param.__getitem__
         if torch.is_grad_enabled() or {grad.layout for grad in grads.values()} != _DENSE:
-            grads = {index: _dense(grad) for index, grad in grads.items()}
+            grads = {index: dense(grad) for index, grad in grads.items()}
         if self._written.isdisjoint(grads):
             torch._foreach_copy_(list(map(place_of, grads)), list(grads.values()))
         else:
@@ -250,21 +255,8 @@ class GradAccumulator(ArrivingGrads):
     # ---------------------------------------------------------------- reduce
     def reduce_start(self) -> None:
         """Start the reduce of what has arrived. All ranks must call, in the same order."""
-        self.take_waiting()
-        unreduced = self.unreduced or self._fresh_unreduced()
-        if len(self._written) < len(unreduced.of_param):
-            for index, grad in enumerate(unreduced.of_param):
-                if index not in self._written:
-                    grad.zero_()
-        self._written.clear()
-        if self._reader is not None:
-            self._reclaim()
+        unreduced = self._begin_reduce()
         layout = self.flat.layout
-        self.num_reduces += 1
-        self._reducing, self.unreduced = unreduced, None
-        self._adds = self.is_reduced
-        self._norms = [] if self.on_host else None
-        self._state = GradState.REDUCING
         pending: Pending | None
         brings_back = self._adds and self.on_host
         for bucket, mine in zip(unreduced.buckets, self.shard.parts, strict=True):
@@ -282,6 +274,24 @@ class GradAccumulator(ArrivingGrads):
                 pending = self._reduction.everything(self._comm, bucket, layout.name, wire_dtype=self._wire)
             self._under_way.append(_PartUnderWay(pending, result, mine, earlier, brought))
 
+    def _begin_reduce(self) -> UnreducedGrads:
+        """Return what has arrived, with zeros for what has not; what arrives from now on waits for the next reduce."""
+        self.take_waiting()
+        unreduced = self.unreduced or self._fresh_unreduced()
+        if len(self._written) < len(unreduced.of_param):
+            for index, grad in enumerate(unreduced.of_param):
+                if index not in self._written:
+                    grad.zero_()
+        self._written.clear()
+        if self._reader is not None:
+            self._reclaim()
+        self.num_reduces += 1
+        self._reducing, self.unreduced = unreduced, None
+        self._adds = self.is_reduced
+        self._norms = [] if self.on_host else None
+        self._state = GradState.REDUCING
+        return unreduced
+
     def _bring_back(self, mine: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Event | None]:
         """Start to copy a part that is on the host to the device, which adds what a further reduce gives."""
         earlier = torch.empty_like(mine, device=device)
@@ -297,14 +307,18 @@ class GradAccumulator(ArrivingGrads):
         self._stays_local = local
 
     def reduce_finish(self) -> None:
-        while self._under_way:
-            self._finish_oldest()
+        self._finish_reduces()
         if self._state is GradState.REDUCING:
             self._state = GradState.REDUCED
             if self._sources:
                 self.flat.placement.copies.hold(self._sources, self._on_its_way)
                 self._sources = []
             self._give_back_reducing()
+
+    def _finish_reduces(self) -> None:
+        """Let the reduces that are under way be over, and what they give be in the shard."""
+        while self._under_way:
+            self._finish_oldest()
 
     def _give_back_reducing(self) -> None:
         if self._reducing is not None and self._reducing is not self._resident:
@@ -333,7 +347,7 @@ class GradAccumulator(ArrivingGrads):
             total = part.earlier.add_(part.result, alpha=scale)
         assert self._norms is not None
         if total.numel():
-            self._norms.append(_norms([total])[0])
+            self._norms.append(norms_of([total])[0])
         self._on_its_way = self.flat.placement.copies.download(part.mine, total)
         self._sources.append(total)
 
@@ -345,7 +359,7 @@ class GradAccumulator(ArrivingGrads):
             return torch.stack(self._norms) if self._norms else torch.empty(0, device="cpu")
         self.wait_for_copies()
         parts = [part for part in self.shard.parts if part.numel()]
-        return torch.stack(_norms(parts)) if parts else torch.empty(0, device="cpu")
+        return torch.stack(norms_of(parts)) if parts else torch.empty(0, device="cpu")
 
     def read_slice(self, slice_: Slice) -> torch.Tensor:
         """See Shard.read_slice."""
@@ -408,11 +422,8 @@ class GradAccumulator(ArrivingGrads):
         self.seen.discard(index)
         if not self.is_reduced:
             return False
-        self._before_change()
-        for slice_ in self.flat.layout.slices(self.flat.rank):
-            if slice_.name == slot.name:
-                for tensor in self.shard.slice_tensors(slice_):
-                    tensor.zero_()
+        if (slice_ := self.flat.slices.get(slot.name)) is not None:
+            self.write_slice(slice_, torch.zeros(slice_.numel, dtype=self.dtype, device=self.flat.full.device))
         return True
 
     def clear(self) -> None:
@@ -443,13 +454,13 @@ class GradAccumulator(ArrivingGrads):
             self._state = GradState.REDUCED
 
 
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    """`grad` without a graph (create_graph=True makes one) and without a layout (an Embedding's with sparse=True)."""
+def dense(grad: torch.Tensor) -> torch.Tensor:
+    """Return `grad` without a graph (create_graph=True makes one) and strided, which a sparse Embedding's is not."""
     if grad.requires_grad:
         grad = grad.detach()
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 
-def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """L2 norms, 0-dim, in the tensors' type; of 16-bit types in fp32."""
+def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The L2 norms, 0-dim, in the tensors' type; of 16-bit types in fp32."""
     return list(torch._foreach_norm(tensors, 2, dtype=torch.promote_types(tensors[0].dtype, torch.float32)))

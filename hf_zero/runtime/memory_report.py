@@ -41,6 +41,8 @@ def announce_engine(
     if not config.dump_state:  # which logs it whatever the level
         logger.info("%s", start_text(config, changed=not logger.isEnabledFor(logging.DEBUG)))
     logger.info("hf_zero: %s", start_line(config, world_size, units, reducer))
+    if config.fp8.enabled:
+        logger.info("hf_zero: %s", fp8_line(config, world_size, units))
 
 
 def zero_line(config: ResolvedConfig, device: torch.device, world_size: int, units: Sequence[ShardUnit]) -> str:
@@ -54,6 +56,8 @@ def zero_line(config: ResolvedConfig, device: torch.device, world_size: int, uni
         parts.append(_short(max(numel, key=lambda dtype: numel[dtype])))
     if config.precision.autocast is not None:
         parts.append(f"autocast to {_short(getattr(torch, config.precision.autocast))}")
+    if scaled := sum(len(flat.params) for unit in units for flat in unit.flats if flat.scaled):
+        parts.append(f"FP8 (msamp {config.fp8.opt_level}) in {scaled} layers")
     parts += [f"{what} on {block.device}" for what, block in config.zero.offloaded.items()]
     if config.shards_parameters and numel and all(unit.kind is UnitKind.PERSISTENT for unit in units if unit.flats):
         parts.append("no parameter sharded: all are smaller than stage3_param_persistence_threshold")
@@ -68,7 +72,7 @@ def _short(dtype: torch.dtype) -> str:
 def start_line(config: ResolvedConfig, world_size: int, units: Sequence[ShardUnit], reducer: GradReducer) -> str:
     """Stage, units and types of gradients in one sentence, and at stage 3 DeepSpeed's on persistent parameters."""
     kept = [unit for unit in units if unit.kind is UnitKind.PERSISTENT]
-    grads = sorted({f"{acc.dtype}".removeprefix("torch.") for acc in reducer.accumulators})
+    grads = sorted({f"{acc.stored_dtype}".removeprefix("torch.") for acc in reducer.accumulators})
     numel = sum(flat.layout.numel for unit in kept for flat in unit.flats)
     count = sum(len(flat.params) for unit in kept for flat in unit.flats)
     line = (
@@ -80,6 +84,18 @@ def start_line(config: ResolvedConfig, world_size: int, units: Sequence[ShardUni
         why_not = PrefetchLimits.of(config.zero).why_none_ahead(units)
         line += f"; nothing is gathered ahead: {why_not}" if why_not else "; layers are gathered ahead"
     return line
+
+
+def fp8_line(config: ResolvedConfig, world_size: int, units: Sequence[ShardUnit]) -> str:
+    """Return the settings of msamp by DeepSpeed's names, and the elements of 8-bit gradients on each rank."""
+    layouts = [flat.layout for unit in units for flat in unit.flats if flat.scaled]
+    owned = sum(layout.shard_numel for layout in layouts)
+    padding = sum(layout.padded_numel - layout.numel for layout in layouts)
+    given = config.fp8
+    return (
+        f"msamp_enabled {given.enabled}, msamp_optlevel {given.opt_level}, msamp_use_te {given.use_te}; "
+        f"partitions: {[owned] * world_size}, paddings: [{padding}]"
+    )
 
 
 def memory_report(

@@ -21,14 +21,16 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from hf_zero.config import ResolvedConfig
+from hf_zero.config.resolved import Fp8Section
 from hf_zero.distributed.comm import Comm
+from hf_zero.fp8.linears import fp8_weights
 from hf_zero.layout import UnitLayout
 from hf_zero.runtime.device_types import refuse_missing_types
 from hf_zero.runtime.grad_accumulator import GradSettings
@@ -140,6 +142,7 @@ class BuildSettings:
     reduction: Reduction
     allow_unused: bool  # `ignore_unused_parameters`
     offload: OffloadSettings
+    fp8: Fp8Section
 
     @classmethod
     def of(cls, config: ResolvedConfig, *, train: bool = True) -> BuildSettings:
@@ -156,6 +159,7 @@ class BuildSettings:
             reduction=Reduction.of(config),
             allow_unused=zero.ignore_unused_parameters,
             offload=OffloadSettings.of(config),
+            fp8=config.fp8,
         )
 
     def plan(self, kind: UnitKind, world_size: int) -> UnitPlan:
@@ -202,7 +206,8 @@ def flat_param_specs(model: nn.Module, settings: BuildSettings, comm: Comm) -> D
         model, persistence_threshold=threshold, model_persistence_threshold=settings.model_persistence_threshold
     )
     dtype_of = _dtype_rule(model, settings)
-    return [(spec, _flat_specs(spec, settings, comm, dtype_of)) for spec in specs]
+    scaled = fp8_weights(model, settings.fp8) if settings.train else frozenset()
+    return [(spec, _flat_specs(spec, settings, comm, dtype_of, scaled)) for spec in specs]
 
 
 def refuse_types(drafted: Drafted, settings: BuildSettings, device: torch.device) -> None:
@@ -215,20 +220,26 @@ def refuse_types(drafted: Drafted, settings: BuildSettings, device: torch.device
 
 
 def _flat_specs(
-    spec: UnitSpec, settings: BuildSettings, comm: Comm, dtype_of: Callable[[str, nn.Parameter], torch.dtype]
+    spec: UnitSpec,
+    settings: BuildSettings,
+    comm: Comm,
+    dtype_of: Callable[[str, nn.Parameter], torch.dtype],
+    scaled_weights: Collection[torch.Tensor],
 ) -> list[FlatParamSpec]:
-    """One flat parameter per type and trainability."""
+    """One flat parameter per type and trainability, and of `scaled_weights`, which have 8-bit gradients, another."""
     plan = settings.plan(spec.kind, comm.world_size)
-    groups: dict[tuple[torch.dtype, bool], dict[str, tuple[int, ...]]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool], dict[str, tuple[int, ...]]] = {}
     for name, param in spec.params:
         trainable = param.requires_grad and settings.train
-        groups.setdefault((dtype_of(name, param), trainable), {})[name] = tuple(param.shape)
+        key = dtype_of(name, param), trainable, trainable and param in scaled_weights
+        groups.setdefault(key, {})[name] = tuple(param.shape)
     world_size = comm.world_size if plan.sharded else 1
     flat_specs = []
-    for (dtype, trainable), shapes in groups.items():
+    for (dtype, trainable, scaled), shapes in groups.items():
         name = f"{spec.name}/{str(dtype).removeprefix('torch.')}{'' if trainable else '/frozen'}"
+        name += "/scaled" if scaled else ""
         layout = settings.layout(name, shapes, dtype, comm, trainable=trainable, world_size=world_size)
-        flat_specs.append(FlatParamSpec(layout, dtype, plan.on_demand))
+        flat_specs.append(FlatParamSpec(layout, dtype, plan.on_demand, scaled))
     return flat_specs
 
 

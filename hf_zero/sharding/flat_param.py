@@ -35,6 +35,7 @@ from hf_zero.layout import Slice, UnitLayout
 from hf_zero.native.host_memory import use_huge_pages
 from hf_zero.sharding.param_data import set_data
 from hf_zero.sharding.placement import FlatParamSpec, Placement, master_dtype_of
+from hf_zero.sharding.scaled_shard import ScaledShard
 from hf_zero.sharding.shard import Shard, ShardTensor, make_shard, make_stored
 from hf_zero.sharding.sharded_param import OnValues, asking_nobody, holders, plain_class, sharded_class
 from hf_zero.storage.base import BorrowedTensors, ShardStore
@@ -73,6 +74,7 @@ class FlatParam:
         self.layout = layout = spec.layout
         self.params = list(params)
         self.on_demand = spec.on_demand
+        self.scaled = spec.scaled
         self.dtype = spec.dtype
         self.placement = placement
         self.update = None
@@ -142,7 +144,8 @@ class FlatParam:
         self, spec: FlatParamSpec, params: Sequence[nn.Parameter], placement: Placement, comm: Comm
     ) -> bool:
         """Whether a new flat parameter would have the memory that this one has. Names and trainability may differ."""
-        same_kind = (spec.dtype, spec.on_demand) == (self.dtype, self.on_demand) and comm is self.comm
+        kinds = (spec.dtype, spec.on_demand, spec.scaled), (self.dtype, self.on_demand, self.scaled)
+        same_kind = kinds[0] == kinds[1] and comm is self.comm
         if not same_kind or not self._is_sharded_as(spec.layout, params):
             return False
         if self.on_demand and not placement.param.can_adopt(self.placement.param):
@@ -184,6 +187,10 @@ class FlatParam:
 
     def _own_master(self, values: Shard) -> Shard:
         dtype = master_dtype_of(self.dtype)
+        if self.placement.scaled:
+            scaled = ScaledShard(self.layout, self.rank, self._device, torch.float16)
+            scaled.copy_from(values)
+            return scaled
         if self.placement.native:
             tile = self.placement.tile_numel
             master = make_stored(self.layout, self.rank, self.placement.master, "master", dtype, tile)

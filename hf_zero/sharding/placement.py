@@ -42,6 +42,7 @@ class FlatParamSpec:
     layout: UnitLayout
     dtype: torch.dtype
     on_demand: bool
+    scaled: bool = False  # gradients are kept and reduced in 8 bits, with a scale for each parameter
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,11 @@ class Placement:
     param: ShardStore  # its shard, where parameters are unsharded around their use only
     master: ShardStore  # master weights, and the moments of a native update
     copies: CopyStreams  # for what goes between host and device; one for all flat parameters
-    native: bool  # the native rule updates the masters tile by tile; else torch does, and they stay in memory
+    native: bool  # a rule of hf_zero's own updates the masters; else torch does, and they stay in memory
     tile_numel: int
     sub_group_numel: int = 1 << 62  # elements that one call of a torch optimizer updates
     broadcasts: bool = False  # what is never sharded comes from each owner by a broadcast (`allgather_partitions`)
+    scaled: bool = False  # masters and moments have 8 and 16 bits: ScaledShard
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class OffloadSettings:
     sub_group_numel: int  # `sub_group_size`
     native: bool  # offloaded states are updated by native code, not by torch on the host
     broadcasts: bool  # `allgather_partitions` is false
+    scaled: bool = False  # masters and moments of what has 8-bit gradients have 8 and 16 bits
 
     @classmethod
     def of(cls, config: ResolvedConfig) -> OffloadSettings:
@@ -79,6 +82,7 @@ class OffloadSettings:
             # torch's optimizers keep their state in memory.
             native=config.force_native_adam or zero.offload_optimizer.medium.needs_folder,
             broadcasts=not zero.allgather_partitions,
+            scaled=config.fp8.has_scaled_states,
         )
 
 
@@ -117,6 +121,7 @@ class Placements:
     # ---------------------------------------------------------------- who lives where
     def placement_of(self, flat_spec: FlatParamSpec) -> Placement:
         offloaded = flat_spec.layout.name in self._offloaded
+        scaled = flat_spec.scaled and self._settings.scaled
         if not flat_spec.on_demand or self._settings.param.medium.is_device:
             param: ShardStore = self.device
         else:
@@ -124,11 +129,12 @@ class Placements:
         return Placement(
             param=param,
             master=self._master_store(param) if offloaded else self.device,
-            native=offloaded and self._settings.native,
+            native=scaled or (offloaded and self._settings.native),
             copies=self.copies,
             tile_numel=self._tile,
             sub_group_numel=max(1, self._settings.sub_group_numel),
             broadcasts=self._settings.broadcasts,
+            scaled=scaled,
         )
 
     def _master_store(self, param: ShardStore) -> ShardStore:

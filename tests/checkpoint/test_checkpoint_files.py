@@ -250,7 +250,7 @@ def test_damaged_manifests_are_refused(tmp_path: Path) -> None:
     path.write_bytes(encode_manifest(replace(manifest, world_size=3)))
     with pytest.raises(CheckpointError, match="contradicts itself"):
         open_checkpoint(tmp_path)
-    assert (manifest.format_version, FORMAT_VERSION) == (2, 3), "keep a fixture of the old format, and adapt this test"
+    assert (manifest.format_version, FORMAT_VERSION) == (2, 4), "keep a fixture of the old format, and adapt this test"
 
 
 def test_every_difference_to_the_model_is_listed(tmp_path: Path) -> None:

@@ -361,8 +361,8 @@ def test_damage_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     text = manifest_path(folder).read_text()
     manifest_path(folder).write_text(text.replace('"stage": 3', '"stage": 2'))
     assert "manifest.json is damaged: its checksum is wrong" in refusal()
-    manifest_path(folder).write_text(text.replace('"format_version": 2', '"format_version": 4'))
-    assert "has format version 4, this version reads up to 3" in refusal()
+    manifest_path(folder).write_text(text.replace('"format_version": 2', '"format_version": 5'))
+    assert "has format version 5, this version reads up to 4" in refusal()
     manifest_path(folder).write_text(text[:-9])
     assert "manifest.json is damaged" in refusal()
 

@@ -46,7 +46,6 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     "fp16.fp16_master_weights_and_grads": (True, False),
     "bf16.bf16_master_weights_and_grads": (True, False),
     "bf16.bf16_optimizer_states": (True, False),
-    "msamp": ({"enabled": True, "opt_level": "O2"}, {"enabled": False}),
     f"{ZERO}.offload_optimizer.super_offload": (True, False),
     f"{ZERO}.zenflow": ({"topk_ratio": 0.1}, {}),
     f"{ZERO}.zero_hpz_partition_size": (8, 1),
@@ -269,7 +268,7 @@ def test_the_resolved_configuration_is_complete_and_frozen() -> None:
     assert resolved.keep_fp32 == ("router",) and resolved.desync_timeout == 90.0
     assert resolved.optimizer is None and resolved.scheduler is None
     assert set(resolved.settings) == set(resolved.origins) and len(resolved.settings) > 100
-    assert resolved.settings["autotuning.metric"] == "p" and "msamp.enabled" not in resolved.settings
+    assert resolved.settings["autotuning.metric"] == "p" and "nebula.enabled" not in resolved.settings
     assert not [
         value
         for value in resolved.settings.values()

@@ -20,6 +20,7 @@ from hf_zero.config.resolved import (
     CheckpointSection,
     CommsLoggerSection,
     FlopsProfilerSection,
+    Fp8Section,
     LossScaling,
     OffloadOptimizer,
     OffloadParam,
@@ -30,6 +31,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.extras.monitors.trackers import CometSection, FilesSection, WandbSection
 from hf_zero.extras.pipeline.pipeline_section import PipelineSection
 from tests.harness.ranks import run_ranks
+from tests.harness.torchao_path import use_torchao
 
 SECTIONS = (
     ResolvedConfig,
@@ -47,6 +49,7 @@ SECTIONS = (
     PipelineSection,
     Precision,
     LossScaling,
+    Fp8Section,
 )
 BLOCKS = {
     "zero_optimization": "ZeroSection",
@@ -62,6 +65,7 @@ BLOCKS = {
     "comms_logger": "CommsLoggerSection",
     "activation_checkpointing": "ActivationCheckpointing",
     "pipeline": "PipelineSection",
+    "msamp": "Fp8Section",
 }
 # Keys whose value is in a field of another name. What is asked for in 16 bits is one decision, made of many keys.
 FIELDS = {
@@ -102,6 +106,7 @@ def configurations(folder: str) -> list[dict[str, Any]]:
             "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"]},
         },
         {"zero_optimization": {"stage": 2, "offload_optimizer": cpu}, "activation_checkpointing": arena},
+        {"zero_optimization": {"stage": 1}, "msamp": {"enabled": True, "opt_level": "O3"}},
         {
             "bf16": {"enabled": True},
             "zero_optimization": {
@@ -157,6 +162,7 @@ def _reads_for_training(frame: Any) -> bool:
 
 def train_and_look(folder: str) -> set[str]:
     """Do what a script does with its configuration: training with a loader, a model file, a checkpoint, a text."""
+    use_torchao()
     reads = Reads()
     samples = [{"input_ids": torch.arange(4) + 3, "labels": torch.arange(4) + 3} for _ in range(4)]
     for config in configurations(folder):

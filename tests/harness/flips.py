@@ -39,6 +39,7 @@ from hf_zero.extras.activations import active
 from hf_zero.extras.pipeline.batch_run import BatchRun
 from hf_zero.native import aio
 from hf_zero.storage.base import ShardStore
+from tests.harness.torchao_path import use_torchao
 
 WIDTH = 48
 FOLDER = "FOLDER"  # in values: a folder of the job
@@ -245,6 +246,11 @@ def tiny(job: Job) -> None:
     _train(job, factors=(1e-5,))
 
 
+def float8(job: Job) -> None:
+    use_torchao()
+    _train(job)
+
+
 def unused(job: Job) -> None:
     _train(job, unused=True)
 
@@ -396,7 +402,7 @@ def lag(job: Job) -> None:
 
 SCENARIOS: dict[str, Callable[[Job], None]] = {
     one.__name__: one
-    for one in (lag, train, overflow, tiny, unused, regions, saves, tags, generate, pipeline, untested, rates)
+    for one in (lag, train, overflow, tiny, float8, unused, regions, saves, tags, generate, pipeline, untested, rates)
 } | {"libraries": libraries, "summary": summary}
 
 
@@ -622,6 +628,9 @@ FLIPS: dict[str, Flip] = {
     "fp16.hysteresis": Flip(1, FP16, "overflow"),
     "fp16.consecutive_hysteresis": Flip(True, {**FP16, "fp16.loss_scale_window": 100}, "overflow"),
     "fp16.min_loss_scale": Flip(16, FP16, "overflow", raises=True),
+    "msamp.enabled": Flip(True, {}, "float8"),
+    "msamp.opt_level": Flip("O2", {"msamp.enabled": True}, "float8"),
+    "msamp.use_te": Flip(True, {"msamp.enabled": True}, "float8", raises=True),
     "bf16.enabled": Flip(True, {}),
     "bf16.check_grad_overflow": Flip(False, {"bf16.enabled": True}, "overflow"),
     "amp.enabled": Flip(True, {}),

@@ -113,7 +113,7 @@ def plan_units(
     drafted = [
         (
             UnitSpec(unit.name, unit.kind, unit.module, tuple(_parameters_of(unit))),
-            [FlatParamSpec(flat.layout, flat.dtype, flat.on_demand) for flat in unit.flats],
+            [FlatParamSpec(flat.layout, flat.dtype, flat.on_demand, flat.scaled) for flat in unit.flats],
         )
         for unit in units
     ]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, ResolvedConfig
-from hf_zero.config.resolved import ActivationCheckpointing
+from hf_zero.config.resolved import ActivationCheckpointing, Fp8Section
 from hf_zero.extras.activations import regions
 from hf_zero.extras.activations.budget import Choice
 from hf_zero.extras.estimate.pretend import PretendedComm, PretendedPlacements
@@ -209,7 +209,7 @@ def measure(model: nn.Module, config: ResolvedConfig, batch: Mapping[str, torch.
         offload_param=OffloadParam(),
         offload_optimizer=OffloadOptimizer(),
     )
-    settings = BuildSettings.of(dataclasses.replace(config, stage=3, zero=zero))
+    settings = BuildSettings.of(dataclasses.replace(config, stage=3, zero=zero, fp8=Fp8Section()))
     comm = PretendedComm(0, 2, on_host=on_host)
     with _untouched(model):
         built = make_units(

@@ -16,7 +16,8 @@ from hf_zero.optim.offload.host_state import HostState
 from hf_zero.optim.offload.param_writer import make_writer, must_stage
 from hf_zero.optim.param_groups import ShardedGroups
 from hf_zero.optim.registry import check_native, check_optimizer, needs_unsharded, optimizer_of
-from hf_zero.optim.updates.elementwise import sub_groups
+from hf_zero.optim.scaled_adam import moments_of
+from hf_zero.optim.updates.elementwise import drop_gradients, give_gradients, sub_groups
 from hf_zero.runtime.build import BuiltUnits
 
 
@@ -55,10 +56,11 @@ class PlannedStates:
                 raise ConfigError(f"{kind} updates full matrices on their owner ranks, which is not planned yet")
             check_optimizer(self._optimizer, sharded=sharded, allow_untested=config.zero_allow_untested_optimizer)
             if any(flat.flat.placement.native for flat in built.grads):
-                check_native(self._optimizer)
+                check_native(self._optimizer, scaled=built.grads[0].flat.placement.scaled)
             self._owned = ShardedGroups(self._optimizer).take(built.grads)
         settings = HostAdamSettings.of(config, built.placements.host, clips=config.gradient_clipping > 0)
-        native = [acc for acc in built.grads if acc.flat.placement.native]
+        self._scaled = [moment for acc in built.grads if acc.flat.placement.scaled for moment in moments_of(acc.flat)]
+        native = [acc for acc in built.grads if acc.flat.placement.native and not acc.flat.placement.scaled]
         slices = {acc: [owned for owned in self._owned if owned.acc is acc] for acc in native}
         self._native = [HostState(acc, slices[acc], settings.moments_dtype) for acc in native if slices[acc]]
         delayed = settings.delay_from is not None
@@ -78,11 +80,9 @@ class PlannedStates:
             return
         everything = {flat: [True] * len(flat.flat.params) for flat in self._built.grads}
         for group in sub_groups(self._optimizer, self._owned, everything):
-            for master, grad in group:
-                master.grad = grad.to(master.dtype)
+            give_gradients(group)
             self._optimizer.step()
-            for master, _ in group:
-                master.grad = None
+            drop_gradients(group)
 
     @property
     def state_bytes(self) -> int:
@@ -91,7 +91,8 @@ class PlannedStates:
         if self._optimizer is not None:
             values = [value for state in self._optimizer.state.values() for value in state.values()]
             held = sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
-        return held + sum(moment.nbytes for state in self._native for moment in state.moments)
+        moments = [*self._scaled, *(moment for state in self._native for moment in state.moments)]
+        return held + sum(moment.nbytes for moment in moments)
 
     @property
     def staged_bytes(self) -> int:

@@ -23,10 +23,11 @@ import torch
 
 from hf_zero.config import ResolvedConfig
 from hf_zero.native.library import library
-from hf_zero.optim.offload.host_state import MOMENTS, HostState, Hyper, UpdateJob
+from hf_zero.optim.offload.host_state import HostState, Hyper, UpdateJob
 from hf_zero.optim.offload.param_writer import ParamWriter, make_writer, must_stage
 from hf_zero.optim.offload.update_worker import UpdateWorker
 from hf_zero.optim.param_groups import OwnedSlice
+from hf_zero.optim.update_rule import MOMENTS, UpdateRule
 from hf_zero.progress import progress
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.storage import HostStore
@@ -56,7 +57,7 @@ class HostAdamSettings:
         return self
 
 
-class HostAdam:
+class HostAdam(UpdateRule):
     """Native Adam for the flat parameters whose states are offloaded; `take_in` adds them.
 
     Args:
@@ -66,7 +67,7 @@ class HostAdam:
     def __init__(self, settings: HostAdamSettings, device: torch.device) -> None:
         library()  # a missing one raises here, not in the middle of the first step
         self._settings = settings
-        self.worker = UpdateWorker(device)
+        self.worker: UpdateWorker = UpdateWorker(device)
         weakref.finalize(self, self.worker.close).atexit = False
         self._groups: dict[int, Mapping[str, Any]] = {}
         self.states: dict[GradAccumulator, HostState] = {}
@@ -79,12 +80,7 @@ class HostAdam:
         self._step = 0
 
     def take_in(self, owned: Sequence[tuple[OwnedSlice, Mapping[str, Any]]], order: Sequence[GradAccumulator]) -> None:
-        """Update more flat parameters.
-
-        Args:
-            owned: What this rank updates, with its param group: the groups are read at every step.
-            order: The accumulators in the order in which the next forward needs their parameters.
-        """
+        """See UpdateRule.take_in."""
         by_accumulator: dict[GradAccumulator, list[OwnedSlice]] = {}
         for slice_, group in owned:
             self._groups[id(slice_)] = group
@@ -191,7 +187,7 @@ class HostAdam:
 
     # ---------------------------------------------------------------- waiting
     @property
-    def has_delayed(self) -> bool:
+    def has_delayed(self) -> bool:  # type: ignore[override]
         """Whether an update waits for the next step to be published; the same on all ranks."""
         return self._is_waiting
 

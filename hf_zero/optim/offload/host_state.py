@@ -13,11 +13,10 @@ from hf_zero.native.adam import AdamRule, AdamSpan, adam_step
 from hf_zero.native.machine import default_threads
 from hf_zero.optim.offload.param_writer import ParamWriter
 from hf_zero.optim.param_groups import OwnedSlice
+from hf_zero.optim.update_rule import MOMENTS
 from hf_zero.runtime.grad_accumulator import GradAccumulator
 from hf_zero.sharding.shard import ShardTensor, StoredShard, make_stored
 from hf_zero.storage import StagingStore
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ StatePlace = tuple[str, Slice | Sequence[Piece], Sequence[torch.Tensor]]
 # Maps a kind to the full state of one parameter, None before the first update; all ranks must call.
 StateReader = Callable[[str], torch.Tensor | None]
 HasGrad = Mapping[GradAccumulator, Sequence[bool]]  # per parameter: whether any rank had a gradient
-Pair = tuple[torch.Tensor, torch.Tensor]  # a tensor that the optimizer holds, and its gradient
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,9 @@ class TorchUpdate:
         Called without any gradient too: it runs the user's step hooks, and schedulers look for the call.
         """
         for group in sub_groups(self.optimizer, owned, has_grad):
-            for master, grad in group:
-                master.grad = grad.to(master.dtype)
+            give_gradients(group)
             self.call(owned)
-            for master, _ in group:
-                master.grad = None
+            drop_gradients(group)
 
     def call(self, owned: Sequence[OwnedSlice]) -> None:
         """Let the optimizer take its step."""
@@ -109,8 +106,24 @@ class TorchUpdate:
             )
 
 
-def sub_groups(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedSlice], has_grad: HasGrad) -> list[list[Pair]]:
-    """The tensors that this rank updates, in groups of at most `sub_group_size` elements; a larger one goes alone.
+def give_gradients(owned: Sequence[OwnedSlice]) -> None:
+    """Give the tensors that an optimizer holds for slices their gradients."""
+    for one in owned:
+        for master, grad in zip(one.masters, one.gradients(), strict=False):
+            master.grad = grad
+
+
+def drop_gradients(owned: Sequence[OwnedSlice]) -> None:
+    """Undo `give_gradients`."""
+    for one in owned:
+        for master in one.masters:
+            master.grad = None
+
+
+def sub_groups(
+    optimizer: torch.optim.Optimizer, owned: Sequence[OwnedSlice], has_grad: HasGrad
+) -> list[list[OwnedSlice]]:
+    """The slices that a torch optimizer updates, in groups of at most `sub_group_size` elements; larger ones go alone.
 
     torch's foreach updates make several temporaries as large as everything that one call updates, and leave tensors
     without a gradient alone: called once per group, they make them as large as a group. As in DeepSpeed, the user's
@@ -122,18 +135,17 @@ def sub_groups(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedSlice], ha
     Args:
         has_grad: By gradient accumulator: whether each of its parameters had a gradient on any rank.
     """
-    present = [slice_ for slice_ in owned if has_grad[slice_.acc][slice_.index]]
-    pairs = [(slice_, pair) for slice_ in present for pair in zip(slice_.masters, slice_.grads, strict=False)]
+    present = [slice_ for slice_ in owned if has_grad[slice_.acc][slice_.index] and not slice_.native]
     if not type(optimizer).__module__.startswith("torch.optim."):
-        return [[pair for _, pair in pairs]]
-    groups: list[list[Pair]] = [[]]
+        return [present]
+    groups: list[list[OwnedSlice]] = [[]]
     size = 0
-    for slice_, pair in pairs:
-        numel = pair[0].numel()
+    for slice_ in present:
+        numel = slice_.slice.numel
         if groups[-1] and size + numel > slice_.acc.flat.placement.sub_group_numel:
             groups.append([])
             size = 0
-        groups[-1].append(pair)
+        groups[-1].append(slice_)
         size += numel
     return groups
 

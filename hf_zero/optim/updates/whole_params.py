@@ -32,6 +32,8 @@ from hf_zero.optim.updates.elementwise import (
     StatePlace,
     StateReader,
     TorchUpdate,
+    drop_gradients,
+    give_gradients,
 )
 from hf_zero.optim.updates.owners import OwnedParam, Owners
 from hf_zero.runtime.reduce_schedule import GradReducer
@@ -65,10 +67,7 @@ class OwnershipUpdate(TorchUpdate):
         kept = {(one.acc, one.index): one for one in owned}
         adopted = [param for param in self._owners.params if has_grad[param.acc][param.index]]
         plain = self.elementwise(owned)
-        for slice_ in plain:
-            present = has_grad[slice_.acc][slice_.index]
-            for master, grad in zip(slice_.masters, slice_.grads, strict=False):
-                master.grad = grad.to(master.dtype) if present else None
+        give_gradients([one for one in plain if has_grad[one.acc][one.index]])
         for one in adopted:
             if one.full is not None:
                 one.full.grad = torch.empty(one.slot.shape, dtype=one.dtype, device=one.full.device)
@@ -83,15 +82,13 @@ class OwnershipUpdate(TorchUpdate):
             return result
 
         masters = moves(lambda full: full.data, lambda slice_: slice_.masters)
-        self._bring(moves(lambda full: full.grad, lambda slice_: slice_.grads), "gradients of owned parameters")
+        self._bring(moves(lambda full: full.grad, lambda slice_: slice_.gradients()), "gradients of owned parameters")
         self._bring(masters, "masters of owned parameters")
         self.call(plain)
         self._spread(masters, "updated masters")
         for one in adopted:
             one.release()
-        for slice_ in plain:
-            for master in slice_.masters:
-                master.grad = None
+        drop_gradients(plain)
 
     def elementwise(self, owned: Sequence[OwnedSlice]) -> list[OwnedSlice]:
         """The slices of `owned` that are updated where they are."""
