@@ -12,7 +12,8 @@ with the load of the machine. The run fails if the losses of the variants differ
 
 Variants: plain (one rank only), ddp, fsdp2 (fully_shard per decoder layer and on the root), zero0 ... zero3 (hf_zero,
 stage3_param_persistence_threshold 10 x hidden, as transformers' "auto"), zero3-p0 (threshold 0), zero3-auto (bucket
-sizes by transformers' "auto" rules too).
+sizes by transformers' "auto" rules too), zero0-O1 ... zero2-O3 (FP8 by the levels of msamp, in fp32 around it; needs
+torchao: PYTHONPATH=.venv/torchao).
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ LAYER_CUTS = (
 
 
 LAYER_AIM_MS = 0.1
+# FP8 by the levels of msamp.
+FP8_VARIANTS = tuple(f"zero{stage}-O{level}" for stage in range(3) for level in (1, 2, 3) if stage or level < 3)
 
 
 class Torch:
@@ -152,12 +155,14 @@ def zero_config(name: str, args: argparse.Namespace, hidden: int) -> dict[str, A
     if flavour == "auto":
         zero["reduce_bucket_size"] = hidden * hidden
         zero["stage3_prefetch_bucket_size"] = int(0.9 * hidden * hidden)
+    fp8 = name in FP8_VARIANTS
     return {
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": args.clip,
         "zero_optimization": zero,
-        "bf16": {"enabled": args.dtype == "bf16"},
+        "bf16": {"enabled": args.dtype == "bf16" and not fp8},
+        **({"msamp": {"enabled": True, "opt_level": flavour}} if fp8 else {}),
     }
 
 
@@ -371,7 +376,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.world == 1:
         known = ["plain", "hooks", "fsdp2", "zero2", "zero3"] if args.per_layer else ["plain", *known]
     args.variants = args.variants.split(",") if args.variants else known
-    unknown = [name for name in args.variants if name not in known]
+    unknown = [name for name in args.variants if name not in (*known, *FP8_VARIANTS)]
     if unknown:
         parser.error(f"unknown variant(s) {', '.join(unknown)}; in this setting there are {', '.join(known)}")
     if args.per_layer and args.variants[0] != "plain":

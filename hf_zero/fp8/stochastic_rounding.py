@@ -12,6 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_zero.native.float8 import round_fp16
+from hf_zero.native.library import has_library
+
 _DIGITS = 13  # binary digits that fp32 has and fp16 has not
 _LOW = (1 << _DIGITS) - 1
 _GOLDEN = 0x9E3779B1 - (1 << 32)  # as signed 32-bit numbers
@@ -30,12 +33,20 @@ def round_to_fp16_digits(values: torch.Tensor, pieces: Sequence[tuple[int, int]]
     """
     at = 0
     for first, numel in pieces:
-        bits = values[at : at + numel].view(torch.int32)
-        places = torch.arange(first, first + numel, dtype=torch.int32, device=values.device)
-        noise = _mixed(places * _GOLDEN + seed) & _LOW
-        rounded = (bits + noise).bitwise_and_(~_LOW)
-        bits.copy_(torch.where(values[at : at + numel].isfinite(), rounded, bits))
+        piece = values[at : at + numel]
+        if piece.device.type == "cpu" and has_library():
+            round_fp16(piece, first, seed)
+        else:
+            _round_by_torch(piece, first, seed)
         at += numel
+
+
+def _round_by_torch(values: torch.Tensor, first: int, seed: int) -> None:
+    bits = values.view(torch.int32)
+    places = torch.arange(first, first + values.numel(), dtype=torch.int32, device=values.device)
+    noise = _mixed(places * _GOLDEN + seed) & _LOW
+    rounded = (bits + noise).bitwise_and_(~_LOW)
+    bits.copy_(torch.where(values.isfinite(), rounded, bits))
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:

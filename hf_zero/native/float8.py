@@ -72,6 +72,19 @@ def uncast_segments(
     _check(code, source, out)
 
 
+def round_fp16(values: torch.Tensor, first: int, seed: int) -> None:
+    """Round fp32 values in place, at random, to the digits of fp16: see fp8/stochastic_rounding.py."""
+    code = _function("hz_round_fp16")(
+        ctypes.c_void_p(values.data_ptr()),
+        ctypes.c_int64(values.numel()),
+        ctypes.c_int64(first),
+        ctypes.c_uint32(seed),
+        ctypes.c_int32(default_threads()),
+        ctypes.c_int32(simd_level()),
+    )
+    _check(code, values, values)
+
+
 def _pack(source: torch.Tensor, bounds: torch.Tensor, scales: torch.Tensor | None) -> bytes:
     return _SEGMENTS.pack(bounds.data_ptr(), 0 if scales is None else scales.data_ptr(), len(bounds), source.numel())
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 
+from hf_zero.fp8 import stochastic_rounding
 from hf_zero.fp8.stochastic_rounding import round_to_fp16_digits
+from hf_zero.native.library import library
+from hf_zero.native.simd import SIMD_LEVELS, SIMD_VARIABLE
 
 
 def mixed(number: int) -> int:
@@ -28,7 +32,14 @@ def reference(value: float, place: int, seed: int) -> float:
     return math.copysign((below + (part + noise >= 1)) * unit, value)
 
 
-def test_it_is_the_reference() -> None:
+@pytest.mark.parametrize("simd", ["torch", *SIMD_LEVELS])
+def test_it_is_the_reference(simd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if simd == "torch":
+        monkeypatch.setattr(stochastic_rounding, "has_library", lambda: False)
+    elif SIMD_LEVELS.index(simd) > library().hz_simd_level():
+        pytest.skip(f"this CPU has no {simd}")
+    else:
+        monkeypatch.setenv(SIMD_VARIABLE, simd)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3000, generator=generator) * 10.0 ** torch.randint(-9, 9, (3000,), generator=generator)
     special = [0.0, -0.0, math.inf, -math.inf, 1.0, -2.0, 2049 / 2048, 4095.5, 3.4e38, 1.1754944e-38]
@@ -42,6 +53,19 @@ def test_it_is_the_reference() -> None:
         want = [reference(value, place, seed) for value, place in zip(values.tolist(), places, strict=True)]
         np.testing.assert_array_equal(got.numpy(), np.array(want, dtype=np.float32))
         assert torch.equal(torch.signbit(got), torch.signbit(values))
+
+
+def test_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(300_007, generator=torch.Generator().manual_seed(3))
+    results = []
+    for threads in ("1", "2", "3"):
+        monkeypatch.setenv("HF_ZERO_CPU_THREADS", threads)
+        results.append(values.clone())
+        round_to_fp16_digits(results[-1], [(11, 100_000), (900_000, 200_007)], 12345)
+    monkeypatch.setattr(stochastic_rounding, "has_library", lambda: False)
+    by_torch = values.clone()
+    round_to_fp16_digits(by_torch, [(11, 100_000), (900_000, 200_007)], 12345)
+    assert all(torch.equal(one, by_torch) for one in results) and not torch.equal(by_torch, values)
 
 
 def test_the_mean_of_many_roundings_is_the_value() -> None:

@@ -6,7 +6,7 @@
 
 #include "hz_export.h"
 
-#define HZ_ABI_VERSION 5
+#define HZ_ABI_VERSION 6
 
 // Element types; hf_zero/native/{adam,float8}.py have the same numbers.
 enum hz_dtype : int32_t { HZ_NONE = 0, HZ_F32 = 1, HZ_F64 = 2, HZ_BF16 = 3, HZ_F16 = 4, HZ_E4M3 = 5, HZ_E5M2 = 6 };
@@ -76,3 +76,8 @@ HZ_API int32_t hz_cast(const hz_segments* segments, const void* source, int32_t 
 // Writes source * (1 / scale) * factor, or adds it to `out`, within the segments. Returns as hz_cast does.
 HZ_API int32_t hz_uncast(const hz_segments* segments, const void* source, int32_t source_type, float* out,
                          float factor, int32_t add, int32_t threads, int32_t simd);
+
+// Rounds values at random to the 11 binary digits of fp16; `first` is the place of the first one, on which, with the
+// seed, the random numbers depend. Returns 0; or -1 (no such level); or errno of what failed (nothing was written).
+HZ_API int32_t hz_round_fp16(float* values, int64_t numel, int64_t first, uint32_t seed, int32_t threads,
+                             int32_t simd);
