@@ -93,7 +93,8 @@ class Shard(abc.ABC):
         for start, target in self._targets():
             at = 0
             for chunk in other.chunks(start, target.numel()):
-                target[at : at + chunk.numel()].copy_(chunk)
+                all_of_it = chunk.numel() == target.numel()
+                (target if all_of_it else target[at : at + chunk.numel()]).copy_(chunk)
                 at += chunk.numel()
 
     @abc.abstractmethod
@@ -169,7 +170,8 @@ class ShardTensor(Shard):
         while start < end:
             number, inside = divmod(start, size)
             count = min(size - inside, end - start)
-            yield self.parts[number][inside : inside + count]
+            part = self.parts[number]
+            yield part if count == part.numel() else part[inside : inside + count]
             start += count
 
     @property
