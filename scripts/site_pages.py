@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -27,10 +28,13 @@ SEARCH_BOOSTS = {
     "CHANGELOG.md": 0.5,
 }
 
-# Page -> its title, and prefixes of the modules whose names it has; a name stands on the first page that fits.
+# Page -> its title, and prefixes of the modules whose names it has, in that order; the first one that fits counts.
 REFERENCE = {
-    "api/trainer.md": ("Trainer, Accelerate and models", ("hf_zero.hf.",)),
-    "api/engine.md": ("Engine", ("hf_zero.engine.", "hf_zero.config", "hf_zero.distributed.")),
+    "api/trainer.md": ("Trainer, Accelerate and models", ("hf_zero.hf.trainer.", "hf_zero.hf.")),
+    "api/engine.md": (
+        "Engine",
+        ("hf_zero.engine.initialize", "hf_zero.engine.", "hf_zero.config", "hf_zero.distributed."),
+    ),
     "api/values.md": ("Sharded values", ("hf_zero.access.",)),
     "api/weights.md": ("Weights of a checkpoint", ("hf_zero.checkpoint.", "hf_zero.extras.deepspeed.zero_to_fp32")),
     "api/errors.md": ("Errors and logs", ("hf_zero.errors", "hf_zero.logs")),
@@ -68,11 +72,16 @@ def reference_pages() -> dict[str, str]:
             module = getattr(public, "_EXPORTS", {}).get(name, public.__name__)
             public_names[f"{module}.{name}"].append(f"{public.__name__}.{name}")
     pages = {page: f"# {title}\n" for page, (title, _) in REFERENCE.items()}
-    for path, names in public_names.items():
-        page = next(page for page, (_, prefixes) in REFERENCE.items() if path.startswith(prefixes))
+    places = [(page, prefix) for page, (_, prefixes) in REFERENCE.items() for prefix in prefixes]
+    for path in sorted(public_names, key=lambda path: _place(path, places)):
+        names, page = public_names[path], places[_place(path, places)][0]
         anchors = "".join(f"[](){{#{name}}}" for name in names)
         pages[page] += f"\n{anchors}\n\n::: {path}\n    options:\n      heading: {', '.join(names)}\n"
     return pages
+
+
+def _place(path: str, places: Sequence[tuple[str, str]]) -> int:
+    return next(number for number, (_, prefix) in enumerate(places) if path.startswith(prefix))
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:

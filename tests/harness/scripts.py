@@ -69,9 +69,7 @@ def run_hf_zero(*arguments: object, folder: Path, processes: int = 1, **more: An
 
 
 def become(argv: list[str], folder: str, instead: Mapping[str, str] | None) -> tuple[int, str, str]:
-    """Run in the process of a rank, and return its status, standard output and standard error. its status, standard
-    output and standard error.
-    """
+    """Run in the process of a rank, and return its status, standard output and standard error."""
     os.chdir(folder)
     rank = os.environ["RANK"]
     if instead is not None:

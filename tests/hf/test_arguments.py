@@ -418,7 +418,7 @@ print(type(accelerate.Accelerator(cpu=True)).__name__, sys.argv[1:], __name__, h
 
 
 def run(folder: Path, *arguments: str) -> Ran:
-    script = ROOT / "hf_zero" / "run.py"
+    script = Path(hf_zero.__file__).with_name("run.py")
     return run_script(script, *arguments, folder=folder, processes=1, instead=bare_environment())
 
 
