@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import hf_zero
 
 MOMENTS = {"exp_avg": "first", "exp_avg_sq": "second"}  # what torch calls the moments of Adam
-# How often an element crosses a wire in a ring of ranks: an all-reduce is a reduce-scatter and an all-gather.
+# The times that an element crosses a wire in a ring of ranks: an all-reduce is a reduce-scatter and an all-gather.
 _TIMES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
