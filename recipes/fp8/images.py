@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-e", "--epochs", default=12, type=int, help="passes over the images [12]")
+    parser.add_argument("-e", "--epochs", default=4, type=int, help="passes over the images [4]")
     parser.add_argument("--images", default=4000, type=int, help="number of images to train on [4000, all of them]")
     parser.add_argument("--log-interval", type=int, default=200, help="micro-batches for each line with a loss [200]")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by launchers")
