@@ -106,6 +106,11 @@ class Comparison:
         below, above = runs.finals < self.base.finals.min(), runs.finals > self.base.finals.max()
         return int(below.sum()), int((~below & ~above).sum()), int(above.sum())
 
+    def inside(self, runs: Runs) -> float:
+        """The share of steps at which the mean of the curves lies in the band of bf16."""
+        mean, band = runs.curves.mean(0), self.base.curves
+        return float(((band.min(0) <= mean) & (mean <= band.max(0))).mean())
+
     def from_twins(self, runs: Runs) -> list[float]:
         """The final losses less those of bf16 with the same seed."""
         twins = dict(zip(self.base.by_seed, self.base.finals, strict=True))
@@ -193,9 +198,9 @@ def losses_of(one: Comparison) -> Iterable[str]:
     base = one.base.level
     yield (
         f"| runs | final loss of each seed | mean, from that of {base}, in spreads "
-        f"| below, in and above the range of {base} | from {base} of the same seed, mean |"
+        f"| below, in and above the range of {base} | from {base} of the same seed, mean | steps in the band |"
     )
-    yield "|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|"
     for runs in one.compared:
         finals = ", ".join(f"{final:.4f}" for final in runs.finals)
         cells = [runs.name, finals, f"{one.distance(runs):+.2f}"]
@@ -203,7 +208,8 @@ def losses_of(one: Comparison) -> Iterable[str]:
             below, inside, above = one.places(runs)
             twins = one.from_twins(runs)
             cells += [f"{below}, {inside}, {above}", f"{np.mean(twins):+.4f}" if twins else "-"]
-        yield f"| {' | '.join(cells + [''] * (5 - len(cells)))} |"
+            cells.append(f"{one.inside(runs):.0%}")
+        yield f"| {' | '.join(cells + [''] * (6 - len(cells)))} |"
 
 
 def bytes_of(one: Comparison) -> Iterable[str]:
@@ -243,6 +249,8 @@ and what these figures say.
   texts, and the first weights of a model that is trained from scratch.
 - The **range** of bf16 reaches from its least to its largest final loss, and the **spread** is how long that is. If
   only chance made a difference, a further run would lie outside of the range of three with a probability of 1/2.
+- The **band** is the range of bf16 at each step. Lines are means over the seeds of a level, and the last column has
+  the share of steps at which such a mean lies in the band.
 - O1, O2 and O3 compute in fp16 what has no 8 bits. **Bytes** are those of live tensors between two steps, of one rank.
   What it **sends** is counted for a ring, where an all-reduce is a reduce-scatter and an all-gather."""
 

@@ -89,6 +89,8 @@ def test_the_report_compares_runs_with_seeds_of_bf16(tmp_path: Path) -> None:
     ran = run("report.py", runs, "--output", tmp_path, folder=tmp_path, processes=1)
     assert ran.status == [0], ran.err
     text = (tmp_path / "report.md").read_text()
-    assert re.search(r"^\| O2, stage 0 \| \d\.\d{4} \| [-+][0-9.]+ \| \d, \d, \d \| [-+]\d\.\d{4} \|$", text, re.M)
+    assert re.search(
+        r"^\| O2, stage 0 \| \d\.\d{4} \| [-+][0-9.]+ \| \d, \d, \d \| [-+]\d\.\d{4} \| \d+% \|$", text, re.M
+    )
     assert re.search(r"^\| O3, stage 2 \| 2\.00 \| .* \| 3\d% \|$", text, re.M)  # 8 and 16 bits beside twice 32
     assert (tmp_path / "losses-small.svg").read_text().count("<path") > 12
