@@ -63,7 +63,7 @@ def test_a_configuration_with_transformer_engine_is_refused_by_name(tmp_path: Pa
         assert "msamp.use_te = true: TransformerEngine cannot be imported" in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mnist_trains_in_a_plain_loop(tmp_path: Path) -> None:
     ran = run("mnist.py", "--enable-msamp", "--opt-level=O2", "--epochs=1", folder=tmp_path, processes=1)
     assert ran.status == [0], ran.err
