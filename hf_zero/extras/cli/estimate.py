@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import gc
 import json
@@ -49,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    atexit.register(gc.freeze)  # or Python's last collections look through all modules, for a second
     with _without_collections():
         _run(args)
 
