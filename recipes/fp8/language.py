@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node 2 recipes/fp8/language.py --level bf16 --seed 1
     torchrun --standalone --nproc_per_node 2 recipes/fp8/language.py --level O2
-    python recipes/fp8/language.py --level O2 --model smollm2-135m --steps 20
+    python recipes/fp8/language.py --level O2 --model smollm2-135m --steps 20 --rows 1 --length 64
 
 Every run writes a file with a line of JSON for each step. report.py draws them all and compares them.
 """
@@ -33,6 +33,7 @@ from recipes.pipeline.texts import END, VOCABULARY
 
 SMALL = "small"  # a Llama of 3.2 M parameters on bytes, from scratch
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
+POOL = 1000  # texts at least to draw from, so that short runs with other seeds have other texts
 
 
 class Bytes:
@@ -54,13 +55,13 @@ def parse() -> argparse.Namespace:
     add("--model", default=SMALL, help=f"{SMALL}, or one that is trained on: smollm2-135m, a folder or a hub id")
     add("--rows", type=int, default=2, help="texts of a step and process [2]")
     add("--length", type=int, default=128, help="tokens of a text [128]")
-    add("--lr", type=float, help="learning rate [1e-3 for the small model, else 2e-5]")
+    add("--lr", type=float, help="learning rate [1e-3 for the small model, else 5e-6]")
     add("--output", type=Path, default=Path("outputs/fp8"), help="folder of the file [outputs/fp8]")
     return parser.parse_args()
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
-    lr = args.lr or (1e-3 if args.model == SMALL else 2e-5)
+    lr = args.lr or (1e-3 if args.model == SMALL else 5e-6)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.rows,
         "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01}},
@@ -91,7 +92,7 @@ def steps_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model, tokenizer = model_of(args)
     needed = args.steps * args.rows * dist.get_world_size()
     source: dict[str, Any] = {"config": None, "text_column": "text", "length": args.length}
-    blocks, _ = load_blocks("stdlib", tokenizer, **source, num_train=needed, num_eval=0)
+    blocks, _ = load_blocks("stdlib", tokenizer, **source, num_train=max(needed, POOL), num_eval=0)
     engine, _, loader, _ = hf_zero.initialize(model=model, training_data=blocks, config=config_of(args))
     assert loader is not None and isinstance(loader.sampler, DistributedSampler)
     loader.sampler.set_epoch(args.seed)  # which is the seed of the order
