@@ -27,7 +27,7 @@ LOOKS = {
     "fp32": {"color": "#000000", "linestyle": "-", "linewidth": 0.8},
     "bf16": {"color": "#7f7f7f", "linestyle": "-", "linewidth": 0.8},
     "O1": {"color": "#0072b2", "linestyle": "--", "linewidth": 1.6},
-    "O2": {"color": "#d55e00", "linestyle": "-", "linewidth": 1.6},
+    "O2": {"color": "#a63603", "linestyle": "-", "linewidth": 1.6},
     "O3": {"color": "#009e73", "linestyle": ":", "linewidth": 2.2},
 }
 
@@ -151,6 +151,7 @@ def draw(one: Comparison, path: Path) -> None:
     except ImportError as error:
         raise SystemExit('report.py needs matplotlib: pip install "hf_zero[recipes]"') from error
     matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "losses"  # so that the same runs give the same file
     from matplotlib import pyplot
 
     figure, (top, bottom) = pyplot.subplots(
@@ -174,6 +175,7 @@ def draw(one: Comparison, path: Path) -> None:
     bottom.set_ylabel(f"loss less the mean of {one.base.level}")
     bottom.set_xlabel("step")
     bottom.set_xlim(1, one.steps)
+    bottom.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
 
