@@ -85,7 +85,8 @@ class FlatParam:
         self._copied: torch.Event | None = None  # the shard has reached the compute device
         self._device = comm.device
         values = torch.full((len(self.params),), torch.nan, dtype=self.dtype, device=self._device)
-        self.placeholders = [values[index].expand(slot.shape) for index, slot in enumerate(layout.slots)]
+        slots = zip(values.unbind(), layout.slots, strict=True)
+        self.placeholders = [value.expand(slot.shape) for value, slot in slots]
         self._classes = [plain_class(param) for param in self.params]
         self._sharded_classes = self._classes
         self.on_values: OnValues | None = None

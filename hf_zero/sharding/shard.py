@@ -91,10 +91,11 @@ class Shard(abc.ABC):
     def copy_from(self, other: Shard) -> None:
         """Take the values of a shard of the same layout, cast to this one's type."""
         for start, target in self._targets():
+            if target.is_meta:
+                continue  # there are no values, and a plan of a model has thousands of chunks
             at = 0
             for chunk in other.chunks(start, target.numel()):
-                all_of_it = chunk.numel() == target.numel()
-                (target if all_of_it else target[at : at + chunk.numel()]).copy_(chunk)
+                target[at : at + chunk.numel()].copy_(chunk)
                 at += chunk.numel()
 
     @abc.abstractmethod
@@ -170,8 +171,7 @@ class ShardTensor(Shard):
         while start < end:
             number, inside = divmod(start, size)
             count = min(size - inside, end - start)
-            part = self.parts[number]
-            yield part if count == part.numel() else part[inside : inside + count]
+            yield self.parts[number][inside : inside + count]
             start += count
 
     @property
