@@ -255,6 +255,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "a closure cannot be used at stages 1-3, where a rank holds only a range of elements: call backward, "
                 "then step(), or use stage 0"
             )
+        if self._native is not None:
+            raise StateError(
+                "a closure cannot be used with msamp O2 and O3, whose states the optimizer itself does not hold: call "
+                'backward, then step(), or set msamp.opt_level to "O1"'
+            )
         if self.guard.skips:
             raise StateError("a closure cannot be used with fp16, which leaves steps out: use bf16 or fp32")
         held = [master for one in self.owned for master in one.masters]

@@ -15,7 +15,7 @@ import hf_zero
 import hf_zero.fp8
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolved import Fp8Section
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, StateError
 from hf_zero.fp8.linears import convert_linears, fp8_weights
 from tests.harness.ranks import run_ranks
 from tests.harness.torchao_path import use_torchao
@@ -187,6 +187,35 @@ def elementwise_optimizers(kind: str, stage: int) -> list[bool]:
 @pytest.mark.parametrize(("kind", "stage"), [("SGD", 0), ("SGD", 2), ("Muon", 1), ("Lamb", 2)])
 def test_other_optimizers_at_the_first_level(kind: str, stage: int) -> None:
     assert all(all(moved) for moved in run_ranks(elementwise_optimizers, 2, kind, stage))
+
+
+def step_with_closure(level: str) -> tuple[str, list[bool]]:
+    use_torchao()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8))
+    before = [param.detach().clone() for param in model.parameters()]
+    config = {"train_micro_batch_size_per_gpu": 4, "msamp": {"enabled": True, "opt_level": level}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine, optimizer, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
+    data = torch.randn(4, 16)
+
+    def closure() -> torch.Tensor:
+        loss = engine(data).square().mean()
+        engine.backward(loss)
+        return loss
+
+    said = ""
+    try:
+        optimizer.step(closure)
+    except StateError as error:
+        said = str(error)
+    return said, [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+
+
+def test_a_closure_moves_all_weights_or_is_refused_on_every_rank() -> None:
+    assert all(not said and all(moved) for said, moved in run_ranks(step_with_closure, 2, "O1"))
+    for said, moved in run_ranks(step_with_closure, 2, "O2"):
+        assert "closure cannot be used with msamp O2" in said and not any(moved)
 
 
 def with_trainer(folder: str) -> dict[str, Any]:
