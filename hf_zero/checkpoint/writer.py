@@ -264,7 +264,7 @@ def build_manifest(info: SaveInfo, records: Sequence[FileRecord]) -> Manifest:
                 raise AssertionError(f"{name}: rank {record.rank} saved {found}, another rank {kinds[name]}")
         for name, values in record.scalars.items():
             others = scalars.setdefault(name, values)
-            if {key: one for key, one in others.items() if key.endswith(SCALE_MARK) and values.get(key) != one}:
+            if any(key.endswith(SCALE_MARK) and values.get(key) != one for key, one in others.items()):
                 raise AssertionError(f"{name}: rank {record.rank} saved {values}, another rank {others}")
     manifest = Manifest(
         **vars(info),

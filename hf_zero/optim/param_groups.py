@@ -39,8 +39,10 @@ class OwnedSlice:
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients of `masters`, in their type; none where a rule of hf_zero's own updates them."""
-        if self.grads or self.native:
-            return [grad.to(master.dtype) for master, grad in zip(self.masters, self.grads, strict=False)]
+        if self.native:
+            return []
+        if not self.acc.flat.scaled:
+            return [grad.to(master.dtype) for master, grad in zip(self.masters, self.grads, strict=True)]
         values = self.acc.read_slice(self.slice).split([master.numel() for master in self.masters])
         return [grad.view_as(master) for master, grad in zip(self.masters, values, strict=True)]
 

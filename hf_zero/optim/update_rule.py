@@ -17,7 +17,11 @@ class UpdateRule(abc.ABC):
     """Adam and AdamW over the flat parameters that `take_in` adds. A method that is left out here does nothing."""
 
     worker: UpdateWorker | None = None  # the thread that updates beside the training
-    has_delayed = False  # whether an update waits for the next step to be published; the same on all ranks
+
+    @property
+    def has_delayed(self) -> bool:
+        """Whether an update waits for the next step to be published; the same on all ranks."""
+        return False
 
     @abc.abstractmethod
     def take_in(self, owned: Sequence[tuple[OwnedSlice, Mapping[str, Any]]], order: Sequence[GradAccumulator]) -> None:

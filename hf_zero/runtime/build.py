@@ -66,7 +66,11 @@ def build_units(
     ranks built different models, OffloadError where a folder to offload to cannot be used.
     """
     if settings.fp8.enabled and settings.train:
-        comm.agree("FP8 layers", functools.partial(convert_linears, model, settings.fp8, comm.device), ConfigError)
+
+        def convert() -> None:  # the names of the layers need not travel
+            convert_linears(model, settings.fp8, comm.device)
+
+        comm.agree("FP8 layers", convert, ConfigError)
     drafted = flat_param_specs(model, settings, comm)
     if not comm.computes_on_host:
         look = functools.partial(refuse_types, drafted, settings, comm.device)

@@ -347,7 +347,7 @@ class GradAccumulator(ArrivingGrads):
             total = part.earlier.add_(part.result, alpha=scale)
         assert self._norms is not None
         if total.numel():
-            self._norms.append(norms_of([total])[0])
+            self._norms.append(_norms([total])[0])
         self._on_its_way = self.flat.placement.copies.download(part.mine, total)
         self._sources.append(total)
 
@@ -359,7 +359,7 @@ class GradAccumulator(ArrivingGrads):
             return torch.stack(self._norms) if self._norms else torch.empty(0, device="cpu")
         self.wait_for_copies()
         parts = [part for part in self.shard.parts if part.numel()]
-        return torch.stack(norms_of(parts)) if parts else torch.empty(0, device="cpu")
+        return torch.stack(_norms(parts)) if parts else torch.empty(0, device="cpu")
 
     def read_slice(self, slice_: Slice) -> torch.Tensor:
         """See Shard.read_slice."""
@@ -461,6 +461,6 @@ def dense(grad: torch.Tensor) -> torch.Tensor:
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 
-def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The L2 norms, 0-dim, in the tensors' type; of 16-bit types in fp32."""
+def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """L2 norms, 0-dim, in the tensors' type; of 16-bit types in fp32."""
     return list(torch._foreach_norm(tensors, 2, dtype=torch.promote_types(tensors[0].dtype, torch.float32)))

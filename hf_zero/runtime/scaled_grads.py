@@ -20,7 +20,7 @@ from hf_zero.distributed.work import Pending
 from hf_zero.errors import ConfigError
 from hf_zero.fp8.scaled_casts import Segments, amaxes, cast, scales_for, uncast
 from hf_zero.layout import UnitLayout
-from hf_zero.runtime.grad_accumulator import GradAccumulator, dense, norms_of
+from hf_zero.runtime.grad_accumulator import GradAccumulator, dense
 from hf_zero.runtime.unreduced_grads import UnreducedGrads
 from hf_zero.sharding.scaled_shard import ScaledShard
 
@@ -108,8 +108,8 @@ class ScaledGradAccumulator(GradAccumulator):
         """Round this rank's part of the mean over ranks, fp32; no parameter has a value above its bound."""
         factor = self._scale * self._comm.world_size * (1 if self._reduction.averages else self._comm.world_size)
         if self._adds:  # two parts of a sum have one scale
-            earlier = self._own_part(self.shard.decode_all())
-            mean[: earlier.numel()].mul_(factor).add_(earlier)
+            earlier = self._own_part(self.shard.memory)
+            uncast(earlier, mean.mul_(factor)[: earlier.numel()], self._part, self.shard.scales, add=True)
             bounds = bounds * factor + self.shard.amaxes
         if self._is_sharded:
             self.shard.encode_all(mean, bounds)
@@ -140,11 +140,6 @@ class ScaledGradAccumulator(GradAccumulator):
             raise ConfigError("OneBitAdam exchanges gradients in one bit, and msamp in eight: use one of them.")
 
     # ---------------------------------------------------------------- what the shard holds
-    def norms(self) -> torch.Tensor:
-        """See GradAccumulator.norms."""
-        parts = [part for part in self.shard.chunks(0, self.flat.layout.shard_numel) if part.numel()]
-        return torch.stack(norms_of(parts)) if parts else torch.empty(0, device="cpu")
-
     def unsharded_mean(self) -> None:
         """Return None: `parameter.grad` shows no 8-bit values."""
 

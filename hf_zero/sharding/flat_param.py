@@ -36,7 +36,7 @@ from hf_zero.native.host_memory import use_huge_pages
 from hf_zero.sharding.param_data import set_data
 from hf_zero.sharding.placement import FlatParamSpec, Placement, master_dtype_of
 from hf_zero.sharding.scaled_shard import ScaledShard
-from hf_zero.sharding.shard import Shard, ShardTensor, make_shard, make_stored
+from hf_zero.sharding.shard import Shard, ShardTensor, make_shard, make_stored, slices_by_name
 from hf_zero.sharding.sharded_param import OnValues, asking_nobody, holders, plain_class, sharded_class
 from hf_zero.storage.base import BorrowedTensors, ShardStore
 
@@ -437,8 +437,3 @@ class FlatParam:
         self.storage = self.full.untyped_storage()
         self._views, self._bound, self.buckets, self.master = [], [], [], None
         del self.shard
-
-
-def slices_by_name(layout: UnitLayout, rank: int) -> dict[str, Slice]:
-    """Return the slice of each parameter that `rank` owns, without those of which it owns nothing."""
-    return {slice_.name: slice_ for slice_ in layout.slices(rank)}

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 
 import torch
 
-from hf_zero.fp8.scaled_casts import Segments, amaxes, cast, scales_for, uncast
+from hf_zero.fp8.scaled_casts import Segments, amaxes, cast, cast_and_amax, scales_for, uncast
 from hf_zero.fp8.stochastic_rounding import round_to_fp16_digits
 from hf_zero.layout import Slice, UnitLayout
-from hf_zero.sharding.shard import Shard, ShardTensor, placeholder
+from hf_zero.sharding.shard import Shard, ShardTensor, placeholder, slices_by_name
 from hf_zero.storage.base import BorrowedTensors
 
 _CHUNK_NUMEL = 1 << 20
+_ONE = Segments([(0, 1)])
 
 
 class ScaledShard(Shard):
@@ -33,7 +34,7 @@ class ScaledShard(Shard):
     def __init__(self, layout: UnitLayout, rank: int, device: torch.device, stored: torch.dtype) -> None:
         super().__init__(layout, rank, torch.float32)
         self.memory = torch.zeros(layout.shard_numel, dtype=stored, device=device)
-        self._slices = {one.name: one for one in layout.slices(rank)}
+        self._slices = slices_by_name(layout, rank)
         owned = {name: (one.shard_offset, one.shard_offset + one.numel) for name, one in self._slices.items()}
         self.spans: list[tuple[int, int]] = []  # of each parameter, empty where this rank owns nothing of it
         for slot in layout.slots:
@@ -64,22 +65,26 @@ class ScaledShard(Shard):
             seed: Round to fp16 at random, and change `values` so: see stochastic_rounding.py. None: to the nearest.
         """
         start, end = self.spans[number]
-        whole = self._alone[number]
+        whole, stored = self._alone[number], self.memory[start:end]
         if seed is not None:
             slice_ = self._slices.get(self.layout.slots[number].name)
             pieces = () if slice_ is None else slice_.pieces
             round_to_fp16_digits(values, [(piece.start, piece.numel) for piece in pieces], seed)
-        amax = amaxes(values, whole)
-        scale = scales_for(amax if bound is None else bound.reshape(1).to(amax), self.memory.dtype)
-        cast(values, self.memory[start:end], whole, scale)
+        if bound is None:
+            amax = amaxes(values, whole)
+            scale = scales_for(amax, stored.dtype)
+            cast(values, stored, whole, scale)
+        else:
+            scale = scales_for(bound.reshape(1).to(self.scales), stored.dtype)
+            amax = cast_and_amax(values, stored, whole, scale)
         self.scales[number : number + 1] = scale
         self.amaxes[number : number + 1] = self._rounded(amax, scale)
 
     def _rounded(self, amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """The largest value as it is stored: rounding keeps the order, so the largest stays the largest."""
-        stored, one = torch.empty_like(amax, dtype=self.memory.dtype), Segments([(0, 1)])
-        cast(amax, stored, one, scale)
-        uncast(stored, amax, one, scale)
+        stored = torch.empty_like(amax, dtype=self.memory.dtype)
+        cast(amax, stored, _ONE, scale)
+        uncast(stored, amax, _ONE, scale)
         return amax
 
     def decode(self, number: int) -> torch.Tensor:
@@ -103,21 +108,22 @@ class ScaledShard(Shard):
     # ---------------------------------------------------------------- all of it
     def encode_all(self, values: torch.Tensor, bounds: torch.Tensor) -> None:
         """Round all values of the shard, fp32 1-D; `bounds`: see `encode`, 1-D over the parameters."""
-        self.scales = scales_for(bounds, self.memory.dtype)
-        self.amaxes = bounds
+        self._set_bounds(bounds)
         cast(values, self.memory, self.segments, self.scales)
 
     def set_stored(self, stored: torch.Tensor, bounds: torch.Tensor) -> None:
         """Take elements that were rounded with the scales of `bounds`."""
         self.memory.copy_(stored)
+        self._set_bounds(bounds)
+
+    def _set_bounds(self, bounds: torch.Tensor) -> None:
         self.scales = scales_for(bounds, self.memory.dtype)
         self.amaxes = bounds
 
-    def decode_all(self) -> torch.Tensor:
-        """All values of the shard, fp32 1-D, zero in the padding."""
-        values = torch.zeros(self.layout.shard_numel, device=self.memory.device)
-        uncast(self.memory, values, self.segments, self.scales)
-        return values
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """All values of the shard, fp32, in order; see `chunks`."""
+        return list(self.chunks(0, self.layout.shard_numel))
 
     def scale(self, factor: float) -> None:
         """Multiply all values, without another rounding."""
@@ -171,7 +177,7 @@ class ScaledShard(Shard):
             self.encode(number, values)
 
     def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
-        return ShardTensor(self.layout, self.rank, self.decode_all(), in_full=False), None
+        raise AssertionError(f"{self.layout.name}: values of {self.memory.dtype} are read by decode")
 
     def borrow_to_write(self) -> BorrowedTensors:
         raise AssertionError(f"{self.layout.name}: values of {self.memory.dtype} are written by encode")

@@ -25,6 +25,11 @@ def slice_of(full: torch.Tensor, slice_: Slice) -> torch.Tensor:
     return torch.cat([flat[piece.start : piece.end] for piece in slice_.pieces])
 
 
+def slices_by_name(layout: UnitLayout, rank: int) -> dict[str, Slice]:
+    """Return the slice of each parameter that `rank` owns, without those of which it owns nothing."""
+    return {slice_.name: slice_ for slice_ in layout.slices(rank)}
+
+
 class KeptElements:
     """Elements of a shard on a disk as they were; see StagingStore.keep. Each piece is released when it is read.
 

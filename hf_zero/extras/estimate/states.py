@@ -55,8 +55,8 @@ class PlannedStates:
                 kind = type(self._optimizer).__name__
                 raise ConfigError(f"{kind} updates full matrices on their owner ranks, which is not planned yet")
             check_optimizer(self._optimizer, sharded=sharded, allow_untested=config.zero_allow_untested_optimizer)
-            if any(flat.flat.placement.native for flat in built.grads):
-                check_native(self._optimizer, scaled=built.grads[0].flat.placement.scaled)
+            if native := [acc for acc in built.grads if acc.flat.placement.native]:
+                check_native(self._optimizer, scaled=native[0].flat.placement.scaled)
             self._owned = ShardedGroups(self._optimizer).take(built.grads)
         settings = HostAdamSettings.of(config, built.placements.host, clips=config.gradient_clipping > 0)
         self._scaled = [moment for acc in built.grads if acc.flat.placement.scaled for moment in moments_of(acc.flat)]

@@ -24,16 +24,6 @@ constexpr int64_t kStreamFrom = 1 << 20;
 // measured 6% faster than 1024.
 constexpr int64_t kBlock = 256;
 
-int64_t size_of(int type) {
-    switch (type) {
-        case HZ_F32: return 4;
-        case HZ_F64: return 8;
-        case HZ_BF16:
-        case HZ_F16: return 2;
-        default: return 0;
-    }
-}
-
 template <class P>
 auto advance(P* pointer, int64_t elements, int type) {
     using Byte = std::conditional_t<std::is_const_v<P>, const char, char>;

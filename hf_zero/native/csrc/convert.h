@@ -7,9 +7,23 @@
 #include <cstdint>
 #include <cstring>
 
+#include "hz_api.h"
 #include "simd.h"
 
 namespace hz {
+
+// Bytes of an element of a hz_dtype; 0 of none.
+inline int64_t size_of(int type) {
+    switch (type) {
+        case HZ_F64: return 8;
+        case HZ_F32: return 4;
+        case HZ_BF16:
+        case HZ_F16: return 2;
+        case HZ_E4M3:
+        case HZ_E5M2: return 1;
+        default: return 0;
+    }
+}
 
 struct bf16 {
     uint16_t bits;

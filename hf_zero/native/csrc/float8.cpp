@@ -115,11 +115,6 @@ auto at_level(int level, Find find) {
     return level == HZ_SIMD_DEFAULT ? find(Default()) : nullptr;
 }
 
-int64_t size_of(int type) {
-    if (type == HZ_NONE) return 0;
-    return type == HZ_F32 ? 4 : type == HZ_E4M3 || type == HZ_E5M2 ? 1 : 2;
-}
-
 float float_of_ordered(uint32_t bits, int type) {
     if (type == HZ_F32) return float_of(bits);
     const uint16_t bits16 = static_cast<uint16_t>(bits);

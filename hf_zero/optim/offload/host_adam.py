@@ -187,8 +187,8 @@ class HostAdam(UpdateRule):
 
     # ---------------------------------------------------------------- waiting
     @property
-    def has_delayed(self) -> bool:  # type: ignore[override]
-        """Whether an update waits for the next step to be published; the same on all ranks."""
+    def has_delayed(self) -> bool:
+        """See UpdateRule.has_delayed."""
         return self._is_waiting
 
     def finish(self) -> bool:

@@ -10,8 +10,7 @@ import torch
 
 from hf_zero.layout import Slice, Slot
 from hf_zero.runtime.grad_accumulator import GradAccumulator
-from hf_zero.sharding.flat_param import slices_by_name
-from hf_zero.sharding.shard import placeholder
+from hf_zero.sharding.shard import placeholder, slices_by_name
 
 
 @dataclass(frozen=True)
