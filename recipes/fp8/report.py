@@ -11,25 +11,24 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):  # started as a file, not with -m: the clone is not on the path yet
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
 from numpy.typing import NDArray
+
+from recipes.pictures import LINES, picture, smooth
 
 LAST = 20  # steps whose mean is the final loss of a run
 KINDS = ("weights", "gradient", "master", "first", "second")
 BASE = ("bf16", 0)  # level and stage
-# In a grey print the lines differ by their pattern and their lightness, and the band by both.
-LOOKS = {
-    "fp32": {"color": "#000000", "linestyle": "-", "linewidth": 0.8},
-    "bf16": {"color": "#7f7f7f", "linestyle": "-", "linewidth": 0.8},
-    "O1": {"color": "#0072b2", "linestyle": "--", "linewidth": 1.6},
-    "O2": {"color": "#a63603", "linestyle": "-", "linewidth": 1.6},
-    "O3": {"color": "#009e73", "linestyle": ":", "linewidth": 2.2},
-}
+LOOKS = dict(zip(("fp32", "bf16", "O1", "O2", "O3"), LINES, strict=False))
 
 Array = NDArray[np.float64]
 
@@ -49,11 +48,7 @@ class Runs:
     @property
     def curves(self) -> Array:
         """The losses, [seeds, steps], each as the mean of itself and those before it, at most LAST."""
-        losses = np.array([[line["loss"] for line in lines] for lines in self.by_seed.values()])
-        sums = np.pad(losses.cumsum(1), ((0, 0), (1, 0)))
-        ends = np.arange(1, sums.shape[1])
-        starts = np.maximum(ends - LAST, 0)
-        return np.asarray((sums[:, ends] - sums[:, starts]) / (ends - starts))
+        return np.array([smooth([line["loss"] for line in lines], LAST) for lines in self.by_seed.values()])
 
     @property
     def finals(self) -> Array:
@@ -146,38 +141,24 @@ def load(folder: Path) -> list[Comparison]:
 
 def draw(one: Comparison, path: Path) -> None:
     """Write the curves, and their distances to the mean of bf16, as SVG, PNG or PDF by the name of the file."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise SystemExit('report.py needs matplotlib: pip install "hf_zero[recipes]"') from error
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "losses"  # so that the same runs give the same file
-    from matplotlib import pyplot
-
-    figure, (top, bottom) = pyplot.subplots(
-        2, figsize=(9, 6.5), sharex=True, height_ratios=(3, 2), layout="constrained", facecolor="white"
-    )
     steps, seeds = np.arange(1, one.steps + 1), one.base.curves
-    for axes, zero in ((top, 0.0), (bottom, seeds.mean(0))):
-        label = f"{one.base.level}: least to largest of {len(seeds)} seeds"
-        axes.fill_between(steps, seeds.min(0) - zero, seeds.max(0) - zero, color="#c8c8c8", linewidth=0, label=label)
-        for runs in one.others:
-            number = len(runs.by_seed)
-            label = runs.name + (f": mean of {number} seeds" if number > 1 else "")
-            axes.plot(steps, runs.curves.mean(0) - zero, label=label, **LOOKS[runs.level])
-        axes.grid(color="#e4e4e4", linewidth=0.6)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    top.set_ylabel("loss")
-    top.set_title(f"{one.model}: means of the last {LAST} steps", loc="left", fontsize=11)
-    top.legend(frameon=False)
-    bottom.set_ylabel(f"loss less the mean of {one.base.level}")
-    bottom.set_xlabel("step")
-    bottom.set_xlim(1, one.steps)
-    bottom.xaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    with picture(path, 2, figsize=(9, 6.5), sharex=True, height_ratios=(3, 2)) as (top, bottom):
+        for axes, zero in ((top, 0.0), (bottom, seeds.mean(0))):
+            label = f"{one.base.level}: least to largest of {len(seeds)} seeds"
+            axes.fill_between(
+                steps, seeds.min(0) - zero, seeds.max(0) - zero, color="#c8c8c8", linewidth=0, label=label
+            )
+            for runs in one.others:
+                number = len(runs.by_seed)
+                label = runs.name + (f": mean of {number} seeds" if number > 1 else "")
+                axes.plot(steps, runs.curves.mean(0) - zero, label=label, **LOOKS[runs.level])
+        top.set_ylabel("loss")
+        top.set_title(f"{one.model}: means of the last {LAST} steps", loc="left", fontsize=11)
+        top.legend(frameon=False)
+        bottom.set_ylabel(f"loss less the mean of {one.base.level}")
+        bottom.set_xlabel("step")
+        bottom.set_xlim(1, one.steps)
+        bottom.locator_params("x", integer=True)
 
 
 def text_of(one: Comparison, picture: str) -> str:
