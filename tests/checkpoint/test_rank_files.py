@@ -228,7 +228,7 @@ def test_threads_write_files_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_fit_is_refused_before_the_disk_is_full(tmp_path: Path) -> None:
-    numel = shutil.disk_usage(tmp_path).free
+    numel = shutil.disk_usage(tmp_path).total
     [run] = UnitLayout.build("u", {"w": (numel,)}, dtype="float32", trainable=True, world_size=1).slices(0)
     never = Chunked(numel, torch.uint8, lambda: pytest.fail("it was written"))
     prepare_folder(tmp_path)
