@@ -227,6 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         A number that has been computed from a sharded parameter without asking torch, in C++ say, is NaN.
         """
+        self.rollback_early()  # on a disk an update that has begun in backward holds the masters
         flats = dict.fromkeys([*(acc.flat for acc in self._reducer.accumulators), *self._params.flats])
         mine = [
             name
