@@ -29,20 +29,11 @@ import hf_zero
 from recipes.causal_lm.data import load_blocks
 from recipes.causal_lm.model import resolve_model
 from recipes.fp8.counting import at_rest, sent_since
-from recipes.pipeline.texts import END, VOCABULARY
+from recipes.pipeline.texts import END, VOCABULARY, Bytes
 
 SMALL = "small"  # a Llama of 3.2 M parameters on bytes, from scratch
 LEVELS = ("fp32", "bf16", "O1", "O2", "O3")
 POOL = 1000  # texts at least to draw from, so that short runs with other seeds have other texts
-
-
-class Bytes:
-    """A tokenizer whose tokens are the bytes of a text."""
-
-    eos_token_id = END
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
 
 
 def parse() -> argparse.Namespace:

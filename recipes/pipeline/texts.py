@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 
@@ -13,6 +14,15 @@ END = 256
 PADDING = -100  # in labels
 
 Micro = tuple[torch.Tensor, torch.Tensor]
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of a text."""
+
+    eos_token_id = END
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
 
 
 def batches(number: int, micros: int, samples: int, longest: int) -> list[list[Micro]]:
