@@ -24,8 +24,8 @@ LAST = 20  # steps whose mean is the final loss, and over which curves are smoot
 BASE = WAYS["plain"]
 PRECISIONS = ("fp32", "fp16", "bf16", "O1", "O2", "O3")
 LEAST = 1e-8  # smaller differences are drawn here, as their axis is logarithmic
-# The scale in the log of the walk-through with ds_config.json: step -> the scale from there on.
-IN_THE_LOG = {0: 65536, 2: 32768, 1002: 65536, 1004: 32768, 1250: 32768}
+# The lines of its log between which the walk-through with ds_config.json has a scale of 65536 that overflows twice.
+IN_THE_LOG = ((1, 101), (1001, 1101))
 BARS: dict[str, dict[str, Any]] = {
     "parameters": {"color": "#0072b2"},
     "gradients": {"color": "#56b4e9", "hatch": "///"},
@@ -81,15 +81,19 @@ def draw_losses(runs: Sequence[Run], path: Path) -> None:
 
 
 def draw_scales(runs: Sequence[Run], path: Path) -> None:
-    """Draw the loss scale of the longest fp16 run of each network, and that of the walk-through's log."""
+    """Draw the loss scale of the longest fp16 run of each network, and what the log of the walk-through says."""
     longest = {run["net"]: run for run in sorted(runs, key=lambda run: len(run["losses"])) if "fp16" in run["name"]}
     with picture(path, figsize=(9, 3.6)) as (axes,):
         for look, (net, run) in zip(LINES[1:], longest.items(), strict=False):
             steps = range(1, len(run["scales"]) + 1)
             axes.step(steps, run["scales"], where="post", label=f"{net}: {run['skipped']} steps skipped", **look)
-        if "ConvNet" in longest:
-            starts = np.array(list(IN_THE_LOG)) + 1
-            axes.step(starts, list(IN_THE_LOG.values()), where="post", label="ConvNet, walk-through", **LINES[0])
+        for begin, end in IN_THE_LOG:
+            axes.axvspan(
+                begin,
+                end,
+                color="#e4e4e4",
+                label=None if begin > 1 else "the walk-through's ConvNet halves 65536 in here",
+            )
         axes.set_yscale("log", base=2)
         axes.set(xlabel="step", ylabel="loss scale", xlim=(1, None))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
@@ -193,8 +197,8 @@ what these figures say.
 - **Accuracy** is the share of 1,000 test images that are named rightly, then that of each class.
 - **Bytes** are those that rank 0 keeps for each parameter between two steps, and those that it **sends** in a step in
   a ring. DDP keeps 4 more in buckets; ZeRO and DDP hold gradients for a moment that are not counted.
-- The **time of a step** is the median, with one thread for each process. **Processor** time is the mean, of all
-  processes together."""
+- The **time of a step** is the median, with one thread for each process. Other jobs on the machine lengthen it, so
+  compare by **processor** time: the mean, of all processes together."""
 
 
 if __name__ == "__main__":

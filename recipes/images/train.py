@@ -43,7 +43,7 @@ WAYS = {"plain": "one process", "dp": "DataParallel", "ddp": "DDP"}  # without Z
 KINDS = ("parameters", "gradients", "master", "optimizer", "device", "host")  # of an engine's memory_report
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # trains on images and labels, and returns the loss
-Trained = tuple[nn.Module | hf_zero.ZeroEngine, DataLoader[Any], Step]
+Trained = tuple[nn.Module | hf_zero.ZeroEngine, DataLoader[Any], Step, torch.device]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -109,7 +109,7 @@ def with_zero(model: nn.Module, images: Dataset[Any], config: dict[str, Any]) ->
         engine.step()
         return loss
 
-    return engine, loader, step
+    return engine, loader, step, engine.device
 
 
 def without_zero(way: str, parts: int, model: nn.Module, images: Dataset[Any], config: dict[str, Any]) -> Trained:
@@ -139,7 +139,7 @@ def without_zero(way: str, parts: int, model: nn.Module, images: Dataset[Any], c
         optimizer.step()
         return torch.stack(losses).mean()
 
-    return model, loader, step
+    return model, loader, step, device
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -149,9 +149,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     images = Subset(digits.train, range(args.images))
     config, model = config_of(args), NETS[args.net]()
     if args.way == "zero":
-        trained, loader, step = with_zero(model, images, config)
+        trained, loader, step, device = with_zero(model, images, config)
     else:
-        trained, loader, step = without_zero(args.way, 1 if args.way == "ddp" else args.parts, model, images, config)
+        parts = 1 if args.way == "ddp" else args.parts
+        trained, loader, step, device = without_zero(args.way, parts, model, images, config)
     assert isinstance(loader.sampler, DistributedSampler)
     losses, scales, seconds, processor = [], [], [], time.process_time()
     for epoch in range(args.epochs):
@@ -164,7 +165,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             show_loss(args, epoch, i, len(loader), losses)
     processor = time.process_time() - processor
     say("Finished Training")
-    means = torch.tensor([*losses, processor / len(losses), peak_memory()], dtype=torch.float64)
+    means = torch.tensor([*losses, processor / len(losses), peak_memory()], dtype=torch.float64, device=device)
     dist.all_reduce(means)
     *losses, processor, peak = (means / dist.get_world_size()).tolist()
     run = {
@@ -177,7 +178,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "processor_ms": processor * dist.get_world_size() * 1e3,  # of all processes
         "peak_mb": peak / 1e6,  # of one
         **count_bytes(trained, model, len(losses)),
-        "accuracy": show_accuracy(trained, *digits.test.tensors),
+        "accuracy": show_accuracy(trained, device, *digits.test.tensors),
     }
     if isinstance(trained, hf_zero.ZeroEngine):
         run["skipped"] = trained.skipped_steps
@@ -207,13 +208,13 @@ def count_bytes(trained: nn.Module | hf_zero.ZeroEngine, model: nn.Module, steps
 
 
 @torch.no_grad()
-def show_accuracy(trained: Any, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+def show_accuracy(trained: Any, device: torch.device, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     """Print how many test images the network names rightly, in percent of each class. All ranks must call."""
     mine = slice(dist.get_rank(), None, dist.get_world_size())
-    device = next(trained.parameters()).device
-    predicted = torch.zeros_like(labels)
-    predicted[mine] = trained(images[mine].to(device)).argmax(1).cpu()
+    predicted = torch.zeros_like(labels, device=device)
+    predicted[mine] = trained(images[mine].to(device)).argmax(1)
     dist.all_reduce(predicted)
+    predicted = predicted.cpu()
     for title, classes in (("GroundTruth:", labels), ("Predicted:", predicted)):
         say(title, " ".join(f"{CLASSES[number]:>5}" for number in classes[:SHOWN].tolist()))
     right = 100 * (predicted == labels).float()
