@@ -312,6 +312,7 @@ CALLS: dict[str, tuple[type, Act]] = {
     "DeepSpeedNames.module_state_dict": (Loop, lambda p: p.engine.module_state_dict()),
     "DeepSpeedNames.save_16bit_model": (Loop, lambda p: p.engine.save_16bit_model(p.folder)),
     "DeepSpeedNames.empty_partition_cache": (Loop, lambda p: p.engine.empty_partition_cache()),
+    "ZeroEngine.offload_states": (Loop, lambda p: p.engine.offload_states()),
     "DeepSpeedNames.destroy": (Loop, lambda p: p.engine.destroy()),
     "ShardedOptimizer.step": (Loop, lambda p: p.optimizer.step()),
     "ShardedOptimizer.clip_grad_norm": (Loop, lambda p: p.optimizer.clip_grad_norm(0.1)),
@@ -382,7 +383,7 @@ BY_ITSELF = """ShardedEMA ShardedEMA.update ShardedEMA.close ZeroEngine.backward
     ZeroEngine.finish_updates ZeroEngine.finish_saves ZeroEngine.load_full_state_dict ShardedOptimizer.zero_grad
     ShardedOptimizer.add_param_group DeepSpeedNames.set_train_batch_size DeepSpeedNames.set_lr
     DeepSpeedNames.set_gradient_accumulation_boundary DeepSpeedNames.empty_partition_cache
-    PipelineEngine.load_full_state_dict""".split()
+    ZeroEngine.offload_states PipelineEngine.load_full_state_dict""".split()
 # Ranks compare what they did, and the error says what that was, by rank.
 COMPARED = {"ZeroEngine.zero_grad", "ShardedOptimizer.zero_grad", "ZeroEngine.uninstall"}
 

@@ -7,8 +7,9 @@ do the rest. It owns no tensors and does not ask for the stage.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.engine.checkpointing import Checkpointing
 from hf_zero.engine.deepcopy import deepcopy_of
 from hf_zero.engine.deepspeed_names import DeepSpeedNames
+from hf_zero.engine.offloaded_states import OffloadedStates, kinds_of
 from hf_zero.engine.parts import parts_of
 from hf_zero.engine.reports import Reports
 from hf_zero.engine.step_schedule import StepSchedule
@@ -37,6 +39,8 @@ from hf_zero.runtime.memory_report import allocation_counts, announce_engine, me
 from hf_zero.runtime.unit_specs import BuildSettings, torch_dtype
 from hf_zero.sharding.model_params import check_parameters, clean_name
 from hf_zero.sharding.unit import ShardUnit, UnitState
+
+logger = logging.getLogger(__name__)
 
 _KEY = "_hf_zero_engine"
 _CHILD = "module."
@@ -97,6 +101,7 @@ class ZeroEngine(DeepSpeedNames):
         self.params, self.reducer = self.schedule.params, self.schedule.reducer
         self.weights = FullWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
         self.checkpoints = self._open_checkpoints(built)
+        self._states: OffloadedStates | None = None  # while some are on the host
         self._uninstalls: list[Callable[[], None]] = []
         self.reports = self.reports_class([watcher for part in self.parts for watcher in part.start()])
         self.on_uninstall(self.reports.close)
@@ -238,6 +243,7 @@ class ZeroEngine(DeepSpeedNames):
             )
         if self.optimizer is not None:  # another Trainer on the same model: the state starts anew, as with torch
             self.finish_updates()
+            self.reload_states()
             self.optimizer.close()
         clip = 0.0 if self.managed else self.config.gradient_clipping
         self.optimizer = ShardedOptimizer(
@@ -253,6 +259,56 @@ class ZeroEngine(DeepSpeedNames):
             after_step=self.schedule.end_step,
         )
         return self.optimizer
+
+    def offload_states(
+        self,
+        include: Iterable[object] | None = None,
+        device: object = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move training states from the device to the host until `reload_states`. All ranks must call, alike.
+
+        Until then the model still runs and generates (unless "lp_params" are away), and `memory_report()` counts what
+        moved as "host". A backward, a step, a checkpoint and the optimizer's state raise StateError. Parameters that
+        are not sharded between uses stay on the device, and so do masters that share their memory (fp32 at stages
+        0-2). Where the host computes, states are there already, and nothing moves.
+
+        Args:
+            include: Of "optim_states", "hp_params" (master weights), "lp_params" (parameter shards of stage 3),
+                "lp_grads" and "contiguous_grad_buffer" (gradients), as texts or DeepSpeed's enum; None is all of them.
+            device: "cpu".
+            pin_memory: Copies are faster to and from pinned memory; pinning itself takes time.
+            non_blocking: Has no effect: the call returns when the device's memory is free.
+        Raises:
+            ConfigError: A name of `include`, or `device`, is unknown.
+            StateError: There is no optimizer; masters and moments have 8 and 16 bits (msamp O2 and O3).
+        """
+        kinds = kinds_of(include)
+        if str(getattr(device, "value", device)) != "cpu":
+            raise ConfigError(f'offload_states(device={device!r}): expected "cpu", the only place states can move to')
+        if self.optimizer is None:
+            raise StateError("offload_states: this engine has no optimizer, so it has no states")
+        self.run_comm.note_call(f"offload_states({', '.join(kinds)})")
+        self.finish_updates()
+        if self.comm.computes_on_host:
+            logger.info("offload_states: the host computes, so states are there already")
+            return
+        self.params.reshard_all()
+        if self._states is None:
+            self._states = OffloadedStates(self.units, self.reducer, self.optimizer, self.placements)
+        with self.comm.stop_together():
+            self._states.offload(kinds, pin=pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` has moved; nothing where nothing is away. Any rank may call.
+
+        Args:
+            non_blocking: Has no effect: the call returns when all is there.
+        """
+        if self._states is not None:
+            self._states.reload()
+            self._states = None
 
     def finish_updates(self) -> None:
         """Wait for offloaded updates that run beside the training, delayed ones too. All ranks must call."""
@@ -506,6 +562,7 @@ class ZeroEngine(DeepSpeedNames):
     def uninstall(self) -> None:
         """Leave nothing of the engine on its model but the units, for another engine. All ranks must call."""
         self.finish_updates()
+        self.reload_states()
         for unit in self.units:
             if unit.state is UnitState.UNSHARDING:
                 self.params.unshard(unit)

@@ -126,6 +126,8 @@ class StepSchedule(StepEvents):
                 "neither gradients nor master weights.\nTo train it, hand it to a Trainer, to accelerator.prepare or, "
                 "with an optimizer, to hf_zero.initialize."
             )
+        if self.optimizer is not None:
+            self.optimizer.check_here("a backward")
         self.param_grads.hide()
         self.params.begin_backward()
 

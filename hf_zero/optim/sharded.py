@@ -103,6 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._factor = 1.0  # what clipping multiplies natively updated gradients with, in the update itself
         self.attached: dict[str, dict[FlatParam, ShardTensor]] = {}  # kind -> shards that checkpoints hold too
         self.suspended = ""  # why there can be neither a step nor a checkpoint now
+        self.away = ""  # why there is no state to be read either; see engine/offloaded_states.py
         self.last_norm: float | None = None
         self._native_flats: list[FlatParam] = []  # in the order of their updates; the same on all ranks
         self._offload = offload.for_groups(optimizer.param_groups)
@@ -131,9 +132,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state; a checkpoint that loads anywhere is engine.save_checkpoint's."""
+        self.check_here("state_dict")
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.check_here("load_state_dict")
         self.optimizer.load_state_dict(state_dict)
         self.strategy.restart()
 
@@ -328,8 +331,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def check_active(self, what: str) -> None:
         """Raise StateError while something else stands where the weights are."""
-        if self.suspended:
-            raise StateError(f"rank {self._comm.run_rank}: {what} is not possible {self.suspended}")
+        if self.suspended or self.away:
+            raise StateError(f"rank {self._comm.run_rank}: {what} is not possible {self.suspended or self.away}")
+
+    def check_here(self, what: str) -> None:
+        """Raise StateError while states and gradients are elsewhere."""
+        if self.away:
+            self.check_active(what)
 
     @property
     def overflow(self) -> bool:
@@ -425,6 +433,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _state_of(self, place: ParamPlace) -> dict[str, Any] | None:
         """This rank's state of a parameter by kind; {} before the first update, None if it owns nothing of it."""
         self.strategy.check_sharded(place)
+        self.check_here("access to the optimizer's state")
         if (owned := self._owned_of(place)) is None:
             return None
         mine = self.native_state(owned)
@@ -519,8 +528,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._native is not None:
             self._native.restart_at(step)
 
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Return what the user's optimizer keeps between steps."""
+        return [one for state in self.state.values() for one in state.values() if torch.is_tensor(one)]
+
     def state_bytes(self) -> int:
         """The bytes of optimizer state beside the masters, on every medium."""
-        held = sum(one.nbytes for state in self.state.values() for one in state.values() if torch.is_tensor(one))
+        held = sum(one.nbytes for one in self.state_tensors())
         held += sum(shard.nbytes for shards in self.attached.values() for shard in shards.values())
         return held + self.strategy.state_bytes() + (0 if self._native is None else self._native.moment_bytes())

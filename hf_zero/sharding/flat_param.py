@@ -241,6 +241,7 @@ class FlatParam:
         if shard is None or self.update is not None:
             with self._reading():
                 shard, self._borrowed = self.shard.borrow()
+        shard.check_here()
         if shard.memory.device == self.full.device:
             return shard.parts
         # Straight into this rank's place in the full tensor: from there the all-gather takes it.

@@ -104,6 +104,7 @@ class Placements:
         self.host = self._make_host(pin=settings.optimizer.pin_memory)
         self.host_params = self._make_host(pin=settings.param.pin_memory)
         self.states = self._make_host(pin=False)
+        self._hosts = [self.host, self.host_params, self.states]
         self._folders: dict[str, SwapFolder] = {}
         self.disks: dict[str, ShardStore] = {}  # "optimizer", "parameters"
         self._offloaded = self._choose_offloaded(flat_specs)
@@ -114,7 +115,7 @@ class Placements:
         comm.agree("offload folders", work, OffloadError)
         # A model that is forgotten without a teardown takes its files and pinned memory with it. At exit the folders
         # remove themselves, and memory goes with the process.
-        stores = ([self.host, self.host_params, self.states], self.disks, self._folders)
+        stores = (self._hosts, self.disks, self._folders)
         self._closing = weakref.finalize(self, _close, comm.device, self.copies, *stores)
         self._closing.atexit = False
 
@@ -228,9 +229,19 @@ class Placements:
             self._folders[path] = SwapFolder(path, self._comm.rank)
         return self._folders[path]
 
+    def lend_host(self, *, pin: bool) -> HostStore:
+        """Make one more store on the host, for what leaves the device until `take_back`."""
+        self._hosts.append(self._make_host(pin=pin))
+        return self._hosts[-1]
+
+    def take_back(self, lent: HostStore) -> None:
+        """Free a store that `lend_host` has made, and all that is in it."""
+        self._hosts.remove(lent)
+        lent.close()
+
     def host_usage(self) -> dict[str, int]:
         """Bytes under each key in the host's memory."""
-        return self.host.usage() | self.host_params.usage() | self.states.usage()
+        return {key: nbytes for host in self._hosts for key, nbytes in host.usage().items()}
 
     def host_bytes(self) -> int:
         """Bytes in the host's memory, without copies that wait to be published."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero.errors import StateError
 from hf_zero.layout import Slice, UnitLayout
 from hf_zero.storage.base import BorrowedTensors, ShardStore, StagingStore
 from hf_zero.storage.kept_content import KeptContent
@@ -155,6 +156,7 @@ class ShardTensor(Shard):
             raise AssertionError(f"{layout.name}: memory of {memory.numel()} elements, expected {want}")
         self.memory = memory
         self.in_full = in_full
+        self.is_away = False  # its memory is freed, and its values are elsewhere; see engine/offloaded_states.py
         self.parts: list[torch.Tensor] = list(self._split())
         self._being_read: torch.Event | None = None  # over when the last copy from the host's memory is
         self._being_written: torch.Event | None = None  # over when the last copy to the host's memory is
@@ -216,6 +218,7 @@ class ShardTensor(Shard):
             start += part.numel()
 
     def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
+        self.check_here()
         return self, None
 
     def borrow_to_write(self) -> BorrowedTensors:
@@ -255,8 +258,14 @@ class ShardTensor(Shard):
         self._being_read.record(torch.accelerator.current_stream(device))
         return self._being_read
 
+    def check_here(self) -> None:
+        """Raise StateError where the values are elsewhere."""
+        if self.is_away:
+            raise StateError(f"values of {self.layout.name} are on the host: call engine.reload_states() first")
+
     def wait_for_values(self) -> None:
         """Return when what a copy from the device brings is in the host's memory."""
+        self.check_here()
         if self._being_written is not None:
             self._being_written.synchronize()
             self._being_written = None

@@ -85,6 +85,8 @@ def script(stage: int, folder: str) -> dict[str, Any]:
         assert model_engine.save_16bit_model(folder, name)
     assert model_engine.save_fp16_model(folder + "/trained", "trained.safetensors")
     model_engine.empty_partition_cache()
+    model_engine.offload_states(include=None, device="cpu", pin_memory=True, non_blocking=False)  # they are there
+    model_engine.reload_states(non_blocking=False)
     _, client_state = model_engine.load_checkpoint(folder)
     assert client_state == {"epoch": 2}
     path, client_state = model_engine.load_checkpoint(load_dir=folder, tag="first", load_optimizer_states=True)

@@ -53,6 +53,7 @@ PATHS: dict[str, dict[str, str]] = {
     },
     "runtime.utils": {f"{_OURS}.utils": "see_memory_usage"},
     "runtime.zero": {},
+    "runtime.zero.offload_config": {f"{_OURS}.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "runtime.zero.stage3": {
         _FORMULAS: """estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold
         estimate_zero3_model_states_mem_needs_all_live"""
