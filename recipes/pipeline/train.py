@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
     add("--samples", type=int, default=2, help="texts in a micro-batch")
     add("--steps", type=int, default=8)
     add("--zero", type=int, choices=(0, 1), default=0, help="ZeRO stage among the ranks of a pipeline stage")
-    add("--partition", default="type:GPT2Block", help="how layers are split: uniform, parameters, type:REGEX")
+    add("--partition", default="type:GPT2Block", help="how layers are split: uniform, parameters, type:REGEX, 4,3,3,4")
     add("--layers", type=int, default=12)
     add("--width", type=int, default=192)
     add("--longest", type=int, default=256, help="bytes of a text")
@@ -84,7 +84,7 @@ def train_pipeline(args: argparse.Namespace, schedule: str, data: list[list[Micr
         layers_of(config_of(args)),
         num_stages=stages,
         loss_fn=loss_of,
-        partition_method=args.partition,
+        partition_method=[int(one) for one in args.partition.split(",")] if "," in args.partition else args.partition,
         virtual_stages=2 if schedule == "interleaved" else 1,
         seed_layers=True,  # so that dropout is the same, however the layers are split
     )

@@ -309,6 +309,23 @@ def test_the_slow_layer_gets_a_stage_of_its_own_by_profile() -> None:
         )
 
 
+def test_layers_are_split_as_listed() -> None:
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(14)))
+    for stage, begins in enumerate((0, 4, 7, 10)):
+        module = PipelineModule(layers, 4, partition_method=[4, 3, 3, 4], stage=stage)
+        assert module.parts == [0, 4, 7, 10, 14] and module.chunk_layers(0)[0] == begins
+    chunks = PipelineModule(layers, 2, partition_method=(1, 2, 3, 8), virtual_stages=2, stage=1)
+    assert [len(chunks.chunk_layers(chunk)) for chunk in range(2)] == [2, 8]
+    for wrong, said in {
+        (4, 3, 3): r"3 parts, 10 layers: expected 4 numbers, .* the 14 layers",
+        (4, 3, 3, 5): "4 parts, 15 layers",
+        (7, 0, 3, 4): "0 is no number of layers",
+        (4, 3, 3, 4.0): "4.0 is no number of layers",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            PipelineModule(layers, 4, partition_method=wrong, stage=0)
+
+
 def test_without_stages_it_is_built_later() -> None:
     module = PipelineModule(specs(), virtual_stages=2)
     assert not module.is_built and not list(module.parameters())

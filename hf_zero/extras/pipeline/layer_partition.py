@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from hf_zero.errors import ConfigError
 from hf_zero.extras.pipeline.layer_table import LayerRow
-from hf_zero.extras.pipeline.pipeline_section import partition_fault
+from hf_zero.extras.pipeline.pipeline_section import Partition, partition_fault
 
 
 def split_uniform(num_layers: int, num_parts: int) -> list[int]:
@@ -83,8 +83,22 @@ def matching_layers(names: Sequence[str], pattern: str) -> list[int]:
     return matches
 
 
+def split_as_listed(counts: Sequence[int], num_layers: int, num_parts: int) -> list[int]:
+    """The bounds of parts with the given numbers of layers.
+
+    Raises:
+        ConfigError: There are more or fewer numbers than parts, or they do not add up to all layers.
+    """
+    if len(counts) != num_parts or sum(counts) != num_layers:
+        raise ConfigError(
+            f"partition {list(counts)} has {len(counts)} parts, {sum(counts)} layers: expected {num_parts} numbers, "
+            f"one for each stage and chunk, that add up to the {num_layers} layers."
+        )
+    return [0, *itertools.accumulate(counts)]
+
+
 def split_layers(
-    method: str, rows: Sequence[LayerRow], num_parts: int, measured: Callable[[], list[float]]
+    method: Partition, rows: Sequence[LayerRow], num_parts: int, measured: Callable[[], list[float]]
 ) -> list[int]:
     """The bounds of the parts by a partition_method: part i has the layers bounds[i] up to bounds[i + 1].
 
@@ -92,10 +106,12 @@ def split_layers(
         rows: Of the layers.
         measured: Seconds of each layer, equal on all ranks; called for "profile" only.
     Raises:
-        ConfigError: There are fewer layers than parts, or the method is unknown or matches nothing.
+        ConfigError: There are fewer layers than parts, the method is unknown or matches nothing, a list does not fit.
     """
     if (fault := partition_fault(method)) is not None:
         raise ConfigError(f"partition_method={method!r}: {fault}.")
+    if not isinstance(method, str):
+        return split_as_listed(method, len(rows), num_parts)
     kind, _, pattern = method.partition(":")
     if kind.lower() == "uniform":
         return split_uniform(len(rows), num_parts)

@@ -23,7 +23,7 @@ from hf_zero.extras.pipeline.layer_partition import split_layers
 from hf_zero.extras.pipeline.layer_spec import LayerSpec, TiedLayerSpec
 from hf_zero.extras.pipeline.layer_table import Layer, describe_layers
 from hf_zero.extras.pipeline.layer_times import measure_layers
-from hf_zero.extras.pipeline.pipeline_section import PipelineSection
+from hf_zero.extras.pipeline.pipeline_section import Partition, PipelineSection
 from hf_zero.extras.pipeline.random_states import random_states_kept, seed_all
 from hf_zero.extras.pipeline.topology import PipeDataParallelTopology, PipelineGrid, ProcessTopology
 from hf_zero.logs import log_start
@@ -62,7 +62,8 @@ class PipelineModule(nn.Module):
             before it runs, with base_seed * (micro_offset + 1) + its index.
         seed_fn: Called with the seed, instead of seeding Python's, numpy's and torch's generators.
         partition_method: "parameters" (equal numbers of trainable ones), "uniform" (of layers), "type:REGEX" (of
-            layers whose class name matches) or "profile" (equal times of a forward and backward, measured on rank 0).
+            layers whose class name matches), "profile" (equal times of a forward and backward, measured on rank 0), or
+            the numbers of layers of each stage, or with virtual_stages of each chunk, in order.
         activation_checkpoint_interval: Recompute in backward so many layers at a time. 0: none.
         activation_checkpoint_func: Does it: called as func(function, *inputs).
         checkpointable_layers: Class names. Only groups of such layers are recomputed; None: those with parameters.
@@ -85,7 +86,7 @@ class PipelineModule(nn.Module):
         seed_layers: bool = False,
         seed_fn: Callable[[int], Any] | None = None,
         base_seed: int = 1234,
-        partition_method: str = "parameters",
+        partition_method: str | Sequence[int] = "parameters",
         activation_checkpoint_interval: int = 0,
         activation_checkpoint_func: Callable[..., Any] = non_reentrant_checkpoint,
         checkpointable_layers: Sequence[str] | None = None,
@@ -99,7 +100,7 @@ class PipelineModule(nn.Module):
         self._given: list[Any] = list(layers)  # those of other stages become None
         self._loss_fn = [loss_fn]  # in a list: a module with parameters is the last stage's alone
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
-        self.partition_method = partition_method
+        self.partition_method: Partition = _partition(partition_method)
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
         self.set_checkpoint_interval(activation_checkpoint_interval)
@@ -124,7 +125,7 @@ class PipelineModule(nn.Module):
         *,
         topology: ProcessTopology | None = None,
         virtual_stages: int | None = None,
-        partition_method: str | None = None,
+        partition_method: str | Sequence[int] | None = None,
         stage: int | None = None,
     ) -> None:
         """Split the layers and build this rank's. All ranks must call, with equal arguments.
@@ -143,7 +144,7 @@ class PipelineModule(nn.Module):
         if virtual_stages is not None:
             self.virtual_stages = virtual_stages
         if partition_method is not None:
-            self.partition_method = partition_method
+            self.partition_method = _partition(partition_method)
         with wrong_on_all("pipeline module"):
             self._grid = _place(num_stages, topology, stage)
             self.parts = self._split(self._grid.pipe_parallel_size, is_alone=stage is not None)
@@ -471,6 +472,10 @@ class PipelineModule(nn.Module):
         """The number of elements of each trainable parameter of a stage, by name."""
         layers = [index for chunk in range(self.virtual_stages) for index in self._part_layers(stage, chunk)]
         return {p.canonical: p.numel for index in layers for p in self._rows[index].params if p.requires_grad}
+
+
+def _partition(method: str | Sequence[int]) -> Partition:
+    return method if isinstance(method, str) else tuple(method)
 
 
 def _place(num_stages: int | None, topology: ProcessTopology | None, stage: int | None) -> PipelineGrid:

@@ -5,15 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from hf_zero.config.conditions import STAGE, is_known
 from hf_zero.config.schema import Block, Choice, Conflict, Count, Flag, Get, Text, When, key, keys_of
 from hf_zero.extras.pipeline.stage_schedules import SCHEDULES
 
 _MANY = 1 << 16  # more stages, or chunks of layers, are a mistake
-PARTITIONS = 'expected "parameters", "uniform", "type:REGEX" (of class names) or "profile"'
+PARTITIONS = (
+    'expected "parameters", "uniform", "type:REGEX" (of class names), "profile" or a list of numbers of layers'
+)
 _IN_PIPELINE = When(lambda get: get("@pipeline"), "the model is not a hf_zero.PipelineModule")
 _SPLIT = "it is about layers that are split between ranks (tensor parallelism)"
+
+
+Partition = str | tuple[int, ...]  # the name of a method, or the number of layers of each part
+
+
+@dataclass(frozen=True)
+class PartitionKey(Text):
+    """The name of a way to divide layers, or the number of layers of each part."""
+
+    words = "a text or a list of numbers of layers"
+
+    def _canonical(self, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list | tuple) else super()._canonical(value)
 
 
 @dataclass(frozen=True)
@@ -24,8 +40,9 @@ class PipelineSection:
         "The number of stages; by default as the module says, or one per process.",
         Count(low=1, high=_MANY, auto=True),
     )
-    partition: str = key(
-        'The way in which layers are divided among stages; "best" is as the module says.', Text("best")
+    partition: str | tuple[int, ...] = key(
+        'The way in which layers are divided, or the number of layers of each stage; "best" is as the module says.',
+        PartitionKey("best"),
     )
     seed_layers: bool = key(
         "Seed the random numbers before each layer is built, whatever the module says.", Flag(False)
@@ -41,8 +58,11 @@ class PipelineSection:
     )
 
 
-def partition_fault(method: str) -> str | None:
+def partition_fault(method: Partition) -> str | None:
     """The fault of a partition_method; None if it has none."""
+    if not isinstance(method, str):
+        wrong = [one for one in method if type(one) is not int or one < 1]
+        return f"{wrong[0]!r} is no number of layers: each part has at least one" if wrong else None
     kind, _, pattern = method.partition(":")
     if kind.lower() == "type" and pattern:
         try:
