@@ -258,7 +258,7 @@ class CommsLoggerSection:
 class ActivationCheckpointing:
     """activation_checkpointing: what becomes of the inputs that checkpointed regions save for their recomputation.
 
-    Which regions are checkpointed is the model's (gradient_checkpointing_enable) or the script's matter.
+    Which regions are checkpointed is the model's (activation_checkpointing_enable) or the script's matter.
     """
 
     partition_activations: bool = key(

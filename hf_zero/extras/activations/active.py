@@ -243,8 +243,9 @@ def tell_no_region(model: torch.nn.Module) -> Callable[[], None]:
             handle.remove()
             if mine is not None and not mine.has_met_any:
                 logger.warning(
-                    "%s has no effect: nothing in the model's forward was checkpointed (gradient_checkpointing_enable "
-                    "does it, or torch.utils.checkpoint or hf_zero.checkpointing.checkpoint in the model's code)",
+                    "%s has no effect: nothing in the model's forward was checkpointed "
+                    "(activation_checkpointing_enable does it, or torch.utils.checkpoint or "
+                    "hf_zero.checkpointing.checkpoint in the model's code)",
                     _BLOCK,
                 )
 
