@@ -62,7 +62,8 @@ class Run:
 
     def distance(self, other: Run, kind: str = "losses") -> float:
         """The largest difference of two losses, or `scales`, of the same micro-batch."""
-        return max(abs(one - two) for one, two in zip(getattr(self, kind), getattr(other, kind), strict=False))
+        mine, theirs = (run.losses if kind == "losses" else run.scales for run in (self, other))
+        return max(abs(one - two) for one, two in zip(mine, theirs, strict=False))
 
 
 def grouped(runs: Sequence[Run], kind: str) -> list[list[Run]]:
