@@ -38,7 +38,7 @@ class StaticScaler:
         """Take the outcome of a step in; returns what is to be logged."""
         if not overflow:
             return []
-        return ["[hf_zero] OVERFLOW! Skipping step. Gradients are non-finite, weights were not updated."]
+        return ["OVERFLOW! Skipping step. Gradients are non-finite, weights were not updated."]
 
     def state_dict(self) -> dict[str, Any]:
         return {"cur_scale": self.cur_scale}
@@ -123,7 +123,7 @@ class HysteresisScaler(PlainScaler):
 
     def _after_overflow(self) -> list[str]:
         self.last_overflow_iter = self.cur_iter
-        start = f"[hf_zero] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {_short(self.cur_scale)}, "
+        start = f"OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {_short(self.cur_scale)}, "
         if self._halves:
             self.cur_scale = max(self.cur_scale / _FACTOR, self._rules.min_scale)
             return [f"{start}reducing to {_short(self.cur_scale)}"]

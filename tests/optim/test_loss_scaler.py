@@ -43,7 +43,7 @@ def test_scales_are_those_of_deepspeed_for_5000_patterns() -> None:
 
 
 def start(scale: int) -> str:
-    return f"[hf_zero] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {scale}, "
+    return f"OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {scale}, "
 
 
 def test_from_2_to_the_32_one_hysteresis_and_22_halvings() -> None:
