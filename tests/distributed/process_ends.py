@@ -156,6 +156,9 @@ def _import_what_ranks_import() -> None:
         for name in names.read().split():
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+    # torch._dynamo imports it at exit, where an import lets CPython forget that an interrupt has ended the process.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("tabulate")
     os.wait()
 
 
