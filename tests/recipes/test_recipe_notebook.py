@@ -57,4 +57,5 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses == pytest.approx(numbers(kept, pattern), abs=5e-3)
     assert losses[0] > 4 and losses[-1] < 2.5
     for text in (kept, printed(notebook)):
-        assert "'train_loss': '5.5" in text  # of the script
+        of_script = float(re.findall(r"'train_loss': '([0-9.]+)'", text)[-1])
+        assert 5.3 < of_script < 5.8  # near log(256): its first weights are others in each run
