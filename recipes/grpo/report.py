@@ -87,7 +87,7 @@ HOW = """\
 # GRPO at stage 3
 
 [report.py](report.py) writes this file from those of [train.py](train.py); [README](README.md) has the commands, and
-what these figures say. Seconds are medians of two processes on two cores that other programs used as well."""
+what these figures say. Seconds are medians of rank 0, on two quiet cores (2026-11-26)."""
 
 
 if __name__ == "__main__":
