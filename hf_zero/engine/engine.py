@@ -295,10 +295,12 @@ class ZeroEngine(DeepSpeedNames):
             logger.info("offload_states: the host computes, so states are there already")
             return
         self.params.reshard_all()
-        if self._states is None:
-            self._states = OffloadedStates(self.units, self.reducer, self.optimizer, self.placements)
         with self.comm.stop_together():
-            self._states.offload(kinds, pin=pin_memory)
+            if self._states is None:
+                self._states = OffloadedStates(
+                    self.units, self.reducer, self.optimizer, self.placements, pin=pin_memory
+                )
+            self._states.offload(kinds)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move back what `offload_states` has moved; nothing where nothing is away. Any rank may call.

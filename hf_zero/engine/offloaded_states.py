@@ -17,7 +17,6 @@ from hf_zero.runtime.reduce_schedule import GradReducer
 from hf_zero.sharding.placement import Placements
 from hf_zero.sharding.shard import Shard, ShardTensor
 from hf_zero.sharding.unit import ShardUnit
-from hf_zero.storage import HostStore
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 _GRADIENTS = ("lp_grads", "contiguous_grad_buffer")  # one memory here
@@ -52,52 +51,53 @@ class OffloadedStates:
     """
 
     def __init__(
-        self, units: Sequence[ShardUnit], reducer: GradReducer, optimizer: ShardedOptimizer, placements: Placements
+        self,
+        units: Sequence[ShardUnit],
+        reducer: GradReducer,
+        optimizer: ShardedOptimizer,
+        placements: Placements,
+        *,
+        pin: bool,
     ) -> None:
+        """`pin`: the memory on the host is pinned. Raises StateError where masters and moments have 8 and 16 bits."""
+        if any(flat.placement.scaled for unit in units for flat in unit.flats):
+            raise StateError('offload_states is not possible with msamp O2 and O3: set msamp.opt_level to "O1"')
         self._units = units
         self._reducer = reducer
         self._optimizer = optimizer
         self._placements = placements
-        self._host: HostStore | None = None  # where they are
+        self._host = placements.lend_host(pin=pin)
         self._freed: list[_Freed] = []
         self._shards: list[ShardTensor] = []
 
-    def offload(self, kinds: Sequence[str], *, pin: bool) -> None:
-        """Move what is on the device to the host; what is there already stays. No communication.
-
-        Raises:
-            StateError: Masters and moments have 8 and 16 bits.
-        """
-        if any(flat.placement.scaled for unit in self._units for flat in unit.flats):
-            raise StateError('offload_states is not possible with msamp O2 and O3: set msamp.opt_level to "O1"')
+    def offload(self, kinds: Sequence[str]) -> None:
+        """Move what is on the device to the host; what is there already stays. No communication."""
         self._optimizer.away = "while states are on the host: call engine.reload_states() first"
-        self._host = self._host or self._placements.lend_host(pin=pin)
         for kind in kinds:
             shards = list(self._shards_of(kind))
-            states = self._optimizer.state_tensors() if kind == "optim_states" else []
-            for tensor in [*(shard.memory for shard in shards), *states]:
-                if tensor.device == self._host.device:
-                    self._free(tensor, self._host)
             for shard in shards:
+                self._free(shard.memory)
                 shard.is_away = True
             self._shards += shards
+            for state in self._optimizer.state_tensors() if kind == "optim_states" else ():
+                if state.device == self._host.device:
+                    self._free(state)
         torch.accelerator.synchronize(self._host.device)
         torch.accelerator.empty_cache()
 
-    def _free(self, tensor: torch.Tensor, host: HostStore) -> None:
+    def _free(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if not nbytes:  # another tensor that shares it came before
             return
         key = f"away/{len(self._freed)}"
-        host.create(key, nbytes, torch.uint8)
-        host.tensor(key).copy_(_bytes_of(storage), non_blocking=True)
+        self._host.create(key, nbytes, torch.uint8)
+        self._host.tensor(key).copy_(_bytes_of(storage), non_blocking=True)
         self._freed.append(_Freed(storage, key, nbytes))
         storage.resize_(0)  # whoever gets the memory next writes to it after the copy, on the same stream
 
     def reload(self) -> None:
-        """Move everything back. No communication."""
-        assert self._host is not None
+        """Move everything back, for good. No communication."""
         for freed in self._freed:
             freed.storage.resize_(freed.nbytes)
             _bytes_of(freed.storage).copy_(self._host.tensor(freed.key), non_blocking=True)
@@ -105,10 +105,13 @@ class OffloadedStates:
         self._placements.take_back(self._host)
         for shard in self._shards:
             shard.is_away = False
-        self._host, self._freed, self._shards, self._optimizer.away = None, [], [], ""
+        self._optimizer.away = ""
 
     def _shards_of(self, kind: str) -> Iterator[ShardTensor]:
-        """The shards of a kind that are memory of their own. fp32 weights that are their own master are lp_params."""
+        """The shards of a kind that are on the device, as memory of their own.
+
+        fp32 weights that are their own master are lp_params.
+        """
         found: list[Shard | None] = []
         flats = [flat for unit in self._units for flat in unit.flats]
         if kind == "lp_params":
@@ -120,7 +123,7 @@ class OffloadedStates:
         elif kind == "optim_states":
             found = [one for shards in self._optimizer.attached.values() for one in shards.values()]
         for shard in found:
-            if isinstance(shard, ShardTensor) and not shard.is_away and shard.memory.device.type != "cpu":
+            if isinstance(shard, ShardTensor) and not shard.is_away and shard.memory.device == self._host.device:
                 yield shard
 
 
