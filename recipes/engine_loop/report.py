@@ -7,7 +7,6 @@ It reads what run.sh left in the first folder, and writes report.md, losses.svg 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ if __package__ in (None, ""):  # started as a file, not with -m: the clone is no
 import numpy as np
 
 from recipes.pictures import LINES, picture, smooth
+from recipes.reports import report_parser, table
 
 EVERY = 10  # micro-batches from one line of the document to the next
 SAME = 0.02  # runs whose losses differ by less share a line in the picture
@@ -106,17 +106,17 @@ def draw(path: Path, kind: str, runs: Sequence[Run], document: Sequence[Run]) ->
 
 def table_of_runs(runs: Sequence[Run], document: dict[str, Run]) -> Iterator[str]:
     reference = next(run for run in runs if run.name == REFERENCE)
-    yield (
-        "| run | document: losses at 0, 100, 200, 300 | scale at the end | here: losses at 0, 100, 200, 300 "
-        "| scale at the end | largest difference from one process by hand | seconds of a micro-batch |"
-    )
-    yield "|---|---|---|---|---|---|---|"
+    losses, scale = "losses at 0, 100, 200, 300", "scale at the end"
+    far = "largest difference from one process by hand"
+    rows = []
     for run in runs:
         theirs = document.get(run.name)
         cells = [*(_summary(theirs, 100 // EVERY) if theirs else ("-", "-")), *_summary(run, 100)]
         comparable = abs(run.losses[0] - reference.losses[0]) < SAME
         cells += [f"{run.distance(reference):.1g}" if comparable else "other batches", f"{run.seconds:.2f}"]
-        yield f"| {run.name} | {' | '.join(cells)} |"
+        rows.append([run.name, *cells])
+    head = ["run", f"document: {losses}", scale, f"here: {losses}", scale, far, "seconds of a micro-batch"]
+    return table(head, rows)
 
 
 def _summary(run: Run, every: int) -> tuple[str, str]:
@@ -124,20 +124,24 @@ def _summary(run: Run, every: int) -> tuple[str, str]:
 
 
 def table_of_memory(found: dict[str, Any]) -> Iterator[str]:
-    yield "| configuration | memory of a GPU before the first step | document, GB | by formula | here, memory_report |"
-    yield "|---|---|---|---|---|"
+    rows = []
     for name, what, printed, nbytes, kinds in MEMORY:
         ours = sum(found["gpt2"][name][kind] for kind in kinds)
-        yield f"| {name} | {what} | {printed} | {(nbytes + MASKS) / GIB:.2f} | {ours / GIB:.2f}: {' + '.join(kinds)} |"
+        ours_in_words = f"{ours / GIB:.2f}: {' + '.join(kinds)}"
+        rows.append([name, what, printed, f"{(nbytes + MASKS) / GIB:.2f}", ours_in_words])
+    what = "memory of a GPU before the first step"
+    return table(["configuration", what, "document, GB", "by formula", "here, memory_report"], rows)
 
 
 def table_of_stages(found: dict[str, Any]) -> Iterator[str]:
     ranks, stages = found["world_size"], found["stages"]
     formulas = (16.0, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks)
-    yield f"| stage | bytes of a parameter on each of {ranks} ranks, by formula | counted | sent, of stage 0's |"
-    yield "|---|---|---|---|"
-    for stage, (formula, counted) in enumerate(zip(formulas, stages, strict=True)):
-        yield f"| {stage} | {formula:.2f} | {counted['total']:.2f} | {counted['sent'] / stages[0]['sent']:.2f} |"
+    rows = [
+        [stage, f"{formula:.2f}", f"{counted['total']:.2f}", f"{counted['sent'] / stages[0]['sent']:.2f}"]
+        for stage, (formula, counted) in enumerate(zip(formulas, stages, strict=True))
+    ]
+    formula = f"bytes of a parameter on each of {ranks} ranks, by formula"
+    return table(["stage", formula, "counted", "sent, of stage 0's"], rows)
 
 
 def table_of_claims(runs: Sequence[Run], found: dict[str, Any]) -> Iterator[str]:
@@ -183,10 +187,7 @@ def table_of_claims(runs: Sequence[Run], found: dict[str, Any]) -> Iterator[str]
         ("Total persistent parameters: 121344 in 98 params", "the same", "HF_ZERO_VERBOSITY=info, memory.py"),
         ("a delayed update costs no quality and saves time", "losses are near; open, no GPU", "../zero_offload"),
     )
-    yield "| the document | here | run |"
-    yield "|---|---|---|"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
+    return table(["the document", "here", "run"], rows)
 
 
 def _fall(run: Run) -> str:
@@ -229,9 +230,7 @@ Gradients are fp16 here, added and sent. Without the two keys of [memory.py](mem
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="?", default=Path("outputs/engine_loop"))
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder of report.md [this one]")
+    parser = report_parser(__doc__, "engine_loop")
     args = parser.parse_args()
     paths = {path.name.removesuffix(".jsonl"): path for path in args.runs.glob("*.jsonl")}
     runs = [Run.read(paths[name]) for name in ORDER if name in paths]

@@ -8,7 +8,6 @@ the bf16 runs, which differ in their seed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.pictures import LINES, picture, smooth
+from recipes.reports import report_parser, table
 
 LAST = 20  # steps whose mean is the final loss of a run
 KINDS = ("weights", "gradient", "master", "first", "second")
@@ -179,11 +179,15 @@ def text_of(one: Comparison, picture: str) -> str:
 def losses_of(one: Comparison) -> Iterable[str]:
     """The lines of the table of losses."""
     base = one.base.level
-    yield (
-        f"| runs | final loss of each seed | mean, from that of {base}, in spreads "
-        f"| below, in and above the range of {base} | from {base} of the same seed, mean | steps in the band |"
+    head = (
+        "runs",
+        "final loss of each seed",
+        f"mean, from that of {base}, in spreads",
+        f"below, in and above the range of {base}",
+        f"from {base} of the same seed, mean",
+        "steps in the band",
     )
-    yield "|---|---|---|---|---|---|"
+    rows = []
     for runs in one.compared:
         finals = ", ".join(f"{final:.4f}" for final in runs.finals)
         cells = [runs.name, finals, f"{one.distance(runs):+.2f}"]
@@ -192,23 +196,21 @@ def losses_of(one: Comparison) -> Iterable[str]:
             twins = one.from_twins(runs)
             cells += [f"{below}, {inside}, {above}", f"{np.mean(twins):+.4f}" if twins else "-"]
             cells.append(f"{one.inside(runs):.0%}")
-        yield f"| {' | '.join(cells + [''] * (6 - len(cells)))} |"
+        rows.append(cells + [""] * (len(head) - len(cells)))
+    return table(head, rows)
 
 
 def bytes_of(one: Comparison) -> Iterable[str]:
     """The lines of the table of bytes."""
-    yield f"| bytes of a rank for each parameter | {' | '.join(KINDS)} | sum | sent, of fp32's at that stage |"
-    yield "|---|" + "---|" * (len(KINDS) + 2)
+    rows = []
     for runs in one.runs.values():
         rest = [runs.last_line["at_rest"][kind] for kind in KINDS]
-        cells = " | ".join(f"{number:.2f}" for number in [*rest, sum(rest)])
-        yield f"| {runs.name} | {cells} | {one.sent(runs)} |"
+        rows.append([runs.name, *(f"{number:.2f}" for number in [*rest, sum(rest)]), one.sent(runs)])
+    return table(["bytes of a rank for each parameter", *KINDS, "sum", "sent, of fp32's at that stage"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="?", default=Path("outputs/fp8"), help="folder [outputs/fp8]")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder of report.md [this one]")
+    parser = report_parser(__doc__, "fp8")
     parser.add_argument("--format", choices=("svg", "png", "pdf"), default="svg")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ python recipes/grpo/report.py outputs/grpo --output recipes/grpo
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ if __package__ in (None, ""):  # started as a file, not with -m: the clone is no
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.pictures import LINES, draw_curves, picture
+from recipes.reports import report_parser, table
 
 NAMES = {
     "ddp-policy": "DDP, TRL alone",
@@ -56,29 +56,24 @@ def draw_parts(runs: dict[str, Lines], path: Path) -> None:
         axes.legend(frameon=False, ncols=3, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
 
 
-def table(runs: dict[str, Lines]) -> list[str]:
-    lines = [f"| run | reward, first and last 10 steps | {' | '.join(f'{part}, s' for part in PARTS)} |"]
-    lines.append("|---|---|" + "---|" * len(PARTS))
-    for name, steps in runs.items():
-        rewards = [line["reward"] for line in steps]
-        first, last = (sum(part) / len(part) for part in (rewards[:10], rewards[-10:]))
-        parts = " | ".join(f"{seconds:.3f}" for seconds in seconds_of(steps).values())
-        lines.append(f"| {name} | {first:.3f}, {last:.3f} | {parts} |")
-    return lines
+def row_of(name: str, lines: Lines) -> list[str]:
+    rewards = [line["reward"] for line in lines]
+    first, last = (sum(part) / len(part) for part in (rewards[:10], rewards[-10:]))
+    return [name, f"{first:.3f}, {last:.3f}", *(f"{seconds:.3f}" for seconds in seconds_of(lines).values())]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="?", default=Path("outputs/grpo"), help="folder [outputs/grpo]")
+    parser = report_parser(__doc__, "grpo")
     parser.add_argument("--model", default="small")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder of report.md [this one]")
     args = parser.parse_args()
     runs = load(args.runs, args.model)
     rewards = {name: [line["reward"] for line in lines] for name, lines in runs.items()}
     title = "The reward: share of small letters, means of 10 steps"
     draw_curves(args.output / "rewards.svg", rewards, title=title, ylabel="reward", smoothed=10)
     draw_parts(runs, args.output / "parts.svg")
-    text = [HOW, "", *table(runs), "", "![Rewards](rewards.svg)", "", "![Parts of a step](parts.svg)"]
+    head = ["run", "reward, first and last 10 steps", *(f"{part}, s" for part in PARTS)]
+    rows = [row_of(name, lines) for name, lines in runs.items()]
+    text = [HOW, "", *table(head, rows), "", "![Rewards](rewards.svg)", "", "![Parts of a step](parts.svg)"]
     (args.output / "report.md").write_text("\n".join(text) + "\n")
     print(args.output / "report.md")
 

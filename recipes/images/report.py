@@ -5,10 +5,9 @@ python recipes/images/report.py outputs/images --output recipes/images
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from recipes.images.train import CLASSES, WAYS
 from recipes.pictures import LINES, picture, smooth
+from recipes.reports import report_parser, table
 
 LAST = 20  # steps whose mean is the final loss, and over which curves are smoothed
 BASE = WAYS["plain"]
@@ -117,11 +117,6 @@ def draw_costs(runs: Sequence[Run], path: Path) -> None:
         left.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    for row in (head, ["---"] * len(head), *rows):
-        yield f"| {' | '.join(str(cell) for cell in row)} |"
-
-
 def text_of(runs: Sequence[Run], suffix: str) -> str:
     base = runs[0]
     learned = [
@@ -172,9 +167,7 @@ def text_of(runs: Sequence[Run], suffix: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="?", default=Path("outputs/images"), help="folder [outputs/images]")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder of report.md [this one]")
+    parser = report_parser(__doc__, "images")
     parser.add_argument("--format", choices=("svg", "png", "pdf"), default="svg")
     args = parser.parse_args()
     runs = load(args.runs)

@@ -5,7 +5,6 @@ python recipes/translation/report.py outputs/translation
 
 from __future__ import annotations
 
-import argparse
 import csv
 import html
 import json
@@ -19,6 +18,7 @@ if __package__ in (None, ""):  # started as a file, not with -m: the clone is no
 import numpy as np
 
 from recipes.pictures import LINES, picture, smooth
+from recipes.reports import report_parser, table
 
 REFERENCE = "plain"
 RUNS = {
@@ -57,30 +57,27 @@ def draw(runs: dict[str, list[float]], path: Path) -> None:
 
 
 def losses_table(runs: dict[str, list[float]]) -> Iterable[str]:
-    yield f"| run | first loss | last loss | largest distance from the first run, in {EARLY} steps | in all steps |"
-    yield "|---|---|---|---|---|"
+    rows = []
     for name, losses in runs.items():
         distances = np.abs(np.subtract(losses, runs[REFERENCE]))
-        largest = f"{distances[:EARLY].max():.0e} | {distances.max():.0e}"
-        yield f"| {RUNS[name]} | {losses[0]:.4f} | {losses[-1]:.4f} | {largest} |"
+        largest = [f"{distances[:EARLY].max():.0e}", f"{distances.max():.0e}"]
+        rows.append([RUNS[name], f"{losses[0]:.4f}", f"{losses[-1]:.4f}", *largest])
+    far = f"largest distance from the first run, in {EARLY} steps"
+    return table(["run", "first loss", "last loss", far, "in all steps"], rows)
 
 
 def scores_table(folder: Path) -> Iterable[str]:
     results = json.loads((folder / "eval_results.json").read_text())
-    yield "| sentences | loss | BLEU | chrF |"
-    yield "|---|---|---|---|"
-    for part, words in PARTS.items():
-        yield "| {} | {} |".format(
-            words,
-            " | ".join(
-                f"{results[f'{part}_{key}']:.{digits}f}" for key, digits in (("loss", 3), ("BLEU", 1), ("chrF2", 1))
-            ),
-        )
+    digits = {"loss": 3, "BLEU": 1, "chrF2": 1}
+    rows = [
+        [words, *(f"{results[f'{part}_{key}']:.{number}f}" for key, number in digits.items())]
+        for part, words in PARTS.items()
+    ]
+    return table(["sentences", "loss", "BLEU", "chrF"], rows)
 
 
 def examples(folder: Path, number: int) -> Iterable[str]:
-    yield "| sentences | English | translator | model |"
-    yield "|---|---|---|---|"
+    shown = []
     for part, words in PARTS.items():
         with (folder / f"{part}.tsv").open(encoding="utf-8", newline="") as file:
             rows = [
@@ -90,13 +87,12 @@ def examples(folder: Path, number: int) -> Iterable[str]:
             ]
         for row in rows[:: max(1, len(rows) // number)][:number]:
             cells = [html.escape(cell, quote=False).encode("ascii", "xmlcharrefreplace").decode() for cell in row]
-            yield f"| {words} | {' | '.join(cells)} |"
+            shown.append([words, *cells])
+    return table(["sentences", "English", "translator", "model"], shown)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="?", default=Path("outputs/translation"))
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder of report.md [this one]")
+    parser = report_parser(__doc__, "translation")
     args = parser.parse_args()
     runs = {name: losses_of(args.runs / name) for name in RUNS if (args.runs / name).is_dir()}
     draw(runs, args.output / "losses.svg")
