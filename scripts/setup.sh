@@ -72,7 +72,7 @@ pip() {
 if ! "$venv/bin/python" - <<'PY' 2>/dev/null
 import sys
 from importlib.metadata import version
-sys.exit(tuple(int(part) for part in version("torch").split("+")[0].split(".")[:2]) < (2, 13))
+sys.exit(tuple(int(part) for part in version("torch").split("+")[0].split(".")[:2]) < (2, 11))
 PY
 then
     say "installing $torch"

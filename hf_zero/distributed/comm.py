@@ -39,6 +39,12 @@ from hf_zero.distributed.processes import (
     refuse_shared_device,
 )
 from hf_zero.distributed.store_protocol import LostRankError, MessageBox, Presence
+from hf_zero.distributed.torch_names import (
+    all_gather_single,
+    all_gather_single_coalesced,
+    reduce_scatter_single,
+    reduce_scatter_single_coalesced,
+)
 from hf_zero.distributed.work import CommCount, Done, Finish, Observer, Pending, VoteItem
 from hf_zero.errors import OffloadError, ZeroError
 from hf_zero.native.block_pool import BlockPool
@@ -148,7 +154,7 @@ class Comm:
         with _profiled(f"hf_zero::gather ({what})"):
             if self.backend == "gloo":
                 return self._exchange(full.chunk(self.world_size), [part] * self.world_size, title)
-            return self._begin(functools.partial(dist.all_gather_single, full, part), title)
+            return self._begin(functools.partial(all_gather_single, full, part), title)
 
     def coalesced(self, what: str, *, in_background: bool = False) -> contextlib.AbstractContextManager[None]:
         """Make one operation of the all-gathers that are started inside the block, and of the reduce-scatters, and of
@@ -197,7 +203,7 @@ class Comm:
             finish = None if result is out else functools.partial(out.copy_, result)
             if self._block is not None:
                 return self._block.add("reduce_scatter", result, wire, finish)
-            return self._begin(functools.partial(dist.reduce_scatter_single, result, wire), title, finish)
+            return self._begin(functools.partial(reduce_scatter_single, result, wire), title, finish)
 
     def all_reduce(self, full: torch.Tensor, what: str, *, wire_dtype: torch.dtype | None = None) -> Pending:
         """Start summing `full` over ranks in place."""
@@ -580,19 +586,19 @@ def _profiled(name: str) -> contextlib.AbstractContextManager[Any]:
 def _all_gather(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
     """Gather tensors of any types in one operation: NCCL has a group of its calls for that, each with its own type."""
     if len(outputs) == 1:
-        return dist.all_gather_single(outputs[0], inputs[0], group=group, async_op=async_op)
+        return all_gather_single(outputs[0], inputs[0], group=group, async_op=async_op)
     options = torch._C._distributed_c10d.AllgatherOptions()
     options.asyncOp = async_op
-    return group.all_gather_single_coalesced(outputs, inputs, options)
+    return all_gather_single_coalesced(group)(outputs, inputs, options)
 
 
 def _reduce_scatter(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:
     """Reduce tensors of any types in one operation, as `_all_gather` gathers them."""
     if len(outputs) == 1:
-        return dist.reduce_scatter_single(outputs[0], inputs[0], group=group, async_op=async_op)
+        return reduce_scatter_single(outputs[0], inputs[0], group=group, async_op=async_op)
     options = dist.ReduceScatterOptions()
     options.asyncOp = async_op
-    return group.reduce_scatter_single_coalesced(outputs, inputs, options)
+    return reduce_scatter_single_coalesced(group)(outputs, inputs, options)
 
 
 def _all_reduce(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from hf_zero.distributed.torch_names import all_gather_single
 from hf_zero.errors import DivergenceError
 
 _WORD = 8  # bytes
@@ -70,7 +71,7 @@ class InputGroup:
     def _gather(self, part: torch.Tensor, what: str) -> torch.Tensor:
         full = torch.empty(self.size * part.numel(), dtype=part.dtype, device=part.device)
         try:
-            dist.all_gather_single(full, part, group=self._group)
+            all_gather_single(full, part, group=self._group)
         except (RuntimeError, ValueError) as error:
             raise DivergenceError(
                 f"rank {dist.get_rank()}: the gather of {what} over ranks {self.ranks} did not complete: "
