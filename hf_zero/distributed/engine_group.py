@@ -46,10 +46,10 @@ class EngineGroup:
         self.rank = dist.get_rank(self.link.group)
         self.run_rank = dist.get_rank()  # what messages name
         store = dist.distributed_c10d._get_default_store
-        if not is_gloo:
-            monitor = FailureMonitor(self.control.connections, self.name)
-            watch_for(monitor, self._others_ended, self._disconnected)
         self.check = OperationCheck(self.log, store, f"hf_zero/{self.name}", self.rank, self.world_size)
+        if not is_gloo:
+            self._monitor = FailureMonitor(self.control.connections, self.name)
+            watch_for(self._look, self._disconnected)
 
     def add_gloo_link(self) -> Link:
         """Connections beside those of the collectives, which end with them. All ranks must call."""
@@ -103,10 +103,18 @@ class EngineGroup:
         for link in self._take_links():
             link.close()
 
-    def _others_ended(self) -> None:
-        """Called by the monitor's thread."""
-        self._lost = "another rank closed its connections"
-        self.disconnect()
+    def _look(self) -> None:
+        """Called by the watching thread: stop where the others have ended, or run another program.
+
+        A rank whose device waits starts nothing more: its last operations are compared then, whatever its host does.
+        """
+        try:
+            if self._monitor.look():
+                self.look_for_difference()
+        except RuntimeError:
+            if not self.stopped:
+                self._lost = "another rank closed its connections"
+                self.disconnect()
 
     def end(self) -> None:
         """Give groups, sockets and threads back. All ranks must call, when nobody has more to begin here."""

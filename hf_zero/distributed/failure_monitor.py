@@ -1,7 +1,7 @@
 """Finds out that waiting for the other ranks is in vain, because one of them has died or stopped.
 
 On gloo the thread that waits looks from time to time. A device waits without the host, and its kernels would wait for
-ever: there a thread of its own looks, and has them aborted.
+ever, as would the host once it asks for a result of theirs: there a thread of its own looks, and has them aborted.
 """
 
 from __future__ import annotations
@@ -39,20 +39,13 @@ class FailureMonitor:
         return False
 
 
-def watch_for(monitor: FailureMonitor, stop: Callable[[], None], over: threading.Event) -> None:
-    """Call `stop`, a method, from a thread when the ranks' connections end, unless `over` is set before.
-
-    The thread does not keep the method's object alive.
-    """
-    args = (monitor, weakref.WeakMethod(stop), over)
+def watch_for(look: Callable[[], None], over: threading.Event) -> None:
+    """Call `look`, a method, from a thread again and again, until `over` is set or the method's object is garbage."""
+    args = (weakref.WeakMethod(look), over)
     threading.Thread(target=_look_until, args=args, name="hf_zero-watch", daemon=True).start()
 
 
-def _look_until(monitor: FailureMonitor, stop: weakref.WeakMethod[Callable[[], None]], over: threading.Event) -> None:
-    while not over.wait(TIMEOUTS.look_every) and stop() is not None:
-        try:
-            monitor.look()
-        except RuntimeError:
-            if (call := stop()) is not None and not over.is_set():
-                call()
-            return
+def _look_until(look: weakref.WeakMethod[Callable[[], None]], over: threading.Event) -> None:
+    while not over.wait(TIMEOUTS.look_every) and (look_now := look()) is not None:
+        look_now()
+        del look_now  # the object may be garbage while the thread waits

@@ -121,7 +121,6 @@ class HostWork(GroupWork):
 
     def _wait_and_look(self) -> None:
         """Go on waiting; RuntimeError if a connection ended, or other ranks started other operations."""
-        self._group.check.begin_wait()
         monitor = FailureMonitor(self._link.connections, self._group.name)
         pause = TIMEOUTS.first_look
         while True:

@@ -104,31 +104,31 @@ class OperationCheck:
         self._rank = rank
         self._keys = [f"{prefix}/operations/{other}" for other in range(world_size)]
         self._published = -1
-        self._waits_since: float | None = None
+        self._stalled_at = -1  # position of the log
+        self._stalled_since = 0.0
         self._next_look = 0.0
-
-    def begin_wait(self) -> None:
-        """This rank starts to wait for others."""
-        self._waits_since = None
 
     def difference_after_a_stall(self) -> ZeroError | None:
         """Return an error if this rank waits for nothing, because another one has started other operations.
 
-        Call it again and again during a wait.
+        Call it again and again, during a wait or always: while the rank starts operations it compares nothing.
         """
         now = time.monotonic()
-        if self._waits_since is None:
-            self._waits_since, self._next_look = now, now + TIMEOUTS.stalled
+        if self._stalled_at != self._log.position:
+            self._stalled_at = self._log.position
+            self._stalled_since, self._next_look = now, now + TIMEOUTS.stalled
         if now < self._next_look:
             return None
-        self._next_look = now + min(max(now - self._waits_since, TIMEOUTS.stalled), TIMEOUTS.compare_every)
+        self._next_look = now + min(max(now - self._stalled_since, TIMEOUTS.stalled), TIMEOUTS.compare_every)
         try:
             self._publish()
             if not self._store().check(self._keys):
                 self._next_look = now + TIMEOUTS.stalled / 4  # others may be about to publish theirs
                 return None
             return self._compare(self._keys)
-        except RuntimeError:  # the store has gone with the process that held it; the end of the wait will say so
+        except (RuntimeError, ValueError):
+            # The store has gone with the process that held it, or with the default group, and the end of the wait will
+            # say so; or another thread has just added an operation.
             return None
 
     def difference(self) -> ZeroError:

@@ -13,6 +13,11 @@ CONTRIBUTING.md, "How a process ends". So the last that Python does is, in this 
 
 An exception that ends the process leaves out the groups: other ranks must not hear of it, and end, before the launcher
 sees this one.
+
+[Note: A device's groups after an error]
+The destructor of NCCL's group waits for its watchdog, which sleeps for a minute after an error, and for kernels whose
+other ranks may never come, while those wait for this process to end. So where an exception ends a process that has
+such a group, the process ends at once: what Python has printed is written, and destructors do not run.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import enum
+import logging
 import os
 import sys
 import time
@@ -61,6 +67,7 @@ class _DefaultGroup:
 
 
 _DEFAULT_GROUP = _DefaultGroup()
+_HAS_DEVICE_GROUPS = False
 _TURNS: dict[Turn, weakref.WeakSet[EndsWithPython]] = {turn: weakref.WeakSet() for turn in Turn}
 
 
@@ -83,6 +90,12 @@ def leave_cleanly_at_exit() -> None:
     end_with_python(_DEFAULT_GROUP, Turn.WORLD)
 
 
+def end_at_once_on_errors() -> None:
+    """This process has a group of a device: see [Note: A device's groups after an error]."""
+    global _HAS_DEVICE_GROUPS
+    _HAS_DEVICE_GROUPS = True
+
+
 @atexit.register
 def _end() -> None:
     """See [Note: Threads at Python's end]."""
@@ -90,6 +103,12 @@ def _end() -> None:
     for turn in Turn:
         for one in list(_TURNS[turn]) if turn < Turn.LINKS or not fails else []:
             one.end_with_python()
+    if fails and _HAS_DEVICE_GROUPS:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a pipe that is closed already
+                stream.flush()
+        os._exit(1)
     _wait_until_at_rest()
     let_late_threads_sleep()
 

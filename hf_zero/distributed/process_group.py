@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.distributed.gloo_connections import Connections, Ends
-from hf_zero.distributed.process_end import Turn, end_with_python
+from hf_zero.distributed.process_end import Turn, end_at_once_on_errors, end_with_python
 
 # Messages of more operations than these are begun when one of them is over. All ranks begin them in the same order.
 _THREADS = 3
@@ -54,6 +54,8 @@ class Link:
         self._forgotten = weakref.finalize(owner, self._forget)
         self._forgotten.atexit = False
         end_with_python(self, Turn.LINKS)
+        if not self.is_gloo:
+            end_at_once_on_errors()
 
     def serve(self, num_threads: int) -> Jobs:
         """A queue whose jobs threads call, until the link ends. They are begun in the order of the queue."""

@@ -211,13 +211,16 @@ def refuse_shared_device(device: torch.device) -> None:
 
 
 def _identity(device: torch.device) -> str:
-    """Return what no other device of the job has: host and the device's own id, or its place among those visible."""
+    """Return what no other device of the job has: host and the device's own id, or its place among those visible.
+
+    NCCL takes processes for those of other hosts where their NCCL_HOSTID differs, and then lets them share a device.
+    """
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     own = None if properties is None else getattr(properties(device), "uuid", None)
     if own is None:
         visible = [f"{name}={value}" for name, value in sorted(os.environ.items()) if "VISIBLE_DEVICES" in name]
         own = f"{','.join(visible)}:{device.index}"
-    return f"{socket.gethostname()} {own}"
+    return f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()} {own}"
 
 
 def backend_for(device: torch.device) -> str:

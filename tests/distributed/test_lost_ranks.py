@@ -229,20 +229,24 @@ def test_the_process_ends_although_the_operation_does_not(tmp_path: Path) -> Non
 
 
 class Stopped:
-    """The stand-in for a device's group: end what its kernels wait for."""
+    """The stand-in for a device's group, which would end what its kernels wait for."""
 
-    def __init__(self) -> None:
-        self.called = threading.Event()
+    def __init__(self, monitor: FailureMonitor, over: threading.Event) -> None:
+        self.monitor, self.over, self.called = monitor, over, threading.Event()
 
-    def stop(self) -> None:
-        self.called.set()
+    def look(self) -> None:
+        try:
+            self.monitor.look()
+        except RuntimeError:
+            self.called.set()
+            self.over.set()
 
 
 def watch(comm: Comm, over: threading.Event) -> Stopped:
     group = comm._processes
     assert group is not None and group.control is not None
-    watched = Stopped()
-    watch_for(FailureMonitor(group.control.connections, group.name), watched.stop, over)
+    watched = Stopped(FailureMonitor(group.control.connections, group.name), over)
+    watch_for(watched.look, over)
     return watched
 
 
