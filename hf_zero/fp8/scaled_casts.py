@@ -154,13 +154,14 @@ def uncast(
     if _is_native(source):
         uncast_segments(source, out, segments.packed, scales, add=add, factor=factor)
         return
-    inverses = 1.0 / scales
-    for i, (start, end) in enumerate(segments):
-        values = source[start:end].float().mul_(inverses[i : i + 1]).mul_(factor)
+    values = source.float()
+    for (start, end), inverse in zip(segments, (1.0 / scales).unsqueeze(1).unbind(), strict=True):
+        part = values[start:end]
+        torch.mul(part, inverse, out=part if add else out[start:end])
+        if factor != 1.0:
+            (part if add else out[start:end]).mul_(factor)
         if add:
-            out[start:end].add_(values)
-        else:
-            out[start:end].copy_(values)
+            out[start:end].add_(part)
 
 
 def _is_native(memory: torch.Tensor) -> bool:
@@ -169,12 +170,15 @@ def _is_native(memory: torch.Tensor) -> bool:
 
 def _cast_by_torch(source: torch.Tensor, out: torch.Tensor, segments: Segments, scales: torch.Tensor) -> None:
     product = torch.zeros(source.numel(), dtype=torch.float32, device=source.device)
-    for i, (start, end) in enumerate(segments):
-        torch.mul(source[start:end], scales[i : i + 1], out=product[start:end])
-    limit = largest(out.dtype)
-    values = torch.where(product.isinf(), product, product.clamp(-limit, limit))
-    no_number = ~product.isfinite() if out.dtype == torch.float8_e4m3fn else product.isnan()
-    out.copy_(values.masked_fill_(no_number, torch.nan))
+    for (start, end), scale in zip(segments, scales.unsqueeze(1).unbind(), strict=True):
+        torch.mul(source[start:end], scale, out=product[start:end])
+    limit, nan, infinite = largest(out.dtype), math.nan, math.inf
+    if out.dtype == torch.float8_e4m3fn:
+        values = product.nan_to_num_(nan, posinf=nan, neginf=nan).clamp_(-limit, limit)
+    else:
+        values = torch.where(product.isinf(), product, product.clamp(-limit, limit))
+        values.nan_to_num_(nan, posinf=infinite, neginf=-infinite)  # all NaN get the same bits
+    out.copy_(values)
 
 
 def _check_cast(source: torch.Tensor, out: torch.Tensor, segments: Segments, scales: torch.Tensor) -> None:

@@ -22,30 +22,30 @@ _FIRST, _SECOND = 0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32)
 
 
 @torch.no_grad()
-def round_to_fp16_digits(values: torch.Tensor, pieces: Sequence[tuple[int, int]], seed: int) -> None:
+def round_to_fp16_digits(values: torch.Tensor, places: Sequence[tuple[int, int, int]], seed: int) -> None:
     """Round `values` (fp32, 1-D) in place to one of the two neighbours with 11 digits, the nearer one oftener.
 
     Values without digits beyond the eleventh, infinities and NaN stay.
 
     Args:
-        pieces: The places of the values, one piece behind the other: its first place and the number of its elements.
+        places: Pieces of the values: where they begin in `values` and in their parameter, and how many they are. What
+            lies in no piece may be rounded too.
         seed: From 0 to 2 ** 31 - 1; another one for every rounding of the same elements.
     """
-    at = 0
-    for first, numel in pieces:
-        piece = values[at : at + numel]
-        if piece.device.type == "cpu" and has_library():
-            round_fp16(piece, first, seed)
-        else:
-            _round_by_torch(piece, first, seed)
-        at += numel
+    if values.device.type != "cpu" or not has_library():
+        _round_by_torch(values, places, seed)
+        return
+    for at, first, numel in places:
+        round_fp16(values[at : at + numel], first, seed)
 
 
-def _round_by_torch(values: torch.Tensor, first: int, seed: int) -> None:
+def _round_by_torch(values: torch.Tensor, places: Sequence[tuple[int, int, int]], seed: int) -> None:
     bits = values.view(torch.int32)
-    places = torch.arange(first, first + values.numel(), dtype=torch.int32, device=values.device)
-    noise = _mixed(places * _GOLDEN + seed) & _LOW
-    rounded = (bits + noise).bitwise_and_(~_LOW)
+    numbers = torch.zeros_like(bits)
+    for at, first, numel in places:
+        torch.arange(first, first + numel, out=numbers[at : at + numel])
+    noise = _mixed(numbers.mul_(_GOLDEN).add_(seed)) & _LOW
+    rounded = noise.add_(bits).bitwise_and_(~_LOW)
     bits.copy_(torch.where(values.isfinite(), rounded, bits))
 
 

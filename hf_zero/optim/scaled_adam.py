@@ -11,7 +11,7 @@ rounded at random (stochastic_rounding.py): in most steps they change by less th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ from hf_zero.runtime.scaled_grads import ScaledGradAccumulator
 from hf_zero.sharding.flat_param import FlatParam
 from hf_zero.sharding.scaled_shard import ScaledShard
 
+# Elements that are decoded at once, unless one parameter has more: few operations, and 16 bytes of fp32 for each.
+_RANGE_NUMEL = 1 << 25
 TYPES = (torch.float8_e4m3fn, torch.float16)  # of the moments, in the order of MOMENTS
 
 
@@ -84,9 +86,8 @@ class ScaledAdam(UpdateRule):
     def step(self, has_grad: Mapping[GradAccumulator, Sequence[bool]], factor: float) -> bool:
         """See UpdateRule.step."""
         for state, largest in zip(self._states.values(), self._largest(), strict=True):
-            for number, group in state.groups.items():
-                if has_grad[state.grads][number]:
-                    _update(state, number, group, largest[:, number], factor)
+            for first, end in _alike(state, has_grad[state.grads]):
+                _update(state, first, end, largest[:, first:end], factor)
             state.flat.refresh()
         return True
 
@@ -129,27 +130,48 @@ class ScaledAdam(UpdateRule):
         return sum(moment.nbytes for state in self._states.values() for moment in state.moments.values())
 
 
-def _update(state: _State, number: int, group: Mapping[str, Any], largest: torch.Tensor, factor: float) -> None:
-    """Update what this rank owns of one parameter.
+def _alike(state: _State, has_grad: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Yield ranges [first, end) of consecutive parameters whose update is the same: by group and number of updates."""
+    spans, first, end = state.master.spans, 0, 0
+    for number in sorted(number for number in state.groups if has_grad[number]):
+        is_alike = (
+            number == end
+            and state.groups[number] is state.groups[first]
+            and state.steps.get(number, 0) == state.steps.get(first, 0)
+            and spans[number][1] - spans[first][0] <= _RANGE_NUMEL
+        )
+        if not is_alike:
+            if first < end:
+                yield first, end
+            first = number
+        end = number + 1
+    if first < end:
+        yield first, end
+
+
+def _update(state: _State, first: int, end: int, largest: torch.Tensor, factor: float) -> None:
+    """Update what this rank owns of parameters that are `_alike`.
 
     Args:
-        largest: The largest master weight, first and second moment of the whole parameter, [3].
-        factor: Multiplies the gradient.
+        largest: The largest master weight, first and second moment of the whole parameters, [3, parameters].
+        factor: Multiplies the gradients.
     """
-    rule = AdamRule.of(group)
-    step = state.steps[number] = state.steps.get(number, 0) + 1
-    grad = state.grads.shard.decode(number).mul_(factor)
-    master, first, second = (shard.decode(number) for shard in state.shards)
-    largest_grad = state.grads.shard.amaxes[number] * abs(factor)
+    rule, group = AdamRule.of(state.groups[first]), state.groups[first]
+    step = state.steps.get(first, 0) + 1
+    state.steps.update(dict.fromkeys(range(first, end), step))
+    params = state.master.range_of(first, end)
+    grad = state.grads.shard.decode(params).mul_(factor)
+    master, exp_avg, exp_avg_sq = (shard.decode(params) for shard in state.shards)
+    largest_grad = state.grads.shard.amaxes[first:end] * abs(factor)
     if not rule.decoupled:
         largest_grad = largest_grad + rule.weight_decay * largest[0]
     adam(
         [master],
         [grad],
-        [first],
-        [second],
+        [exp_avg],
+        [exp_avg_sq],
         [],
-        [torch.tensor(float(step - 1), device=master.device)],
+        [torch.full((), float(step - 1), device=master.device)],
         foreach=False,
         fused=True,
         amsgrad=False,
@@ -161,10 +183,10 @@ def _update(state: _State, number: int, group: Mapping[str, Any], largest: torch
         maximize=bool(group.get("maximize", False)),
         decoupled_weight_decay=rule.decoupled,
     )
-    state.master.encode(number, master, seed=_seed(step, 0))
-    state.moments["exp_avg"].encode(number, first, rule.beta1 * largest[1] + (1 - rule.beta1) * largest_grad)
-    bound = rule.beta2 * largest[2] + (1 - rule.beta2) * largest_grad.square()
-    state.moments["exp_avg_sq"].encode(number, second, bound, seed=_seed(step, 1))
+    state.master.encode(params, master, seed=_seed(step, 0))
+    state.moments["exp_avg"].encode(params, exp_avg, rule.beta1 * largest[1] + (1 - rule.beta1) * largest_grad)
+    bounds = rule.beta2 * largest[2] + (1 - rule.beta2) * largest_grad.square()
+    state.moments["exp_avg_sq"].encode(params, exp_avg_sq, bounds, seed=_seed(step, 1))
 
 
 def _seed(step: int, state: int) -> int:

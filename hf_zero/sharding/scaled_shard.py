@@ -6,6 +6,7 @@ Outside it is a shard of fp32: who reads gets the values, who writes gives them,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,16 @@ from hf_zero.sharding.shard import Shard, ShardTensor, placeholder, slices_by_na
 from hf_zero.storage.base import BorrowedTensors
 
 _CHUNK_NUMEL = 1 << 20
-_ONE = Segments([(0, 1)])
+
+
+class ParamRange(NamedTuple):
+    """Consecutive parameters of a shard, and the padding between them, which are rounded together."""
+
+    numbers: slice
+    memory: slice
+    segments: Segments  # the parameters inside of `memory`
+    places: list[tuple[int, int, int]]  # pieces: where in `memory`, their first place in the parameter, elements
+    each: Segments  # one element for each parameter
 
 
 class ScaledShard(Shard):
@@ -41,7 +51,7 @@ class ScaledShard(Shard):
             end = self.spans[-1][1] if self.spans else 0
             self.spans.append(owned.get(slot.name, (end, end)))
         self.segments = Segments(self.spans)
-        self._alone = [Segments([(0, end - start)]) for start, end in self.spans]
+        self._ranges: dict[tuple[int, int], ParamRange] = {}
         self.scales = torch.ones(len(self.spans), device=device)
         self.amaxes = torch.zeros(len(self.spans), device=device)
         self._number_of = {slot.name: number for number, slot in enumerate(layout.slots)}
@@ -54,50 +64,69 @@ class ScaledShard(Shard):
     def in_memory(self) -> None:
         return None
 
-    # ---------------------------------------------------------------- one parameter
+    # ---------------------------------------------------------------- some parameters
+    def range_of(self, first: int, end: int) -> ParamRange:
+        """Return the parameters from number `first` up to `end`, at least one."""
+        if (first, end) not in self._ranges:
+            self._ranges[first, end] = self._make_range(first, end)
+        return self._ranges[first, end]
+
+    def _make_range(self, first: int, end: int) -> ParamRange:
+        start, spans = self.spans[first][0], self.spans[first:end]
+        places = []
+        for number, (low, _) in enumerate(spans, first):
+            slice_ = self._slices.get(self.layout.slots[number].name)
+            for piece in () if slice_ is None else slice_.pieces:
+                places.append((low - start, piece.start, piece.numel))
+                low += piece.numel
+        segments = Segments([(low - start, high - start) for low, high in spans])
+        each = Segments([(at, at + 1) for at in range(end - first)])
+        return ParamRange(slice(first, end), slice(start, spans[-1][1]), segments, places, each)
+
     def encode(
-        self, number: int, values: torch.Tensor, bound: torch.Tensor | None = None, seed: int | None = None
+        self, params: ParamRange, values: torch.Tensor, bounds: torch.Tensor | None = None, seed: int | None = None
     ) -> None:
-        """Round the values of parameter `number`, fp32 1-D, to what is stored.
+        """Round the values of `params`, fp32 1-D, to what is stored. What is between them becomes zero.
 
         Args:
-            bound: No value of any rank is larger, 0-dim: the scale is then the same on all ranks that give the same.
+            bounds: No value of any rank is larger, 1-D over `params`: the scales are then the same on all ranks that
+                give the same.
             seed: Round to fp16 at random, and change `values` so: see stochastic_rounding.py. None: to the nearest.
         """
-        start, end = self.spans[number]
-        whole, stored = self._alone[number], self.memory[start:end]
+        stored = self.memory[params.memory]
         if seed is not None:
-            slice_ = self._slices.get(self.layout.slots[number].name)
-            pieces = () if slice_ is None else slice_.pieces
-            round_to_fp16_digits(values, [(piece.start, piece.numel) for piece in pieces], seed)
-        if bound is None:
-            amax = amaxes(values, whole)
-            scale = scales_for(amax, stored.dtype)
-            cast(values, stored, whole, scale)
+            round_to_fp16_digits(values, params.places, seed)
+        if bounds is None:
+            found = amaxes(values, params.segments)
+            scales = scales_for(found, stored.dtype)
+            cast(values, stored, params.segments, scales)
         else:
-            scale = scales_for(bound.reshape(1).to(self.scales), stored.dtype)
-            amax = cast_and_amax(values, stored, whole, scale)
-        self.scales[number : number + 1] = scale
-        self.amaxes[number : number + 1] = self._rounded(amax, scale)
+            scales = scales_for(bounds.to(self.scales), stored.dtype)
+            found = cast_and_amax(values, stored, params.segments, scales)
+        self.scales[params.numbers] = scales
+        self.amaxes[params.numbers] = self._rounded(found, params.each, scales)
 
-    def _rounded(self, amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The largest value as it is stored: rounding keeps the order, so the largest stays the largest."""
-        stored = torch.empty_like(amax, dtype=self.memory.dtype)
-        cast(amax, stored, _ONE, scale)
-        uncast(stored, amax, _ONE, scale)
-        return amax
+    def _rounded(self, found: torch.Tensor, each: Segments, scales: torch.Tensor) -> torch.Tensor:
+        """The largest values as they are stored: rounding keeps the order, so the largest stays the largest."""
+        stored = torch.empty_like(found, dtype=self.memory.dtype)
+        cast(found, stored, each, scales)
+        uncast(stored, found, each, scales)
+        return found
 
-    def decode(self, number: int) -> torch.Tensor:
-        """The values of parameter `number`, fp32 1-D, in memory of their own."""
-        start, end = self.spans[number]
-        values = torch.empty(end - start, device=self.memory.device)
-        uncast(self.memory[start:end], values, self._alone[number], self.scales[number : number + 1])
+    def decode(self, params: ParamRange) -> torch.Tensor:
+        """The values of `params`, fp32 1-D, in memory of their own, and zero between them."""
+        stored = self.memory[params.memory]
+        values = torch.zeros(stored.numel(), device=stored.device)
+        uncast(stored, values, params.segments, self.scales[params.numbers])
         return values
+
+    def _param(self, number: int) -> ParamRange:
+        return self.range_of(number, number + 1)
 
     def rescale(self, number: int, bound: torch.Tensor) -> None:
         """Store parameter `number` with the scale of `bound`, 0-dim: the same on all ranks that give the same."""
         if not torch.equal(scales_for(bound.reshape(1).to(self.scales), self.memory.dtype), self.scales[number:][:1]):
-            self.encode(number, self.decode(number), bound)
+            self.encode(self._param(number), self.decode(self._param(number)), bound.reshape(1))
 
     def stored_slice(self, slice_: Slice) -> tuple[torch.Tensor, float]:
         """The elements of a slice as they are stored, a view, and their scale."""
@@ -165,16 +194,18 @@ class ScaledShard(Shard):
         return [placeholder(shape, self.dtype, self.memory.device)]
 
     def read_slice(self, slice_: Slice) -> torch.Tensor:
-        return self.decode(self._number_of[slice_.name])
+        return self.decode(self._param(self._number_of[slice_.name]))
 
     def write_slice(self, slice_: Slice, values: torch.Tensor) -> None:
-        self.encode(self._number_of[slice_.name], values.reshape(-1).to(self.memory.device, torch.float32))
+        self.encode(
+            self._param(self._number_of[slice_.name]), values.reshape(-1).to(self.memory.device, torch.float32)
+        )
 
     def _targets(self) -> Iterator[tuple[int, torch.Tensor]]:
         for number, (start, end) in enumerate(self.spans):
             values = torch.empty(end - start, device=self.memory.device)
             yield start, values
-            self.encode(number, values)
+            self.encode(self._param(number), values)
 
     def borrow(self) -> tuple[ShardTensor, BorrowedTensors | None]:
         raise AssertionError(f"{self.layout.name}: values of {self.memory.dtype} are read by decode")

@@ -45,7 +45,7 @@ def test_it_is_the_reference(simd: str, monkeypatch: pytest.MonkeyPatch) -> None
     special = [0.0, -0.0, math.inf, -math.inf, 1.0, -2.0, 2049 / 2048, 4095.5, 3.4e38, 1.1754944e-38]
     values[: len(special)] = torch.tensor(special)
     values[20] = math.nan
-    pieces = [(7, 1000), (50_000, 2000)]
+    pieces = [(0, 7, 1000), (1000, 50_000, 2000)]
     places = [*range(7, 1007), *range(50_000, 52_000)]
     for seed in (0, 5, 2**31 - 1):
         got = values.clone()
@@ -61,10 +61,10 @@ def test_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for threads in ("1", "2", "3"):
         monkeypatch.setenv("HF_ZERO_CPU_THREADS", threads)
         results.append(values.clone())
-        round_to_fp16_digits(results[-1], [(11, 100_000), (900_000, 200_007)], 12345)
+        round_to_fp16_digits(results[-1], [(0, 11, 100_000), (100_000, 900_000, 200_007)], 12345)
     monkeypatch.setattr(stochastic_rounding, "has_library", lambda: False)
     by_torch = values.clone()
-    round_to_fp16_digits(by_torch, [(11, 100_000), (900_000, 200_007)], 12345)
+    round_to_fp16_digits(by_torch, [(0, 11, 100_000), (100_000, 900_000, 200_007)], 12345)
     assert all(torch.equal(one, by_torch) for one in results) and not torch.equal(by_torch, values)
 
 
@@ -73,7 +73,7 @@ def test_the_mean_of_many_roundings_is_the_value() -> None:
     total, rounds = torch.zeros(512, dtype=torch.float64), 400
     for seed in range(rounds):
         once = values.clone()
-        round_to_fp16_digits(once, [(0, 512)], seed * 0x632BE5AB % 2**31)
+        round_to_fp16_digits(once, [(0, 0, 512)], seed * 0x632BE5AB % 2**31)
         assert torch.equal(once, once.half().float())
         total += once
     error = (total / rounds - values.double()) / 2.0**-10  # in units of the last digit of [1, 2)
