@@ -12,14 +12,15 @@ with the load of the machine. The run fails if the losses of the variants differ
 
 Variants: plain (one rank only), ddp, fsdp2 (fully_shard per decoder layer and on the root), zero0 ... zero3 (hf_zero,
 stage3_param_persistence_threshold 10 x hidden, as transformers' "auto"), zero3-p0 (threshold 0), zero3-auto (bucket
-sizes by transformers' "auto" rules too), zero0-O1 ... zero2-O3 (FP8 by the levels of msamp, in fp32 around it; needs
-torchao: PYTHONPATH=.venv/torchao).
+sizes by transformers' "auto" rules too), zero0-O1 ... zero2-O3 (FP8 by the levels of msamp, around it fp32, or fp16
+with --dtype bf16; needs torchao: PYTHONPATH=.venv/torchao).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 import json
 import math
@@ -162,12 +163,23 @@ def zero_config(name: str, args: argparse.Namespace, hidden: int) -> dict[str, A
         "gradient_clipping": args.clip,
         "zero_optimization": zero,
         "bf16": {"enabled": args.dtype == "bf16" and not fp8},
+        "fp16": {"enabled": args.dtype == "bf16" and fp8, "initial_scale_power": 12},
         **({"msamp": {"enabled": True, "opt_level": flavour}} if fp8 else {}),
     }
 
 
+@functools.cache
+def _built(size: ModelSize) -> nn.Module:
+    """The model that every variant copies: random numbers for large ones take ten seconds."""
+    return size.build()
+
+
 def make_variant(name: str, size: ModelSize, args: argparse.Namespace) -> Torch | Zero:
-    model = size.build()
+    model = copy.deepcopy(_built(size))
+    if args.compile:
+        layers: Any = model.get_submodule("model.layers")
+        for layer in layers:
+            layer.compile()
     if name.startswith("zero"):
         model = place.put(model, args.device)
         optimizer = make_optimizer(model.parameters(), args)
@@ -189,7 +201,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             name = variant + suffix
             size_of[name] = size
             variants[name] = make_variant(variant, size, args)
-        numel[suffix] = sum(param.numel() for param in size.build().parameters())
+        numel[suffix] = sum(param.numel() for param in _built(size).parameters())
 
     device = benchlib.compute_device(args.device)
 
@@ -259,8 +271,8 @@ def header(args: argparse.Namespace, numel: dict[str, int]) -> list[str]:
     where = "gloo" if args.device == "cpu" else args.device
     lines.append(
         f"{args.world} {where} rank(s), {args.threads} thread(s) each, {args.dtype}, micro-batch {args.micro_batch} x "
-        f"{args.seq} tokens, AdamW({args.optimizer}), clip {args.clip or 'off'}, {args.rounds} rounds x {args.steps} "
-        f"steps per variant after {args.warmup} to warm up"
+        f"{args.seq} tokens{', compiled layers' * args.compile}, AdamW({args.optimizer}), clip {args.clip or 'off'}, "
+        f"{args.rounds} rounds x {args.steps} steps per variant after {args.warmup} to warm up"
     )
     for name in args.variants:
         if name.startswith("zero"):
@@ -361,6 +373,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=3, help="steps of a variant per round")
     add("--warmup", type=int, default=3)
     add("--dtype", choices=("fp32", "bf16"), default="fp32")
+    add("--compile", action="store_true", help="torch.compile the decoder layers of every variant")
     add("--optimizer", choices=("fused", "foreach", "loop"), default="fused", help="implementation of AdamW, for all")
     add("--lr", type=float, default=1e-4)
     add("--clip", type=float, default=0.0, help="gradient norm to clip at; 0 is off")

@@ -1,18 +1,19 @@
 """Shows what hf_zero does on GPUs, as a table: scripts/smoke.sh sets up and starts this.
 
-    python scripts/smoke.py                  # one GPU, 8 minutes; exit status 1 if anything is not as it should be
+    python scripts/smoke.py                  # one GPU, 4 minutes; exit status 1 if anything is not as it should be
     python scripts/smoke.py --ranks 0        # all GPUs of the host, over their own backend, 10 minutes
+    python scripts/smoke.py --ranks 2 --one-device   # the same checks on one GPU: NCCL takes its ranks for two hosts
     python scripts/smoke.py --results        # add the table to RESULTS.md
     python scripts/smoke.py --only parity,memory
     python scripts/smoke.py --device lag --size tiny   # a rehearsal without hardware, on the device of tests/lag
 
-On one GPU, each in processes of its own: parity (every stage and medium, with the losses of the CPU, and where the
-host waits for the device), lifetimes (resume with fused AdamW, teardown, a second engine), shared (two ranks on the
-one device, through the host), memory (peaks beside the plans of hf-zero estimate), speed (tokens per second of
-offload), theirs (DeepSpeed's). On several: parity (under torchrun: every stage and medium with the losses of one
-process, and the waits and collectives of a step), killed (the others end with a sentence, within seconds), resume (a
-checkpoint at another number of ranks), speed (tokens per second beside DDP and FSDP2). Where there are fewer GPUs the
-exit status is 2, with --skip-without-gpu 0.
+On one GPU, each in a process of its own: parity (every stage and medium, with the losses of the CPU, and where the
+host waits for the device), lifetimes (resume with fused AdamW, teardown, a second engine), memory (peaks beside the
+plans of hf-zero estimate), speed (tokens per second of offload), theirs (DeepSpeed's). On several ranks: parity (under
+torchrun: every stage and medium with the losses of one process, and the waits and collectives of a step), failures (a
+rank is killed, or runs another program: all end with a sentence, within seconds), resume (a checkpoint at another
+number of ranks), speed (tokens per second beside DDP and FSDP2). Where there are fewer GPUs the exit status is 2, with
+--skip-without-gpu 0.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from benchlib import ModelSize
 from smoke_checks import (
-    killed_rank,
+    failed_rank,
     lifetimes,
     memory,
     other_world,
@@ -38,7 +39,6 @@ from smoke_checks import (
     place,
     ranks,
     rows,
-    shared_device,
     speed,
     waits,
 )
@@ -55,12 +55,12 @@ SIZES = {
 }
 MEASURED_SHAPES = {"full": Shape(4, 512, steps=5), "tiny": Shape(tokens=8, steps=2)}
 # Checks and the seconds that they may take.
-ON_ONE = {"parity": 150, "lifetimes": 90, "shared": 120, "memory": 60, "speed": 60, "theirs": 240}
-ON_SEVERAL = {"parity": 240, "killed": 90, "resume": 90, "speed": 240}
+ON_ONE = {"parity": 150, "lifetimes": 90, "memory": 60, "speed": 60, "theirs": 240}
+ON_SEVERAL = {"parity": 240, "failures": 150, "resume": 90, "speed": 240}
 
 
 def rows_on_one(check: str, args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """Check one device, in a process of its own, or in two for `shared`."""
+    """Check one device, in a process of its own."""
     for_numbers, for_measures = SIZES[args.size]
     numbers = Task(for_numbers, Shape(tokens=8 if args.size == "tiny" else 32), args.folder, brief=args.brief)
     measures = Task(for_measures, MEASURED_SHAPES[args.size], args.folder, brief=args.brief)
@@ -69,8 +69,6 @@ def rows_on_one(check: str, args: argparse.Namespace, device: torch.device) -> I
         yield from parity.unseen(waits.can_count(device))
     elif check == "lifetimes":
         yield from lifetimes.check(numbers, args.device)
-    elif check == "shared":
-        yield from shared_device.check(numbers, args.device)
     elif check == "memory":
         yield from memory.check(measures, args.device)
     elif check == "speed":
@@ -90,11 +88,13 @@ def rows_on_several(check: str, args: argparse.Namespace) -> Iterator[Row]:
     elif check == "resume":
         yield from other_world.resume(task, args.device)
     else:
-        killed_rank.train_until_killed(task, killed_rank.KILLED[int(args.more[0])], args.device, Path(args.more[1]))
+        failed_rank.train_until_it_fails(task, args.device, int(args.more[0]), Path(args.more[1]))
 
 
 def in_check(args: argparse.Namespace) -> None:
     """Run as a rank of a check. Rows are written as they come, so that a crash loses none that was seen."""
+    if args.one_device:
+        place.be_a_host_of_its_own()
     device = place.prepare(args.device)
     assert device is not None
     found: list[Row] = []
@@ -111,12 +111,11 @@ def run_check(check: str, args: argparse.Namespace, folder: Path) -> list[Row]:
     limit_s = (ON_ONE if args.ranks == 1 else ON_SEVERAL)[check] * args.patience
     program = _program(check, args, folder)
     if args.ranks == 1:
-        count = 2 if check == "shared" else 1
-        return _ended(check, folder, ranks.run(program, count, shares_device=True, timeout_s=limit_s))
+        return _ended(check, folder, ranks.run(program, 1, timeout_s=limit_s))
     if check == "speed":
         return list(peers.check(args.device, args.size, args.ranks, folder, limit_s))
-    if check == "killed":
-        return list(killed_rank.check([*program, "--more"], args.ranks, folder, limit_s))
+    if check == "failures":
+        return list(failed_rank.check([*program, "--more"], args.ranks, folder, limit_s))
     steps = [(check, args.ranks)]
     if check == "resume":
         steps = [("save", args.ranks), ("resume", max(1, args.ranks // 2))]
@@ -130,7 +129,7 @@ def run_check(check: str, args: argparse.Namespace, folder: Path) -> list[Row]:
 def _program(check: str, args: argparse.Namespace, folder: Path) -> list[str]:
     files = {"save": "checkpoints", "resume": "checkpoints"}.get(check, check)
     program = [sys.argv[0], "--check", check, "--out", str(folder / f"{check}.json"), "--device", args.device]
-    program += ["--brief"] * args.brief
+    program += ["--brief"] * args.brief + ["--one-device"] * args.one_device
     program += ["--ranks", str(args.ranks), "--size", args.size]
     return [*program, "--folder", str(Path(args.folder or folder) / files)]
 
@@ -153,6 +152,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--ranks", type=int, default=1, help="GPUs to use (0: all of the host, two at least)")
+    add("--one-device", action="store_true", help="let all ranks share the first GPU, over NCCL's sockets")
     add("--device", choices=place.CHOICES, default="accelerator", help="torch's accelerator, or the rehearsal device")
     add("--size", choices=tuple(SIZES), default="full", help="of the models")
     add("--only", help="checks, comma-separated")
@@ -166,7 +166,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--more", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     checks = tuple(ON_ONE if args.ranks == 1 else ON_SEVERAL)
-    args.only = args.only.split(",") if args.only else checks
+    # Ranks that share a GPU take turns on it: their speed says nothing.
+    default = [name for name in checks if not (args.one_device and name == "speed")]
+    args.only = args.only.split(",") if args.only else default
     if unknown := [name for name in args.only if name not in checks]:
         parser.error(f"no check is named {', '.join(unknown)}; there are {', '.join(checks)}")
     return args
@@ -177,7 +179,7 @@ def choose_ranks(args: argparse.Namespace) -> None:
     there = 0 if place.prepare(args.device) is None else torch.accelerator.device_count()
     wanted = str(args.ranks) if args.ranks else "two or more"
     args.ranks = args.ranks or max(2, there)
-    if args.ranks > there:
+    if there < (1 if args.one_device else args.ranks):
         print(f"smoke: skipped, it needs {wanted} accelerator{'s' * (wanted != '1')}, and torch finds {there} here.")
         sys.exit(0 if args.skip_without_gpu else 2)
 

@@ -36,12 +36,8 @@ def environment() -> dict[str, str]:
     return {**os.environ, **given, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
-def run(program: Sequence[str], count: int, *, shares_device: bool = False, timeout_s: float) -> list[Ended]:
-    """Run `program` on `count` ranks until all have ended; who has not after `timeout_s` is killed.
-
-    Args:
-        shares_device: All ranks have the local rank 0, and with it one device.
-    """
+def run(program: Sequence[str], count: int, *, timeout_s: float) -> list[Ended]:
+    """Run `program` on `count` ranks until all have ended; who has not after `timeout_s` is killed."""
     env = environment() | {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env.setdefault("OMP_NUM_THREADS", "1")
@@ -49,7 +45,7 @@ def run(program: Sequence[str], count: int, *, shares_device: bool = False, time
         started, files, processes = time.monotonic(), [], []
         for rank in range(count):
             files.append(stack.enter_context(tempfile.TemporaryFile("w+")))
-            own = env | {"RANK": str(rank), "LOCAL_RANK": "0" if shares_device else str(rank)}
+            own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [sys.executable, *program]
             process = subprocess.Popen(command, env=own, stdout=files[-1], stderr=subprocess.STDOUT)
             processes.append(process)

@@ -21,6 +21,7 @@ def test_it_runs_to_its_end() -> None:
     rows = (
         "2 ranks, stage 3, nvme+nvme",
         "a rank of 2 is killed, stage 2",
+        "a rank of 2 starts another operation in backward, stage 3",
         "checkpoint of 2 ranks, resumed by 1, stage 3",
     )
     for seen in (*rows, "bench_step.py: all train alike", "speed, zero3"):
@@ -39,17 +40,17 @@ def test_without_two_gpus_it_says_so() -> None:
 def test_a_rank_that_goes_on_is_found() -> None:
     """The check of a killed rank, where the others do not notice, or say nothing of ours."""
     code = """
-from smoke_checks import killed_rank
+from smoke_checks import failed_rank
 from smoke_checks.ranks import Ended
 ends = [(1, 9.0, "DivergenceError"), (0, 9.0, ""), (1, 9.0, "RuntimeError: x"), (1, 99.0, "DivergenceError")]
 for others in ([Ended(*end)] for end in ends):
-    row = killed_rank._judged("name", others, 5.0)
+    row = failed_rank._judged("name", others, 5.0)
     print(row.status, row.detail)
 """
     said = run("-c", code).stdout.splitlines()
     assert said == [
         "ok DivergenceError after 4.0 s",
-        "FAILED rank 0 went on",
-        "FAILED rank 0 said nothing of ours: RuntimeError: x",
-        "FAILED the others took 94 s",
+        "FAILED rank 0 went on: ",
+        "FAILED rank 0 said nothing of ours (status 1): RuntimeError: x",
+        "FAILED they took 94 s",
     ]
