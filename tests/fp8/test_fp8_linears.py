@@ -273,3 +273,36 @@ def with_accelerate() -> list[float]:
 def test_an_accelerate_loop_trains() -> None:
     for losses in run_ranks(with_accelerate, 2, init_group=False):
         assert losses[-1] < 0.8 * losses[0]
+
+
+# -------------------------------------------------------------------- compiled
+def train_block(level: str, stage: int, compiled: bool) -> tuple[list[float], int]:
+    """The losses, and how many graphs torch.compile made."""
+    use_torchao()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)))
+    if compiled:
+        model[0].compile(backend="aot_eager")
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        "msamp": {"enabled": True, "opt_level": level},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    inputs, losses = torch.randn(4, 16, generator=torch.Generator().manual_seed(engine.rank)), []
+    for _ in range(4):
+        loss = (engine(inputs) - 1).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(("level", "stage"), [("O1", 0), ("O3", 2)])
+def test_compiled_layers_train_as_the_others(level: str, stage: int) -> None:
+    """The guide advises it: most of the small operations of a step are torchao's, and are fused then."""
+    plain, compiled = (run_ranks(train_block, 2, level, stage, one, timeout=120) for one in (False, True))
+    for (want, none), (found, graphs) in zip(plain, compiled, strict=True):
+        assert found == pytest.approx(want, rel=1e-5) and want[-1] < 0.8 * want[0]
+        assert none == 0 < graphs
