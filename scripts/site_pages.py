@@ -17,7 +17,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("*.md", "docs/*.md", "recipes/**/*.md", "conversion/README.md", "hf_zero/config/SUPPORTED.md")
+# Not what lies deeper in a recipe: runs leave model cards there.
+PAGES = ("*.md", "docs/*.md", "recipes/*.md", "recipes/*/*.md", "conversion/README.md", "hf_zero/config/SUPPORTED.md")
 PUBLIC_MODULES = ("hf_zero", "hf_zero.optim", "hf_zero.pipeline", "hf_zero.estimate")
 
 # A search for a message leads to its remedy, one for a key to its sentence, before pages that only mention it.

@@ -36,7 +36,7 @@ GUIDES = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "RESULTS.md")),
     *GUIDES,
-    *sorted(ROOT.glob("recipes/**/*.md")),
+    *sorted([*ROOT.glob("recipes/*.md"), *ROOT.glob("recipes/*/*.md")]),  # deeper lies what runs have left
     ROOT / "conversion" / "README.md",
 ]
 RUN_PER_CHANGE = ("README", "launching", "pipeline")  # the examples of other guides run at night
