@@ -29,6 +29,12 @@ def test_it_runs_to_its_end() -> None:
     assert "10 all_gather" in done.stdout
 
 
+def test_two_ranks_share_one_device() -> None:
+    done = run("smoke.py", *REHEARSAL, "--ranks", "2", "--one-device", "--only", "resume", LAG_DEVICES="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\ncheckpoint of 2 ranks, resumed by 1, stage 3" in done.stdout
+
+
 def test_without_two_gpus_it_says_so() -> None:
     done = run("smoke.py", "--ranks", "0", CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stderr) == (2, "")
