@@ -83,7 +83,7 @@ class EngineGroup:
     def expect_equal(self, digests: Sequence[float], what: str) -> None:
         """`digests`: of the operations of every rank up to `what`, in rank order. All ranks must call."""
         if len(set(digests)) > 1:
-            error = self.check.difference()
+            error = self.check.difference(digests)
             self.abandon(error)
             raise self.failure(what, error)
 

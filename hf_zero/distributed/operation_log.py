@@ -5,10 +5,11 @@ only) would exchange tensors that do not belong together: other weights of the s
 
 [Note: Matching]
 Every operation has a tag, a digest of all operations up to it. Messages of gloo carry it, so operations with another
-history never meet: both ranks wait. A rank that waits for long publishes the list of its last operations in the
-key-value store and compares it with those of the other ranks. What gloo matches by order alone (all-reduce, broadcast)
-and everything on other backends is confirmed before its result counts: the digests of all ranks are compared at the
-end of a forward and before an update (Comm.confirm, Comm.vote).
+history never meet: both ranks wait. A rank that waits for long publishes its position and digest in the key-value
+store, with the list of its last operations, and compares with every rank that has come no farther: it knows its own
+digests at the last positions. Lists are read only where digests differ. What gloo matches by order alone (all-reduce,
+broadcast) and everything on other backends is confirmed before its result counts: the digests of all ranks are
+compared at the end of a forward and before an update (Comm.confirm, Comm.vote).
 
 A call that all ranks must make and that exchanges nothing, such as a backward whose gradients stay on their rank, is
 an operation too (Comm.note_call): where one rank leaves it out, the next exchange finds the difference.
@@ -29,6 +30,7 @@ from hf_zero.errors import DivergenceError, StateError, ZeroError
 
 _KEPT = 256  # operations, for the comparison
 _SHOWN = 5  # operations of each rank in a message
+_RANKS_SHOWN = 8  # in a message: it stays readable, and the store is asked for few lists
 _TAG_BITS = 31
 _DIGEST_BITS = 52  # exact in a float64
 # The operations of a unit's parameters and gradients; the rest are calls of the engine.
@@ -55,21 +57,22 @@ class OperationLog:
     """Operations of one group. On ranks in step, position, tag and digest are the same."""
 
     def __init__(self) -> None:
-        self._recent: collections.deque[Operation] = collections.deque(maxlen=_KEPT)
+        # With the position of each, because another thread may read while one is added.
+        self._kept: collections.deque[tuple[int, Operation, bytes]] = collections.deque(maxlen=_KEPT)
         self.clear()
 
     def clear(self) -> None:
         """Forget all operations: the group was made anew."""
-        self._recent.clear()
+        self._kept.clear()
         self.position = 0
         self._state = bytes(8)
 
     def add(self, op: str, what: str, numel: int | None = None, dtype: str = "") -> None:
         """See Operation."""
-        self._recent.append(Operation(op, what, numel, dtype))
-        self.position += 1
         same_on_all = f"{op} {what}" if numel is None else f"{op} {what} {numel} {dtype}"
         self._state = hashlib.blake2b(self._state + same_on_all.encode(), digest_size=8).digest()
+        self._kept.append((self.position, Operation(op, what, numel, dtype), self._state))
+        self.position += 1
 
     @property
     def tag(self) -> int:
@@ -83,11 +86,14 @@ class OperationLog:
 
     def last(self) -> list[str]:
         """The last operations, oldest first."""
-        return [str(operation) for operation in self._recent]
+        return [str(operation) for _, operation, _ in self._kept]
 
     def by_position(self) -> dict[int, str]:
-        first = self.position - len(self._recent)
-        return {first + i: str(operation) for i, operation in enumerate(self._recent)}
+        return {at: str(operation) for at, operation, _ in list(self._kept)}
+
+    def digests(self) -> dict[int, str]:
+        """Return the digests of all operations up to each of the last ones, by its position."""
+        return {at: state.hex() for at, _, state in list(self._kept)}
 
 
 class OperationCheck:
@@ -102,7 +108,8 @@ class OperationCheck:
         self._log = log
         self._store = store
         self._rank = rank
-        self._keys = [f"{prefix}/operations/{other}" for other in range(world_size)]
+        self._places = [f"{prefix}/place/{other}" for other in range(world_size)]
+        self._lists = [f"{prefix}/operations/{other}" for other in range(world_size)]
         self._published = -1
         self._stalled_at = -1  # position of the log
         self._stalled_since = 0.0
@@ -121,41 +128,50 @@ class OperationCheck:
             return None
         self._next_look = now + min(max(now - self._stalled_since, TIMEOUTS.stalled), TIMEOUTS.compare_every)
         try:
-            self._publish()
-            if not self._store().check(self._keys):
+            digests = self._log.digests()
+            self._publish(digests)
+            if not self._store().check(self._places):
                 self._next_look = now + TIMEOUTS.stalled / 4  # others may be about to publish theirs
                 return None
-            return self._compare(self._keys)
+            places = [json.loads(place) for place in self._store().multi_get(self._places)]
+            others = [rank for rank, (at, digest) in enumerate(places) if digests.get(at, digest) != digest]
+            return self._compare([self._rank, *others], self._lists) if others else None
         except (RuntimeError, ValueError):
             # The store has gone with the process that held it, or with the default group, and the end of the wait will
             # say so; or another thread has just added an operation.
             return None
 
-    def difference(self) -> ZeroError:
-        """The same where every rank knows already that there is one. All ranks must call."""
-        last = [f"{key}/last" for key in self._keys]
+    def difference(self, digests: Sequence[float]) -> ZeroError:
+        """The same where every rank knows already that there is one, by the `digests` of all. All ranks must call."""
+        last = [f"{key}/last" for key in self._lists]
         self._store().set(last[self._rank], json.dumps(self._log.by_position()))
+        one_of_each = {digest: rank for rank, digest in enumerate(digests)}.values()
+        ranks = [*one_of_each, *(rank for rank in range(len(digests)) if rank not in one_of_each)]
         text = "ranks started different operations, too long ago to say which"
-        return self._compare(last) or DivergenceError(text)
+        return self._compare(ranks, last) or DivergenceError(text)
 
-    def _publish(self) -> None:
+    def _publish(self, digests: Mapping[int, str]) -> None:
         if self._published != self._log.position:
             self._published = self._log.position
-            self._store().set(self._keys[self._rank], json.dumps(self._log.by_position()))
+            # The list comes first: who sees the place may ask for it.
+            self._store().set(self._lists[self._rank], json.dumps(self._log.by_position()))
+            self._store().set(self._places[self._rank], json.dumps([*digests.items()][-1] if digests else (-1, "")))
 
-    def _compare(self, keys: Sequence[str]) -> ZeroError | None:
-        store = self._store()
-        published = [json.loads(store.get(key)) for key in keys]
-        return difference_of([{int(at): line for at, line in lines.items()} for lines in published])
+    def _compare(self, ranks: Sequence[int], lists: Sequence[str]) -> ZeroError | None:
+        ranks = sorted(ranks[:_RANKS_SHOWN])
+        published = map(json.loads, self._store().multi_get([lists[rank] for rank in ranks]))
+        return difference_of(
+            {rank: {int(at): line for at, line in one.items()} for rank, one in zip(ranks, published, strict=True)}
+        )
 
 
-def difference_of(by_rank: Sequence[Mapping[int, str]]) -> ZeroError | None:
+def difference_of(by_rank: Mapping[int, Mapping[int, str]]) -> ZeroError | None:
     """Return an error that says where the ranks' lists of operations part; None if they agree as far as they reach.
 
     StateError if they part at a call that some ranks did not make and exchange the same, else DivergenceError.
 
     Args:
-        by_rank: Position -> operation, of the last operations of each rank.
+        by_rank: Rank -> position -> operation, of the last operations.
     """
     first = _first_difference(by_rank)
     if first is None:
@@ -164,13 +180,14 @@ def difference_of(by_rank: Sequence[Mapping[int, str]]) -> ZeroError | None:
     lines = ["ranks started different collective operations, so that each would get the other's tensors:"]
     if only_calls:
         lines = ["a call that all ranks must make was made on some of them only:"]
-    for rank, operations in enumerate(by_rank):
+    for rank, operations in by_rank.items():
         shown = [operations[at] for at in sorted(operations) if at >= first][:_SHOWN]
         lines.append(f"  rank {rank}: {', then '.join(shown) or 'none of these yet'}")
-    if all(of_rank.get(first, "").startswith(_UNIT_OPERATIONS) for of_rank in by_rank if first in of_rank):
-        before = sorted(at for at in by_rank[0] if at < first)
+    if all(of_rank.get(first, "").startswith(_UNIT_OPERATIONS) for of_rank in by_rank.values() if first in of_rank):
+        one = next(iter(by_rank.values()))
+        before = sorted(at for at in one if at < first)
         if before:
-            lines.append(f"All of them had come to: {by_rank[0][before[-1]]}.")
+            lines.append(f"All of them had come to: {one[before[-1]]}.")
         lines.append(
             "Under ZeRO stage 3 all ranks must run the same modules in the same order. Make the choice (LayerDrop, "
             "experts, an optional input) alike on all ranks, or give every rank an input for every module; at stages "
@@ -181,17 +198,17 @@ def difference_of(by_rank: Sequence[Mapping[int, str]]) -> ZeroError | None:
     return (StateError if only_calls else DivergenceError)("\n".join(lines))
 
 
-def _only_calls_differ(by_rank: Sequence[Mapping[int, str]], first: int) -> bool:
-    lists = [[line for at, line in sorted(of_rank.items()) if at >= first] for of_rank in by_rank]
+def _only_calls_differ(by_rank: Mapping[int, Mapping[int, str]], first: int) -> bool:
+    lists = [[line for at, line in sorted(of_rank.items()) if at >= first] for of_rank in by_rank.values()]
     exchanges = [[line for line in lines if not line.startswith(_CALLS)] for lines in lists]
     has_call = any(lines[0].startswith(_CALLS) for lines in lists if lines)
     return has_call and all(len(set(alike)) == 1 for alike in zip(*exchanges, strict=False))
 
 
-def _first_difference(by_rank: Sequence[Mapping[int, str]]) -> int | None:
+def _first_difference(by_rank: Mapping[int, Mapping[int, str]]) -> int | None:
     known: dict[int, str] = {}
     different = set()
-    for operations in by_rank:
+    for operations in by_rank.values():
         for at, operation in operations.items():
             if known.setdefault(at, operation) != operation:
                 different.add(at)

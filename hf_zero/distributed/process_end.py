@@ -17,7 +17,8 @@ sees this one.
 [Note: A device's groups after an error]
 The destructor of NCCL's group waits for its watchdog, which sleeps for a minute after an error, and for kernels whose
 other ranks may never come, while those wait for this process to end. So where an exception ends a process that has
-such a group, the process ends at once: what Python has printed is written, and destructors do not run.
+such a group, the process ends without destructors. Before that the other ranks get a second to read why: the
+key-value store may live in this process, and a launcher that sees it end kills theirs.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from hf_zero.distributed.timeouts import TIMEOUTS
 from hf_zero.native.late_threads import let_late_threads_sleep
 
 _TASKS = Path("/proc/self/task")  # Linux
@@ -108,6 +110,7 @@ def _end() -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # a pipe that is closed already
                 stream.flush()
+        time.sleep(2 * TIMEOUTS.look_every)
         os._exit(1)
     _wait_until_at_rest()
     let_late_threads_sleep()

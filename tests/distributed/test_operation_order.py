@@ -22,7 +22,7 @@ from torch import nn
 import hf_zero
 from hf_zero.distributed import comm as comm_module
 from hf_zero.distributed.comm import Comm
-from hf_zero.distributed.operation_log import OperationLog, difference_of
+from hf_zero.distributed.operation_log import OperationCheck, OperationLog, difference_of
 from hf_zero.distributed.timeouts import TIMEOUTS
 from hf_zero.engine import recovery
 from hf_zero.engine.engine import ZeroEngine
@@ -319,16 +319,57 @@ def test_a_history_has_one_tag() -> None:
 
 def test_where_histories_part() -> None:
     same = {3: "all_gather a", 4: "all_gather b"}
-    assert difference_of([same, {4: "all_gather b", 5: "all_gather c"}]) is None
-    assert difference_of([same, {9: "all_gather z"}]) is None  # nothing in common
-    error = difference_of([{**same, 5: "all_gather c"}, {**same, 5: "vote step"}, same])
+    assert difference_of({0: same, 1: {4: "all_gather b", 5: "all_gather c"}}) is None
+    assert difference_of({0: same, 1: {9: "all_gather z"}}) is None  # nothing in common
+    error = difference_of({0: {**same, 5: "all_gather c"}, 4: {**same, 5: "vote step"}, 7: same})
     text = str(error)
-    assert isinstance(error, DivergenceError) and "rank 0: all_gather c" in text and "rank 1: vote step" in text
-    assert "rank 2: none of these yet" in text
-    called = {**same, 5: "call update", 6: "vote step"}
-    assert isinstance(difference_of([called, {**same, 5: "vote step"}]), StateError)
-    assert isinstance(difference_of([called, {**same, 5: "all_gather c"}]), DivergenceError)
-    assert isinstance(difference_of([called, {**same, 5: "vote step"}, {**same, 5: "all_gather c"}]), DivergenceError)
+    assert isinstance(error, DivergenceError) and "rank 0: all_gather c" in text and "rank 4: vote step" in text
+    assert "rank 7: none of these yet" in text
+    called, voted, gathered = ({**same, 5: line} for line in ("call update", "vote step", "all_gather c"))
+    called[6] = "vote step"
+    assert isinstance(difference_of({0: called, 1: voted}), StateError)
+    assert isinstance(difference_of({0: called, 1: gathered}), DivergenceError)
+    assert isinstance(difference_of({0: called, 1: voted, 2: gathered}), DivergenceError)
+
+
+class CountingStore:
+    """torch's store in memory, and the bytes that were read."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.read = 0
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check(keys))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values = [self._store.get(key) for key in keys]
+        self.read += sum(map(len, values))
+        return values
+
+
+def test_ranks_in_step_read_no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TIMEOUTS, "stalled", 0.0)
+    store, logs = CountingStore(), [OperationLog() for _ in range(64)]
+    checks = [OperationCheck(log, lambda: store, "test", rank, len(logs)) for rank, log in enumerate(logs)]
+    for log in logs:
+        for number in range(300):
+            log.add("all_gather", f"layer {number}", 8, "float32")
+    for _ in range(2):
+        assert not [error for check in checks if (error := check.difference_after_a_stall())]
+    assert 0 < store.read < 2 * 64 * 64 * 40
+    logs[5].add("all_gather", "an expert", 8, "float32")  # and all others are behind it: nothing is wrong yet
+    assert checks[5].difference_after_a_stall() is None and checks[6].difference_after_a_stall() is None
+    logs[40].add("all_gather", "the head", 8, "float32")
+    logs[40].add("vote", "step")
+    assert checks[6].difference_after_a_stall() is None
+    error = checks[40].difference_after_a_stall()
+    text = str(error)
+    assert isinstance(error, DivergenceError) and "rank 5: all_gather an expert" in text
+    assert "rank 40: all_gather the head (8 x float32), then vote step" in text and "rank 6" not in text
 
 
 def gather_in_a_world_of_votes() -> list[float]:
