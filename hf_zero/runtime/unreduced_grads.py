@@ -19,7 +19,7 @@ class UnreducedGrads:
         self.memory = memory
         self.of_param = [memory.as_strided(slot.shape, slot.strides, slot.offset) for slot in layout.slots]
         self.gaps = [memory[start:end] for start, end in layout.gaps]
-        self.buckets = [memory[start : start + numel] for start, numel in layout.buckets()]  # one reduce each
+        self.buckets = memory.split([numel for _, numel in layout.buckets()])  # one reduce each
 
 
 class UnreducedPool:

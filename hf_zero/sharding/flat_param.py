@@ -59,7 +59,7 @@ class FlatParam:
     master: Shard | None  # fp32 (fp64 for fp64 parameters)
     update: Pending | None
     rank: int  # the one whose shard this process holds; 0 where every rank holds everything
-    buckets: list[torch.Tensor]  # of `full`, 1-D: one all-gather each
+    buckets: Sequence[torch.Tensor]  # of `full`, 1-D: one all-gather each
     slices: dict[str, Slice]  # what this rank owns, by parameter name; without those of which it owns nothing
 
     def __init__(
@@ -100,8 +100,8 @@ class FlatParam:
         with torch.no_grad():
             for param, slot in zip(self.params, self.layout.slots, strict=True):
                 values[slot.offset : slot.end].copy_(param.detach().reshape(-1))
-        for start, numel in self.layout.buckets():
-            self.comm.broadcast(values[start : start + numel], f"first weights of {self.layout.name}")
+        for bucket in values.split([numel for _, numel in self.layout.buckets()]):
+            self.comm.broadcast(bucket, f"first weights of {self.layout.name}")
         self._set_full(values.to(self.dtype))
         self._set_shards(ShardTensor(self.layout, self.rank, values, in_full=True))
         for param, view in zip(self.params, self._views, strict=True):
@@ -175,7 +175,7 @@ class FlatParam:
     def _set_full(self, full: torch.Tensor) -> None:
         self.full, self.storage, self.in_graphs = full, full.untyped_storage(), 0
         self._views = [full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
-        self.buckets = [full[start : start + numel] for start, numel in self.layout.buckets()]
+        self.buckets = full.split([numel for _, numel in self.layout.buckets()])
         self._own_uses = 2 + len(self._views) + len(self.buckets)  # and those of `full` and `storage`
 
     def _set_shards(self, values: Shard | None) -> None:

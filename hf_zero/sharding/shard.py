@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -157,7 +158,6 @@ class ShardTensor(Shard):
         self.memory = memory
         self.in_full = in_full
         self.is_away = False  # its memory is freed, and its values are elsewhere; see engine/offloaded_states.py
-        self.parts: list[torch.Tensor] = list(self._split())
         self._being_read: torch.Event | None = None  # over when the last copy from the host's memory is
         self._being_written: torch.Event | None = None  # over when the last copy to the host's memory is
 
@@ -165,11 +165,14 @@ class ShardTensor(Shard):
     def nbytes(self) -> int:
         return self.memory.numel() * self.memory.element_size()
 
-    def _split(self) -> Iterator[torch.Tensor]:
-        for start, numel in self.layout.buckets():
-            part = numel // self.layout.world_size
-            begin = start + self.rank * part if self.in_full else start // self.layout.world_size
-            yield self.memory[begin : begin + part]
+    @functools.cached_property
+    def parts(self) -> list[torch.Tensor]:
+        """Views of the parts, made by one call: a layer of a large model has hundreds."""
+        each = [numel // self.layout.world_size for _, numel in self.layout.buckets()]
+        if not self.in_full:
+            return list(self.memory.split(each))
+        before, behind = self.rank, self.layout.world_size - self.rank - 1
+        return list(self.memory.split([size for one in each for size in (before * one, one, behind * one)]))[1::3]
 
     def chunks(self, start: int, numel: int) -> Iterator[torch.Tensor]:
         self.wait_for_values()

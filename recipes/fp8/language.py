@@ -10,6 +10,7 @@ Every run writes a file with a line of JSON for each step. report.py draws them 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -47,6 +48,7 @@ def parse() -> argparse.Namespace:
     add("--rows", type=int, default=2, help="texts of a step and process [2]")
     add("--length", type=int, default=128, help="tokens of a text [128]")
     add("--lr", type=float, help="learning rate [1e-3 for the small model, else 5e-6]")
+    add("--compile", action="store_true", help="compile each layer: fewer and larger operations")
     add("--output", type=Path, default=Path("outputs/fp8"), help="folder of the file [outputs/fp8]")
     return parser.parse_args()
 
@@ -81,6 +83,9 @@ def model_of(args: argparse.Namespace) -> tuple[PreTrainedModel, Any]:
 def steps_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Train, and tell of each step. All ranks must take all of them."""
     model, tokenizer = model_of(args)
+    model.config.use_cache = False  # it is for generation, and each layer of a compiled model would be another program
+    for layer in model.model.layers if args.compile else ():
+        layer.compile()
     needed = args.steps * args.rows * dist.get_world_size()
     source: dict[str, Any] = {"config": None, "text_column": "text", "length": args.length}
     blocks, _ = load_blocks("stdlib", tokenizer, **source, num_train=max(needed, POOL), num_eval=0)
@@ -119,15 +124,16 @@ def main() -> None:
     hf_zero.init_distributed()
     name = f"{args.model}-{args.level}-stage{args.stage}-seed{args.seed}"
     path = args.output / f"{Path(name).name}.jsonl"
-    lines = []
-    for line in steps_of(args):
-        lines.append(json.dumps({"world_size": dist.get_world_size(), **line}))
-        if dist.get_rank() == 0 and line["step"] % 10 == 0:
-            print(f"{name} step {line['step']:4} loss {line['loss']:.4f} {line['seconds']:.2f} s", flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", buffering=1) if dist.get_rank() == 0 else contextlib.nullcontext() as file:
+        for line in steps_of(args):
+            if file is None:
+                continue
+            file.write(json.dumps({"world_size": dist.get_world_size(), **line}) + "\n")
+            if line["step"] % 10 == 0:
+                print(f"{name} step {line['step']:4} loss {line['loss']:.4f} {line['seconds']:.2f} s", flush=True)
     if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines) + "\n")
-        print(f"{path} tells of {len(lines)} steps")
+        print(f"{path} tells of {args.steps} steps")
     dist.destroy_process_group()
 
 

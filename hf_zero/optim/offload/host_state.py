@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -63,7 +64,11 @@ class HostState:
             for kind in MOMENTS
         ]
         self.steps = [0] * len(owned)
-        self.slices = [list(self._slices(tile.start, tile.end)) for tile in master.tiles]
+
+    @functools.cached_property
+    def slices(self) -> list[list[_Slice]]:
+        """The elements to update, by tile."""
+        return [list(self._slices(tile.start, tile.end)) for tile in self.master.tiles]
 
     def _slices(self, start: int, end: int) -> Iterator[_Slice]:
         numbers = {owned.slice.name: number for number, owned in enumerate(self.owned)}
