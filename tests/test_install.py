@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.hf.patching import _VERSIONS
+from hf_zero.hf.versions import SUPPORTED
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -179,9 +179,26 @@ print(build_wheel({str(tmp_path)!r}))
     assert said.split()[-1] == "hf_zero-0.1.0-py3-none-any.whl"
 
 
+@pytest.mark.parametrize(
+    ("package", "found"), [("transformers", "4.57.6"), ("transformers", "5.25.0"), ("accelerate", "1.10.1")]
+)
+def test_another_version_is_refused_in_one_sentence(tmp_path: Path, package: str, found: str) -> None:
+    """Only the metadata is another version's: nothing of the package is imported before it is read."""
+    metadata = tmp_path / f"{package}-{found}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {found}\n", encoding="ascii")
+    command = [sys.executable, "-c", "from hf_zero import Trainer"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.stderr.splitlines()[-1] == (
+        f"hf_zero.errors.ConfigError: hf_zero does not run with {package} {found}: install what it was run with, "
+        f'pip install "{package}{SUPPORTED[package]}".'
+    )
+
+
 def test_bounds_are_those_that_the_error_names() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="ascii"))["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
     declared = [re.fullmatch(r"([\w-]+)(.*)", requirement).groups() for one in lists for requirement in one]
-    for package, bounds in _VERSIONS.items():
+    for package, bounds in SUPPORTED.items():
         assert {found for name, found in declared if name == package} == {bounds}, package

@@ -10,8 +10,8 @@ from hf_zero.config import ZeroConfig
 from hf_zero.distributed.processes import adopt_cluster_variables
 from hf_zero.hf.accelerator.plugin import accelerator_patch_points
 from hf_zero.hf.conflicts import check_environment
-from hf_zero.hf.models.patches import model_patch_points
-from hf_zero.hf.patching import ACTIVATION, PatchPoint
+from hf_zero.hf.models.patches import model_functions
+from hf_zero.hf.patching import ACTIVATION, Foreign
 from hf_zero.hf.trainer.trainer import trainer_patch_points
 
 
@@ -25,7 +25,7 @@ def enable(config: ZeroConfig | str | Path | Mapping[str, Any]) -> None:
         config: Path of a JSON file, a dict, a JSON string, or a ZeroConfig.
     Raises:
         ConfigError: The configuration is wrong, accelerate is configured for DeepSpeed, or this version of
-            transformers or accelerate lacks a patch point.
+            transformers or accelerate lacks a function that is relied on.
     """
     check_environment()
     adopt_cluster_variables()  # before accelerate looks at the environment
@@ -62,9 +62,9 @@ def disable() -> None:
 
 def activate(config: ZeroConfig, *, for_everyone: bool) -> None:
     """Make `config` the active one; with `for_everyone` also for code that does not name it, as `enable` does."""
-    ACTIVATION.activate(config, all_patch_points(), for_everyone=for_everyone)
+    ACTIVATION.activate(config, all_functions(), for_everyone=for_everyone)
 
 
-def all_patch_points() -> list[PatchPoint]:
-    """Every method of transformers and accelerate that ours wraps."""
-    return [*trainer_patch_points(), *accelerator_patch_points(), *model_patch_points()]
+def all_functions() -> list[Foreign]:
+    """Every function of transformers and accelerate that ours wrap, replace or rely on."""
+    return [*trainer_patch_points(), *accelerator_patch_points(), *model_functions()]

@@ -1,8 +1,8 @@
 """Keeps what is in force in this process: a configuration, and our functions in transformers and accelerate.
 
 Methods of classes are replaced while a configuration is in force, methods of one model while it has an engine. A patch
-point is a method of a class that acts through one of our functions. It is checked by name and signature first: an
-upgrade that renamed one is an error that says so, never a run without ZeRO.
+point is a method of a class that acts through one of our functions. It is checked by name and signature first, and so
+is what else of transformers ours call: an upgrade that renamed one is an error that says so, never a run without ZeRO.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from torch import nn
@@ -21,26 +20,21 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError
+from hf_zero.hf.versions import found, remedy
 
 logger = logging.getLogger(__name__)
 
-_VERSIONS = {"accelerate": ">=1.15,<1.16", "peft": ">=0.21,<0.22", "transformers": ">=5.23,<5.25"}
-
 
 @dataclass(frozen=True)
-class PatchPoint:
-    """A method of a foreign class: a call of it becomes `function(original, *args, **kwargs)`.
+class Foreign:
+    """A function of a foreign class or module that ours call or replace."""
 
-    `original` is the plain function, of static and class methods too.
-    """
-
-    owner: type
+    owner: Any
     name: str
     parameters: tuple[str, ...]  # leading ones after the first
-    function: Callable[..., Any]
 
     def problem(self) -> str | None:
-        """Return why the patch point cannot be used, or None."""
+        """Return why the function is not the one that ours were written for, or None."""
         where = f"{self.owner.__name__}.{self.name}"
         method = self.owner.__dict__.get(self.name)
         if method is None:
@@ -49,6 +43,16 @@ class PatchPoint:
         if found[: len(self.parameters)] != self.parameters:
             return f"{where} takes ({', '.join(found)}), expected ({', '.join(self.parameters)}, ...)"
         return None
+
+
+@dataclass(frozen=True)
+class PatchPoint(Foreign):
+    """A method of a foreign class: a call of it becomes `function(original, *args, **kwargs)`.
+
+    `original` is the plain function, of static and class methods too.
+    """
+
+    function: Callable[..., Any]
 
 
 def _patch(point: PatchPoint) -> tuple[PatchPoint, Any, Any]:
@@ -76,15 +80,15 @@ class Patches:
     def __init__(self) -> None:
         self._patches: list[tuple[PatchPoint, Any, Any]] = []  # with the original and ours
 
-    def open(self, patch_points: list[PatchPoint]) -> None:
-        """Put our functions in, if that is not done yet.
+    def open(self, functions: Sequence[Foreign]) -> None:
+        """Check `functions`, and put ours into the patch points among them, if that is not done yet.
 
         Raises:
-            ConfigError: A method that we act through is not there or takes other arguments.
+            ConfigError: One of them is not there or takes other arguments.
         """
         if not self._patches:
-            check_patch_points(patch_points)
-            self._patches = [_patch(point) for point in patch_points]
+            check_functions(functions)
+            self._patches = [_patch(one) for one in functions if isinstance(one, PatchPoint)]
 
     def close(self) -> None:
         """Put every original back."""
@@ -107,13 +111,13 @@ class Activation:
         self._patches = Patches()
         self._held_back = 0
 
-    def activate(self, config: ZeroConfig, patch_points: list[PatchPoint], *, for_everyone: bool) -> None:
-        """Make `config` the active one, and put our functions into `patch_points` if that is not done yet.
+    def activate(self, config: ZeroConfig, functions: Sequence[Foreign], *, for_everyone: bool) -> None:
+        """Make `config` the active one, and open the patch points among `functions` if that is not done yet.
 
         Raises:
-            ConfigError: A method that we act through is not there or takes other arguments.
+            ConfigError: One of `functions` is not there or takes other arguments.
         """
-        self._patches.open(patch_points)
+        self._patches.open(functions)
         self.config = config
         if for_everyone:
             self.enabled = config
@@ -150,6 +154,16 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
+@contextlib.contextmanager
+def instead(target: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `target.name(...)` calls `function`, on this one object."""
+    target.__dict__[name] = function
+    try:
+        yield
+    finally:
+        del target.__dict__[name]
+
+
 def replace_method(module: nn.Module, name: str, engine: ZeroEngine, method: Callable[..., Any]) -> None:
     """Let `module.name(...)` call `method(original, ...)`, until the engine leaves the model."""
     own = module.__dict__.get(name)
@@ -173,22 +187,20 @@ def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
     return given
 
 
-def check_patch_points(patch_points: list[PatchPoint]) -> None:
-    """Raise if a method that we act through is not there or takes other arguments.
+def check_functions(functions: Sequence[Foreign]) -> None:
+    """Raise if one of `functions` is not there or takes other arguments.
 
     Raises:
-        ConfigError: Names every such method and the installed versions.
+        ConfigError: Names all of them and the installed versions.
     """
-    problems = [problem for point in patch_points if (problem := point.problem()) is not None]
+    problems = [problem for one in functions if (problem := one.problem()) is not None]
     if problems:
-        owners = {point.owner.__module__.partition(".")[0] for point in patch_points}
+        owners = {getattr(one.owner, "__module__", one.owner.__name__).partition(".")[0] for one in functions}
         packages = sorted({"accelerate", "transformers"} | owners)
-        installed = ", ".join(f"{name} {version(name)}" for name in packages)
-        wanted = " ".join(f'"{name}{_VERSIONS[name]}"' for name in packages)
         listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, start=1))
         raise ConfigError(
-            f"hf_zero does not fit the installed {installed}:\n{listed}\n"
-            f"Install the versions that hf_zero was written for: pip install {wanted}."
+            f"hf_zero does not fit the installed {found(packages)}:\n{listed}\n"
+            f"Install versions that hf_zero was run with: {remedy(packages)}."
         )
 
 

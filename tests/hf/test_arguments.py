@@ -24,8 +24,8 @@ from hf_zero.errors import ConfigError, StateError
 from hf_zero.hf import enable as enabling
 from hf_zero.hf.accelerator.optimizer import ZeroAcceleratedOptimizer
 from hf_zero.hf.accelerator.plugin import ZeroAcceleratorMixin, ZeroPlugin
-from hf_zero.hf.enable import all_patch_points, disable, enable
-from hf_zero.hf.patching import ACTIVATION, PatchPoint, check_patch_points
+from hf_zero.hf.enable import all_functions, disable, enable
+from hf_zero.hf.patching import ACTIVATION, PatchPoint, check_functions
 from hf_zero.hf.trainer.arguments import Seq2SeqTrainingArguments, TrainingArguments, zero_arguments
 from hf_zero.hf.trainer.trainer import Trainer, ZeroTrainerMixin
 from tests.harness.launches import bare_environment
@@ -36,9 +36,10 @@ ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_micro_batch_s
 ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}
 
 
-def _methods() -> dict[tuple[type, str], Any]:
+def _methods() -> dict[tuple[Any, str], Any]:
     """Return what every patch point is now."""
-    return {(point.owner, point.name): point.owner.__dict__[point.name] for point in all_patch_points()}
+    points = [one for one in all_functions() if isinstance(one, PatchPoint)]
+    return {(point.owner, point.name): point.owner.__dict__[point.name] for point in points}
 
 
 STOCK = _methods()
@@ -235,24 +236,24 @@ def test_enable_is_idempotent_and_disable_restores_exactly() -> None:
 
 def test_a_later_patch_by_others_survives() -> None:
     enable(ZERO2)
-    ours = transformers.Trainer.__dict__["_save"]
+    ours = transformers.Trainer.__dict__["save_model"]
 
     def theirs(self: Any, *args: Any, **kwargs: Any) -> None:
         ours(self, *args, **kwargs)
 
     try:
-        transformers.Trainer._save = theirs
+        transformers.Trainer.save_model = theirs
         disable()
-        assert transformers.Trainer.__dict__["_save"] is theirs
+        assert transformers.Trainer.__dict__["save_model"] is theirs
     finally:
-        transformers.Trainer._save = STOCK[transformers.Trainer, "_save"]
+        transformers.Trainer.save_model = STOCK[transformers.Trainer, "save_model"]
 
 
 def test_a_renamed_seam_is_named_with_the_version() -> None:
     gone = PatchPoint(transformers.Trainer, "_save_everything", ("output_dir",), lambda original: original)
     changed = PatchPoint(transformers.Trainer, "_save", ("folder",), lambda original: original)
     with pytest.raises(ConfigError) as caught:
-        check_patch_points([gone, changed])
+        check_functions([gone, changed])
     text = str(caught.value)
     assert "Trainer._save_everything is missing" in text
     assert "Trainer._save takes (output_dir" in text
@@ -260,12 +261,12 @@ def test_a_renamed_seam_is_named_with_the_version() -> None:
 
 
 def test_seams_of_the_installed_versions_fit() -> None:
-    check_patch_points(all_patch_points())
+    check_functions(all_functions())
 
 
 def test_a_seam_that_does_not_fit_leaves_nothing_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = [*all_patch_points(), PatchPoint(transformers.Trainer, "_gone", (), lambda original: original)]
-    monkeypatch.setattr(enabling, "all_patch_points", lambda: broken)
+    broken = [*all_functions(), PatchPoint(transformers.Trainer, "_gone", (), lambda original: original)]
+    monkeypatch.setattr(enabling, "all_functions", lambda: broken)
     with pytest.raises(ConfigError, match="_gone"):
         enable(ZERO2)
     assert _methods() == STOCK and ACTIVATION.config is None

@@ -20,6 +20,7 @@ import hf_zero
 from tests.harness.at_night import all_at_night
 from tests.harness.launches import bare_environment, write_script
 from tests.harness.ranks import RankFailure, run_ranks
+from tests.harness.versions import is_older
 from tests.hf.runs import _tokenizer as tokenizer
 from tests.hf.runs import build, zero_config
 
@@ -125,6 +126,7 @@ def unseen(entry: str, folder: str) -> None:
         Accelerator()
 
 
+@pytest.mark.skipif(is_older("accelerate", "1.13"), reason="accelerate 1.12 counts them, where there is no GPU")
 @pytest.mark.parametrize("entry", ["arguments", "enable", "sft", "attach", "partial state"])
 def test_processes_that_accelerate_does_not_see(entry: str, tmp_path: Path) -> None:
     """Two ranks without --use_cpu on a machine without a GPU: each would train on everything."""

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import hf_zero
 from hf_zero.engine.engine import engine_of
 from tests.harness.ranks import run_ranks
+from tests.harness.versions import is_older
 from tests.hf.test_replaced_engine import ZERO, save
 
 
@@ -103,6 +104,7 @@ def test_device_map_is_refused(tmp_path: Path) -> None:
         assert failure.kind == "ConfigError" and "device_map" in failure.message, failure
 
 
+@pytest.mark.skipif(is_older("transformers", "5.23"), reason="transformers itself fails to load FP8 weights on a CPU")
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     save(tmp_path)
     path = tmp_path / "config.json"

@@ -24,6 +24,7 @@ from tests.hf.runs import build, zero_config
 def reach(url: str) -> None:
     """Have this rank's client talk to the hub of the test."""
     huggingface_hub.constants.ENDPOINT = url
+    huggingface_hub.hf_api.api.endpoint = url  # of the functions that older versions of transformers call
     huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     huggingface_hub.constants.HF_HUB_OFFLINE = False
 

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, core_model_loading
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.utils import logging as bars
 
 from hf_zero.checkpoint.format import ORIGINAL_NAMES
 from hf_zero.distributed.processes import agree, all_ranks_give, join_processes, wrong_on_all
@@ -28,7 +27,7 @@ from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.extras.pipeline.decoder_parts import Anatomy, DecoderLayer, Embeddings, Head, LayerCalls
 from hf_zero.extras.pipeline.module import PipelineModule
 from hf_zero.extras.pipeline.topology import ProcessTopology
-from hf_zero.hf.models.from_pretrained import SETTER, LoadReport, dtype_rule, slice_is_equal
+from hf_zero.hf.models.from_pretrained import LoadReport, dtype_rule, setting_by, slice_is_equal
 from hf_zero.hf.models.name_matching import match_stored
 from hf_zero.hf.models.stored import LazyTensor, StoredFile, open_files
 from hf_zero.hf.patching import replaced
@@ -203,9 +202,8 @@ class _StoredWeights:
             )
         twice = self._stored_twice(model, stored, {match.name: key for key, match in names.items()})
         given = {key: LazyTensor(tensor) for key, tensor in stored.items() if key not in twice}
-        setter = functools.partial(self._remember, getattr(core_model_loading, SETTER), dtype_rule(load_config))
-        no_bar = functools.partial(bars.tqdm, disable=True)  # nothing is read
-        with replaced(core_model_loading, SETTER, setter), replaced(core_model_loading, "tqdm", no_bar):
+        remember = functools.partial(self._remember, dtype_rule(load_config))
+        with setting_by(remember, disable=True):  # nothing is read
             return original(model, given, None, dataclasses.replace(load_config, device_map=None))
 
     def _open(self, files: Sequence[str]) -> None:
@@ -224,18 +222,18 @@ class _StoredWeights:
 
     def _remember(
         self,
-        original: Callable[..., None],
         dtype_of: Callable[[str, torch.dtype], torch.dtype],
+        original: Callable[..., None],
         model: nn.Module,
         name: str,
         value: Any,
         info: Any,
-        quantizer: Any,
+        *others: Any,
     ) -> None:
         """Replaces the function that puts a tensor into the model: a parameter stays on the meta device."""
         place = dict(model.named_parameters(remove_duplicate=False)).get(name)
         if place is None or tuple(place.shape) != tuple(value.shape):
-            original(model, name, value.read(), info, quantizer)
+            original(model, name, value.read(), info, *others)
             return
         info.missing_keys.discard(name)
         self._tensors[name] = value.to(dtype=dtype_of(name, place.dtype))

@@ -45,6 +45,19 @@ logger = logging.getLogger(__name__)
 SETTER = "set_param_for_module"
 
 
+@contextlib.contextmanager
+def setting_by(function: Callable[..., None], **bar: Any) -> Iterator[None]:
+    """Inside, where transformers' loader puts a tensor into a model it calls `function(original, model, name, ...)`.
+
+    Args:
+        bar: How its progress bar is drawn.
+    """
+    setter = functools.partial(function, getattr(core_model_loading, SETTER))
+    drawn = functools.partial(bars.tqdm, **bar)
+    with replaced(core_model_loading, SETTER, setter), replaced(core_model_loading, "tqdm", drawn):
+        yield
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """The account of what one rank did to load a model."""
@@ -199,13 +212,12 @@ class ShardedLoad:
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:
         """Inside, what transformers' loader puts into the model is placed into the shards."""
-        setter = functools.partial(self._set, getattr(core_model_loading, SETTER))
         # transformers' bar, which each rank would draw; True: never, None: on a terminal.
-        bar = functools.partial(bars.tqdm, delay=progress.DELAY_S, disable=None if self._comm.rank == 0 else True)
+        bar = {"delay": progress.DELAY_S, "disable": None if self._comm.rank == 0 else True}
         asynchronous = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its threads would read all experts ahead
         try:
-            with replaced(core_model_loading, SETTER, setter), replaced(core_model_loading, "tqdm", bar):
+            with setting_by(self._set, **bar):
                 yield
         finally:
             if asynchronous is None:
@@ -214,11 +226,11 @@ class ShardedLoad:
                 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = asynchronous
 
     def _set(
-        self, original: Callable[..., None], model: nn.Module, name: str, value: Any, info: Any, quantizer: Any
+        self, original: Callable[..., None], model: nn.Module, name: str, value: Any, info: Any, *others: Any
     ) -> None:
         param = self._params.get(name) if model is self._model else None
         if param is None:
-            original(model, name, value.read() if isinstance(value, LazyTensor) else value, info, quantizer)
+            original(model, name, value.read() if isinstance(value, LazyTensor) else value, info, *others)
             return
         info.missing_keys.discard(name)
         if tuple(value.shape) != tuple(param.shape):
@@ -280,12 +292,15 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Paramete
 def _quietly_tie(model: PreTrainedModel, missing: set[str]) -> None:
     """Tie on the meta device what transformers will tie after loading, so that it is sharded once."""
     log = logging.getLogger("transformers.modeling_utils")
-    before = log.level
+    before, tied = log.level, model.all_tied_weights_keys
     log.setLevel(logging.ERROR)  # what there is to warn of comes again with the real tying
+    # Two that are stored with different values stay apart: there are no values here to compare.
+    model.all_tied_weights_keys = {name: other for name, other in tied.items() if missing & {name, other}}
     try:
         model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
     finally:
         log.setLevel(before)
+        model.all_tied_weights_keys = tied
 
 
 def dtype_rule(load_config: Any) -> Callable[[str, torch.dtype], torch.dtype]:

@@ -33,6 +33,6 @@ def match_stored(
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, known)
         if name not in live and key in live:  # it should not have been renamed
-            name, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=known)
+            name, pattern = rename_source_key(key, [], [], prefix, known)
         matched[key] = Match(name, pattern)
     return matched

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, conversion_mapping, core_model_loading, modeling_utils
+from transformers.models.auto import modeling_auto
 
 from hf_zero.config import ResolvedConfig, ZeroConfig
 from hf_zero.config.conditions import OFFLOAD_PARAM, medium
@@ -20,8 +21,8 @@ from hf_zero.distributed.comm import Comm
 from hf_zero.distributed.processes import join_processes
 from hf_zero.engine.sharded_init import ShardedConstruction
 from hf_zero.errors import ConfigError
-from hf_zero.hf.models.from_pretrained import ShardedLoad
-from hf_zero.hf.patching import ACTIVATION, PatchPoint, replaced
+from hf_zero.hf.models.from_pretrained import SETTER, ShardedLoad
+from hf_zero.hf.patching import ACTIVATION, Foreign, PatchPoint, replaced
 
 
 def shards_on(config: ZeroConfig | None) -> bool:
@@ -91,11 +92,11 @@ def _unsharded_for_initialization(construction: ShardedConstruction) -> Iterator
     original: Callable[..., None] = PreTrainedModel.__dict__["_initialize_weights"]
 
     @functools.wraps(original)
-    def _initialize_weights(self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
+    def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if getattr(module, "_is_hf_initialized", False):
             return
         with construction.unsharded([module, *module.children()]):
-            original(self, module, is_custom_code)
+            original(self, module, *args, **kwargs)
 
     with replaced(PreTrainedModel, "_initialize_weights", _initialize_weights):
         yield
@@ -146,7 +147,7 @@ def _dtype_of(kwargs: Mapping[str, Any]) -> Iterator[None]:
         _DTYPE_GIVEN.reset(token)
 
 
-def _from_pretrained(original: Callable[..., Any], cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+def _from_pretrained(original: Callable[..., Any], cls: type[Any], *args: Any, **kwargs: Any) -> Any:
     with _dtype_of(kwargs):
         return original(cls, *args, **kwargs)
 
@@ -156,13 +157,29 @@ def _from_config(original: Callable[..., Any], cls: type[PreTrainedModel], confi
         return original(cls, config, **kwargs)
 
 
-def model_patch_points() -> list[PatchPoint]:
-    """Return the patch points that `from_pretrained` and `from_config` go through."""
+def model_functions() -> list[Foreign]:
+    """Return the patch points that `from_pretrained` and `from_config` go through, and what handles weights."""
     files = ("state_dict", "checkpoint_files", "load_config")
     loading = ("load_config", "loading_info")
+    # The Auto classes of transformers 5.6 put a type that the caller names into the configuration, like one of a file.
+    autos = [one for one in vars(modeling_auto).values() if isinstance(one, type) and "from_pretrained" in vars(one)]
     return [
         PatchPoint(PreTrainedModel, "_load_pretrained_model", files, _load_pretrained_model),
         PatchPoint(PreTrainedModel, "_finalize_model_loading", loading, _finalize_model_loading),
         PatchPoint(PreTrainedModel, "from_pretrained", ("pretrained_model_name_or_path",), _from_pretrained),
+        *(PatchPoint(auto, "from_pretrained", (), _from_pretrained) for auto in autos),
         PatchPoint(PreTrainedModel, "_from_config", ("config",), _from_config),
+        Foreign(PreTrainedModel, "_initialize_weights", ()),
+        Foreign(PreTrainedModel, "tie_weights", ("missing_keys", "recompute_mapping")),
+        Foreign(core_model_loading, SETTER, ("target_name", "param_value", "loading_info")),
+        Foreign(core_model_loading, "tqdm", ()),
+        Foreign(core_model_loading, "build_glob_alternation", ()),
+        Foreign(core_model_loading, "dot_natural_key", ()),
+        Foreign(core_model_loading, "rename_source_key", ("weight_renamings", "weight_converters")),
+        Foreign(core_model_loading.WeightTransform, "add_tensor", ("target_key", "source_key", "source_pattern")),
+        Foreign(core_model_loading.WeightConverter, "convert", ("layer_name", "model", "config")),
+        Foreign(conversion_mapping, "get_model_conversion_mapping", ("key_mapping", "hf_quantizer", "add_legacy")),
+        Foreign(modeling_utils, "load_state_dict", ("map_location", "weights_only")),
+        Foreign(modeling_utils, "safe_save_file", ("filename", "metadata")),
+        Foreign(modeling_utils, "split_torch_state_dict_into_shards", ()),
     ]

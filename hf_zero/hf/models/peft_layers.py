@@ -26,7 +26,8 @@ from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.replace import engine_for_part
 from hf_zero.errors import StateError
 from hf_zero.hf.models.peft import PLAIN_INITIALISATIONS
-from hf_zero.hf.patching import Patches, PatchPoint
+from hf_zero.hf.patching import Patches, PatchPoint, instead
+from hf_zero.hf.versions import check_versions
 from hf_zero.sharding.unit import ShardUnit
 
 # The engines for which PEFT's methods are ours.
@@ -38,6 +39,7 @@ def install_peft(engine: ZeroEngine) -> None:
     """Let PEFT work on the model of `engine`, until the engine leaves it."""
     if not is_peft_available():
         return
+    check_versions("peft")
     _PATCHES.open(_patch_points())
     _ENGINES.add(engine)
     engine.on_uninstall(functools.partial(_leave, engine))
@@ -93,16 +95,6 @@ def _layers() -> Iterator[_Layers]:
             _OPEN.reset(token)
 
 
-@contextlib.contextmanager
-def _instead(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `module.name(...)` calls `function`."""
-    module.__dict__[name] = function
-    try:
-        yield
-    finally:
-        del module.__dict__[name]
-
-
 def _inject_adapter(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand in for BaseTuner's `inject_adapter`."""
     create = tuner._create_and_replace
@@ -112,7 +104,7 @@ def _inject_adapter(original: Callable[..., Any], tuner: Any, *args: Any, **kwar
             layers.use([target])
         return create(config, adapter, target, *more, **named)
 
-    with _layers() as layers, _instead(tuner, "_create_and_replace", create_unsharded):
+    with _layers() as layers, instead(tuner, "_create_and_replace", create_unsharded):
         return original(tuner, *args, **kwargs)
 
 
@@ -120,10 +112,10 @@ def _needs_shapes_only(config: Any) -> bool:
     """Whether adapters are made without the values of weights: plain LoRA, by far the most frequent."""
     from peft import LoraConfig
 
-    is_variant = any(
-        getattr(config, field.name) for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")
-    )
-    return type(config) is LoraConfig and config.init_lora_weights in PLAIN_INITIALISATIONS and not is_variant
+    variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
+    if type(config) is not LoraConfig or not variants:  # PEFT 0.18 does not say which they are
+        return False
+    return config.init_lora_weights in PLAIN_INITIALISATIONS and not any(getattr(config, name) for name in variants)
 
 
 def _work_on_layers(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +126,7 @@ def _work_on_layers(original: Callable[..., Any], tuner: Any, *args: Any, **kwar
         for module in [module for module in tuner.modules() if isinstance(module, BaseTunerLayer)]:
             for name in ("merge", "unmerge"):
                 unsharded = functools.partial(_on_layer, layers, module, getattr(module, name))
-                stack.enter_context(_instead(module, name, unsharded))
+                stack.enter_context(instead(module, name, unsharded))
         return original(tuner, *args, **kwargs)
 
 
@@ -181,7 +173,7 @@ def _load_adapter(original: Callable[..., Any], model: Any, *args: Any, **kwargs
         layers.use(model.get_submodule(path) for path in {name.rpartition(".")[0] for name in state})
         return load(state, *more, **named)
 
-    with _layers() as layers, _instead(model, "load_state_dict", load_unsharded):
+    with _layers() as layers, instead(model, "load_state_dict", load_unsharded):
         return original(model, *args, **kwargs)
 
 
@@ -205,7 +197,7 @@ def _regularise(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: 
             is_factor = "lora_A" in path or "lora_B" in path
             yield path, getattr(model.get_submodule(owner), name) if is_factor else param
 
-    with _instead(model, "named_parameters", read_factors):
+    with instead(model, "named_parameters", read_factors):
         return original(tuner, *args, **kwargs)
 
 
@@ -227,7 +219,7 @@ def _project_in_place(original: Callable[..., Any], prompts: Any, indices: Any) 
     if torch.is_grad_enabled():
         with torch.no_grad():
             weight.copy_(prompts.get_projection())
-        with _instead(prompts, "get_projection", lambda: values):
+        with instead(prompts, "get_projection", lambda: values):
             return original(prompts, indices)
     try:
         return original(prompts, indices)
@@ -237,14 +229,13 @@ def _project_in_place(original: Callable[..., Any], prompts: Any, indices: Any) 
 
 def _patch_points() -> list[PatchPoint]:
     """Return the patch points in which PEFT reads and writes weights."""
-    from peft import PeftModel
+    from peft import PeftModel, tuners
     from peft.tuners.adalora import AdaLoraModel
     from peft.tuners.cpt import CPTEmbedding
-    from peft.tuners.frod import FrodModel
     from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTuner
 
-    return [
+    points = [
         PatchPoint(BaseTuner, "forward", (), _call),
         PatchPoint(BaseTuner, "inject_adapter", ("model", "adapter_name"), _inject_adapter),
         PatchPoint(BaseTuner, "merge_adapter", (), _work_on_layers),
@@ -256,6 +247,8 @@ def _patch_points() -> list[PatchPoint]:
         PatchPoint(PeftModel, "load_adapter", (), _load_adapter),
         PatchPoint(AdaLoraModel, "forward", (), _regularise),
         PatchPoint(AdaLoraModel, "update_and_allocate", ("global_step",), _refuse_without_gradients),
-        PatchPoint(FrodModel, "_init_frod_projections", (), _decompose_together),
         PatchPoint(CPTEmbedding, "forward", ("indices",), _project_in_place),
     ]
+    if frod := getattr(tuners, "FrodModel", None):  # not in PEFT 0.18
+        points.append(PatchPoint(frod, "_init_frod_projections", (), _decompose_together))
+    return points

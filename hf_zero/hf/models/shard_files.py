@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, modeling_utils
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hf.local_files import on_all_ranks, writing
 from hf_zero.hf.models.peft import is_peft_model
-from hf_zero.hf.patching import replaced
+from hf_zero.hf.patching import instead, replaced
 from hf_zero.runtime.full_weights import own_tensors
 
 _METADATA = {"format": "pt"}  # what transformers writes into files of models that are not quantized
@@ -89,7 +89,7 @@ def publish(original: Callable[..., Any], call: Mapping[str, Any], written: Writ
             raise AssertionError(f"{filename} was written with the metadata {_METADATA}, not {metadata}")
         os.replace(written.files[Path(filename).name], filename)
 
-    with replaced(modeling_utils, "safe_save_file", rename):
+    with replaced(modeling_utils, "safe_save_file", rename), _finding_buffers(original):
         return original(**{**call, "is_main_process": True, "state_dict": dict(written)})
 
 
@@ -165,16 +165,31 @@ def _plan(engine: ZeroEngine, original: Callable[..., Any], call: Mapping[str, A
     split_up = modeling_utils.split_torch_state_dict_into_shards
 
     def split(state_dict: dict[str, torch.Tensor], **how: Any) -> Any:
-        result = split_up(state_dict, **how)
         # A conversion that changed a tensor made a new one, or raised the version of the old one.
         if all(id(tensor) in names and tensor._version == 0 for tensor in state_dict.values()):
-            for file, inside in result.filename_to_tensors.items():
+            for file, inside in split_up(state_dict, **how).filename_to_tensors.items():
                 plan[file] = {name: names[id(state_dict[name])] for name in inside}
-        return result
+        raise _Planned  # up to transformers 5.12 what comes next would write
 
-    with replaced(modeling_utils, "split_torch_state_dict_into_shards", split):
+    with (
+        replaced(modeling_utils, "split_torch_state_dict_into_shards", split),
+        _finding_buffers(original),
+        contextlib.suppress(_Planned),
+    ):
         original(**{**call, "is_main_process": False, "state_dict": dict(placeholders)})
     return plan
+
+
+class _Planned(Exception):
+    """Leaves `save_pretrained` when the plan is there."""
+
+
+@contextlib.contextmanager
+def _finding_buffers(original: Any) -> Iterator[None]:
+    """Inside, `get_parameter` of the model finds buffers too: transformers up to 5.12 asks it for any tensor."""
+    model = original.__self__
+    with instead(model, "get_parameter", dict(own_tensors(model)).__getitem__):
+        yield
 
 
 def _write_files(engine: ZeroEngine, plan: _Plan, written: Mapping[str, Path]) -> None:

@@ -35,7 +35,7 @@ from hf_zero.hf.models.generation import calls_in_a_row
 from hf_zero.hf.models.peft import computes_its_adapters, is_peft_model, keeps_base, unsharded_prompt_encoders
 from hf_zero.hf.models.restore import restore_weights
 from hf_zero.hf.models.saving import weights_to_save
-from hf_zero.hf.patching import ACTIVATION, PatchPoint
+from hf_zero.hf.patching import ACTIVATION, PatchPoint, instead
 from hf_zero.hf.trainer.logged_values import LoggedValues
 from hf_zero.hf.trainer.node_folders import agree_on_nodes, one_writer_each, weights_where_asked
 from hf_zero.hf.trainer.out_of_memory import run_attempt
@@ -295,27 +295,37 @@ def finalize_training(self: Any, orig: Original, engine: ZeroEngine, *args: Any,
         return orig(*args, **kwargs)
 
 
-@_in_place_of("_save", "output_dir", "state_dict", needs=_engine)
-def save(
-    self: Any,
-    orig: Original,
-    engine: ZeroEngine,
-    output_dir: str | None = None,
-    state_dict: dict[str, Any] | None = None,
+@_in_place_of("save_model", "output_dir", "_internal_call", needs=_engine)
+def save_model(
+    self: Any, orig: Original, engine: ZeroEngine, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
-    """Gather full weights on the ranks that write them. All ranks must call where the model is sharded."""
-    if state_dict is not None:
-        orig(output_dir, state_dict=state_dict)
-        return
+    """Give `_save` full weights, on the ranks that write. All ranks must call where the model is sharded.
+
+    The stock method comes to `_save` on every rank, or, up to transformers 5.22, on those that write.
+    """
     if engine.is_sharded:
         engine.require_all_ranks("trainer.save_model")
-    folder = output_dir if output_dir is not None else self.args.output_dir
     outside = engine.is_sharded and not getattr(self, "_zero_saves_on_all_ranks", False)
+    came = False
+
+    def save(folder: str | None = output_dir, state_dict: dict[str, Any] | None = None) -> None:
+        nonlocal came
+        came = True
+        if state_dict is None:
+            _save_full(self, engine, self.args.output_dir if folder is None else folder)
+        else:
+            type(self)._save(self, folder, state_dict=state_dict)
+
     with one_writer_each(self.args, engine.comm) if outside else nullcontext():
-        _save_full(self, orig, engine, folder)
+        with instead(self, "_save", save):
+            orig(output_dir, _internal_call=True)
+        if not came:
+            save()
+    if self.args.push_to_hub and not _internal_call:  # as the stock method does, when every rank has saved
+        self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
-def _save_full(self: Any, orig: Original, engine: ZeroEngine, folder: str) -> None:
+def _save_full(self: Any, engine: ZeroEngine, folder: str) -> None:
     # Adapters are no gathered 16-bit weights: they are small, and nothing else would hold them.
     writes = engine.config.writes_full_weights or is_peft_model(self.model)
     saved: AbstractContextManager[dict[str, Any]] = nullcontext({})
@@ -325,7 +335,8 @@ def _save_full(self: Any, orig: Original, engine: ZeroEngine, folder: str) -> No
 
         def write() -> None:
             with unsharded_prompt_encoders(self.model), weights_where_asked(self):
-                orig(folder, state_dict=weights)
+                if self.args.should_save:
+                    type(self)._save(self, folder, state_dict=weights)
             if not writes:
                 remove_dummy_checkpoint(self.args.should_save, folder, ["model.safetensors"])
 
