@@ -167,7 +167,7 @@ class ShardTensor(Shard):
 
     @functools.cached_property
     def parts(self) -> list[torch.Tensor]:
-        """Views of the parts, made by one call: a layer of a large model has hundreds."""
+        """Return views of the parts, made by one call: a layer of a large model has hundreds."""
         each = [numel // self.layout.world_size for _, numel in self.layout.buckets()]
         if not self.in_full:
             return list(self.memory.split(each))
