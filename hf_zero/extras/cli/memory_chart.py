@@ -19,14 +19,15 @@ from hf_zero.extras.cli.text import format_bytes, plural
 from hf_zero.extras.estimate.choices import Choice, Hardware, Need
 
 # The kinds of a plan, joined into those that a reader asks about. Each has one colour on every medium, of the
-# Okabe-Ito palette, which colour-blind readers can tell apart. The last entry takes all other kinds.
+# Okabe-Ito palette, which colour-blind readers can tell apart, and a pattern for who sees grey. The last entry takes all
+# other kinds.
 _KINDS = {
-    "parameters": "#0072B2",
-    "gradients": "#E69F00",
-    "master": "#009E73",
-    "optimizer": "#CC79A7",
-    "activations": "#999999",
-    "gathered and buffers": "#56B4E9",
+    "parameters": {"color": "#0072B2"},
+    "gradients": {"color": "#E69F00", "hatch": "////"},
+    "master": {"color": "#009E73", "hatch": "...."},
+    "optimizer": {"color": "#CC79A7"},
+    "activations": {"color": "#999999", "hatch": "xxxx"},
+    "gathered and buffers": {"color": "#56B4E9", "hatch": "||||"},
 }
 _LABELS = {"master": "master weights", "optimizer": "optimizer states"}
 _TITLE = "Peak memory in a training step, as planned by hf-zero estimate"
@@ -109,9 +110,10 @@ def _panels(plans: Mapping[str, Plan], hardware: Hardware) -> Iterator[_Panel]:
 def _draw_panel(axes: Any, panel: _Panel) -> None:
     names = list(panel.bars)
     left = [0.0] * len(names)
-    for kind, colour in _KINDS.items():
+    for kind, look in _KINDS.items():
         sizes = [_gigabytes(bar, kind) for bar in panel.bars.values()]
-        axes.barh(names, sizes, left=left, height=0.65, color=colour, label=_LABELS.get(kind, kind))
+        label = _LABELS.get(kind, kind)
+        axes.barh(names, sizes, left=left, height=0.65, edgecolor="white", linewidth=0, label=label, **look)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     for row, total in enumerate(left):
         ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the line of the limit ends there
