@@ -19,8 +19,8 @@ from hf_zero.extras.cli.text import format_bytes, plural
 from hf_zero.extras.estimate.choices import Choice, Hardware, Need
 
 # The kinds of a plan, joined into those that a reader asks about. Each has one colour on every medium, of the
-# Okabe-Ito palette, which colour-blind readers can tell apart, and a pattern for who sees grey. The last entry takes all
-# other kinds.
+# Okabe-Ito palette, which colour-blind readers can tell apart, and a pattern for who sees grey. The last entry takes
+# all other kinds.
 _KINDS = {
     "parameters": {"color": "#0072B2"},
     "gradients": {"color": "#E69F00", "hatch": "////"},
