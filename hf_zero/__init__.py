@@ -22,6 +22,7 @@ _EXPORTS = {
     "ZeroConfig": "hf_zero.config",
     "ZeroEngine": "hf_zero.engine.engine",
     "PipelineModule": "hf_zero.extras.pipeline.module",
+    "as_deepspeed": "hf_zero.extras.deepspeed.facade",
     "engine_of": "hf_zero.engine.engine",
     "get_accelerator": "hf_zero.extras.deepspeed.accelerator",
     "add_config_arguments": "hf_zero.engine.script_arguments",

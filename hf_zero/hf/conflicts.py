@@ -92,7 +92,8 @@ def check_environment() -> None:
         "ACCELERATE_USE_DEEPSPEED is set: the accelerate configuration says distributed_type: DEEPSPEED, and only one "
         "engine can own the model.\nSay distributed_type: MULTI_GPU there, without deepspeed_config (or start by "
         "torchrun or hf-zero launch), and give its deepspeed_config_file to hf_zero: TrainingArguments(zero=FILE), "
-        "ZeroPlugin(FILE), hf_zero.enable(FILE) or python -m hf_zero.run --zero FILE."
+        "ZeroPlugin(FILE), hf_zero.enable(FILE) or python -m hf_zero.run --zero FILE. To keep it, leave those out and "
+        "start by python -m hf_zero.run --as-deepspeed -m accelerate.commands.launch."
     )
 
 

@@ -55,12 +55,16 @@ class ModelGuards:
         self._overridden.append((module, name))
 
     def _guard_state_dict(self, module: nn.Module, path: str, mine: dict[str, ShardUnit]) -> None:
-        """Give a state dict names, shapes and types of sharded parameters: loaders read no more."""
+        """Give a state dict names, shapes and types of sharded parameters: loaders read no more.
+
+        With `keep_vars` it has the parameters themselves, which refuse by their class.
+        """
 
         def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             for name, unit in mine.items():
-                if unit.state is not UnitState.UNSHARDED and prefix + name in state:
-                    state[prefix + name] = ShapeOnly(state[prefix + name], f"{path + '.' if path else ''}{name}")
+                value = state.get(prefix + name)
+                if unit.state is not UnitState.UNSHARDED and value is not None and not isinstance(value, nn.Parameter):
+                    state[prefix + name] = ShapeOnly(value, f"{path + '.' if path else ''}{name}")
 
         self._handles.append(module.register_state_dict_post_hook(after))
 

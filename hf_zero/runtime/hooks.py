@@ -207,7 +207,7 @@ class ModelHooks:
 
         def after(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             for name, value in state.items():
-                if isinstance(value, ShapeOnly) or not isinstance(value, torch.Tensor):
+                if isinstance(value, ShapeOnly | nn.Parameter) or not isinstance(value, torch.Tensor):
                     continue
                 if value.numel() and not value.requires_grad:
                     state[name] = torch.utils.dlpack.from_dlpack(value)

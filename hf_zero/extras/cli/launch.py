@@ -23,6 +23,7 @@ hf-zero launch --include localhost:1,3 train.py
 hf-zero launch --hostfile hosts --num_nodes 2 --num_gpus 8 --master_port 9901 train.py --zero zero3.json
 hf-zero launch --hostfile hosts --no_ssh --node_rank 0 --master_addr node-1 train.py
 hf-zero launch --num_gpus 2 --module my_package.train
+hf-zero launch --num_gpus 2 --as-deepspeed train.py --deepspeed ds_config.json
 """
 _REFUSED = {
     "--zero": "it is an option of the script: write it after SCRIPT",
@@ -84,6 +85,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--module", action="store_true", help="SCRIPT is a module, as for python -m")
     add("--no_python", action="store_true", help="SCRIPT is a program of its own")
+    add("--as-deepspeed", action="store_true", help="SCRIPT is for DeepSpeed, and finds hf_zero in its place")
     add("--pass_local_rank", action="store_true", help="give --local_rank=K also to a script that does not declare it")
     add("--no_local_rank", action="store_true", help="never give --local_rank=K to the script (LOCAL_RANK is set)")
     add("--enable_each_rank_log", metavar="FOLDER", help="each rank's output into a file of its own there")

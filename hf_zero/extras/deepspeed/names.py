@@ -1,12 +1,14 @@
 """DeepSpeed's import paths with the first name changed: `from hf_zero.ops.adam import FusedAdam`, `hf_zero.comm`.
 
-A path of `PATHS` is a module without a file. Its names are looked up at their first use, so importing hf_zero loads
-neither torch nor what they stand for.
+facade.py installs the same paths under `deepspeed` where a program asks for that. A path of `PATHS` is a module
+without a file. Its names are looked up at their first use, so importing hf_zero loads neither torch nor what they
+stand for.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec
@@ -25,6 +27,29 @@ _CHECKPOINTING = {
 _FORMULAS = "hf_zero.extras.estimate.deepspeed_formulas"
 _TOPOLOGIES = f"{_PIPELINE}.topology"
 
+_ZERO = {
+    f"{_OURS}.zero": """GatheredParameters Init register_external_parameter unregister_external_parameter
+    ZeroParamStatus"""
+}
+_SCHEDULES = {
+    "hf_zero.optim": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
+    f"{_OURS}.utils": "VALID_LR_SCHEDULES",
+}
+_LOGGING = {f"{_OURS}.utils": "log_dist logger"}
+_ENGINE = {"hf_zero.engine.engine": "DeepSpeedEngine=ZeroEngine"}
+# The names of `deepspeed` itself.
+ROOT = {
+    **_ENGINE,
+    **_LOGGING,
+    f"{_PIPELINE}.module": "PipelineModule",
+    f"{_PIPELINE}.pipeline_engine": "PipelineEngine",
+    "hf_zero.engine.initialize": "initialize",
+    "hf_zero.engine.script_arguments": "add_config_arguments",
+    "hf_zero.distributed.processes": "init_distributed",
+    f"{_OURS}.accelerator": "get_accelerator",
+    f"{_OURS}.facade": "__version__=VERSION version=VERSION",
+}
+
 # Path below hf_zero -> {module: its names}. "other=name" gives a name of the module under another one.
 PATHS: dict[str, dict[str, str]] = {
     "accelerator": {f"{_OURS}.accelerator": "get_accelerator"},
@@ -39,11 +64,16 @@ PATHS: dict[str, dict[str, str]] = {
         "hf_zero.distributed.processes": "init_distributed",
         f"{_OURS}.comm": "get_all_ranks_from_group get_local_rank get_world_group log_summary",
     },
-    "ops": {},
+    "checkpoint.utils": {f"{_OURS}.utils": "clone_tensors_for_torch_save"},
+    "launcher.runner": {f"{_OURS}.utils": "DEEPSPEED_ENVIRONMENT_NAME"},
+    "ops.adagrad": {"torch.optim": "DeepSpeedCPUAdagrad=Adagrad"},
     "ops.adam": {f"{_OURS}.adam": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.lamb": {"hf_zero.optim": "FusedLamb=Lamb"},
+    "ops.lion": {"hf_zero.optim": "DeepSpeedCPULion=Lion FusedLion=Lion"},
     "pipe": {**_LAYERS, _TOPOLOGIES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"},
-    "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "runtime.engine": _ENGINE,
+    "runtime.lr_schedules": _SCHEDULES,
     "runtime.pipe": {**_LAYERS, _TOPOLOGIES: "ProcessTopology"},
     "runtime.pipe.engine": {f"{_PIPELINE}.pipeline_engine": "PipelineEngine"},
     "runtime.pipe.module": _LAYERS,
@@ -52,7 +82,12 @@ PATHS: dict[str, dict[str, str]] = {
         f"{_OURS}.utils": "PipelineParallelGrid",
     },
     "runtime.utils": {f"{_OURS}.utils": "see_memory_usage"},
-    "runtime.zero": {},
+    "runtime.zero": _ZERO,
+    "runtime.zero.partition_parameters": {
+        **_ZERO,
+        f"{_OURS}.accelerator": "get_accelerator",
+        f"{_OURS}.partitioning": "_orig_torch_arange zero_wrapper_for_fp_tensor_constructor",
+    },
     "runtime.zero.offload_config": {f"{_OURS}.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "runtime.zero.stage3": {
         _FORMULAS: """estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold
@@ -102,9 +137,19 @@ def _targets(sources: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, str]]
             yield alias or own, (module, own)
 
 
-def install() -> None:
-    """Make the paths importable, and attributes of the modules that they are below."""
+def install(root: str = "hf_zero") -> None:
+    """Make the paths importable below `root`, and attributes of the modules that they are below."""
+    if root != "hf_zero":
+        _put(root, ROOT)
     for path, sources in PATHS.items():
-        parent, _, name = f"hf_zero.{path}".rpartition(".")
-        module = sys.modules[f"{parent}.{name}"] = _Names(f"{parent}.{name}", sources)
-        setattr(importlib.import_module(parent), name, module)
+        _put(f"{root}.{path}", sources)
+
+
+def _put(name: str, sources: Mapping[str, str]) -> ModuleType:
+    """Make a module; what it is below is hf_zero's own, or one of PATHS, or is made without names."""
+    module = sys.modules[name] = _Names(name, sources)
+    parent, _, last = name.rpartition(".")
+    if parent:
+        ours = parent in sys.modules or (parent.startswith("hf_zero") and importlib.util.find_spec(parent) is not None)
+        setattr(importlib.import_module(parent) if ours else _put(parent, {}), last, module)
+    return module

@@ -6,12 +6,17 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 
 from hf_zero.distributed.processes import join_processes
 from hf_zero.errors import ConfigError
 from hf_zero.extras.monitors.memory_usage import log_memory_usage
 from hf_zero.extras.pipeline.topology import PipelineGrid, ProcessTopology
+
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 
 logger = logging.getLogger("hf_zero")
 
@@ -45,3 +50,11 @@ class PipelineParallelGrid(PipelineGrid):
             raise ConfigError("PipelineParallelGrid(process_group=...): stages span all ranks; remove it")
         world_size = join_processes()
         super().__init__(topology, dist.get_rank() if dist.is_initialized() else 0, world_size)
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:
+    """Return `item` with copies of the tensors in its lists, tuples and dicts, each with memory of its own.
+
+    `device` None leaves them where they are.
+    """
+    return pytree.tree_map_only(torch.Tensor, lambda one: one.detach().to(device, copy=True), item)

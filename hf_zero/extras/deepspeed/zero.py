@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 
 from hf_zero.access.full import gathered_params
 from hf_zero.config import ZeroConfig
+from hf_zero.distributed.processes import init_distributed
 from hf_zero.engine.initialize import shard
 from hf_zero.errors import ConfigError
 from hf_zero.hf.models.patches import sharded_init
@@ -32,6 +34,14 @@ class _Block(contextlib.AbstractContextManager["_Block"]):
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._block.__exit__(*error)
+
+
+class ZeroParamStatus(enum.Enum):
+    """deepspeed's: where the values of a parameter are."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
 
 
 class Init(_Block):
@@ -71,6 +81,7 @@ class Init(_Block):
             )
         if pin_memory and remote_device != "cpu":
             logger.warning("zero.Init(pin_memory=True) has no effect: offload_param.pin_memory decides")
+        init_distributed()
         given = config_dict_or_path if config is None else config
         if remote_device == "cpu":
             given = _offloaded(given, pin_memory)
@@ -86,7 +97,7 @@ class GatheredParameters(_Block):
     """deepspeed.zero.GatheredParameters: see hf_zero.gathered_params.
 
     Args:
-        params: A parameter, a module, or an iterable of these.
+        params: A parameter, a module, or an iterable of these. Other tensors in it, as buffers, are left as they are.
         modifier_rank: Rank whose edits are kept; None is for reading.
         fwd_module: Taken for DeepSpeed's sake; nothing needs to be registered.
         enabled: False makes the block do nothing.
@@ -100,7 +111,8 @@ class GatheredParameters(_Block):
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        held = params if isinstance(params, nn.Module | nn.Parameter) else list(params)
+        given = [params] if isinstance(params, nn.Module | nn.Parameter) else params
+        held = [one for one in given if isinstance(one, nn.Module | nn.Parameter)]
         self._open = lambda: gathered_params(held, write_rank=modifier_rank) if enabled else contextlib.nullcontext()
 
 

@@ -57,6 +57,7 @@ class LaunchOptions:
     venv_script: str | None = None
     module: bool = False
     no_python: bool = False
+    as_deepspeed: bool = False
     no_local_rank: bool = False
     pass_local_rank: bool = False
     enable_each_rank_log: str | None = None
@@ -130,6 +131,7 @@ def _plan(options: LaunchOptions, devices: tuple[tuple[str, ...], ...], master_a
         script=options.script,
         arguments=tuple(options.script_arguments),
         kind=kind,
+        as_deepspeed=options.as_deepspeed,
         pass_local_rank=options.pass_local_rank or declared,
         bind_cores=(options.bind_core_list or "") if binds else None,
         log_folder=options.enable_each_rank_log,

@@ -31,6 +31,7 @@ class JobPlan:
         pass_local_rank: Give `--local_rank=K` to the script, before its own arguments, as DeepSpeed does.
         use_devices: Set that variable. False where this host is the only one and has no GPU.
         bind_cores: None, or the cores that a host's processes share out; "" for all that they may use.
+        as_deepspeed: Processes find hf_zero where they ask for deepspeed.
         job: A name that no other job has; "" where nobody has to find the processes by it.
         watch_stdin: The end of standard input means that the launcher is gone.
     """
@@ -47,6 +48,7 @@ class JobPlan:
     log_folder: str | None = None
     job: str = ""
     watch_stdin: bool = False
+    as_deepspeed: bool = False
 
     @property
     def num_nodes(self) -> int:

@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from hf_zero.distributed.environment import expand_hosts
+from hf_zero.extras.deepspeed.facade import inherit
 from hf_zero.extras.launcher.failures import show_failure
 from hf_zero.extras.launcher.launch_errors import LaunchFailed, LaunchUsageError
 from hf_zero.extras.launcher.launch_plan import JobPlan, devices_variable
@@ -117,6 +118,8 @@ def _set_environment(plan: JobPlan, node_rank: int) -> None:
             raise LaunchUsageError(problem)
         # accelerate, which counts one process where it finds no accelerator, would not see the others.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    if plan.as_deepspeed:
+        inherit()
     os.environ["CROSS_RANK"], os.environ["CROSS_SIZE"] = str(node_rank), str(plan.num_nodes)
     os.environ["LOCAL_SIZE"] = str(len(devices))
     # Several processes with as many threads as there are cores would be in each other's way.

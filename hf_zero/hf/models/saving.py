@@ -100,6 +100,8 @@ class _Saving:
             return publish(original, given, given["state_dict"])
         if given.get("state_dict") is not None:
             return original(*args, **kwargs)
+        if "state_dict" in given and not given.get("is_main_process", True):
+            return None  # the rank that writes has brought them: accelerate's get_state_dict gives None elsewhere
         engine = self._engine
         engine.require_all_ranks("save_pretrained")
         writes = bool(given.get("is_main_process", engine.rank == 0))

@@ -81,7 +81,8 @@ def _refuse_deepspeed(given: Any) -> None:
         raise ConfigError(
             "TrainingArguments.deepspeed is given, but zero is not: hf_zero takes the configuration as zero.\n"
             f"Write zero={name!r} instead of deepspeed={name!r} (--zero instead of --deepspeed on a command line). "
-            "To train with DeepSpeed itself, take the TrainingArguments of transformers."
+            "A program that keeps deepspeed= takes the TrainingArguments of transformers, under hf-zero launch "
+            "--as-deepspeed (or with DeepSpeed itself)."
         )
 
 

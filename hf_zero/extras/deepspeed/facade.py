@@ -1,0 +1,135 @@
+"""`as_deepspeed`: from then on `import deepspeed` in this process finds hf_zero, under all names of names.py."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from email.message import Message
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hf_zero.errors import StateError
+from hf_zero.extras.deepspeed import names
+
+logger = logging.getLogger(__name__)
+
+# Gradients are not clipped where the file does not say so, which DeepSpeed changed in 0.19.3.
+VERSION = "0.19.2"
+_DEEPSPEED = "deepspeed"
+# These look for the package when they are loaded.
+_LOOK_FOR_IT = ("accelerate", "transformers")
+
+
+def as_deepspeed() -> None:
+    """Let this process find hf_zero where it asks for the package deepspeed: `import deepspeed`, its version.
+
+    Programs, transformers and accelerate then take their own paths for DeepSpeed. A program calls it first of all;
+    `hf-zero launch --as-deepspeed` and `python -m hf_zero.run --as-deepspeed` do it for one that is not to be edited.
+    A second call does nothing.
+
+    Raises:
+        StateError: deepspeed, transformers or accelerate was imported before.
+    """
+    if any(isinstance(one, _Finder) for one in sys.meta_path):
+        return
+    if early := [name for name in (_DEEPSPEED, *_LOOK_FOR_IT) if name in sys.modules]:
+        raise StateError(
+            f"hf_zero.as_deepspeed() came after the import of {', '.join(early)}, which had looked for deepspeed "
+            "already.\nCall it in the first line of the program."
+        )
+    real = importlib.machinery.PathFinder.find_spec(_DEEPSPEED)
+    if real is not None and real.origin is not None:  # without an origin it is a folder without code
+        logger.warning("import deepspeed finds hf_zero, and not the package in %s", real.origin)
+    sys.meta_path.insert(0, _Finder())
+    names.install(_DEEPSPEED)
+    for name, change in _CHANGES.items():
+        if name in sys.modules:
+            change(sys.modules[name])
+
+
+def inherit() -> None:
+    """Let every Python that this process starts call `as_deepspeed` at its start."""
+    paths = [str(Path(__file__).parent / "children"), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
+class _Finder:
+    """The place where Python looks for modules and packages first."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Raise for modules of DeepSpeed that are out of scope; find the others as Python does."""
+        return _loaded_then(name, path, _CHANGES[name]) if name in _CHANGES else None
+
+    def find_distributions(self, context: Any) -> Iterator[importlib.metadata.Distribution]:
+        if context.name in (None, _DEEPSPEED):
+            yield _Package()
+
+
+class _Package(importlib.metadata.Distribution):
+    """The answers of importlib.metadata for the package deepspeed."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename == "METADATA":
+            message = Message()
+            message["Metadata-Version"], message["Name"], message["Version"] = "2.1", _DEEPSPEED, VERSION
+            return message.as_string()
+        return _DEEPSPEED if filename == "top_level.txt" else None
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        return Path(__file__).parent / path
+
+
+def _loaded_then(name: str, path: Any, change: Callable[[ModuleType], None]) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of a module of a file, to which `change` is done after it was loaded."""
+    spec = importlib.machinery.PathFinder.find_spec(name, path)
+    if spec is not None and spec.loader is not None:
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+    return spec
+
+
+def _count_processes_on_cpu(state: Any) -> None:
+    """Let accelerate train under DeepSpeed on a machine without accelerator, where it would count one process."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # accelerate would take it as "without DeepSpeed"
+    prepare = state.PartialState._prepare_backend
+
+    def prepare_backend(self: Any, cpu: bool, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
+        found = prepare(self, cpu, sagemaker_dp, backend)
+        on_cpu = found[0] is None and os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+        return prepare(self, True, sagemaker_dp, backend) if on_cpu else found
+
+    state.PartialState._prepare_backend = prepare_backend
+
+
+def _name_parameters(module: Any) -> None:
+    """Give parameters of torch the attributes that DeepSpeed gives those of stage 3."""
+    for name in ("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_tensor"):
+        setattr(module.Parameter, name, property(functools.partial(_answer, name)))
+
+
+def _answer(name: str, param: Any) -> Any:
+    from hf_zero.extras.deepspeed.parameters import answer
+
+    return answer(param, name)
+
+
+# Modules of others are changed once they are loaded.
+_CHANGES: dict[str, Callable[[Any], None]] = {
+    "accelerate.state": _count_processes_on_cpu,
+    "torch.nn.parameter": _name_parameters,
+}
