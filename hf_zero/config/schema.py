@@ -108,7 +108,7 @@ class Flag(Key):
         return value is (not self.default)
 
     def _canonical(self, value: Any) -> Any:
-        return value if isinstance(value, bool) else _WRONG
+        return bool(value) if isinstance(value, int) and value in (0, 1) else _WRONG  # as DeepSpeed takes them
 
 
 class Text(Key):

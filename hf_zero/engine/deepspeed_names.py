@@ -161,6 +161,22 @@ class DeepSpeedNames(ModuleWrapper):
         """Whether parameters are sharded: stage 3."""
         return self.config.shards_parameters
 
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.config.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.config.shards_parameters
+
+    def optimizer_name(self) -> str | None:
+        """Return the type of the optimizer block; None without one."""
+        block = self.config.optimizer
+        return None if block is None else block["type"]
+
+    def scheduler_name(self) -> str | None:
+        """Return the type of the scheduler block; None without one."""
+        block = self.config.scheduler
+        return None if block is None else block["type"]
+
     def fp16_enabled(self) -> bool:
         return self.config.dtype == "float16"
 

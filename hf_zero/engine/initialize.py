@@ -217,7 +217,7 @@ def _make_optimizer(
     parameters: Iterable[Any] | None,
 ) -> torch.optim.Optimizer | None:
     if optimizer is not None and block is not None:
-        raise ConfigError("both an optimizer and an optimizer block in the configuration: remove one of them")
+        logger.warning("the optimizer block (%s) is not used: initialize was given an optimizer", block["type"])
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     own = (param for _, param in model.named_parameters() if param.requires_grad)

@@ -176,7 +176,7 @@ BAD_VALUES = [
     ("zero_optimization.reduce_bucket_size", float("inf"), "an integer of at least 1"),
     ("zero_optimization.overlap_comm", "yes", "true or false"),
     ("zero_optimization.overlap_comm", "true", "Write true without quotes"),
-    ("zero_optimization.overlap_comm", 1, "true or false"),
+    ("zero_optimization.overlap_comm", 2, "true or false"),
     ("zero_optimization.offload_optimizer.device", "disk", '"none", "cpu" or "nvme"'),
     ("zero_optimization.offload_optimizer.device", "gpu", 'nearest known value is "cpu"'),
     ("zero_optimization.offload_optimizer.ratio", 1.5, "of at least 0 and at most 1"),

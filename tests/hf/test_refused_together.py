@@ -42,7 +42,7 @@ def model_of_an_accelerator(folder: str) -> None:
 
 
 def initialize(folder: str) -> None:
-    model, config = nn.Linear(2, 2), {**_PLAIN, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    model, config = nn.Linear(2, 2), {**_PLAIN, "train_batch_size": 7}
     hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)
 
 
@@ -78,7 +78,7 @@ def refuse(make: Callable[[str], None], folder: str) -> str:
         (model_of_a_trainer, "quantized"),
         (accelerator, "train_batch_size"),
         (model_of_an_accelerator, "quantized"),
-        (initialize, "both an optimizer"),
+        (initialize, "train_batch_size"),
         (second_model, "train_batch_size"),
     ],
 )

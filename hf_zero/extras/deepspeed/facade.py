@@ -16,6 +16,7 @@ from typing import Any
 
 from hf_zero.errors import StateError
 from hf_zero.extras.deepspeed import names
+from hf_zero.extras.deepspeed.out_of_scope import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class _Finder:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Raise for modules of DeepSpeed that are out of scope; find the others as Python does."""
+        if name.startswith(f"{_DEEPSPEED}."):
+            refuse(name.partition(".")[2])
         return _loaded_then(name, path, _CHANGES[name]) if name in _CHANGES else None
 
     def find_distributions(self, context: Any) -> Iterator[importlib.metadata.Distribution]:

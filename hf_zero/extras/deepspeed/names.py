@@ -15,6 +15,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from hf_zero.extras.deepspeed.out_of_scope import refuse
+
 _OURS = "hf_zero.extras.deepspeed"
 _PIPELINE = "hf_zero.extras.pipeline"
 _LAYERS = {f"{_PIPELINE}.layer_spec": "LayerSpec TiedLayerSpec", f"{_PIPELINE}.module": "PipelineModule"}
@@ -29,18 +31,28 @@ _TOPOLOGIES = f"{_PIPELINE}.topology"
 
 _ZERO = {
     f"{_OURS}.zero": """GatheredParameters Init register_external_parameter unregister_external_parameter
-    ZeroParamStatus"""
+    unwrap_model_for_generation ZeroParamStatus"""
 }
 _SCHEDULES = {
     "hf_zero.optim": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
     f"{_OURS}.utils": "VALID_LR_SCHEDULES",
 }
 _LOGGING = {f"{_OURS}.utils": "log_dist logger"}
+_ACCESS = {
+    "hf_zero.access.full": """safe_get_full_grad=full_grad safe_get_full_optimizer_state=full_optimizer_state
+    safe_set_full_fp32_param=set_full_param safe_set_full_grad=set_full_grad
+    safe_update_full_grad_vectorized=update_full_grads""",
+    "hf_zero.access.local": "safe_set_local_fp32_param=set_local_param safe_set_local_grad=set_local_grad",
+    f"{_OURS}.safe_access": """safe_get_full_fp32_param safe_get_local_fp32_param safe_get_local_grad
+    safe_get_local_optimizer_state safe_set_full_optimizer_state safe_set_local_optimizer_state""",
+}
 _ENGINE = {"hf_zero.engine.engine": "DeepSpeedEngine=ZeroEngine"}
 # The names of `deepspeed` itself.
 ROOT = {
     **_ENGINE,
     **_LOGGING,
+    f"{_OURS}.config": "DeepSpeedConfig",
+    f"{_OURS}.inference": "OnDevice init_inference",
     f"{_PIPELINE}.module": "PipelineModule",
     f"{_PIPELINE}.pipeline_engine": "PipelineEngine",
     "hf_zero.engine.initialize": "initialize",
@@ -72,6 +84,7 @@ PATHS: dict[str, dict[str, str]] = {
     "ops.lion": {"hf_zero.optim": "DeepSpeedCPULion=Lion FusedLion=Lion"},
     "pipe": {**_LAYERS, _TOPOLOGIES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "runtime.config": {f"{_OURS}.config": "DeepSpeedConfig"},
     "runtime.engine": _ENGINE,
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.pipe": {**_LAYERS, _TOPOLOGIES: "ProcessTopology"},
@@ -81,7 +94,7 @@ PATHS: dict[str, dict[str, str]] = {
         _TOPOLOGIES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
         f"{_OURS}.utils": "PipelineParallelGrid",
     },
-    "runtime.utils": {f"{_OURS}.utils": "see_memory_usage"},
+    "runtime.utils": {f"{_OURS}.utils": "see_memory_usage set_random_seed"},
     "runtime.zero": _ZERO,
     "runtime.zero.partition_parameters": {
         **_ZERO,
@@ -97,12 +110,23 @@ PATHS: dict[str, dict[str, str]] = {
         _FORMULAS: """estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold
         estimate_zero2_model_states_mem_needs_all_live"""
     },
-    "utils": {f"{_OURS}.utils": "log_dist logger", f"{_PIPELINE}.micro_batches": "RepeatingLoader"},
+    "utils": {
+        **_ACCESS,
+        f"{_OURS}.inference": "OnDevice",
+        f"{_OURS}.utils": "log_dist logger set_random_seed set_z3_leaf_modules unset_z3_leaf_modules",
+        f"{_PIPELINE}.micro_batches": "RepeatingLoader",
+    },
+    "utils.groups": {
+        "torch.distributed": "_get_data_parallel_rank=get_rank _get_data_parallel_world_size=get_world_size",
+        f"{_OURS}.comm": "_get_data_parallel_group=get_world_group",
+    },
+    "utils.logging": _LOGGING,
+    "utils.z3_leaf_module": {f"{_OURS}.utils": "set_z3_leaf_modules unset_z3_leaf_modules"},
     "utils.zero_to_fp32": {
         f"{_OURS}.zero_to_fp32": """convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint
         load_state_dict_from_zero_checkpoint"""
     },
-    "zero": {f"{_OURS}.zero": """GatheredParameters Init register_external_parameter unregister_external_parameter"""},
+    "zero": _ZERO,
 }
 
 
@@ -119,6 +143,7 @@ class _Names(ModuleType):
     def __getattr__(self, name: str) -> Any:
         target = self.__dict__.get("_targets", {}).get(name)
         if target is None:
+            refuse(f"{self.__name__}.{name}".partition(".")[2])
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         module, own = target
         value = getattr(importlib.import_module(module), own)

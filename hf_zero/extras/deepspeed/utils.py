@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from torch import nn
 
 from hf_zero.distributed.processes import join_processes
 from hf_zero.errors import ConfigError
@@ -30,6 +33,30 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     chosen = ranks or []
     if rank == -1 or -1 in chosen[:1] or rank in chosen:
         logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the random numbers of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    """Return the modules of these classes. Nothing is set: stage 3 gathers a layer as a whole, experts included.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    wanted = [one if isinstance(one, str) else one.__name__ for one in leaf_module_classes]
+    found = [module for module in model.modules() if type(module).__name__ in wanted]
+    if not found:
+        raise ConfigError(f"set_z3_leaf_modules: {type(model).__name__} has no module of {', '.join(wanted)}")
+    return found
+
+
+# Nothing is set, so nothing is to be taken back.
+unset_z3_leaf_modules = set_z3_leaf_modules
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from hf_zero.access.full import gathered_params
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.processes import init_distributed
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.initialize import shard
 from hf_zero.errors import ConfigError
 from hf_zero.hf.models.patches import sharded_init
@@ -81,7 +82,8 @@ class Init(_Block):
             )
         if pin_memory and remote_device != "cpu":
             logger.warning("zero.Init(pin_memory=True) has no effect: offload_param.pin_memory decides")
-        init_distributed()
+        if enabled:
+            init_distributed()
         given = config_dict_or_path if config is None else config
         if remote_device == "cpu":
             given = _offloaded(given, pin_memory)
@@ -114,6 +116,13 @@ class GatheredParameters(_Block):
         given = [params] if isinstance(params, nn.Module | nn.Parameter) else params
         held = [one for one in given if isinstance(one, nn.Module | nn.Parameter)]
         self._open = lambda: gathered_params(held, write_rank=modifier_rank) if enabled else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Give the model itself, with whole parameters until the end of the block. All ranks must enter and leave."""
+    with gathered_params(model):
+        yield model.module if isinstance(model, ZeroEngine) else model
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -77,6 +77,10 @@ class OneCycle(Schedule):
             return [highest - (highest - lowest) * height for lowest, highest in ends]
         return [highest * self._growth(iteration, self.decay_mom_rate) for _, highest in ends]
 
+    def get_mom(self) -> PerGroup | None:
+        """Return the first beta of each param group; None where it is left alone."""
+        return self.momenta(self.last_batch_iteration) if self.cycles_betas else None
+
     @property
     def _length(self) -> int:
         return self.first + (self.second or 0)

@@ -1,0 +1,40 @@
+"""DeepSpeed's reads and writes of one parameter whose arguments or results differ from hf_zero's: see access/."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_zero.access import full, local
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """`full_optimizer_state(param, "master")`. All ranks must call."""
+    return full.full_optimizer_state(param, "master")
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """`set_full_optimizer_state`, in another order. All ranks must call."""
+    full.set_full_optimizer_state(param, optim_state_key, value)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    return _values(local.local_param(param))
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the values of `local_grad`. All ranks must call."""
+    return _values(local.local_grad(param))
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    return _values(local.local_optimizer_state(param, optim_state_key))
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """`set_local_optimizer_state`, in another order. All ranks must call."""
+    local.set_local_optimizer_state(param, optim_state_key, value)
+
+
+def _values(piece: local.LocalPiece | None) -> torch.Tensor | None:
+    return None if piece is None else piece.values

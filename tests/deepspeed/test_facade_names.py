@@ -1,0 +1,135 @@
+"""Names of the facade in one process: what they do, and what is refused by name."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.extras.deepspeed import out_of_scope
+from hf_zero.extras.deepspeed.config import DeepSpeedConfig
+from hf_zero.extras.deepspeed.inference import OnDevice, init_inference
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_allow_untested_optimizer": 1,  # DeepSpeed takes 1 for true
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+}
+
+
+def trained(**more: Any) -> ZeroEngine:
+    model = nn.Linear(3, 2)
+    engine = hf_zero.initialize(model=model, config=CONFIG, **more)[0]
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    return engine
+
+
+def test_values_of_a_parameter() -> None:
+    utils = importlib.import_module("hf_zero.utils")
+    engine = trained()
+    weight = engine.module.weight
+    assert torch.equal(utils.safe_get_full_grad(weight), torch.full((2, 3), 2.0))
+    assert torch.equal(utils.safe_get_local_grad(weight), torch.full((6,), 2.0))
+    engine.step()
+    master = utils.safe_get_full_fp32_param(weight)
+    assert torch.equal(master, weight) and torch.equal(utils.safe_get_local_fp32_param(weight), master.reshape(-1))
+    for set_state, get_state, shape in (
+        (utils.safe_set_full_optimizer_state, utils.safe_get_full_optimizer_state, (2, 3)),
+        (utils.safe_set_local_optimizer_state, utils.safe_get_local_optimizer_state, (6,)),
+    ):
+        value = torch.rand(shape)
+        set_state(weight, value, "exp_avg")
+        assert torch.equal(get_state(weight, "exp_avg"), value)
+
+
+def test_an_optimizer_beside_a_block_wins(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(3, 2)
+    with caplog.at_level(logging.WARNING):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        made = hf_zero.initialize(model=model, optimizer=optimizer, config=CONFIG)[1]
+    assert made is not None and made.optimizer is optimizer and "AdamW" in caplog.text
+
+
+def test_names_of_the_engine() -> None:
+    engine = trained()
+    assert engine.optimizer_name() == "AdamW" and engine.scheduler_name() is None
+    assert engine.zero_optimization_partition_gradients() and not engine.zero_optimization_partition_weights()
+
+
+def test_a_configuration_by_itself() -> None:
+    config = DeepSpeedConfig({**CONFIG, "gradient_accumulation_steps": 3})
+    assert config.train_batch_size == 6 and config.get("optimizer", {}).get("type") == "AdamW"
+
+
+def test_inference() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(NotImplementedError, match="replace_with_kernel_inject"):
+        init_inference(model, replace_with_kernel_inject=True)
+    with pytest.raises(NotImplementedError, match="over 2 ranks"):
+        init_inference(model, {"tensor_parallel": {"tp_size": 2}})
+    with pytest.raises(hf_zero.ConfigError, match="dtypo"):
+        init_inference(model, dtypo="fp32")
+    engine = init_inference(model, dtype="bf16", mp_size=1)
+    assert engine.module is model and not model.training
+    assert engine(torch.ones(1, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    sharded = init_inference(nn.Linear(3, 2), {"zero": {"stage": 3}})
+    assert sharded(torch.ones(1, 3)).shape == (1, 2) and not sharded.module.weight.requires_grad
+
+
+def test_on_device() -> None:
+    with OnDevice(torch.bfloat16, device="meta"):
+        layer = nn.Linear(3, 2)
+    assert layer.weight.is_meta and layer.weight.dtype == torch.bfloat16
+    with OnDevice(torch.bfloat16, enabled=False):
+        assert nn.Linear(3, 2).weight.dtype == torch.float32
+
+
+def test_leaf_modules() -> None:
+    utils = importlib.import_module("hf_zero.utils")
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    assert utils.set_z3_leaf_modules(model, [nn.Linear]) == [model[0]]
+    with pytest.raises(hf_zero.ConfigError, match="GRU"):
+        utils.set_z3_leaf_modules(model, ["GRU"])
+
+
+def test_what_is_out_of_scope() -> None:
+    """Every feature of the table, imported as programs do; what DeepSpeed does not have either stays as in Python."""
+    text = """
+import hf_zero; hf_zero.as_deepspeed()
+import deepspeed, importlib
+from hf_zero.extras.deepspeed import out_of_scope
+for path in out_of_scope._INSTEAD:
+    parent, _, name = f"deepspeed.{path}".rpartition(".")
+    by_attribute = lambda: getattr(importlib.import_module(parent), name)
+    for find in (lambda: importlib.import_module(f"deepspeed.{path}"), by_attribute):
+        try:
+            find()
+        except NotImplementedError as error:
+            assert path in str(error) and "use " in str(error)
+        else:
+            raise AssertionError(path)
+try:
+    import deepspeed.moe.layer
+except NotImplementedError:
+    pass
+try:
+    import deepspeed.nothing
+except ModuleNotFoundError:
+    pass
+assert not hasattr(deepspeed, "nothing")
+import deepspeed.utils.groups, deepspeed.runtime.zero.offload_config, deepspeed.utils.logging
+from deepspeed.accelerator import get_accelerator
+for name in deepspeed.__all__:
+    getattr(deepspeed, name)
+"""
+    subprocess.run([sys.executable, "-c", text], check=True, timeout=120)
+    assert len(out_of_scope._INSTEAD) > 20
