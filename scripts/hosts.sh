@@ -5,6 +5,7 @@
 #   scripts/hosts.sh 2 500mbit 0.2ms torchrun --nnodes 2 --node_rank {rank} --master_addr {master} train.py
 #
 # The hosts are joined by a bridge; RATE and DELAY hold for each link, in tc's words ("none" and 0 leave them alone).
+# The hosts are named host0, host1, ...; a host's own name leads to 127.0.1.1, as after an installation of Debian.
 # In COMMAND {rank} is the number of the host, and {master} the address of host 0. Host 0's output is shown, and that of
 # the others only if a host fails. Linux with iproute2, as root.
 set -euo pipefail
@@ -20,7 +21,7 @@ remove() {
     for pid in "${launched[@]:-}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
     for ((host = 0; host < hosts; host++)); do ip netns del "$id-$host" 2>/dev/null || true; done
     ip netns del "$id-switch" 2>/dev/null || true
-    rm -rf "$logs"
+    rm -rf "$logs" /etc/netns/"$id"-*
 }
 trap remove EXIT
 
@@ -36,6 +37,10 @@ ip -n "$id-switch" link add bridge type bridge
 ip -n "$id-switch" link set bridge up
 for ((host = 0; host < hosts; host++)); do
     ip netns add "$id-$host"
+    mkdir -p "/etc/netns/$id-$host" # what is there covers /etc in the namespace
+    { echo "127.0.0.1 localhost" && echo "127.0.1.1 host$host"
+      for ((other = 0; other < hosts; other++)); do echo "10.77.0.$((other + 1)) host$other"; done
+    } | awk '!seen[$2]++' >"/etc/netns/$id-$host/hosts"
     ip -n "$id-$host" link set lo up
     ip -n "$id-$host" link add eth0 type veth peer name "port$host" netns "$id-switch"
     ip -n "$id-$host" addr add "10.77.0.$((host + 1))/24" dev eth0
@@ -52,7 +57,7 @@ for ((host = hosts - 1; host >= 0; host--)); do
     # A namespace of process ids of its own: when the command ends, whatever it started ends too.
     setsid ip netns exec "$id-$host" unshare --uts --pid --fork --kill-child --mount-proc \
         bash -c 'hostname "$0"; exec "$@"' "host$host" \
-        env GLOO_SOCKET_IFNAME=eth0 TP_SOCKET_IFNAME=eth0 "${command[@]//\{master\}/10.77.0.1}" >"$log" 2>&1 &
+        "${command[@]//\{master\}/10.77.0.1}" >"$log" 2>&1 &
     launched+=($!)
 done
 status=0

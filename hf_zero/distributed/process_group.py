@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.distributed.gloo_connections import Connections, Ends
+from hf_zero.distributed.interface import choose_interface
 from hf_zero.distributed.process_end import Turn, end_at_once_on_errors, end_with_python
 
 # Messages of more operations than these are begun when one of them is over. All ranks begin them in the same order.
@@ -134,6 +135,8 @@ class Link:
 def _new_group(groups: Sequence[Sequence[int]], backend: str, timeout: datetime.timedelta) -> Any:
     """The group of this rank. Those of other ranks are made with it: the names of groups are numbers that all ranks
     count, and stay free of those of groups that have ended."""
+    if backend == "gloo":
+        choose_interface(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
     made = [dist.new_group(list(ranks), backend=backend, timeout=timeout) for ranks in groups]
     return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
 

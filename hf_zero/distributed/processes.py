@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.distributed.environment import described_processes
+from hf_zero.distributed.interface import choose_interface
 from hf_zero.distributed.process_end import leave_cleanly_at_exit
 from hf_zero.distributed.unusable_device import unusable_accelerator
 from hf_zero.errors import ConfigError, DivergenceError, ZeroError
@@ -85,7 +87,29 @@ def ensure_process_group(device: torch.device) -> None:
     adopt_cluster_variables()
     if described_world_size() <= 1:
         return
-    dist.init_process_group(backend_for(device))
+    _init_process_group(backend_for(device), None)
+
+
+def prepare_to_be_joined() -> None:
+    """Get ready for a group that another library makes, as accelerate does. All ranks must call.
+
+    Raises:
+        ConfigError: See adopt_cluster_variables and choose_interface.
+    """
+    adopt_cluster_variables()
+    # Without an agent of torchrun the store would live in rank 0, as that of the group will.
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if described_world_size() > 1 and has_store and not dist.is_initialized():
+        choose_interface(*next(dist.rendezvous("env://")))
+
+
+def _init_process_group(backend: str, timeout: datetime.timedelta | None) -> None:
+    """Join the processes that the environment describes. The store comes first: gloo must know the interface."""
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout or default_pg_timeout))
+    choose_interface(store, rank, world_size)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size, timeout=timeout
+    )
 
 
 def init_distributed(
@@ -140,7 +164,7 @@ def init_distributed(
     if init_method is not None:
         dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
     elif described_world_size() > 1:
-        dist.init_process_group(backend, timeout=timeout)
+        _init_process_group(backend, timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     leave_cleanly_at_exit()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.distributed.processes import adopt_cluster_variables
+from hf_zero.distributed.processes import prepare_to_be_joined
 from hf_zero.hf.accelerator.plugin import accelerator_patch_points
 from hf_zero.hf.conflicts import check_environment
 from hf_zero.hf.models.patches import model_functions
@@ -28,7 +28,7 @@ def enable(config: ZeroConfig | str | Path | Mapping[str, Any]) -> None:
             transformers or accelerate lacks a function that is relied on.
     """
     check_environment()
-    adopt_cluster_variables()  # before accelerate looks at the environment
+    prepare_to_be_joined()  # by accelerate, which looks at the environment
     activate(ZeroConfig.load(config), for_everyone=True)
 
 

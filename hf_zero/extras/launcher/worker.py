@@ -67,6 +67,10 @@ def main(argv: Sequence[str]) -> None:
         log = os.open(f"{prefix}_rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
+    if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
+        from hf_zero.distributed.processes import prepare_to_be_joined
+
+        prepare_to_be_joined()  # by the script, whoever makes its groups
     if options["kind"] != "program":
         with recorded(print_too=prefix is not None):
             become(script, arguments, is_module=options["kind"] == "module")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import transformers
 
 from hf_zero.config import ZeroConfig
-from hf_zero.distributed.processes import adopt_cluster_variables, launched_processes
+from hf_zero.distributed.processes import prepare_to_be_joined
 from hf_zero.errors import ConfigError
 from hf_zero.hf.conflicts import check_environment, check_rivals, check_run
 from hf_zero.hf.enable import activate
@@ -45,8 +45,7 @@ class ZeroArgumentsMixin:
         config = ZeroConfig.load(self.zero, defer=True)
         check_rivals(config, self)
         check_environment()
-        adopt_cluster_variables()  # before accelerate looks at the environment
-        launched_processes()
+        prepare_to_be_joined()  # by accelerate, which looks at the environment
         super().__post_init__()  # type: ignore[misc]
         check_run(config, self)
         self._zero_config = config

@@ -1,0 +1,76 @@
+"""Ranks on several hosts, network namespaces of scripts/hosts.sh, whose names lead to 127.0.1.1 as on Debian."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = """
+import os, torch, hf_zero
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+engine = hf_zero.initialize(model=model, config=config)[0]
+engine.backward(engine(torch.full((1, 4), engine.rank + 1.0)).sum())
+engine.step()
+weight = engine.full_state_dict(keep=True)["weight"]
+if engine.rank == 0:
+    torch.manual_seed(0)
+    moved = torch.nn.Linear(4, 1).weight.detach() - weight
+    print(os.environ["GLOO_SOCKET_IFNAME"], moved.flatten().tolist())
+"""
+
+
+def _why_not() -> str:
+    if os.name != "posix" or os.geteuid() != 0 or shutil.which("ip") is None:
+        return "network namespaces need root and iproute2"
+    tried = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True, text=True, check=False)
+    return f"network namespaces are not allowed here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+pytestmark = pytest.mark.skipif(bool(_why_not()), reason=_why_not())
+
+
+def _run(tmp_path: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "hosts").write_text("host0 slots=1\nhost1 slots=1\n")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
+    line = [str(ROOT / "scripts" / "hosts.sh"), "2", "none", "0", *command]
+    return subprocess.run(
+        line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "torchrun --nnodes 2 --nproc_per_node 1 --node_rank {rank} --master_addr {master}",
+        "torchrun --nnodes 2 --nproc_per_node 1 --node_rank {rank} --rdzv_backend c10d --rdzv_endpoint host0:29400",
+        "hf-zero launch --hostfile hosts --no_ssh --node_rank {rank} --master_addr host0",
+        "env RANK={rank} WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 python",
+    ],
+)
+def test_hosts_find_each_other(tmp_path: Path, launch: str) -> None:
+    ended = _run(tmp_path, *launch.split(), "train.py")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    moved = next(line for line in ended.stdout.splitlines() if line.startswith("eth0 ")).removeprefix("eth0 ")
+    assert json.loads(moved) == pytest.approx([0.15] * 4)  # the mean of 1 and 2, times the rate
+
+
+def test_an_interface_that_does_not_exist(tmp_path: Path) -> None:
+    launch = "torchrun --nnodes 2 --nproc_per_node 1 --node_rank {rank} --master_addr {master} train.py"
+    ended = _run(tmp_path, *launch.split(), GLOO_SOCKET_IFNAME="eth9")
+    said = ended.stdout + ended.stderr
+    assert ended.returncode != 0
+    for rank in range(2):
+        assert f"rank {rank}: GLOO_SOCKET_IFNAME=eth9, but host{rank} has no interface 'eth9': it has lo (" in said
