@@ -23,7 +23,7 @@ llamafactory)
     skipped+=(--ignore=tests/hf/test_trl.py --ignore=tests/hf/test_liger.py) # TRL 0.24 has trainers that do not import here
     ;;
 axolotl) pins="transformers==5.16.1 accelerate==1.13.0 peft==0.20.0 trl==1.9.0 datasets==4.8.4" ;;
-5.23) pins="transformers==5.23.0 accelerate==1.14.0 peft==0.21.0 trl==1.15.0 datasets==5.1.0" ;;
+5.23) pins="transformers==5.23.0 accelerate==1.14.0 peft==0.21.0 trl==1.16.0 datasets==5.2.0" ;;
 newest) pins="" ;;
 *==*) pins=$1 ;;
 *)
