@@ -65,6 +65,7 @@ SFT = f"""
     from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
     args, model = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config()
+    torch.manual_seed(args.seed)  # TRL 1.2 makes adapters before the Trainer does so
     words = Tokenizer(WordLevel({{f"w{{index}}": index for index in range(64)}}, unk_token="w3"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
     data = Dataset.from_dict({{"input_ids": {_ROWS}.tolist()}})
