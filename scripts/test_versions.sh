@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests of tests/hf beside transformers, accelerate, PEFT, TRL and datasets of other months.
+# The tests of tests/hf, and of DeepSpeed's names, beside transformers, accelerate, PEFT, TRL and datasets of other months.
 #
 #   scripts/test_versions.sh END [ARGS]    ARGS go to pytest: scripts/test_versions.sh lowest -x tests/hf/test_entries.py
 #
@@ -43,5 +43,5 @@ print("beside", *(f"{name} {version(name)}" for name in ("torch", "transformers"
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 unset PYTHONDONTWRITEBYTECODE
-[[ "$*" == *tests/* ]] || set -- "$@" tests/hf
+[[ "$*" == *tests/* ]] || set -- "$@" tests/hf tests/deepspeed/test_facade.py
 exec "$venv/bin/python" -m pytest -n 3 --dist worksteal -m "not nightly" "${skipped[@]}" "$@"
