@@ -189,7 +189,15 @@ class ZeroEngine(DeepSpeedNames):
 
     def require_all_ranks(self, name: str) -> None:
         """Raise StateError, within seconds, unless every rank calls this with the same name."""
+        self._check_live(name)
         self.comm.require_all_ranks(name)
+
+    def _check_live(self, call: str) -> None:
+        if self not in _LIVE:
+            why = "this engine was torn down, or another engine has taken over its model"
+            raise StateError(
+                f"rank {self.comm.run_rank}: {call}: {why}; use what the last hf_zero.initialize returned"
+            )
 
     # ---------------------------------------------------------------- training
     def backward(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True, **kwargs: Any) -> torch.Tensor:
@@ -217,11 +225,7 @@ class ZeroEngine(DeepSpeedNames):
 
         `lr_kwargs` are given to the scheduler's step.
         """
-        if self not in _LIVE:
-            why = "this engine was torn down, or another engine has taken over its model"
-            raise StateError(
-                f"rank {self.comm.run_rank}: engine.step: {why}; use what the last hf_zero.initialize returned"
-            )
+        self._check_live("engine.step")
         self.reports.step_starts()
         boundary = self.schedule.step(lr_kwargs or {})
         self.reports.step_ends(boundary=boundary)
@@ -421,6 +425,7 @@ class ZeroEngine(DeepSpeedNames):
 
     def _check_saved(self) -> None:
         """Check the model as `_check_model` does, and that parameters have the names that the engine knows."""
+        self._check_live("save_checkpoint")
         self._check_model(self._attachment.check_names)
 
     def _check_model(self, *more: Callable[[], None]) -> None:
@@ -502,6 +507,7 @@ class ZeroEngine(DeepSpeedNames):
             counters=not load_module_only,
             strict=strict and load_module_strict,
         )
+        self._check_live("load_checkpoint")
         return self.checkpoints.load(load_dir, tag, parts)
 
     def read_checkpoint(self, folder: str | Path, parts: Parts = ALL_PARTS) -> Any:
@@ -524,6 +530,7 @@ class ZeroEngine(DeepSpeedNames):
         `reduce_allocations` and `staging_allocations` count since the start: a second report a step later says what
         the step has allocated, which is nothing once the first two steps are over.
         """
+        self._check_live("memory_report")
         state_bytes = 0 if self.optimizer is None else self.optimizer.state_bytes()
         return {
             **memory_report(self.units, self.reducer, self.placements, state_bytes),
@@ -541,8 +548,11 @@ class ZeroEngine(DeepSpeedNames):
     def teardown(self) -> None:
         """Give the plain model back: unsharded parameters, no hooks; group and threads end. All ranks must call.
 
-        Raises StateError where other ranks do not come; CheckpointError, at the end, if a save has failed.
+        An engine that has left its model already does nothing. Raises StateError where other ranks do not come;
+        CheckpointError, at the end, if a save has failed.
         """
+        if self not in _LIVE:
+            return
         if self.comm.is_connected:  # after an error there is nobody to wait for
             # The wait is as long as for a collective: another rank may still be writing what it has learned.
             self.comm.require_all_ranks("engine.teardown", self.comm.timeout_s)

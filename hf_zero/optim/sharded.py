@@ -360,6 +360,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None if self._native is None else self._native.worker
 
     def close(self) -> None:
+        self.suspended = "after its engine has left the model"
         self._direct.remove()
         if self._native is not None:
             self._native.close()

@@ -212,3 +212,35 @@ def test_no_thread_of_gloo_outlives_python(tmp_path: Path) -> None:
     assert done.status == 0, done.err
     assert done.out.count("threads before: True") == 2, done.out
     assert done.out.count("threads of gloo: 0") == 2, done.out
+
+
+def calls_after_the_end(folder: str) -> dict[str, str]:
+    engine = start(3)
+    engine.backward(engine(batch()))
+    engine.step()
+    saved = engine.save_checkpoint(folder)
+    engine.teardown()
+    calls = {
+        "step": engine.step,
+        "optimizer.step": engine.optimizer.step,
+        "memory_report": engine.memory_report,
+        "full_state_dict": lambda: engine.full_state_dict(keep=True),
+        "save_checkpoint": lambda: engine.save_checkpoint(folder),
+        "load_checkpoint": lambda: engine.load_checkpoint(folder),
+        "teardown": engine.teardown,
+    }
+    said = {"saved": str(saved)}
+    for name, call in calls.items():
+        try:
+            said[name] = str(call())
+        except hf_zero.StateError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_calls_after_the_end_say_so(tmp_path: Path) -> None:
+    for rank, said in enumerate(run_ranks(calls_after_the_end, 2, str(tmp_path))):
+        assert said.pop("saved") == "True" and said.pop("teardown") == "None"
+        assert "a step is not possible after its engine has left the model" in said.pop("optimizer.step")
+        for call, text in said.items():
+            assert text.startswith(f"rank {rank}: ") and f"{call}: this engine was torn down" in text, text
