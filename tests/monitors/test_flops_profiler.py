@@ -186,7 +186,7 @@ def test_other_loops_are_counted_or_say_why_not(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "enabled": 1,
+    "enabled": 2,
     "recompute_fwd_factor": -0.5,
     "profile_step": -1,
     "module_depth": -2,
