@@ -33,11 +33,15 @@ if engine.rank == 0:
 def _why_not() -> str:
     if os.name != "posix" or os.geteuid() != 0 or shutil.which("ip") is None:
         return "network namespaces need root and iproute2"
-    tried = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True, text=True, check=False)
+    name = f"hz-try-{os.getpid()}"
+    make = f"ip netns add {name} && ip -n {name} link add eth0 type veth peer name eth1 && unshare --uts --fork true"
+    line = f"{make}; made=$?; ip netns del {name}; exit $made"
+    tried = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     return f"network namespaces are not allowed here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
-pytestmark = pytest.mark.skipif(bool(_why_not()), reason=_why_not())
+_REASON = _why_not()
+pytestmark = pytest.mark.skipif(bool(_REASON), reason=_REASON)
 
 
 def _run(tmp_path: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
