@@ -20,7 +20,7 @@ AUTO = "auto"
 _LARGEST_FP32 = 2.0**128 - 2.0**104  # what training computes with
 _NUMBER = re.compile(r"\s*[+-]?(\d{1,400}(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT])(I?)B?\s*", re.IGNORECASE)
-_DTYPES = {
+DTYPES = {
     **dict.fromkeys(("fp32", "float32", "torch.float32", "float"), "float32"),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16", "torch.float16", "half"), "float16"),
@@ -141,7 +141,7 @@ class DType(Key):
     words = '"fp32", "bf16" or "fp16"'
 
     def _canonical(self, value: Any) -> Any:
-        return _DTYPES.get(value.lower(), _WRONG) if isinstance(value, str) else _WRONG
+        return DTYPES.get(value.lower(), _WRONG) if isinstance(value, str) else _WRONG
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,13 @@ torch wants RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MAST
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 from hf_zero.errors import ConfigError
 
@@ -42,6 +44,12 @@ _MPIS = (
     ),
     _Mpi("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ()),
 )
+
+
+def host_id(namespace: str) -> str:
+    """Return what no other host has, nor a container with a `namespace` ("net", "pid") of its own. Linux only."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat(f'/proc/self/ns/{namespace}').st_ino}"
 
 
 def described_processes(environment: Mapping[str, str]) -> dict[str, str]:

@@ -12,11 +12,11 @@ import ipaddress
 import json
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from hf_zero.distributed.environment import host_id
 from hf_zero.errors import ConfigError
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -59,10 +59,8 @@ def choose_interface(store: Any, rank: int, world_size: int) -> None:
 
 
 def _host() -> str:
-    """Return what no other host or container has."""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+        return host_id("net")
     return socket.gethostname()
 
 

@@ -110,7 +110,7 @@ class OperationCheck:
         self._rank = rank
         self._places = [f"{prefix}/place/{other}" for other in range(world_size)]
         self._lists = [f"{prefix}/operations/{other}" for other in range(world_size)]
-        self._published = -1
+        self._published: tuple[int, str] | None = None
         self._stalled_at = -1  # position of the log
         self._stalled_since = 0.0
         self._next_look = 0.0
@@ -151,11 +151,12 @@ class OperationCheck:
         return self._compare(ranks, last) or DivergenceError(text)
 
     def _publish(self, digests: Mapping[int, str]) -> None:
-        if self._published != self._log.position:
-            self._published = self._log.position
+        place = max(digests.items(), default=(-1, ""))
+        if self._published != place:
+            self._published = place
             # The list comes first: who sees the place may ask for it.
             self._store().set(self._lists[self._rank], json.dumps(self._log.by_position()))
-            self._store().set(self._places[self._rank], json.dumps([*digests.items()][-1] if digests else (-1, "")))
+            self._store().set(self._places[self._rank], json.dumps(place))
 
     def _compare(self, ranks: Sequence[int], lists: Sequence[str]) -> ZeroError | None:
         ranks = sorted(ranks[:_RANKS_SHOWN])

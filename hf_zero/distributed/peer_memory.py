@@ -12,10 +12,11 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from hf_zero.distributed.environment import host_id
 
 _TOKEN_BYTES = 16
 # (full, part): `full` is 1-D, and gets the `part` of every rank in rank order; `part` may lie inside it.
@@ -43,9 +44,7 @@ class PeerMemory:
         """None where the system has no way to read other processes."""
         if _reader() is None:
             return None
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-        host = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {namespace}"
-        return ProcessIdentity(host, os.getpid(), ctypes.addressof(self._token), self._token.raw)
+        return ProcessIdentity(host_id("pid"), os.getpid(), ctypes.addressof(self._token), self._token.raw)
 
     def can_read(self, identities: Sequence[ProcessIdentity | None]) -> bool:
         """Return whether this process can read all those that gave `identities`.

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.distributed.environment import described_processes
 from hf_zero.distributed.interface import choose_interface
@@ -87,7 +86,7 @@ def ensure_process_group(device: torch.device) -> None:
     adopt_cluster_variables()
     if described_world_size() <= 1:
         return
-    _init_process_group(backend_for(device), None)
+    _init_process_group(backend_for(device))
 
 
 def prepare_to_be_joined() -> None:
@@ -103,9 +102,13 @@ def prepare_to_be_joined() -> None:
         choose_interface(*next(dist.rendezvous("env://")))
 
 
-def _init_process_group(backend: str, timeout: datetime.timedelta | None) -> None:
-    """Join the processes that the environment describes. The store comes first: gloo must know the interface."""
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout or default_pg_timeout))
+def _init_process_group(backend: str, timeout: datetime.timedelta | None = None) -> None:
+    """Join the processes that the environment describes. The store comes first: gloo must know the interface.
+
+    `timeout` is that of the store too; None means torch's own for the backend.
+    """
+    timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(backend))
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     choose_interface(store, rank, world_size)
     dist.init_process_group(
         backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size, timeout=timeout

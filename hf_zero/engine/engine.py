@@ -515,6 +515,7 @@ class ZeroEngine(DeepSpeedNames):
 
         All ranks must call. Raises CheckpointError on every rank, also where there is none.
         """
+        self._check_live("load_checkpoint")
         return self.checkpoints.read(folder, parts)
 
     # ---------------------------------------------------------------- memory and end

@@ -59,7 +59,7 @@ def test_the_device_of_a_rank(
 def test_a_rank_selects_its_device_before_it_joins(way: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     joined = "hf_zero.distributed.processes._init_process_group"
-    monkeypatch.setattr(joined, lambda backend, _: calls.append(("joined", backend)))
+    monkeypatch.setattr(joined, lambda backend, timeout=None: calls.append(("joined", backend)))
     monkeypatch.setattr("hf_zero.distributed.processes.backend_for", lambda device: f"for {device.type}")
     if way != "comm":
         for name, value in {"WORLD_SIZE": "8", "RANK": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}.items():

@@ -9,16 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.config.schema import DTYPES
 from hf_zero.distributed.processes import default_device
 from hf_zero.engine.initialize import shard
 from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.errors import ConfigError
 
-_TYPES = {
-    **dict.fromkeys(("fp32", "float", "float32"), torch.float32),
-    **dict.fromkeys(("fp16", "half", "float16"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
-}
 _REFUSED = "replace_with_kernel_inject kernel_inject injection_policy checkpoint quant moe enable_cuda_graph".split()
 # These keys set the sizes of kernels and their buffers.
 _OF_KERNELS = """max_out_tokens max_tokens min_out_tokens replace_method return_tuple set_empty_params
@@ -42,15 +38,14 @@ def init_inference(model: nn.Module, config: Mapping[str, Any] | None = None, **
     if asked or size > 1:
         what = ", ".join(asked) or f"tensor parallelism over {size} ranks"
         raise NotImplementedError(f"init_inference: hf_zero has no {what}: leave it out, or use vLLM.")
-    dtype, zero = given.pop("dtype", torch.float16), given.pop("zero", {})
-    dtype = _TYPES.get(str(dtype).removeprefix("torch."))
+    dtype, zero = DTYPES.get(str(given.pop("dtype", torch.float16))), given.pop("zero", {})
     if unknown := sorted(set(given) - set(_OF_KERNELS)):
         raise ConfigError(f"init_inference: unknown key(s) {', '.join(unknown)}: leave them out")
     if dtype is None:
-        raise ConfigError(f"init_inference: dtype is none of {', '.join(_TYPES)}")
+        raise ConfigError(f"init_inference: dtype is none of {', '.join(DTYPES)}")
     if zero:
         return ModuleWrapper(shard(model, {"zero_optimization": zero})).eval()
-    return ModuleWrapper(model.to(device=default_device(), dtype=dtype)).eval()
+    return ModuleWrapper(model.to(device=default_device(), dtype=getattr(torch, dtype))).eval()
 
 
 @contextlib.contextmanager

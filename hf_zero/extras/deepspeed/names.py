@@ -37,6 +37,7 @@ _SCHEDULES = {
     "hf_zero.optim": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
     f"{_OURS}.utils": "VALID_LR_SCHEDULES",
 }
+_SEED = {"accelerate.utils": "set_random_seed=set_seed"}
 _LOGGING = {f"{_OURS}.utils": "log_dist logger"}
 _ACCESS = {
     "hf_zero.access.full": """safe_get_full_grad=full_grad safe_get_full_optimizer_state=full_optimizer_state
@@ -77,7 +78,7 @@ PATHS: dict[str, dict[str, str]] = {
         f"{_OURS}.comm": "get_all_ranks_from_group get_local_rank get_world_group log_summary",
     },
     "checkpoint.utils": {f"{_OURS}.utils": "clone_tensors_for_torch_save"},
-    "launcher.runner": {f"{_OURS}.utils": "DEEPSPEED_ENVIRONMENT_NAME"},
+    "launcher.runner": {"hf_zero.extras.launcher.forwarding": "DEEPSPEED_ENVIRONMENT_NAME=DEEPSPEED_FILE"},
     "ops.adagrad": {"torch.optim": "DeepSpeedCPUAdagrad=Adagrad"},
     "ops.adam": {f"{_OURS}.adam": "DeepSpeedCPUAdam FusedAdam"},
     "ops.lamb": {"hf_zero.optim": "FusedLamb=Lamb"},
@@ -94,7 +95,7 @@ PATHS: dict[str, dict[str, str]] = {
         _TOPOLOGIES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
         f"{_OURS}.utils": "PipelineParallelGrid",
     },
-    "runtime.utils": {f"{_OURS}.utils": "see_memory_usage set_random_seed"},
+    "runtime.utils": {**_SEED, f"{_OURS}.utils": "see_memory_usage"},
     "runtime.zero": _ZERO,
     "runtime.zero.partition_parameters": {
         **_ZERO,
@@ -113,7 +114,8 @@ PATHS: dict[str, dict[str, str]] = {
     "utils": {
         **_ACCESS,
         f"{_OURS}.inference": "OnDevice",
-        f"{_OURS}.utils": "log_dist logger set_random_seed set_z3_leaf_modules unset_z3_leaf_modules",
+        **_SEED,
+        f"{_OURS}.utils": "log_dist logger set_z3_leaf_modules unset_z3_leaf_modules",
         f"{_PIPELINE}.micro_batches": "RepeatingLoader",
     },
     "utils.groups": {

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
@@ -17,9 +15,9 @@ from hf_zero.distributed.processes import join_processes
 from hf_zero.errors import ConfigError
 from hf_zero.extras.monitors.memory_usage import log_memory_usage
 from hf_zero.extras.pipeline.topology import PipelineGrid, ProcessTopology
+from hf_zero.optim.schedule_types import TYPES
 
-VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+VALID_LR_SCHEDULES = list(TYPES)
 
 logger = logging.getLogger("hf_zero")
 
@@ -33,13 +31,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     chosen = ranks or []
     if rank == -1 or -1 in chosen[:1] or rank in chosen:
         logger.log(level, "[Rank %d] %s", rank, message)
-
-
-def set_random_seed(seed: int) -> None:
-    """Seed the random numbers of Python, numpy and torch."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:

@@ -15,6 +15,7 @@ PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "GLOO")
 # On these clusters every node has values of its own.
 _LOCAL_TO_NODE = {"AISC_JOB_NAME": ("NCCL_IB_HCA", "UCX_NET_DEVICES")}
 _FOLDERS = ("~", ".")
+DEEPSPEED_FILE = ".deepspeed_env"
 
 
 def exported(environment: Mapping[str, str], folder: str) -> dict[str, str]:
@@ -32,7 +33,7 @@ def exported(environment: Mapping[str, str], folder: str) -> dict[str, str]:
 
 def environment_files() -> list[Path]:
     """The files that add variables: DeepSpeed's name (or what DS_ENV_FILE says), then ours; home, then here."""
-    names = (os.environ.get("DS_ENV_FILE", ".deepspeed_env"), ".hf_zero_env")
+    names = (os.environ.get("DS_ENV_FILE", DEEPSPEED_FILE), ".hf_zero_env")
     paths = [Path(folder).expanduser() / name for name in names for folder in _FOLDERS]
     return list(dict.fromkeys(path for path in paths if path.is_file()))
 
