@@ -69,7 +69,12 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     add("-i", "--include", default="", metavar="SPEC", help="only these: HOST or HOST:0,2, joined by @")
     add("-e", "--exclude", default="", metavar="SPEC", help="all but these")
     add("--master_addr", default="", metavar="ADDR", help="of the first host (default: the address that it names)")
-    add("--master_port", type=int, metavar="PORT", help=f"on the first host (default: {DEFAULT_PORT})")
+    add(
+        "--master_port",
+        type=int,
+        metavar="PORT",
+        help=f"on the first host (default: {DEFAULT_PORT}; a free one where all is on this host)",
+    )
     add("--launcher", default="ssh", type=str.lower, metavar="|".join(LAUNCHERS), help="how to get to other hosts")
     add("--launcher_args", default="", metavar="ARGS", help="options for that program, as one argument")
     add("--ssh_port", type=int, metavar="PORT", help="of ssh on the other hosts")

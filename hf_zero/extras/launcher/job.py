@@ -15,7 +15,7 @@ from hf_zero.extras.launcher.forwarding import environment_files, exported, read
 from hf_zero.extras.launcher.hosts import RemoteJob, Transport, address_of, check_reachable, run_srun
 from hf_zero.extras.launcher.launch_errors import LaunchUsageError
 from hf_zero.extras.launcher.launch_plan import JobPlan, Kind, devices_variable
-from hf_zero.extras.launcher.node import free_port, port_is_free, run_node
+from hf_zero.extras.launcher.node import free_port, run_node
 from hf_zero.extras.launcher.resources import (
     Slots,
     check_host,
@@ -175,9 +175,7 @@ def _run_here(options: LaunchOptions, names: tuple[str, ...], *, has_gpus: bool)
         raise LaunchUsageError("--venv_script is for other hosts: activate the environment on this one first")
     if not options.module and not options.no_python and not Path(options.script).is_file():
         raise LaunchUsageError(f"there is no script {options.script!r}")
-    port = options.master_port or DEFAULT_PORT
-    if options.master_port is None and not port_is_free(port):
-        port = free_port()
+    port = options.master_port or free_port()
     plan = _plan(options, (names,), options.master_addr or "127.0.0.1", port)
     where = f"GPU {','.join(names)}" if has_gpus else "CPU"
     logger.info(f"{_processes(len(names))} on this host ({where}), rank 0 at {plan.master_addr}:{port}")
