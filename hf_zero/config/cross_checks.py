@@ -224,6 +224,12 @@ def _of_fp8(get: Get) -> Iterator[Conflict]:
         yield Conflict("optimizer.type", "it exchanges gradients in one bit, and msamp in eight", "Use one of them.")
 
 
+def _of_accumulation(get: Get) -> Iterator[Conflict]:
+    key = "managed_gradient_accumulation"
+    if get(key) is False and is_known(get, "@pipeline"):
+        yield Conflict(key, "the model is a PipelineModule, whose train_batch accumulates by itself", "Remove it.")
+
+
 def _of_activations(get: Get) -> Iterator[Conflict]:
     """Yield the conflicts that DeepSpeed has too, and those with a budget."""
     if get(_BUDGET) is not None:
@@ -263,5 +269,6 @@ _CONFLICTS = (
     _of_native_update,
     _of_reduction,
     _of_fp8,
+    _of_accumulation,
     _of_activations,
 )

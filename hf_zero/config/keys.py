@@ -285,9 +285,6 @@ _TOP: dict[str, Entry] = {
         when=(OPTIMIZER_ON_HOST,),
         help="Refuse an optimizer that the native Adam cannot replace on the CPU; false runs any of them in torch.",
     ),
-    "managed_gradient_accumulation": Flag(
-        True, refused="Remove it; engine.no_sync() skips the reduction where wanted."
-    ),
     "sparse_gradients": Flag(False, refused=_DROP),
     "sequence_parallel_size": Count(1, low=1, refused=_DROP),
     "graph_harvesting": Flag(False, refused=_DROP),

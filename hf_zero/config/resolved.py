@@ -392,6 +392,9 @@ class ResolvedConfig(Mapping[str, Any]):
     gradient_accumulation_steps: int = key(
         "The number of micro-batches of one optimizer step.", Count(low=1, auto=True)
     )
+    managed_gradient_accumulation: bool = key(
+        "Update at every gradient_accumulation_steps-th `engine.step()`; false: at every one.", Flag(True)
+    )
     gradient_clipping: float = key(
         "The norm that the gradients of all parameters are clipped to; 0 turns clipping off.", Real(0.0, auto=True)
     )

@@ -6,9 +6,11 @@ Trainer the accumulation steps are Trainer's, though the engine itself accumulat
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from hf_zero.engine.module_wrapper import ModuleWrapper
 from hf_zero.engine.step_schedule import StepSchedule
 from hf_zero.errors import CheckpointError, ConfigError, StateError
 from hf_zero.optim.hyperparameters import learning_rates, momenta
+from hf_zero.runtime.loss_scale import LossScale
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ class DeepSpeedNames(ModuleWrapper):
     # ZeroEngine's, which the names answer from.
     config: ResolvedConfig
     comm: Comm
+    loss_scale: LossScale
     schedule: StepSchedule
 
     @property
@@ -120,13 +124,47 @@ class DeepSpeedNames(ModuleWrapper):
         """Set whether the next backward is the last before the update, from now on. All ranks must call, alike.
 
         For loops that call `step()` once per update. Gradients are still divided by the accumulation steps.
+
+        Raises:
+            StateError: `managed_gradient_accumulation` is false, so that every `step()` updates.
         """
+        if not self.config.managed_gradient_accumulation:
+            raise StateError(
+                "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so every engine.step() "
+                "updates.\nRemove the call, or the key."
+            )
         self.run_comm.note_call(f"set_gradient_accumulation_boundary({is_boundary})")
         self.schedule.forced_boundary = is_boundary
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated the parameters: not before the boundary, and not on an overflow."""
         return self.schedule.step_applied
+
+    # ---------------------------------------------------------------- gradients
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` times the loss scale of fp16, for a direct `backward()` of it; without fp16 the loss itself.
+
+        It spares gradients between the model and its loss the underflow. Where it is left out, gradients are scaled
+        as they enter the model.
+        """
+        return self.loss_scale.multiply(loss)
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce the gradients that backwards have left, before `step()` does. All ranks must call.
+
+        `param.grad` then holds the mean at stage 0. `bucket_size` is for DeepSpeed's sake.
+        """
+        self.schedule.reduce_gradients()
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Reduce the gradients of all backwards inside at its end. All ranks must enter and leave.
+
+        Stages 2 and 3 reduce in every backward, as they do in `no_sync`.
+        """
+        with self.no_sync():
+            yield
+        self.allreduce_gradients()
 
     # ---------------------------------------------------------------- rates
     def get_lr(self) -> list[float]:

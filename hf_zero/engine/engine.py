@@ -98,6 +98,8 @@ class ZeroEngine(DeepSpeedNames):
             1 if managed else config.gradient_accumulation_steps,
             trains=train,
         )
+        if not managed and not config.managed_gradient_accumulation:
+            self.schedule.update_at_every_step()
         self.params, self.reducer = self.schedule.params, self.schedule.reducer
         self.weights = FullWeights(model, self.units, self.params, self.comm, before_write=self.finish_updates)
         self.checkpoints = self._open_checkpoints(built)

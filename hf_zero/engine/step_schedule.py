@@ -80,6 +80,10 @@ class StepSchedule(StepEvents):
         finally:
             self._no_sync = before
 
+    def update_at_every_step(self) -> None:
+        """Let the caller accumulate: every `step` updates, and gradients that can wait are reduced there."""
+        self.forced_boundary = self._no_sync = True
+
     def restart_at(self, global_steps: int, skipped_steps: int) -> None:
         """Set the counts of updates made and skipped; the next micro-batch is the first of its window."""
         self.global_steps, self.skipped_steps = global_steps, skipped_steps
@@ -99,6 +103,7 @@ class StepSchedule(StepEvents):
         self._captures.check(self._comm.rank)
         if torch.is_grad_enabled() and not in_backward():
             self.param_grads.hide()
+            self._loss_scale.end_backward()  # of a loss that was scaled without meeting this model
         self._unfreeze.begin_forward()
 
     def unfrozen(self, added: Sequence[GradAccumulator]) -> None:
@@ -170,6 +175,14 @@ class StepSchedule(StepEvents):
         else:
             self._comm.note_call("step inside an accumulation window")
         return boundary
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Reduce all that backwards have left in this window, and show it, before the step does."""
+        if self.optimizer is None:
+            raise StateError("this engine has no optimizer: pass one to hf_zero.initialize, or an optimizer block")
+        self.optimizer.reduce_gradients()
+        self.param_grads.show()
 
     def zero_grad(self) -> None:
         """Forget the gradients of this accumulation window."""

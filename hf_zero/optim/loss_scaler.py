@@ -170,7 +170,7 @@ class StepGuard:
         self.skips = precision.skip_nonfinite
         self.scaler = make_scaler(precision.scaling, stage=stage)
         self._scale = scale
-        scale.is_used = precision.scaling is not None
+        self.scales = scale.is_used = precision.scaling is not None
         self._publish()
         self.overflow = False  # in the last step
 

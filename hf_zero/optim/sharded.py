@@ -181,6 +181,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._facts = dataclasses.replace(facts, norm=facts.norm * factor)
         return facts.norm
 
+    def reduce_gradients(self) -> None:
+        """Reduce what backwards have left in this window; more may be accumulated after it. All ranks must call."""
+        self._ballot(closes=False, purpose="reduction of gradients")
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters from the mean gradient, bring parameters up to date, start a new accumulation window.
@@ -348,6 +352,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def cur_scale(self) -> float:
         """The factor of losses now; 1.0 without fp16."""
         return self.guard.scaler.cur_scale
+
+    def needs_scaler(self) -> bool:
+        """Whether losses are scaled, as fp16 needs it."""
+        return self.guard.scales
 
     @property
     def has_delayed_update(self) -> bool:

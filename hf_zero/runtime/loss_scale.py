@@ -48,19 +48,25 @@ class LossScale:
         self._in_loss = False  # the loss of the backward under way, or next, was multiplied
         self._entered = False  # the scale came in through an output in the backward under way
 
-    def _multiply(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the scale, in fp32 at least."""
+    def multiply(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` times the scale, in fp32 at least."""
         if not self.is_used:
             return loss
+        scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.value
+        if scaled.requires_grad:
+            scaled.register_hook(self._note_in_loss)
+        return scaled
+
+    def _note_in_loss(self, grad: torch.Tensor) -> None:
+        """Take note that a backward began at a loss that was multiplied."""
         self._in_loss = True
         _claim(self)
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.value
 
     @contextlib.contextmanager
     def scaled(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
         """Gives `loss` times the scale, in fp32 at least: its backward is to be called inside."""
         try:
-            yield self._multiply(loss)
+            yield self.multiply(loss)
         finally:
             self.end_backward()
 

@@ -53,7 +53,6 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     f"{ZERO}.zeropp_loco_param": ({"err_beta": 0.8}, {}),
     f"{ZERO}.mics_shard_size": (8, -1),
     "optimizer.type": ("ZeroOneAdam", "SGD"),
-    "managed_gradient_accumulation": (False, True),
     "sequence_parallel_size": (2, 1),
     "data_types.param_dtype": ("bf16", None),
     "data_types.buffer_dtype": ("bf16", None),

@@ -529,6 +529,7 @@ FLIPS: dict[str, Flip] = {
     "communication_data_type": Flip("bf16", {}),
     "prescale_gradients": Flip(True, {"communication_data_type": "fp16"}, "tiny"),
     "gradient_predivide_factor": Flip(3.0, {"communication_data_type": "bf16"}),
+    "managed_gradient_accumulation": Flip(False, {"gradient_accumulation_steps": 2}),
     "gradient_allreduce_op": Flip("sum", {"optimizer.type": "SGD"}),
     "zero_allow_untested_optimizer": Flip(
         True, {f"{ZERO}.stage": 1, "optimizer.type": None, "optimizer.params.lr": None}, "untested", raises=True
